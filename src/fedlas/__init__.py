@@ -1,0 +1,49 @@
+"""Make neural classifiers say what they know: calibration losses, metrics and repairs.
+
+The names below are loaded when they are first used, so that `import fedlas` costs little more than `import torch`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedlas import metrics as metrics
+    from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
+    from fedlas.losses import GateHistory as GateHistory
+    from fedlas.losses import build_loss as build_loss
+    from fedlas.losses import checks as checks
+    from fedlas.losses import list_losses as list_losses
+    from fedlas.losses import smoothed_cross_entropy as smoothed_cross_entropy
+    from fedlas.models.base import Output as Output
+    from fedlas.models.base import WithFeatures as WithFeatures
+    from fedlas.models.base import WithLoss as WithLoss
+    from fedlas.predictions import Predictions as Predictions
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "AdaptiveSmoothing": "fedlas.losses",
+    "GateHistory": "fedlas.losses",
+    "Output": "fedlas.models.base",
+    "Predictions": "fedlas.predictions",
+    "WithFeatures": "fedlas.models.base",
+    "WithLoss": "fedlas.models.base",
+    "build_loss": "fedlas.losses",
+    "checks": "fedlas.losses",
+    "list_losses": "fedlas.losses",
+    "smoothed_cross_entropy": "fedlas.losses",
+}
+__all__ = [*_ROOMS, "losses", "metrics", "models"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name on first use."""
+    if name in _ROOMS:
+        return getattr(import_module(_ROOMS[name]), name)
+    if name in ("losses", "metrics", "models"):
+        return import_module(f"fedlas.{name}")
+    raise AttributeError(f"module 'fedlas' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

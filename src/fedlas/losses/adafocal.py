@@ -1,0 +1,80 @@
+"""AdaFocal: a focal loss whose gamma follows the calibration of a validation set.
+
+    L = mean_i f(p_t, g)  CE_i,   f = (1 - p_t)^g where g > 0,  (1 + p_t)^|g| where g < 0 (inverse focal)
+
+g is the gamma of the bin that holds p_t, the probability of the true class. At first the 15 bins are equally wide and
+every gamma is 1. After each epoch the bins become the equal-mass bins of the validation confidence, and with gap_b the
+mean confidence minus the accuracy of bin b (0 where it is empty),
+
+    g_b <- g_b exp(step gap_b) where g_b > 0, g_b exp(-step gap_b) elsewhere
+    g_b <- -switch where 0 < g_b < switch, +switch where -switch < g_b <= 0;  then clipped to [gamma_min, gamma_max]
+
+As published: bins come from confidence, samples are put into them by p_t. Departures: the mean over the batch where the
+published code sums; the bins are saved with the loss (there a resumed run starts them anew).
+"""
+
+from typing import Unpack
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement
+from fedlas.metrics.bins import bin_statistics, interpolated_edges
+from fedlas.predictions import Predictions
+
+
+class AdaFocal(AbstractLoss):
+    """Focal loss that learns between epochs, bin by bin, how far to look away or to look closer."""
+
+    name = "adafocal"
+    citation = "Ghosh et al., AdaFocal: Calibration-aware Adaptive Focal Loss, NeurIPS 2022."
+
+    def __init__(
+        self,
+        *,
+        bins: int = 15,
+        gamma: float = 1.0,
+        step: float = 1.0,
+        gamma_min: float = -2.0,
+        gamma_max: float = 20.0,
+        switch: float = 0.2,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        self.bins = int(at_least("bins", bins, 1))
+        self.step = at_least("step", step, 0)
+        self.gamma_min, self.gamma_max = gamma_min, at_least("gamma_max", gamma_max, gamma_min)
+        self.switch = at_least("switch", switch, 0)
+        self.gammas: Tensor
+        self.edges: Tensor
+        self.register_buffer("gammas", torch.full((self.bins,), float(gamma), dtype=torch.float64))
+        self.register_buffer("edges", torch.linspace(0, 1, self.bins + 1, dtype=torch.float64))
+
+    def terms(self, batch: Batch) -> dict[str, Tensor]:
+        return {"classification": self.expected(batch, self._loss_of)}
+
+    @torch.no_grad()
+    def end_epoch(self, validation: Predictions | None = None) -> None:
+        """Move bins and gammas by the calibration of the validation set; all ranks must give the same one."""
+        if validation is None:
+            raise ValueError("adafocal learns its gammas from a validation set: end_epoch(validation=Predictions(...))")
+        confidence, correct = validation.confidence, validation.correct
+        edges = interpolated_edges(confidence, self.bins)
+        found = bin_statistics(confidence, correct, edges)
+        self.edges.copy_(edges)
+        self.update(torch.where(found.counts > 0, found.confidence - found.accuracy, 0))
+
+    @torch.no_grad()
+    def update(self, gaps: Float[Tensor, " bins"]) -> None:
+        """Move every gamma by the gap between confidence and accuracy of its bin."""
+        g = self.gammas
+        g = g * torch.exp(self.step * g.sign() * gaps.to(g))
+        g = torch.where(g.abs() < self.switch, torch.where(g > 0, -self.switch, self.switch), g)
+        self.gammas.copy_(g.clamp(self.gamma_min, self.gamma_max))
+
+    def _loss_of(self, log_p: Tensor) -> Tensor:
+        p = log_p.exp()
+        inner = self.edges[1:-1].to(p.dtype)
+        g = self.gammas.to(p.dtype)[torch.bucketize(p.detach(), inner, right=True)]
+        return -log_p * torch.where(g > 0, complement(log_p), 1 + p) ** g.abs()

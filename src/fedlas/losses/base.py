@@ -1,0 +1,375 @@
+"""What every training loss shares: one view of the batch, one set of checks, one reduction.
+
+A loss is a sum of named terms. Each term gives one number per sample, already multiplied by its coefficient; a term
+that belongs to the batch as a whole comes as per-sample shares whose mean it is. The term named `classification` is
+the one that class weights act on; every other term is a regulariser. With w_k the class weights, y_i the label and n the
+number of samples that count,
+
+    mean:  Σ_i classification_i / Σ_i w_{y_i}  +  Σ_i regulariser_i / n      (soft labels: both divided by n)
+    sum:   Σ_i classification_i + Σ_i regulariser_i
+    none:  classification_i + regulariser_i
+
+which is what `torch.nn.functional.cross_entropy` does to its only term. In a distributed training step the denominators
+are those of all ranks together, so the mean over ranks of value and gradient is that of one process with the whole
+batch. Ignored samples are masked, never cut out: no shape depends on data, and nothing waits for the device.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self, TypedDict, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedlas import ranks
+from fedlas.catalog import nearest
+from fedlas.losses.input_checks import check_shapes, checked_index, checked_labels
+from fedlas.predictions import Predictions
+
+Reduction = Literal["mean", "sum", "none"]
+IGNORE_INDEX = -100
+Word = TypeVar("Word", bound=str)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All that a loss may look at in one step: rows of samples, pixels or tokens.
+
+    Logits and labels are in float32 or better, features in the type that the network gave them. `valid` marks the rows
+    that count; `shared` says that the batch is one part of a batch spread over ranks.
+    """
+
+    logits: Float[Tensor, "n classes"]
+    labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]
+    features: Float[Tensor, "n width"] | None
+    index: Int[Tensor, " n"] | None
+    valid: Bool[Tensor, " n"]
+    log_probs: Float[Tensor, "n classes"]
+    shared: bool = False
+
+    @property
+    def soft(self) -> bool:
+        """Whether the labels are rows of probabilities."""
+        return self.labels.is_floating_point()
+
+    def confidence(self) -> Float[Tensor, " n"]:
+        """Give the probability of the predicted class."""
+        return self.log_probs.amax(1).exp()
+
+    def correct(self) -> Float[Tensor, " n"]:
+        """Say which predictions are right: 1 or 0, or the probability that a soft label gives to the prediction."""
+        prediction = self.logits.argmax(1)
+        if self.soft:
+            return self.labels.gather(1, prediction.unsqueeze(1)).squeeze(1)
+        return (prediction == self.labels).to(self.logits.dtype)
+
+    def gaps(self) -> Float[Tensor, "n classes"]:
+        """Give the distance of each logit from the largest one of its row."""
+        return self.logits.amax(1, keepdim=True) - self.logits
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum rows over the samples that count, on all ranks; no gradient crosses ranks."""
+        mask = self.valid.reshape(-1, *[1] * (x.ndim - 1))
+        local = torch.where(mask, x, 0).sum(0)
+        return ranks.total(local) if self.shared else local
+
+    def count(self) -> Float[Tensor, ""]:
+        """Count the samples that count, on all ranks; at least 1, so that it can divide."""
+        return self.total(self.valid.to(self.logits.dtype)).clamp_min(1)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Join the rows of all ranks, gradients included."""
+        return ranks.joined(x) if self.shared else x
+
+    def own(self, x: Tensor) -> Tensor:
+        """Cut this rank's rows out of joined rows."""
+        return ranks.own(x) if self.shared else x
+
+
+class Common(TypedDict, total=False):
+    """The keywords that every loss takes; `AbstractLoss` explains them."""
+
+    num_classes: int | None
+    weight: Tensor | Sequence[float] | None
+    ignore_index: int
+    reduction: Reduction
+    sync: bool
+
+
+class AbstractExact(nn.Module, ABC):
+    """A module whose float64 buffers stay float64 when the module is cast to a narrower type.
+
+    A running average with a small weight stands still in bfloat16: each update is below its last digit.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        exact = {name: b for name, b in self._buffers.items() if b is not None and b.dtype == torch.float64}
+        for name, buffer in exact.items():  # fn moves a float32 stand-in, which every device takes
+            self._buffers[name] = buffer.float()
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            moved = self._buffers[name]
+            if moved is None or buffer.is_meta or moved.is_meta:
+                continue
+            self._buffers[name] = buffer.to(moved.device, torch.float32 if moved.device.type == "mps" else torch.float64)
+        return self
+
+
+class AbstractLoss(AbstractExact):
+    """A training loss: a drop-in for `nn.CrossEntropyLoss` that may also look at features and sample indices.
+
+    Args:
+        num_classes: number of classes; where it is given, logits of another width are an error.
+        weight: one factor per class, as in `nn.CrossEntropyLoss`; it acts on the classification term.
+        ignore_index: samples with this label do not count.
+        reduction: `mean`, `sum` or `none`.
+        sync: in a distributed run, share statistics and denominators with all ranks in training mode.
+    """
+
+    name: ClassVar[str]
+    citation: ClassVar[str]
+    takes_maps: ClassVar[bool] = True
+    takes_soft_labels: ClassVar[bool] = True
+    needs_features: bool = False
+    needs_index: bool = False
+    index_limit: int | None = None
+
+    def __init__(
+        self,
+        *,
+        num_classes: int | None = None,
+        weight: Tensor | Sequence[float] | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduction: Reduction = "mean",
+        sync: bool = True,
+    ) -> None:
+        super().__init__()
+        if num_classes is not None:
+            at_least("num_classes", num_classes, 1)
+        self.num_classes = num_classes
+        self.weight: Tensor | None
+        self.register_buffer("weight", _class_weight(weight, num_classes))
+        self.ignore_index = ignore_index
+        self.reduction: Reduction = one_of("reduction", reduction, ("mean", "sum", "none"))
+        self.sync = sync
+        self.last_terms: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def terms(self, batch: Batch) -> dict[str, Tensor]:
+        """Give the named addends of each sample, already multiplied by their coefficients."""
+
+    def end_epoch(self, validation: Predictions | None = None) -> None:
+        """Learn what is learned between epochs; most losses learn nothing there."""
+
+    def forward(
+        self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
+    ) -> Tensor:
+        """Compute the loss of a batch; `last_terms` then holds its parts, detached, unless nothing is reduced."""
+        with torch.autocast(logits.device.type, enabled=False):
+            batch = self._batch(logits, labels, features, index)
+            reduced = reduce(self.terms(batch), batch, self.weight, self.reduction)
+            if self.reduction == "none":
+                return _sum(reduced).reshape(_without_classes(logits))
+            self.last_terms = {name: value.detach() for name, value in reduced.items()}
+            return _sum(reduced)
+
+    def parts(
+        self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Give the named terms of each sample, shaped like hard labels, for a combination of one's own."""
+        with torch.autocast(logits.device.type, enabled=False):
+            batch = self._batch(logits, labels, features, index)
+            each = reduce(self.terms(batch), batch, self.weight, "none")
+            return {name: values.reshape(_without_classes(logits)) for name, values in each.items()}
+
+    def expected(self, batch: Batch, loss_of: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
+        """Average a loss over the label: Σ_k y_k w_k l(k), where `loss_of` computes l(k) from log p_k."""
+        return expected(batch, self.weight, loss_of)
+
+    def cross_entropy(self, batch: Batch) -> Float[Tensor, " n"]:
+        """Give the cross-entropy of each sample."""
+        return expected(batch, self.weight, torch.neg)
+
+    def smoothed(self, batch: Batch, alpha: float | Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """Give the cross-entropy of each sample with its label smoothed by alpha."""
+        return smoothed(batch, self.weight, alpha)
+
+    def _batch(self, logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None) -> Batch:
+        if self.needs_features and features is None:
+            raise ValueError(
+                f"{self.name} needs features, the input of the network's last layer: loss(logits, labels, features). "
+                "fedlas.WithFeatures(model) gives them for any network"
+            )
+        if self.needs_index and index is None:
+            raise ValueError(f"{self.name} needs index, each sample's position in the training split: index=...")
+        if logits.ndim > 2 and not self.takes_maps:
+            raise ValueError(f"{self.name} takes logits of shape (N, C), not maps of shape {tuple(logits.shape)}")
+        if labels.is_floating_point() and labels.ndim > 1 and not self.takes_soft_labels:
+            raise ValueError(f"{self.name} takes one class number per sample, not soft labels")
+        shared = self.training and self.sync and ranks.count() > 1
+        batch = as_batch(logits, labels, features, index, ignore_index=self.ignore_index, shared=shared)
+        if self.index_limit is not None and batch.index is not None:
+            batch = replace(batch, index=checked_index(batch.index, self.index_limit))
+        for built_for in (self.num_classes, None if self.weight is None else len(self.weight)):
+            if built_for not in (None, logits.shape[1]):
+                raise ValueError(f"{self.name} was built for {built_for} classes; logits have {logits.shape[1]}")
+        return batch
+
+
+def as_batch(
+    logits: Tensor,
+    labels: Tensor,
+    features: Tensor | None = None,
+    index: Tensor | None = None,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    shared: bool = False,
+) -> Batch:
+    """Check the tensors of one step and lay them out as rows."""
+    check_shapes(logits, labels, features, index)
+    classes = logits.shape[1]
+    labels = checked_labels(labels, classes, ignore_index)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits = _rows(logits).to(dtype)
+    if labels.is_floating_point():
+        if ignore_index != IGNORE_INDEX:
+            raise ValueError("ignore_index has no meaning for soft labels; give those samples a weight of your own")
+        labels = _rows(labels).to(dtype)
+        valid = torch.ones_like(logits[:, 0], dtype=torch.bool)
+    else:
+        labels = labels.reshape(-1).long()
+        valid = labels != ignore_index
+        labels = torch.where(valid, labels, 0)
+        # An ignored row may hold anything, NaN included; it must not reach a gradient, and 0 * NaN is NaN.
+        logits = torch.where(valid.unsqueeze(1), logits, 0)
+    return Batch(
+        logits=logits,
+        labels=labels,
+        features=None if features is None else _rows(features),
+        index=None if index is None or len(index) != len(valid) else index.long(),
+        valid=valid,
+        log_probs=functional.log_softmax(logits, 1),
+        shared=shared,
+    )
+
+
+def expected(batch: Batch, weight: Tensor | None, loss_of: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
+    """Average a loss over the label: Σ_k y_k w_k l(k).
+
+    `loss_of` maps log p_k to l(k) entry by entry, whether it is given one column (hard labels) or all classes.
+    """
+    if weight is not None:
+        weight = weight.to(batch.logits.dtype)
+    if batch.soft:
+        target = batch.labels if weight is None else batch.labels * weight
+        return (target * loss_of(batch.log_probs)).sum(1)
+    picked = loss_of(batch.log_probs.gather(1, batch.labels.unsqueeze(1))).squeeze(1)
+    return picked if weight is None else picked * weight[batch.labels]
+
+
+def smoothed(batch: Batch, weight: Tensor | None, alpha: float | Tensor) -> Float[Tensor, " n"]:
+    """Give (1 - alpha) CE + alpha E for each sample, E being the cross-entropy from the uniform distribution."""
+    log_probs = batch.log_probs if weight is None else batch.log_probs * weight.to(batch.logits.dtype)
+    return (1 - alpha) * expected(batch, weight, torch.neg) - alpha * log_probs.mean(1)
+
+
+def focal(log_p: Tensor, gamma: float | Tensor) -> Tensor:
+    """Give (1 - p)^gamma * (-log p) with a finite gradient everywhere, p = 1 included."""
+    return -log_p * complement(log_p) ** gamma
+
+
+def complement(log_p: Tensor) -> Tensor:
+    """Give 1 - p, accurate near p = 1 and never 0, so that any power of it has a finite gradient."""
+    return (-torch.expm1(log_p)).clamp_min(torch.finfo(log_p.dtype).tiny)
+
+
+def reduce(
+    terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduction: Reduction
+) -> dict[str, Tensor]:
+    """Reduce each term over the samples that count; the module's docstring says how."""
+    each = {name: torch.where(batch.valid, values, 0) for name, values in terms.items()}
+    if reduction == "none":
+        return each
+    totals = {name: values.sum() for name, values in each.items()}
+    if reduction == "sum":
+        return totals
+    count = batch.count()
+    shares = dict.fromkeys(totals, count)
+    if weight is not None and not batch.soft:
+        weights = batch.total(weight.to(count.dtype)[batch.labels])
+        shares["classification"] = torch.where(weights > 0, weights, 1)
+    spread = ranks.count() if batch.shared else 1
+    return {name: value / shares[name] * spread for name, value in totals.items()}
+
+
+def smoothed_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    alpha: float | Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Cross-entropy with a label smoothing of one's own for each sample.
+
+    As `F.cross_entropy(label_smoothing=alpha)`, but alpha may be a tensor, one number per label; its gradient flows.
+    """
+    one_of("reduction", reduction, ("mean", "sum", "none"))
+    with torch.autocast(logits.device.type, enabled=False):
+        batch = as_batch(logits, labels, ignore_index=ignore_index)
+        if isinstance(alpha, Tensor) and alpha.ndim > 0:
+            if tuple(alpha.shape) != _without_classes(logits):
+                raise ValueError(f"alpha must have shape {_without_classes(logits)}, not {tuple(alpha.shape)}")
+            alpha = alpha.reshape(-1).to(batch.logits.dtype)
+        weight = _class_weight(weight, logits.shape[1])
+        value = _sum(reduce({"classification": smoothed(batch, weight, alpha)}, batch, weight, reduction))
+        return value.reshape(_without_classes(logits)) if reduction == "none" else value
+
+
+def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
+    """Refuse a word that is not one of the known ones."""
+    if value not in known:
+        raise ValueError(f"{name} {value!r} is unknown; {nearest(str(value), list(known))}")
+    return value
+
+
+def at_least(name: str, value: float, lowest: float) -> float:
+    """Refuse a number that is too small, or no number."""
+    if not value >= lowest:
+        raise ValueError(f"{name} must be at least {lowest}, not {value}")
+    return value
+
+
+def within(name: str, value: float, lowest: float, highest: float) -> float:
+    """Refuse a number outside of a closed interval, or no number."""
+    if not lowest <= value <= highest:
+        raise ValueError(f"{name} must lie between {lowest} and {highest}, not {value}")
+    return value
+
+
+def _sum(terms: dict[str, Tensor]) -> Tensor:
+    first, *others = terms.values()
+    return sum(others, first)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.movedim(1, -1).reshape(-1, x.shape[1])
+
+
+def _without_classes(logits: Tensor) -> tuple[int, ...]:
+    return (logits.shape[0], *logits.shape[2:])
+
+
+def _class_weight(weight: Tensor | Sequence[float] | None, num_classes: int | None) -> Tensor | None:
+    if weight is None:
+        return None
+    weight = torch.as_tensor(weight, dtype=None if isinstance(weight, Tensor) else torch.float32)
+    if weight.ndim != 1 or not weight.is_floating_point():
+        raise ValueError(f"weight must be one floating-point number per class, not {weight.dtype} {tuple(weight.shape)}")
+    if num_classes is not None and len(weight) != num_classes:
+        raise ValueError(f"weight has {len(weight)} entries for {num_classes} classes")
+    return weight

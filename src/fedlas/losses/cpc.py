@@ -1,0 +1,72 @@
+"""Calibration through pairwise constraints.
+
+    L    = mean CE + lambda_bdc BDC + lambda_bec BEC
+    BDC  = mean_i -1/(C-1) Σ_{j≠y} log σ(s_iy - s_ij)
+    BEC  = mean_i -1/((C-1)(C-2)) Σ_{j≠y} Σ_{k≠y} 1/2 log σ(s_ij - s_ik + 1e-10)
+
+The pairs of BEC are ordered and the diagonal j = k is included, a constant, as in the only public code. BEC is 0 for
+two classes, where that code divides by zero. Published: lambda_bdc 0.1, lambda_bec 1.
+
+The pairs are summed block by block, value and gradient together, so that memory stays at N x C; a compiled graph does
+it in one fused pass.
+"""
+
+from typing import Any, Unpack
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from fedlas.losses.base import AbstractLoss, Batch, Common, at_least
+
+PAIRS_AT_ONCE = 1 << 22
+
+
+class CPC(AbstractLoss):
+    """Cross-entropy plus binary constraints: the true class above each other, the others level with each other."""
+
+    name = "cpc"
+    citation = "Cheng & Vasconcelos, Calibrating Deep Neural Networks by Pairwise Constraints, CVPR 2022."
+    takes_soft_labels = False
+
+    def __init__(self, *, lambda_bdc: float = 0.1, lambda_bec: float = 1.0, **common: Unpack[Common]) -> None:
+        super().__init__(**common)
+        self.lambda_bdc = at_least("lambda_bdc", lambda_bdc, 0)
+        self.lambda_bec = at_least("lambda_bec", lambda_bec, 0)
+
+    def terms(self, batch: Batch) -> dict[str, Tensor]:
+        classes = batch.logits.shape[1]
+        other = torch.arange(classes, device=batch.logits.device) != batch.labels.unsqueeze(1)
+        true = batch.logits.gather(1, batch.labels.unsqueeze(1))
+        bdc = -torch.where(other, functional.logsigmoid(true - batch.logits), 0).sum(1) / max(classes - 1, 1)
+        terms = {"classification": self.cross_entropy(batch), "discrimination": self.lambda_bdc * bdc}
+        if classes > 2:
+            bec = -_PairSum.apply(batch.logits, other) / ((classes - 1) * (classes - 2))
+            terms["exclusion"] = self.lambda_bec * bec
+        return terms
+
+
+class _PairSum(torch.autograd.Function):
+    """Σ_{j,k} 1/2 log σ(s_j - s_k + 1e-10) over the classes that are in, with its gradient computed on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Float[Tensor, "n c"], among: Tensor) -> Float[Tensor, " n"]:
+        n, classes = logits.shape
+        at_once = classes if torch.compiler.is_compiling() else max(1, PAIRS_AT_ONCE // max(n * classes, 1))
+        mask = among.to(logits.dtype)
+        value, slopes = logits.new_zeros(n), []
+        for start in range(0, classes, at_once):
+            block = slice(start, start + at_once)
+            difference = logits[:, block, None] - logits[:, None, :]
+            value = value + ((functional.logsigmoid(difference + 1e-10) * mask[:, None]).sum(2) * mask[:, block]).sum(1)
+            # d/ds_j of log σ(s_j - s_k) + log σ(s_k - s_j), each pair being counted in both orders
+            slope = torch.sigmoid(-difference - 1e-10) - torch.sigmoid(difference - 1e-10)
+            slopes.append((slope * mask[:, None]).sum(2) * mask[:, block])
+        ctx.save_for_backward(torch.cat(slopes, 1) / 2)
+        return value / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (slope,) = ctx.saved_tensors
+        return grad.unsqueeze(1) * slope, None

@@ -1,0 +1,91 @@
+"""Correctness ranking loss: samples that were right more often should be more confident.
+
+State: k_i, the number of epochs in which training sample i was classified correctly (in its augmented training view),
+and K, the number of finished epochs (1 in the first two). With u_i = (k_i - k_min) / (K - k_min), every sample is
+paired with the next of the batch, cyclically:
+
+    L = mean CE + rank_weight mean_i max(0, -sign(u_i - u_j) (r_i - r_j) + |u_i - u_j|),  0 where u_i = u_j
+
+The score r is the largest probability (`softmax`), its lead over the second (`margin`) or minus the normalised entropy
+(`entropy`); the gradient flows through both scores of a pair. In the first epoch nothing can be ranked yet.
+Departures from the published code: the table has a place for training samples only, so that samples never seen do not
+hold k_min at 0; u = 0 where every sample has k = K (published: 0/0); the history is saved with the loss; ignored
+samples are left out of the pairing.
+"""
+
+import math
+from typing import Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, one_of
+from fedlas.predictions import Predictions
+
+
+class CRL(AbstractLoss):
+    """Cross-entropy plus a ranking of confidence by how often each training sample has been right."""
+
+    name = "crl"
+    citation = "Moon et al., Confidence-Aware Learning for Deep Neural Networks, ICML 2020."
+    takes_maps = False
+    takes_soft_labels = False
+    needs_index = True
+
+    def __init__(
+        self,
+        *,
+        num_samples: int = 45_000,
+        rank_weight: float = 1.0,
+        score: Literal["softmax", "margin", "entropy"] = "softmax",
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        self.index_limit = int(at_least("num_samples", num_samples, 1))
+        self.rank_weight = at_least("rank_weight", rank_weight, 0)
+        self.score = one_of("score", score, ("softmax", "margin", "entropy"))
+        self.correct_epochs: Tensor
+        self.finished_epochs: Tensor
+        self.register_buffer("correct_epochs", torch.zeros(self.index_limit, dtype=torch.int64))
+        self.register_buffer("finished_epochs", torch.zeros((), dtype=torch.int64))
+
+    def terms(self, batch: Batch) -> dict[str, Tensor]:
+        assert batch.index is not None
+        index = batch.joined(batch.index)
+        valid = batch.joined(batch.valid)
+        ranking = self._ranking(batch.joined(self._scores(batch)), index, valid)
+        if self.training:
+            right = batch.joined(batch.correct()).long()
+            self.correct_epochs.index_add_(0, index, torch.where(valid, right, 0))
+        return {"classification": self.cross_entropy(batch), "ranking": self.rank_weight * batch.own(ranking)}
+
+    def end_epoch(self, validation: Predictions | None = None) -> None:  # noqa: ARG002 (learns from training alone)
+        """Count the epoch."""
+        self.finished_epochs += 1
+
+    def _scores(self, batch: Batch) -> Tensor:
+        if self.score == "softmax":
+            return batch.confidence()
+        probs = batch.log_probs.exp()
+        if self.score == "margin":
+            largest = probs.topk(min(2, probs.shape[1]), 1).values
+            return largest[:, 0] - largest[:, 1:].sum(1)
+        return (probs * batch.log_probs).sum(1) / math.log(max(probs.shape[1], 2))
+
+    def _ranking(self, score: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+        """Compare each sample with the next one that counts."""
+        partner = _next_valid(valid)
+        span = self.finished_epochs.clamp_min(1) - self.correct_epochs.min()
+        history = self.correct_epochs[index]
+        # One division of whole numbers: the published margins are exactly these, in single precision.
+        ahead = ((history - history[partner]) * (span > 0) / span.clamp_min(1)).to(score.dtype)
+        hinge = (ahead.abs() - ahead.sign() * (score - score[partner])).clamp_min(0)
+        return torch.where(ahead == 0, 0, hinge)
+
+
+def _next_valid(valid: Tensor) -> Tensor:
+    """Find for every place the next valid one, cyclically."""
+    order = torch.argsort(~valid, stable=True)
+    place = torch.arange(len(valid), device=valid.device)
+    follower = order[torch.where(place + 1 < valid.sum(), place + 1, 0)] if len(valid) else order
+    return torch.zeros_like(order).index_copy(0, order, follower)

@@ -1,0 +1,146 @@
+"""What a loss refuses, in words that say what to do.
+
+Shapes, types and devices are known without looking at values and are always checked. Values (labels in range, soft
+labels that are probabilities, indices in range) are checked in eager code on the CPU always; on an accelerator and
+under `torch.compile` only inside `checks(True)`, because there a look at the values makes the host wait.
+"""
+
+from types import TracebackType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class checks:  # noqa: N801 (a context manager, named like a verb)
+    """Check the values of labels and indices everywhere, also where that costs a synchronisation.
+
+    Use it while looking for a mistake: `with fedlas.checks(True): value = loss(logits, labels)`.
+    """
+
+    active: ClassVar[bool] = False
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+
+    def __enter__(self) -> None:
+        self.before = checks.active
+        checks.active = self.on
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        checks.active = self.before
+
+
+def check_shapes(logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None) -> None:
+    """Refuse tensors whose shapes, types or devices do not belong together."""
+    shape = tuple(logits.shape)
+    if not logits.is_floating_point():
+        raise ValueError(f"logits must be floating point, not {logits.dtype}")
+    if logits.ndim < 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits must have shape (N, C) or (N, C, d1, ...) with at least one class, not {shape}")
+    without_classes = (shape[0], *shape[2:])
+    if labels.dtype == torch.bool or labels.is_complex():
+        raise ValueError(f"labels must be integers, or probabilities in floating point, not {labels.dtype}")
+    if labels.is_floating_point():
+        if tuple(labels.shape) != shape:
+            raise ValueError(
+                f"floating-point labels are soft labels and must have the shape of the logits, {shape}, not "
+                f"{tuple(labels.shape)}; class numbers must be integers (labels.long())"
+            )
+    elif tuple(labels.shape) != without_classes:
+        raise ValueError(f"labels must have shape {without_classes} for logits of shape {shape}: {tuple(labels.shape)}")
+    if features is not None:
+        if not features.is_floating_point():
+            raise ValueError(f"features must be floating point, not {features.dtype}")
+        if features.ndim != logits.ndim or (features.shape[0], *features.shape[2:]) != without_classes:
+            raise ValueError(
+                f"features must have shape (N, D) or (N, D, d1, ...) beside logits of shape {shape}, not "
+                f"{tuple(features.shape)}"
+            )
+    if index is not None and (index.is_floating_point() or index.dtype == torch.bool or tuple(index.shape) != shape[:1]):
+        raise ValueError(f"index must be {shape[0]} integers, one per sample, not {index.dtype} {tuple(index.shape)}")
+    for name, tensor in (("labels", labels), ("features", features), ("index", index)):
+        if tensor is not None and tensor.device != logits.device:
+            raise ValueError(f"{name} are on {tensor.device}, logits on {logits.device}; move them to one device")
+
+
+def checked_labels(labels: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    """Return the labels, after refusing class numbers out of range or soft labels that are no probabilities."""
+    if not _look(labels):
+        return labels
+    if torch.compiler.is_compiling():
+        return _checked_labels_op(labels, num_classes, ignore_index)
+    _check_labels(labels, num_classes, ignore_index)
+    return labels
+
+
+def checked_index(index: Tensor, num_samples: int) -> Tensor:
+    """Return the indices, after refusing those outside of the training split."""
+    if not _look(index):
+        return index
+    if torch.compiler.is_compiling():
+        return _checked_index_op(index, num_samples)
+    _check_index(index, num_samples)
+    return index
+
+
+def _look(tensor: Tensor) -> bool:
+    if tensor.device.type == "meta":
+        return False
+    return checks.active or (tensor.device.type == "cpu" and not torch.compiler.is_compiling())
+
+
+def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
+    if labels.is_floating_point():
+        # Sums of rounded probabilities: half a unit in the last place for each class, and some room.
+        tolerance = max(1e-4, num_classes * torch.finfo(labels.dtype).eps)
+        rows = labels.movedim(1, -1).reshape(-1, num_classes).double()
+        bad = ~((rows >= 0).all(1) & ((rows.sum(1) - 1).abs() <= tolerance))
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            values = [round(value, 4) for value in rows[row, :5].tolist()]
+            raise ValueError(
+                f"soft labels must be non-negative and sum to 1; row {row} sums to {float(rows[row].sum()):.6g} "
+                f"and begins {values}"
+            )
+        return
+    bad = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
+    if bad.any():
+        where = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"label {int(labels[tuple(where)])} at position {where} is not one of {num_classes} classes "
+            f"(0 to {num_classes - 1}, or ignore_index={ignore_index})"
+        )
+
+
+def _check_index(index: Tensor, num_samples: int) -> None:
+    bad = (index < 0) | (index >= num_samples)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"index {int(index[row])} at position {row} is outside of the training split of {num_samples} samples; "
+            "build the loss with num_samples=len(training split)"
+        )
+
+
+# Inside a compiled graph a check must be an operator whose result is used, or it would be traced away.
+@torch.library.custom_op("fedlas::checked_labels", mutates_args=())
+def _checked_labels_op(labels: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    _check_labels(labels, num_classes, ignore_index)
+    return labels.clone()
+
+
+@torch.library.custom_op("fedlas::checked_index", mutates_args=())
+def _checked_index_op(index: Tensor, num_samples: int) -> Tensor:
+    _check_index(index, num_samples)
+    return index.clone()
+
+
+@_checked_labels_op.register_fake
+def _(labels: Tensor, num_classes: int, ignore_index: int) -> Tensor:  # noqa: ARG001 (an operator's signature)
+    return torch.empty_like(labels)
+
+
+@_checked_index_op.register_fake
+def _(index: Tensor, num_samples: int) -> Tensor:  # noqa: ARG001 (an operator's signature)
+    return torch.empty_like(index)

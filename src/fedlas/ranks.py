@@ -1,0 +1,76 @@
+"""What all processes of a distributed run hold together; in a process that runs alone everything here is the identity.
+
+Every function is a functional collective: it changes nothing in place, so it can be traced by `torch.compile` with
+`fullgraph=True` and captured in a CUDA graph. All ranks must call the same functions in the same order.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def count() -> int:
+    """Count the processes of the run."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def total(x: Tensor) -> Tensor:
+    """Sum a tensor over all ranks; no gradient crosses ranks."""
+    if count() == 1:
+        return x
+    from torch.distributed import _functional_collectives as functional
+
+    return functional.all_reduce(x.detach(), "sum", dist.group.WORLD)
+
+
+def stacked(x: Tensor) -> Tensor:
+    """Stack the tensors of all ranks along a new first dimension; no gradient crosses ranks."""
+    if count() == 1:
+        return x.unsqueeze(0)
+    from torch.distributed import _functional_collectives as functional
+
+    joined = functional.all_gather_tensor(x.detach().reshape(1, -1).contiguous(), 0, dist.group.WORLD)
+    return joined.reshape(count(), *x.shape)
+
+
+def joined(x: Tensor) -> Tensor:
+    """Join the rows of all ranks, rank 0 first; the gradient of every rank's loss finds its way back."""
+    return x if count() == 1 else _Join.apply(x)
+
+
+def own(x: Tensor) -> Tensor:
+    """Cut this rank's rows out of joined rows."""
+    if count() == 1:
+        return x
+    rows = x.shape[0] // count()
+    return x[dist.get_rank() * rows : (dist.get_rank() + 1) * rows]
+
+
+def replicated(x: Tensor) -> Tensor:
+    """Use a parameter that every rank holds a copy of: its gradient becomes the mean over ranks.
+
+    DistributedDataParallel does the same for the parameters it wraps, and the mean of equal gradients changes nothing.
+    """
+    return x if count() == 1 else _Replicate.apply(x)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return stacked(x).flatten(0, 1)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        return own(total(grad.contiguous()))
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        return total(grad.contiguous()) / count()
