@@ -61,7 +61,9 @@ class Catalog(Generic[Entry]):
             if not name:
                 raise TypeError(f"{cls.__module__}.{cls.__name__} has no `name`; every {self.kind} needs one")
             if name in found:
-                raise TypeError(f"two files call their {self.kind} {name!r}: {found[name].__module__}, {cls.__module__}")
+                raise TypeError(
+                    f"two files call their {self.kind} {name!r}: {found[name].__module__}, {cls.__module__}"
+                )
             found[name] = cls
         return dict(sorted(found.items()))
 

@@ -1,0 +1,45 @@
+# Everything starts here and works in .venv; `make help` lists it.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-slow example bench constraints clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1@/' | awk -F@ '{printf "make %-12s %s\n", $$1, $$2}'
+
+setup: $(READY) ## create .venv and install fedlas with all extras and the development tools
+
+test: $(READY) ## format, lint, types and tests, as the continuous integration runs them
+	@scripts/check
+
+test-slow: $(READY) ## only the tests that take longer than a minute
+	$(BIN)/python -m pytest -m slow
+
+example: $(READY) ## train FeDLaS-LS on scikit-learn's digits beside plain label smoothing
+	$(BIN)/python examples/digits.py
+
+bench: $(READY) ## time every loss against F.cross_entropy
+	$(BIN)/python benchmarks/losses.py
+
+constraints: ## write the versions that .venv holds now to constraints.txt
+	@scripts/constraints
+	@touch $(READY)
+
+clean: ## remove .venv, caches and build results
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is younger than the files it depends on, so a second call has nothing to install.
+$(READY): pyproject.toml constraints.txt
+	@if [ ! -x $(BIN)/python ]; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "fedlas needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	    echo "Name another one, for example: PYTHON=python3.12 make test" >&2; \
+	    exit 1; }; \
+	  echo "Creating .venv and installing; this takes a few minutes, once."; \
+	  $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; \
+	fi
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $@

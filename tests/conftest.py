@@ -1,0 +1,33 @@
+"""What every test stands on: shapes that are checked, equal seeds, one thread for each process.
+
+Every annotation of fedlas is checked at run time, so a test that reaches a line also proves its shapes.
+`FEDLAS_SHAPE_CHECKS=0` turns this off, and without beartype it is off.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+import shape_checks
+
+if os.environ.get("FEDLAS_SHAPE_CHECKS", "1") != "0" and importlib.util.find_spec("beartype"):
+    shape_checks.install("fedlas")
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # The same examples in every run, and no failure because a machine was busy.
+    settings.register_profile("fedlas", derandomize=True, deadline=None)
+    settings.load_profile("fedlas")
+
+# The workers already fill the cores: with two threads each, small tensors took five times as long. Processes that
+# tests start read the variable.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Start every test from the same random state, whatever ran before it."""
+    torch.manual_seed(0)

@@ -1,0 +1,57 @@
+"""Shape checks for a package under test: jaxtyping and beartype check its annotations at every call.
+
+Dynamo cannot trace jaxtyping's wrapper (it refuses `isinstance` against `Float[Tensor, "n c"]`), so under the plain
+import hook no `torch.compile(fullgraph=True)` succeeds. Ours steps aside while torch compiles.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jaxtyping
+import torch
+
+jaxtyped = jaxtyping.jaxtyped
+
+
+def typechecked(target: Any) -> Any:
+    """Check as mypy does: an int is a float."""
+    from beartype import BeartypeConf, beartype
+
+    return beartype(conf=BeartypeConf(is_pep484_tower=True))(target)
+
+
+def install(package: str) -> None:
+    """Check the annotations of everything that is imported from a package from now on."""
+    # The import hook writes `@jaxtyping.jaxtyped(...)` over each function, so this name is where we can step in.
+    jaxtyping.jaxtyped = jaxtyped_in_eager
+    jaxtyping.install_import_hook(package, f"{__name__}.typechecked")
+
+
+def jaxtyped_in_eager(target: Any = None, *, typechecker: Any) -> Any:
+    """Decorate as `jaxtyping.jaxtyped` does, with the way back to the plain function kept open."""
+    if target is None:
+        return functools.partial(jaxtyped_in_eager, typechecker=typechecker)
+    if torch.compiler.is_compiling():  # a function defined inside a function that is being traced
+        return target
+    if inspect.isclass(target):
+        plain = target.__init__
+        jaxtyped(target, typechecker=typechecker)
+        if target.__init__ is not plain:  # only dataclasses are wrapped
+            target.__init__ = unless_compiling(plain, target.__init__)
+        return target
+    return unless_compiling(target, jaxtyped(target, typechecker=typechecker))
+
+
+def unless_compiling(plain: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
+    """Choose between a function and its checked twin at each call."""
+
+    @functools.wraps(plain)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if torch.compiler.is_compiling():  # a constant to Dynamo, which therefore traces only the plain function
+            return plain(*args, **kwargs)
+        return checked(*args, **kwargs)
+
+    return choose

@@ -1,0 +1,195 @@
+"""A folder is a catalogue: what is found in it, what is refused, and what the errors say."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fedlas.catalog import Catalog, keywords, nearest
+
+BASE = """
+    from abc import ABC, abstractmethod
+
+    class AbstractThing(ABC):
+        name: str
+
+        def __init__(self, *, size=1):
+            self.size = size
+
+        @abstractmethod
+        def use(self): ...
+"""
+ENTRY = """
+    from {package}.base import AbstractThing
+
+    class {cls}(AbstractThing):
+        {line}
+
+        def __init__(self, *, width=2, **rest):
+            super().__init__(**rest)
+            self.width = width
+
+        def use(self):
+            return self.width
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty catalogue folder with only its base, importable as a package."""
+    home = tmp_path / "things"
+    home.mkdir()
+    (home / "__init__.py").touch()
+    (home / "base.py").write_text(textwrap.dedent(BASE))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield home
+    for name in [name for name in sys.modules if name.split(".")[0] == home.name]:
+        del sys.modules[name]
+
+
+def add(folder, file, cls, line):
+    text = textwrap.dedent(ENTRY).format(package=folder.name, cls=cls, line=line)
+    (folder / f"{file}.py").write_text(text)
+
+
+def catalog(folder):
+    from things.base import AbstractThing
+
+    return Catalog(folder.name, AbstractThing, "thing")
+
+
+def test_a_folder_without_entries_is_an_empty_catalogue(folder):
+    assert catalog(folder).entries == {}
+
+
+def test_entries_are_found_in_the_order_of_their_names(folder):
+    add(folder, "first", "Zebra", 'name = "zebra"')
+    add(folder, "second", "Ant", 'name = "ant"')
+    entries = catalog(folder).entries
+    assert list(entries) == ["ant", "zebra"]
+    assert [cls.__name__ for cls in entries.values()] == ["Ant", "Zebra"]
+
+
+def test_one_file_may_hold_two_entries(folder):
+    add(folder, "both", "Ant", 'name = "ant"')
+    with (folder / "both.py").open("a") as file:
+        file.write("\n\nclass Bee(AbstractThing):\n    name = 'bee'\n    use = None\n")
+    assert list(catalog(folder).entries) == ["ant", "bee"]
+
+
+def test_imported_unfinished_and_foreign_classes_are_no_entries(folder):
+    add(folder, "ant", "Ant", 'name = "ant"')
+    (folder / "rest.py").write_text(
+        textwrap.dedent("""
+            from things.ant import Ant
+            from things.base import AbstractThing
+
+            class AbstractSwarm(AbstractThing):
+                def use(self): ...
+
+            class Unfinished(AbstractThing): ...
+
+            class Other:
+                name = "other"
+        """)
+    )
+    assert list(catalog(folder).entries) == ["ant"]
+
+
+def test_two_entries_of_one_name_are_an_error_that_names_both_files(folder):
+    add(folder, "first", "Ant", 'name = "ant"')
+    add(folder, "second", "Emmet", 'name = "ant"')
+    with pytest.raises(TypeError, match=r"two files call their thing 'ant': things\.first, things\.second"):
+        _ = catalog(folder).entries
+
+
+@pytest.mark.parametrize("line", ["pass", 'name = ""'])
+def test_an_entry_without_a_name_is_an_error(folder, line):
+    add(folder, "ant", "Ant", line)
+    with pytest.raises(TypeError, match=r"things\.ant\.Ant has no `name`; every thing needs one"):
+        _ = catalog(folder).entries
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_and_all_known(folder):
+    add(folder, "ant", "Ant", 'name = "ant"')
+    add(folder, "zebra", "Zebra", 'name = "zebra"')
+    with pytest.raises(ValueError, match=r"no thing is called 'zebbra'; did you mean 'zebra'\? Known: ant, zebra\."):
+        catalog(folder).find("zebbra")
+
+
+def test_building_passes_the_keywords_on(folder):
+    add(folder, "ant", "Ant", 'name = "ant"')
+    ant = catalog(folder).build("ant", width=5, size=7)
+    assert (type(ant).__name__, ant.width, ant.size) == ("Ant", 5, 7)
+
+
+def test_an_unknown_keyword_is_an_error_with_the_nearest_and_all_known(folder):
+    add(folder, "ant", "Ant", 'name = "ant"')
+    with pytest.raises(TypeError, match=r"thing 'ant' takes no 'widht'; did you mean 'width'\? Known: width, size\."):
+        catalog(folder).build("ant", widht=5)
+
+
+def test_keywords_go_up_only_as_far_as_they_are_passed_on():
+    class Top:
+        def __init__(self, a, *, b=1): ...
+
+    class Middle(Top):
+        def __init__(self, *, c=2, **rest): ...
+
+    class Shut(Middle):
+        def __init__(self, *, d=3): ...
+
+    assert keywords(Top) == ["a", "b"]
+    assert keywords(Middle) == ["c", "a", "b"]
+    assert keywords(Shut) == ["d"]
+
+
+def test_a_hint_is_only_given_where_something_is_near():
+    assert nearest("foccal", ["ce", "focal"]) == "did you mean 'focal'? Known: ce, focal."
+    assert nearest("xyzzy", ["ce", "focal"]) == "Known: ce, focal."
+
+
+def test_a_loss_that_is_dropped_into_the_package_is_listed_and_built(tmp_path):
+    package = tmp_path / "fedlas"
+    shutil.copytree(Path(__file__).parents[1] / "src" / "fedlas", package)
+    (package / "losses" / "brand_new.py").write_text(
+        textwrap.dedent('''
+            """A loss that nobody has heard of."""
+
+            from torch import Tensor
+
+            from fedlas.losses.base import AbstractLoss, Batch
+
+
+            class BrandNew(AbstractLoss):
+                """Ask for nothing but large logits."""
+
+                name = "brand_new"
+                citation = "nobody, never"
+
+                def terms(self, batch: Batch) -> dict[str, Tensor]:
+                    return {"classification": -batch.logits.sum(1)}
+        ''')
+    )
+    code = """
+        import json, torch, fedlas
+        value = fedlas.build_loss("brand_new", num_classes=3)(torch.ones(2, 3), torch.tensor([0, 1]))
+        listed = {record.name: record.summary for record in fedlas.list_losses()}
+        print(json.dumps([fedlas.__file__, value.item(), listed.get("brand_new"), len(listed)]))
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    file, value, summary, count = json.loads(run.stdout)
+    assert Path(file).parent == package
+    assert value == -3.0
+    assert summary == "Ask for nothing but large logits."
+    assert count > 1

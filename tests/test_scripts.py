@@ -1,0 +1,157 @@
+"""The commands around the code: the changelog, the guard, the versions file and the Makefile."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fedlas
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def run(command, **options):
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the scripts, with a changelog and no fragments."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
+    (tmp_path / "changelog.d").mkdir()
+    return tmp_path
+
+
+def test_every_fragment_can_be_used():
+    assert run([ROOT / "scripts" / "changelog", "--check"]).stdout == ""
+
+
+def test_fragments_become_a_release_above_the_older_ones(checkout):
+    for version, kind in [("0.1.0", "fixed"), ("0.2.0", "added")]:
+        fragment = checkout / "changelog.d" / f"+words.{kind}.md"
+        fragment.write_text(f"First line of {version}.\nSecond line.\n")
+        assert run([checkout / "scripts" / "changelog", version, "2026-01-02"]).returncode == 0
+        assert not fragment.exists()
+    text = (checkout / "CHANGELOG.md").read_text()
+    assert "## 0.2.0 (2026-01-02)\n\n### Added\n\n- First line of 0.2.0.\n  Second line.\n" in text
+    assert text.index("0.2.0") < text.index("0.1.0")
+
+
+@pytest.mark.parametrize(("name", "text"), [("+words.nonsense.md", "Text."), ("+words.added.md", "\n")])
+def test_a_fragment_of_no_kind_or_without_words_is_refused(checkout, name, text):
+    (checkout / "changelog.d" / name).write_text(text)
+    result = run([checkout / "scripts" / "changelog", "--check"])
+    assert result.returncode == 1
+    assert result.stdout.startswith(f"{name}: call it +words.kind.md")
+
+
+def test_there_is_no_release_without_fragments(checkout):
+    before = (checkout / "CHANGELOG.md").read_text()
+    assert run([checkout / "scripts" / "changelog", "1.0.0"]).returncode == 1
+    assert (checkout / "CHANGELOG.md").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"x" * 1_048_577, "larger than 1 MiB"),
+        (b"-----BEGIN RSA " + b"PRIVATE KEY-----", "holds a private key"),
+        (b"\x00-----BEGIN " + b"PRIVATE KEY-----", "holds a private key"),
+        (b"x" * 1_048_576, ""),
+    ],
+)
+def test_the_guard_refuses_large_files_and_private_keys(tmp_path, content, complaint):
+    file = tmp_path / "a file"
+    file.write_bytes(content)
+    result = run([ROOT / "scripts" / "guard", file])
+    assert result.returncode == bool(complaint)
+    assert complaint in result.stdout
+
+
+def test_check_refuses_unknown_options():
+    result = run([ROOT / "scripts" / "check", "--quick"])
+    assert (result.returncode, result.stdout) == (2, "usage: scripts/check [--fast | --fix]\n")
+
+
+def test_check_stops_at_the_first_failing_stage_and_says_how_to_repair_it(checkout):
+    tools = checkout / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for tool, status in [("ruff", 0), ("mypy", 1), ("pytest", 0)]:
+        (tools / tool).write_text(f"#!/bin/sh\necho {tool} ran\nexit {status}\n")
+        (tools / tool).chmod(0o755)
+    result = run([checkout / "scripts" / "check"])
+    assert result.returncode == 1
+    assert "scripts/check: types failed. To repair it:" in result.stdout
+    assert "pytest ran" not in result.stdout
+
+
+def test_the_versions_file_has_versions_and_nothing_else():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!]*", pin) for pin in pins)
+    assert not re.search(r"://|@|/", "\n".join(lines).replace("`", ""))
+
+
+def test_every_requirement_has_a_version():
+    wanted = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    names = {re.match(r"[\w-]+", requirement)[0].lower() for group in wanted for requirement in group} - {"fedlas"}
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert names <= {pin.lower().replace("_", "-") for pin in pins}
+
+
+def test_there_is_one_version():
+    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert fedlas.__version__ == PROJECT["version"]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A folder with the Makefile and a Python that only writes down what it is asked; its version is a file."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for file in ["pyproject.toml", "constraints.txt"]:
+        (tmp_path / file).touch()
+    (tmp_path / "python").write_text("""#!/bin/sh
+        echo "$@" >> asked
+        case "$1 $2" in
+          -c*) exit "$(cat too_old)" ;;
+          "-m venv") mkdir -p .venv/bin && cp python .venv/bin/python ;;
+          --version*) echo Python 3.9.1 ;;
+        esac
+    """)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "too_old").write_text("0")
+    return tmp_path
+
+
+def setup(machine):
+    return run(["make", "setup", "PYTHON=./python"], cwd=machine)
+
+
+def test_the_second_setup_installs_nothing(machine):
+    assert setup(machine).returncode == 0
+    asked = (machine / "asked").read_text()
+    assert "-e .[all,dev]" in asked
+    assert setup(machine).returncode == 0
+    assert (machine / "asked").read_text() == asked
+
+
+def test_a_changed_requirement_is_installed_into_the_same_environment(machine):
+    setup(machine)
+    (machine / ".venv" / ".ready").unlink()
+    (machine / "asked").unlink()
+    assert setup(machine).returncode == 0
+    assert (machine / "asked").read_text().startswith("-m pip install")
+
+
+def test_an_old_python_is_refused_with_a_way_out(machine):
+    (machine / "too_old").write_text("1")
+    result = setup(machine)
+    assert result.returncode != 0
+    assert "fedlas needs Python 3.11 or newer; './python' is Python 3.9.1." in result.stdout
+    assert "PYTHON=python3.12 make test" in result.stdout
+    assert not (machine / ".venv").exists()
