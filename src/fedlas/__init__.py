@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedlas import losses as losses
     from fedlas import metrics as metrics
+    from fedlas import models as models
     from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
     from fedlas.losses import GateHistory as GateHistory
     from fedlas.losses import build_loss as build_loss
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+# Where each name lives; a room itself lives nowhere else.
+_HOMES = {
     "AdaptiveSmoothing": "fedlas.losses",
     "GateHistory": "fedlas.losses",
     "Output": "fedlas.models.base",
@@ -31,18 +34,20 @@ _ROOMS = {
     "build_loss": "fedlas.losses",
     "checks": "fedlas.losses",
     "list_losses": "fedlas.losses",
+    "losses": None,
+    "metrics": None,
+    "models": None,
     "smoothed_cross_entropy": "fedlas.losses",
 }
-__all__ = [*_ROOMS, "losses", "metrics", "models"]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     """Load a name on first use."""
-    if name in _ROOMS:
-        return getattr(import_module(_ROOMS[name]), name)
-    if name in ("losses", "metrics", "models"):
-        return import_module(f"fedlas.{name}")
-    raise AttributeError(f"module 'fedlas' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedlas' has no attribute {name!r}")
+    home = _HOMES[name]
+    return import_module(f"fedlas.{name}") if home is None else getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -4,11 +4,17 @@ Every function is a functional collective: it changes nothing in place, so it ca
 `fullgraph=True` and captured in a CUDA graph. All ranks must call the same functions in the same order.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING or dist.is_available():
+    from torch.distributed import _functional_collectives as functional
+
+    # torch 2.15 has the same function under a new name and warns of the old one.
+    _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 
 
 def count() -> int:
@@ -20,19 +26,16 @@ def total(x: Tensor) -> Tensor:
     """Sum a tensor over all ranks; no gradient crosses ranks."""
     if count() == 1:
         return x
-    from torch.distributed import _functional_collectives as functional
-
-    return functional.all_reduce(x.detach(), "sum", dist.group.WORLD)
+    reduced: Tensor = functional.all_reduce(x.detach(), "sum", _world())
+    return reduced
 
 
 def stacked(x: Tensor) -> Tensor:
     """Stack the tensors of all ranks along a new first dimension; no gradient crosses ranks."""
     if count() == 1:
         return x.unsqueeze(0)
-    from torch.distributed import _functional_collectives as functional
-
-    joined = functional.all_gather_tensor(x.detach().reshape(1, -1).contiguous(), 0, dist.group.WORLD)
-    return joined.reshape(count(), *x.shape)
+    rows: Tensor = _gather(x.detach().reshape(1, -1).contiguous(), 0, _world())
+    return rows.reshape(count(), *x.shape)
 
 
 def joined(x: Tensor) -> Tensor:
@@ -54,6 +57,12 @@ def replicated(x: Tensor) -> Tensor:
     DistributedDataParallel does the same for the parameters it wraps, and the mean of equal gradients changes nothing.
     """
     return x if count() == 1 else _Replicate.apply(x)
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 class _Join(torch.autograd.Function):

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement
+from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement, within
 from fedlas.metrics.bins import bin_statistics, interpolated_edges
 from fedlas.predictions import Predictions
 
@@ -48,6 +48,7 @@ class AdaFocal(AbstractLoss):
         self.switch = at_least("switch", switch, 0)
         self.gammas: Tensor
         self.edges: Tensor
+        gamma = within("gamma", gamma, self.gamma_min, self.gamma_max)
         self.register_buffer("gammas", torch.full((self.bins,), float(gamma), dtype=torch.float64))
         self.register_buffer("edges", torch.linspace(0, 1, self.bins + 1, dtype=torch.float64))
 
@@ -70,7 +71,8 @@ class AdaFocal(AbstractLoss):
         """Move every gamma by the gap between confidence and accuracy of its bin."""
         g = self.gammas
         g = g * torch.exp(self.step * g.sign() * gaps.to(g))
-        g = torch.where(g.abs() < self.switch, torch.where(g > 0, -self.switch, self.switch), g)
+        turned = self.switch * (1 - 2 * (g > 0).to(g))
+        g = torch.where(g.abs() < self.switch, turned, g)
         self.gammas.copy_(g.clamp(self.gamma_min, self.gamma_max))
 
     def _loss_of(self, log_p: Tensor) -> Tensor:

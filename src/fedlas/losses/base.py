@@ -2,8 +2,8 @@
 
 A loss is a sum of named terms. Each term gives one number per sample, already multiplied by its coefficient; a term
 that belongs to the batch as a whole comes as per-sample shares whose mean it is. The term named `classification` is
-the one that class weights act on; every other term is a regulariser. With w_k the class weights, y_i the label and n the
-number of samples that count,
+the one that class weights act on; every other term is a regulariser. With w_k the class weights, y_i the label and n
+the number of samples that count,
 
     mean:  Σ_i classification_i / Σ_i w_{y_i}  +  Σ_i regulariser_i / n      (soft labels: both divided by n)
     sum:   Σ_i classification_i + Σ_i regulariser_i
@@ -17,7 +17,7 @@ batch. Ignored samples are masked, never cut out: no shape depends on data, and 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self, TypedDict, TypeVar
+from typing import ClassVar, Literal, TypedDict, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,6 +32,7 @@ from fedlas.predictions import Predictions
 Reduction = Literal["mean", "sum", "none"]
 IGNORE_INDEX = -100
 Word = TypeVar("Word", bound=str)
+Exact = TypeVar("Exact", bound="AbstractExact")
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,19 @@ class Batch:
         return ranks.own(x) if self.shared else x
 
 
-class Common(TypedDict, total=False):
-    """The keywords that every loss takes; `AbstractLoss` explains them."""
+class Options(TypedDict, total=False):
+    """Keywords that every loss takes; `AbstractLoss` explains them."""
 
-    num_classes: int | None
     weight: Tensor | Sequence[float] | None
     ignore_index: int
     reduction: Reduction
     sync: bool
+
+
+class Common(Options, total=False):
+    """The same with the number of classes, for the losses that can do without it."""
+
+    num_classes: int | None
 
 
 class AbstractExact(nn.Module, ABC):
@@ -105,7 +111,7 @@ class AbstractExact(nn.Module, ABC):
     A running average with a small weight stands still in bfloat16: each update is below its last digit.
     """
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self: Exact, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Exact:
         exact = {name: b for name, b in self._buffers.items() if b is not None and b.dtype == torch.float64}
         for name, buffer in exact.items():  # fn moves a float32 stand-in, which every device takes
             self._buffers[name] = buffer.float()
@@ -114,7 +120,9 @@ class AbstractExact(nn.Module, ABC):
             moved = self._buffers[name]
             if moved is None or buffer.is_meta or moved.is_meta:
                 continue
-            self._buffers[name] = buffer.to(moved.device, torch.float32 if moved.device.type == "mps" else torch.float64)
+            self._buffers[name] = buffer.to(
+                moved.device, torch.float32 if moved.device.type == "mps" else torch.float64
+            )
         return self
 
 
@@ -127,6 +135,7 @@ class AbstractLoss(AbstractExact):
         ignore_index: samples with this label do not count.
         reduction: `mean`, `sum` or `none`.
         sync: in a distributed run, share statistics and denominators with all ranks in training mode.
+
     """
 
     name: ClassVar[str]
@@ -266,7 +275,7 @@ def expected(batch: Batch, weight: Tensor | None, loss_of: Callable[[Tensor], Te
     if batch.soft:
         target = batch.labels if weight is None else batch.labels * weight
         return (target * loss_of(batch.log_probs)).sum(1)
-    picked = loss_of(batch.log_probs.gather(1, batch.labels.unsqueeze(1))).squeeze(1)
+    picked = loss_of(_pick(batch.log_probs, batch.labels)).squeeze(1)
     return picked if weight is None else picked * weight[batch.labels]
 
 
@@ -286,9 +295,7 @@ def complement(log_p: Tensor) -> Tensor:
     return (-torch.expm1(log_p)).clamp_min(torch.finfo(log_p.dtype).tiny)
 
 
-def reduce(
-    terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduction: Reduction
-) -> dict[str, Tensor]:
+def reduce(terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduction: Reduction) -> dict[str, Tensor]:
     """Reduce each term over the samples that count; the module's docstring says how."""
     each = {name: torch.where(batch.valid, values, 0) for name, values in terms.items()}
     if reduction == "none":
@@ -325,6 +332,8 @@ def smoothed_cross_entropy(
             if tuple(alpha.shape) != _without_classes(logits):
                 raise ValueError(f"alpha must have shape {_without_classes(logits)}, not {tuple(alpha.shape)}")
             alpha = alpha.reshape(-1).to(batch.logits.dtype)
+        elif not isinstance(alpha, Tensor):
+            within("alpha", alpha, 0, 1)
         weight = _class_weight(weight, logits.shape[1])
         value = _sum(reduce({"classification": smoothed(batch, weight, alpha)}, batch, weight, reduction))
         return value.reshape(_without_classes(logits)) if reduction == "none" else value
@@ -356,6 +365,15 @@ def _sum(terms: dict[str, Tensor]) -> Tensor:
     return sum(others, first)
 
 
+def _pick(x: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Tensor, "n 1"]:
+    """Pick the label's entry of each row."""
+    if not torch.compiler.is_compiling():
+        return x.gather(1, labels.unsqueeze(1))
+    # The gradient of a gather is a scatter into a new tensor; that of a masked sum melts into the softmax's own pass.
+    is_label = torch.arange(x.shape[1], device=x.device) == labels.unsqueeze(1)
+    return torch.where(is_label, x, 0).sum(1, keepdim=True)
+
+
 def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.movedim(1, -1).reshape(-1, x.shape[1])
 
@@ -369,7 +387,9 @@ def _class_weight(weight: Tensor | Sequence[float] | None, num_classes: int | No
         return None
     weight = torch.as_tensor(weight, dtype=None if isinstance(weight, Tensor) else torch.float32)
     if weight.ndim != 1 or not weight.is_floating_point():
-        raise ValueError(f"weight must be one floating-point number per class, not {weight.dtype} {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight must be one floating-point number per class, not {weight.dtype} {tuple(weight.shape)}"
+        )
     if num_classes is not None and len(weight) != num_classes:
         raise ValueError(f"weight has {len(weight)} entries for {num_classes} classes")
     return weight

@@ -25,11 +25,11 @@ the preset, and docs/decisions.md gives the reasons:
     eps                   1e-3       1e-3         0          added to sigma
 
 Batches that would break the published code do not break this one. A batch with fewer than two usable norms (a batch of
-one, all ignored) leaves mu and sigma as they are. A sample whose norm is NaN or infinite is left out of mu and sigma
-and gets gamma = 0, so alpha_i = alpha. gamma is 0 where sigma + eps is 0, and is limited to +-1e6.
+one, all ignored) leaves mu and sigma as they are. A sample whose norm is NaN, infinite or beyond float32 is left out of
+mu and sigma and gets gamma = 0, so alpha_i = alpha. gamma is 0 where sigma + eps is 0, and is limited to +-1e6.
 """
 
-from typing import Literal, TypedDict, Unpack, cast
+from typing import Literal, TypedDict, Unpack, cast, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -37,8 +37,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlas import ranks
-from fedlas.losses.base import AbstractExact, AbstractLoss, Batch, Common, at_least, one_of, within
+from fedlas.losses.base import AbstractExact, AbstractLoss, Batch, Options, at_least, one_of, within
 
+Source = Literal["features", "max_prob", "max_logit"]
+Normalise = Literal["ema", "batch", "none"]
+Start = Literal["published", "first_batch"]
+Gate = Literal["learned", "positive", "negative", "soft", "shuffled"]
 Preset = Literal["default", "official", "paper"]
 
 
@@ -58,6 +62,7 @@ PRESETS: dict[str, PresetValues] = {
     "paper": {"margin_reduction": "sum", "gate_positive_index": 0, "gate_zero": -1, "eps": 0.0},
 }
 GAMMA_LIMIT = 1e6
+LARGEST = torch.finfo(torch.float32).max
 
 
 class NCI(AbstractExact):
@@ -70,6 +75,7 @@ class NCI(AbstractExact):
         normalise: by running statistics, by those of the batch alone, or not at all.
         start: running statistics begin at the published 20 and 100, or with the first batch.
         eps: added to the deviation.
+
     """
 
     def __init__(
@@ -77,18 +83,18 @@ class NCI(AbstractExact):
         *,
         theta: float = 0.95,
         norm: float = 1.0,
-        source: Literal["features", "max_prob", "max_logit"] = "features",
-        normalise: Literal["ema", "batch", "none"] = "ema",
-        start: Literal["published", "first_batch"] = "published",
+        source: Source = "features",
+        normalise: Normalise = "ema",
+        start: Start = "published",
         eps: float = 1e-3,
     ) -> None:
         super().__init__()
         self.theta = within("theta", theta, 0, 1)
         self.norm = at_least("norm", norm, 1)
-        self.source = one_of("source", source, ("features", "max_prob", "max_logit"))
-        self.normalise = one_of("normalise", normalise, ("ema", "batch", "none"))
+        self.source = one_of("source", source, get_args(Source))
+        self.normalise = one_of("normalise", normalise, get_args(Normalise))
         self.eps = at_least("eps", eps, 0)
-        published = one_of("start", start, ("published", "first_batch")) == "published"
+        published = one_of("start", start, get_args(Start)) == "published"
         self.mean: Tensor
         self.std: Tensor
         self.started: Tensor
@@ -107,7 +113,7 @@ class NCI(AbstractExact):
     ) -> Float[Tensor, " n"]:
         """Give gamma; in training mode the running statistics take the batch in first."""
         values = self._values(logits, features)
-        usable = valid & values.isfinite()
+        usable = valid & (values.abs() <= LARGEST)
         values = torch.where(usable, values, 0).to(torch.promote_types(self.mean.dtype, values.dtype))
         if self.normalise == "none":
             gamma = values
@@ -127,7 +133,9 @@ class NCI(AbstractExact):
             return logits.amax(1)
         if features is None:
             raise ValueError("the indicator needs features; source='max_prob' and 'max_logit' do without")
-        return torch.linalg.vector_norm(features, self.norm, 1, dtype=torch.promote_types(features.dtype, torch.float32))
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(features, self.norm, 1, dtype=dtype)
+        return norms
 
     def _update(self, mean: Tensor, std: Tensor, enough: Tensor) -> None:
         """Move the running statistics towards the batch's, where it has enough samples to have any."""
@@ -139,7 +147,10 @@ class NCI(AbstractExact):
 
     def _normalised(self, values: Tensor, mean: Tensor, std: Tensor, known: Tensor) -> Tensor:
         scale = std + self.eps
-        return torch.where(known & (scale > 0), (values - mean) / torch.where(scale > 0, scale, 1), 0)
+        known = known & (scale >= torch.finfo(scale.dtype).tiny)
+        # One division for the batch, not one for each sample: in float64 they are dear on a GPU.
+        factor = torch.where(known, 1 / torch.where(known, scale, 1), 0)
+        return (values - mean) * factor
 
 
 def _statistics(values: Tensor, usable: Tensor, *, shared: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,19 +176,20 @@ class BCG(nn.Module):
         width: hidden units, C // 2 by default and at least 1.
         zero: psi where both outputs are equal.
         positive_index: the output that means psi = +1.
+
     """
 
     def __init__(
         self,
         num_classes: int,
         *,
-        kind: Literal["learned", "positive", "negative", "soft", "shuffled"] = "learned",
+        kind: Gate = "learned",
         width: int | None = None,
         zero: Literal[-1, 0] = -1,
         positive_index: Literal[0, 1] = 1,
     ) -> None:
         super().__init__()
-        self.kind = one_of("gate", kind, ("learned", "positive", "negative", "soft", "shuffled"))
+        self.kind = one_of("gate", kind, get_args(Gate))
         if zero not in (-1, 0) or positive_index not in (0, 1):
             raise ValueError(f"gate_zero must be -1 or 0 ({zero}), gate_positive_index 0 or 1 ({positive_index})")
         self.zero = float(zero)
@@ -195,9 +207,14 @@ class BCG(nn.Module):
             return torch.full_like(logits[:, 0], 1.0 if self.kind == "positive" else -1.0)
         if shared:
             self._take_from_first_rank()
-        hidden = functional.leaky_relu(_linear(self.fc_in, logits.detach(), shared=shared), 0.01)
-        q = functional.softmax(_linear(self.fc_out, hidden, shared=shared), 1)
-        v = q[:, self.positive_index] - q[:, 1 - self.positive_index]
+        (w_in, b_in), (w_out, b_out) = (
+            _weights(layer, logits.dtype, shared=shared) for layer in (self.fc_in, self.fc_out)
+        )
+        # Units x samples, not samples x units: so the gradient of w_in is a product that GPUs have a fast kernel for.
+        hidden = functional.leaky_relu(w_in @ logits.detach().t() + b_in.unsqueeze(1), 0.01)
+        # w^T softmax(o) with w = (1, -1) is tanh((o_0 - o_1) / 2): one product with a vector, not with a thin matrix.
+        plus, minus = self.positive_index, 1 - self.positive_index
+        v = torch.tanh(((w_out[plus] - w_out[minus]) @ hidden + (b_out[plus] - b_out[minus])) / 2)
         if self.kind == "soft":
             return v
         sign = torch.where(v > 0, 1.0, torch.where(v == 0, self.zero, -1.0)).to(v.dtype)
@@ -213,11 +230,9 @@ class BCG(nn.Module):
             parameter.copy_(values.view_as(parameter))
 
 
-def _linear(layer: nn.Linear, x: Tensor, *, shared: bool) -> Tensor:
-    weight, bias = layer.weight.to(x.dtype), layer.bias.to(x.dtype)
-    if shared:
-        weight, bias = ranks.replicated(weight), ranks.replicated(bias)
-    return functional.linear(x, weight, bias)
+def _weights(layer: nn.Linear, dtype: torch.dtype, *, shared: bool) -> tuple[Tensor, Tensor]:
+    weight, bias = layer.weight.to(dtype), layer.bias.to(dtype)
+    return (ranks.replicated(weight), ranks.replicated(bias)) if shared else (weight, bias)
 
 
 def _shuffled(valid: Tensor) -> Tensor:
@@ -233,11 +248,11 @@ class SmoothingOptions(TypedDict, total=False):
 
     theta: float
     norm: float
-    source: Literal["features", "max_prob", "max_logit"]
-    normalise: Literal["ema", "batch", "none"]
-    start: Literal["published", "first_batch"]
+    source: Source
+    normalise: Normalise
+    start: Start
     eps: float | None
-    gate: Literal["learned", "positive", "negative", "soft", "shuffled"]
+    gate: Gate
     gate_width: int | None
     gate_zero: Literal[-1, 0] | None
     gate_positive_index: Literal[0, 1] | None
@@ -260,6 +275,7 @@ class AdaptiveSmoothing(nn.Module):
         preset: `default`, `official` or `paper`, see the module's docstring.
         theta, norm, source, normalise, start, eps: see `NCI`.
         gate, gate_width, gate_zero, gate_positive_index: see `BCG`.
+
     """
 
     def __init__(
@@ -270,11 +286,11 @@ class AdaptiveSmoothing(nn.Module):
         beta: float = 4.0,
         theta: float = 0.95,
         norm: float = 1.0,
-        source: Literal["features", "max_prob", "max_logit"] = "features",
-        normalise: Literal["ema", "batch", "none"] = "ema",
-        start: Literal["published", "first_batch"] = "published",
+        source: Source = "features",
+        normalise: Normalise = "ema",
+        start: Start = "published",
         eps: float | None = None,
-        gate: Literal["learned", "positive", "negative", "soft", "shuffled"] = "learned",
+        gate: Gate = "learned",
         gate_width: int | None = None,
         gate_zero: Literal[-1, 0] | None = None,
         gate_positive_index: Literal[0, 1] | None = None,
@@ -284,21 +300,18 @@ class AdaptiveSmoothing(nn.Module):
         sync: bool = True,
     ) -> None:
         super().__init__()
-        chosen = PRESETS[one_of("preset", preset, list(PRESETS))]
+        chosen = PRESETS[one_of("preset", preset, get_args(Preset))]
+        self.num_classes = int(at_least("num_classes", num_classes, 1))
         self.alpha = at_least("alpha", alpha, 0)
         self.beta = at_least("beta", beta, 0)
+        if alpha_min is not None and alpha_max is not None:
+            at_least("alpha_max", alpha_max, alpha_min)
         self.alpha_min, self.alpha_max = alpha_min, alpha_max
         self.sync = sync
-        self.nci = NCI(
-            theta=theta,
-            norm=norm,
-            source=source,
-            normalise=normalise,
-            start=start,
-            eps=chosen["eps"] if eps is None else eps,
-        )
+        eps = chosen["eps"] if eps is None else eps
+        self.nci = NCI(theta=theta, norm=norm, source=source, normalise=normalise, start=start, eps=eps)
         self.bcg = BCG(
-            int(at_least("num_classes", num_classes, 1)),
+            self.num_classes,
             kind=gate,
             width=gate_width,
             zero=chosen["gate_zero"] if gate_zero is None else gate_zero,
@@ -315,6 +328,10 @@ class AdaptiveSmoothing(nn.Module):
         valid: Bool[Tensor, " n"] | None = None,
     ) -> Float[Tensor, " n"]:
         """Give alpha_i of each sample; a gradient flows through it into the gate, none into logits or features."""
+        if logits.ndim != 2 or logits.shape[1] != self.num_classes:
+            raise ValueError(f"logits must have shape (N, {self.num_classes}), not {tuple(logits.shape)}")
+        if features is not None and (features.ndim != 2 or len(features) != len(logits)):
+            raise ValueError(f"features must have shape ({len(logits)}, D), not {tuple(features.shape)}")
         with torch.autocast(logits.device.type, enabled=False):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             valid = torch.ones_like(logits[:, 0], dtype=torch.bool) if valid is None else valid
@@ -328,7 +345,7 @@ class AdaptiveSmoothing(nn.Module):
             return alpha_i
 
 
-class FeDLaSOptions(SmoothingOptions, Common, total=False):
+class FeDLaSOptions(SmoothingOptions, Options, total=False):
     """The keywords that both FeDLaS losses take beside their own."""
 
 
@@ -340,7 +357,7 @@ class AbstractFeDLaS(AbstractLoss):
     def __init__(self, *, num_classes: int, alpha: float, beta: float, **options: Unpack[FeDLaSOptions]) -> None:
         smoothing = {name: value for name, value in options.items() if name in SmoothingOptions.__annotations__}
         common = {name: value for name, value in options.items() if name not in smoothing}
-        super().__init__(num_classes=num_classes, **cast("Common", common))
+        super().__init__(num_classes=num_classes, **cast("Options", common))
         self.smoothing = AdaptiveSmoothing(
             num_classes=num_classes, alpha=alpha, beta=beta, sync=self.sync, **cast("SmoothingOptions", smoothing)
         )
@@ -370,6 +387,7 @@ class FeDLaSLS(AbstractFeDLaS):
         alpha: the label smoothing that alpha_i moves around; published 0.05, on CIFAR-100 0.1.
         beta: how strongly the indicator moves it; 0 makes this plain label smoothing.
         **options: see `AdaptiveSmoothing` and `AbstractLoss`.
+
     """
 
     name = "fedlas_ls"
@@ -396,6 +414,7 @@ class FeDLaSMbLS(AbstractFeDLaS):
         beta: how strongly the indicator moves the strength; published 0.5, on CIFAR-100 1.
         margin_reduction: `mean` or `sum` over classes in R; by default what the preset says.
         **options: see `AdaptiveSmoothing` and `AbstractLoss`.
+
     """
 
     name = "fedlas_mbls"

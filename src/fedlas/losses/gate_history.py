@@ -2,7 +2,8 @@
 
 With psi_i^e the state of sample i in epoch e: the proportions are the shares of +1 and -1 among the samples seen in
 epoch e; the flip rate is the share of samples with psi_i^e != psi_i^(e-1) among those seen in both epochs. A loader
-that drops its last batch leaves some samples out of an epoch; they count in neither.
+that drops its last batch leaves some samples out of an epoch; they count in neither. A psi of exactly 0, which
+`preset="official"` allows, counts as -1.
 """
 
 import math
@@ -31,6 +32,7 @@ class GateHistory(nn.Module):
 
     Args:
         num_samples: size of the training split that `index` counts in.
+
     """
 
     def __init__(self, num_samples: int) -> None:

@@ -57,7 +57,9 @@ def check_shapes(logits: Tensor, labels: Tensor, features: Tensor | None, index:
                 f"features must have shape (N, D) or (N, D, d1, ...) beside logits of shape {shape}, not "
                 f"{tuple(features.shape)}"
             )
-    if index is not None and (index.is_floating_point() or index.dtype == torch.bool or tuple(index.shape) != shape[:1]):
+    if index is not None and (
+        index.is_floating_point() or index.dtype == torch.bool or tuple(index.shape) != shape[:1]
+    ):
         raise ValueError(f"index must be {shape[0]} integers, one per sample, not {index.dtype} {tuple(index.shape)}")
     for name, tensor in (("labels", labels), ("features", features), ("index", index)):
         if tensor is not None and tensor.device != logits.device:
@@ -69,7 +71,8 @@ def checked_labels(labels: Tensor, num_classes: int, ignore_index: int) -> Tenso
     if not _look(labels):
         return labels
     if torch.compiler.is_compiling():
-        return _checked_labels_op(labels, num_classes, ignore_index)
+        checked: Tensor = _checked_labels_op(labels, num_classes, ignore_index)
+        return checked
     _check_labels(labels, num_classes, ignore_index)
     return labels
 
@@ -79,7 +82,8 @@ def checked_index(index: Tensor, num_samples: int) -> Tensor:
     if not _look(index):
         return index
     if torch.compiler.is_compiling():
-        return _checked_index_op(index, num_samples)
+        checked: Tensor = _checked_index_op(index, num_samples)
+        return checked
     _check_index(index, num_samples)
     return index
 

@@ -16,7 +16,9 @@ class MbLS(AbstractLoss):
     """Cross-entropy plus a price on logits that lie further than a margin below the largest one."""
 
     name = "mbls"
-    citation = "Liu et al., The Devil is in the Margin: Margin-based Label Smoothing for Network Calibration, CVPR 2022."
+    citation = (
+        "Liu et al., The Devil is in the Margin: Margin-based Label Smoothing for Network Calibration, CVPR 2022."
+    )
 
     def __init__(self, *, lambda_: float = 0.1, margin: float = 6.0, **common: Unpack[Common]) -> None:
         super().__init__(**common)

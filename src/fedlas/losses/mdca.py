@@ -2,7 +2,7 @@
 
 The base is cross-entropy or the focal loss (gamma 1 in the published scripts). Each sample's share of the penalty is
 mean_k sg[sign(gap_k)] (p_ik - y_ik): the shares' mean has the value and the gradient of the penalty. The published code
-keeps a small epsilon and a Huber switch that nothing uses; neither is here.
+has a Huber switch that nothing uses; it is not here.
 """
 
 from typing import Literal, Unpack
@@ -29,8 +29,8 @@ class MDCA(AbstractLoss):
     ) -> None:
         super().__init__(**common)
         self.beta = at_least("beta", beta, 0)
-        self.gamma = 0.0 if one_of("base", base, ("ce", "focal")) == "ce" else at_least("gamma", gamma, 0)
-        self.base = base
+        self.base = one_of("base", base, ("ce", "focal"))
+        self.gamma = at_least("gamma", gamma, 0)
 
     def terms(self, batch: Batch) -> dict[str, Tensor]:
         probs = batch.log_probs.exp()

@@ -29,7 +29,9 @@ class MMCE(AbstractLoss):
     """Cross-entropy plus a kernel measure of how far confidence and correctness are apart in the batch."""
 
     name = "mmce"
-    citation = "Kumar et al., Trainable Calibration Measures for Neural Networks from Kernel Mean Embeddings, ICML 2018."
+    citation = (
+        "Kumar et al., Trainable Calibration Measures for Neural Networks from Kernel Mean Embeddings, ICML 2018."
+    )
 
     def __init__(
         self,

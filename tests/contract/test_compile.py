@@ -1,0 +1,104 @@
+"""Every loss compiles as one graph, once, and computes what it computes uncompiled."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+
+import fedlas
+
+CLASSES, SAMPLES, ROWS = 7, 40, 16
+NAMES = [record.name for record in fedlas.list_losses()]
+
+
+@pytest.fixture(autouse=True)
+def one_graph() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+def build(name: str, **options: Any) -> Any:
+    if name == "crl":
+        options["num_samples"] = SAMPLES
+    torch.manual_seed(0)
+    return fedlas.build_loss(name, num_classes=CLASSES, **options)
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    labels = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    labels[step] = -100
+    return {
+        "logits": 3 * torch.randn(ROWS, CLASSES, generator=generator),
+        "labels": labels,
+        "features": torch.rand(ROWS, 5, generator=generator),
+        "index": torch.randperm(SAMPLES, generator=generator)[:ROWS],
+    }
+
+
+def compiled(loss: torch.nn.Module) -> Any:
+    return torch.compile(loss, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_training_equals_eager(name: str) -> None:
+    eager, traced = build(name), build(name)
+    step = compiled(traced)
+    for number in range(3):
+        ours, theirs = batch(number), batch(number)
+        ours["logits"].requires_grad_()
+        theirs["logits"].requires_grad_()
+        value, expected = step(**ours), eager(**theirs)
+        value.backward()
+        expected.backward()
+        torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(ours["logits"].grad, theirs["logits"].grad)
+    for (key, state), expected_state in zip(traced.state_dict().items(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(state, expected_state, msg=lambda m, key=key: f"{key}: {m}")
+    for ours_p, theirs_p in zip(traced.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours_p.grad, theirs_p.grad)
+
+
+@pytest.mark.parametrize("name", ["fedlas_ls", "fedlas_mbls"])
+def test_diagnostics_are_readable_after_a_compiled_step(name: str) -> None:
+    loss = build(name)
+    compiled(loss)(**batch(0))
+    eager = build(name)
+    eager(**batch(0))
+    for what in ("psi", "gamma", "alpha_i"):
+        assert not getattr(loss, what).requires_grad
+        torch.testing.assert_close(getattr(loss, what), getattr(eager, what))
+
+
+@pytest.mark.parametrize("gate", ["soft", "shuffled", "positive", "negative"])
+def test_every_gate_compiles(gate: str) -> None:
+    loss = build("fedlas_ls", gate=gate)
+    assert compiled(loss)(**batch(0)).isfinite()
+
+
+def test_checks_raise_inside_a_compiled_graph() -> None:
+    loss = build("crl")
+    wrong_label, wrong_index = batch(0), batch(0)
+    wrong_label["labels"][3] = CLASSES
+    wrong_index["index"][3] = SAMPLES
+    with fedlas.checks(True):
+        step = compiled(loss)
+        assert step(**batch(0)).isfinite()
+        with pytest.raises(ValueError, match=f"label {CLASSES} at position"):
+            step(**wrong_label)
+        with pytest.raises(ValueError, match="outside of the training split"):
+            step(**wrong_index)
+
+
+def test_soft_labels_compile() -> None:
+    data = batch(0)
+    data["labels"] = torch.randn(ROWS, CLASSES).softmax(1)
+    for name in NAMES:
+        loss = build(name)
+        if loss.takes_soft_labels:
+            torch._dynamo.reset()
+            torch.testing.assert_close(compiled(loss)(**data), build(name)(**data))

@@ -1,0 +1,111 @@
+"""On a GPU: the same numbers as on the CPU, compiled by inductor, captured in a graph, and never a wait."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+
+import fedlas
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Inductor explains a choice of its own, and uses what torch has deprecated.
+    pytest.mark.filterwarnings("ignore:\\nOnline softmax is disabled", "ignore:.*torch.jit:DeprecationWarning"),
+]
+CLASSES, SAMPLES, ROWS = 10, 300, 128
+NAMES = [record.name for record in fedlas.list_losses()]
+
+
+def build(name: str, device: str = "cuda") -> Any:
+    options: dict[str, Any] = {"num_samples": SAMPLES} if name == "crl" else {}
+    torch.manual_seed(0)
+    return fedlas.build_loss(name, num_classes=CLASSES, **options).to(device)
+
+
+def batch(step: int, device: str = "cuda") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    labels = torch.randint(0, CLASSES, (ROWS,), generator=generator)
+    labels[step] = -100
+    data = {
+        "logits": 3 * torch.randn(ROWS, CLASSES, generator=generator),
+        "labels": labels,
+        "features": torch.rand(ROWS, 64, generator=generator),
+        "index": torch.randperm(SAMPLES, generator=generator)[:ROWS],
+    }
+    data = {name: tensor.to(device) for name, tensor in data.items()}
+    data["logits"].requires_grad_()
+    return data
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eager_equals_the_cpu_and_never_waits(name: str) -> None:
+    here, there = build(name), build(name, "cpu")
+    for step in range(2):
+        ours, theirs = batch(step), batch(step, "cpu")
+        with no_waiting():
+            value = here(**ours)
+            value.backward()
+        expected = there(**theirs)
+        expected.backward()
+        torch.testing.assert_close(value.cpu(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours["logits"].grad.cpu(), theirs["logits"].grad, rtol=1e-4, atol=1e-6)
+    for key, state in here.state_dict().items():
+        torch.testing.assert_close(state.cpu(), there.state_dict()[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inductor_and_graph_capture_equal_eager(name: str) -> None:
+    torch._dynamo.reset()
+    eager, compiled_loss = build(name), build(name)
+    compiled = torch.compile(compiled_loss, fullgraph=True)
+    static = batch(0)
+
+    def step() -> Tensor:
+        static["logits"].grad = None
+        value: Tensor = compiled(**static)
+        value.backward()
+        return value
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+        with no_waiting():
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = step()
+    graph.replay()
+    for _ in range(3):  # two steps before the capture, which runs nothing itself, and one replay
+        theirs = batch(0)
+        expected = eager(**theirs)
+        expected.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(static["logits"].grad, theirs["logits"].grad, rtol=1e-4, atol=1e-6)
+    for key, state in compiled_loss.state_dict().items():
+        torch.testing.assert_close(state, eager.state_dict()[key], rtol=1e-5, atol=1e-6)
+
+
+def test_values_are_checked_on_a_gpu_only_when_asked() -> None:
+    data = batch(0)
+    data["labels"][3] = CLASSES
+    with fedlas.checks(True), pytest.raises(ValueError, match="not one of 10 classes"):
+        build("ce")(**data)

@@ -1,0 +1,126 @@
+"""Two processes with half of the batch each equal one process with all of it, for every loss."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fedlas
+
+CLASSES, SAMPLES, STEPS = 5, 12, 3
+NAMES = [record.name for record in fedlas.list_losses()]
+WRAPPED, MODEL_ONLY = "network and loss wrapped", "only the network wrapped"
+
+
+class Net(nn.Module):
+    """A network of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(4, 7), nn.Linear(7, CLASSES)
+
+    def forward(self, x: Tensor) -> fedlas.Output:
+        features = self.backbone(x).relu()
+        return fedlas.Output(self.head(features), features)
+
+
+class Task(nn.Module):
+    """Network and loss in one module."""
+
+    def __init__(self, net: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, x: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+        logits, features = self.net(x)
+        return self.loss(logits, labels, features, index)
+
+
+def build(name: str) -> nn.Module:
+    options: dict[str, Any] = {"num_samples": SAMPLES} if name == "crl" else {}
+    return fedlas.build_loss(name, num_classes=CLASSES, weight=[1.0, 2.0, 0.5, 1.0, 3.0], **options)
+
+
+def step_data(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator) * 3
+    labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    labels[[0, 1, 8]] = -100  # two ignored in the first half, one in the second
+    return x, labels, torch.randperm(SAMPLES, generator=generator)
+
+
+def train(name: str, mode: str, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """Train a few steps on this rank's part of every batch; give values, gradients and final state."""
+    torch.manual_seed(0)
+    net, loss = Net().double(), build(name).double()
+    if rank and mode == MODEL_ONLY:  # a script that seeds every rank differently gives every rank another gate
+        for parameter in loss.parameters():
+            nn.init.normal_(parameter)
+    task: nn.Module = Task(net, loss)
+    if world > 1:
+        task = DistributedDataParallel(task) if mode == WRAPPED else Task(DistributedDataParallel(net), loss)
+    parameters = [*net.parameters(), *loss.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    mine = slice(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
+    values, gradients = [], []
+    for step in range(STEPS):
+        if step == 1:
+            loss.end_epoch(fedlas.Predictions(logits=torch.eye(CLASSES) * 3, labels=torch.arange(CLASSES) // 2))
+        optimizer.zero_grad()
+        value = task(*(part[mine] for part in step_data(step)))
+        value.backward()
+        values.append(value.detach())
+        gradients.append([parameter.grad.clone() for parameter in parameters])
+        optimizer.step()
+    return {"values": values, "gradients": gradients, "net": net.state_dict(), "loss": loss.state_dict()}
+
+
+def evaluate(name: str) -> Tensor:
+    """Compute the loss in eval mode, as validation on one rank does."""
+    torch.manual_seed(0)
+    x, labels, index = step_data(0)
+    return Task(Net().double(), build(name).double()).eval()(x, labels, index).detach()
+
+
+def work(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    results: dict[Any, Any] = {(n, m): train(n, m, rank, world) for n in NAMES for m in (WRAPPED, MODEL_ONLY)}
+    if rank == 0:
+        results["eval"] = {name: evaluate(name) for name in NAMES}
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, args=(2, str(folder)), nprocs=2)
+    return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("mode", [WRAPPED, MODEL_ONLY])
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_equal_one(two_ranks: list[dict[Any, Any]], name: str, mode: str) -> None:
+    alone = train(name, mode)
+    first, second = (results[name, mode] for results in two_ranks)
+    for step in range(STEPS):
+        mean = (first["values"][step] + second["values"][step]) / 2
+        torch.testing.assert_close(mean, alone["values"][step])
+        for ours, theirs, expected in zip(*(r["gradients"][step] for r in (first, second, alone)), strict=True):
+            torch.testing.assert_close((ours + theirs) / 2, expected)
+    for part in ("net", "loss"):
+        for key, expected in alone[part].items():
+            torch.testing.assert_close(first[part][key], expected, msg=lambda m, key=key: f"{key}: {m}")
+            assert torch.equal(first[part][key], second[part][key]), f"{key} differs between ranks"
+
+
+def test_nothing_waits_for_other_ranks_in_eval_mode(two_ranks: list[dict[Any, Any]]) -> None:
+    """Validation on rank 0 alone must not hang, and sees only its own samples."""
+    for name, value in two_ranks[0]["eval"].items():
+        torch.testing.assert_close(value, evaluate(name))

@@ -1,0 +1,151 @@
+"""CRL over epochs: the history of each sample, the counter of epochs, the pairs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedlas
+from losses import plain
+
+RIGHT = torch.tensor([[4.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 1.0], [3.0, 0.0, 0.0]], dtype=torch.float64)
+LABELS = torch.tensor([0, 1, 2, 0])
+WRONG = RIGHT.roll(1, 1)
+
+
+def build(num_samples: int = 4, **options: Any) -> Any:
+    return fedlas.build_loss("crl", num_classes=3, num_samples=num_samples, **options).double()
+
+
+def rows(*right: bool) -> Tensor:
+    """Logits that are right where asked."""
+    return torch.where(torch.tensor(right)[:, None], RIGHT, WRONG)
+
+
+def test_counts_by_index() -> None:
+    loss = build(num_samples=6)
+    loss(rows(True, False, True, False), LABELS, index=torch.tensor([5, 0, 2, 3]))
+    assert loss.correct_epochs.tolist() == [0, 0, 1, 0, 0, 1]
+    loss(rows(True, True, True, True), LABELS, index=torch.tensor([0, 1, 2, 3]))
+    assert loss.correct_epochs.tolist() == [1, 1, 2, 1, 0, 1]
+
+
+def test_eval_mode_counts_nothing() -> None:
+    loss = build().eval()
+    loss(RIGHT, LABELS, index=torch.arange(4))
+    assert not loss.correct_epochs.any()
+
+
+def test_ignored_samples_have_no_history_and_no_partner() -> None:
+    loss = build(num_samples=5)
+    loss.correct_epochs.copy_(torch.tensor([0, 2, 1, 2, 0]))
+    loss.finished_epochs.fill_(2)
+    logits, index = rows(True, True, True, True), torch.arange(4)
+    labels = LABELS.clone()
+    labels[1] = -100
+    kept = [0, 2, 3]
+    expected = plain.crl(
+        logits[kept].tolist(), labels[kept].tolist(), counts=[0.0, 1.0, 2.0], smallest=0, epochs=2, rank_weight=1.0
+    )
+    assert loss(logits, labels, index=index).item() == pytest.approx(expected, rel=1e-7)
+    assert loss.correct_epochs.tolist() == [1, 2, 2, 3, 0]
+
+
+def test_the_counter_is_one_in_the_first_two_epochs() -> None:
+    """During epoch e the normaliser K is max(1, e - 1)."""
+    loss = build()
+    history = [0.0, 0.0, 0.0, 0.0]
+    pattern = [(True, True, False, True), (True, False, False, True), (True, True, True, False), (True,) * 4]
+    for epoch, right in enumerate(pattern, start=1):
+        normaliser = max(1, epoch - 1)
+        logits = rows(*right)
+        # Every epoch has one batch here, so the table at its start is what the ranking sees.
+        expected = plain.crl(
+            logits.tolist(), LABELS.tolist(), counts=history, smallest=min(history), epochs=normaliser, rank_weight=1.0
+        )
+        assert loss(logits, LABELS, index=torch.arange(4)).item() == pytest.approx(expected, rel=1e-7)
+        history = [count + correct for count, correct in zip(history, right, strict=True)]
+        assert loss.correct_epochs.tolist() == history
+        loss.end_epoch()
+        assert loss.finished_epochs == epoch
+
+
+def test_first_epoch_is_cross_entropy() -> None:
+    loss = build()
+    value = loss(RIGHT, LABELS, index=torch.arange(4))
+    assert value.item() == pytest.approx(plain.ce(RIGHT.tolist(), LABELS.tolist()))
+    assert loss.last_terms["ranking"] == 0
+
+
+def test_history_of_the_batch_enters_after_its_ranking() -> None:
+    loss = build()
+    loss.finished_epochs.fill_(1)
+    loss(rows(True, False, True, False), LABELS, index=torch.arange(4))
+    assert loss.last_terms["ranking"] == 0
+    loss(rows(True, False, True, False), LABELS, index=torch.arange(4))
+    assert loss.last_terms["ranking"] > 0
+
+
+def test_all_samples_right_in_all_epochs() -> None:
+    """k = K everywhere, where the published code divides 0 by 0."""
+    loss = build()
+    for _ in range(3):
+        value = loss(RIGHT, LABELS, index=torch.arange(4))
+        assert value.item() == pytest.approx(plain.ce(RIGHT.tolist(), LABELS.tolist()))
+        loss.end_epoch()
+
+
+def test_the_smallest_count_is_that_of_the_whole_table() -> None:
+    counts = [5, 3, 4, 5, 2, 1]
+    loss = build(num_samples=6).eval()
+    loss.correct_epochs.copy_(torch.tensor(counts))
+    loss.finished_epochs.fill_(5)
+    expected = plain.crl(RIGHT.tolist(), LABELS.tolist(), counts=[5, 3, 4, 5], smallest=1, epochs=5)
+    assert loss(RIGHT, LABELS, index=torch.arange(4)).item() == pytest.approx(expected, rel=1e-7)
+
+
+def test_a_pair_learns_at_both_ends() -> None:
+    loss = build(num_samples=2, rank_weight=1e6)
+    loss.correct_epochs.copy_(torch.tensor([1, 0]))
+    loss.finished_epochs.fill_(1)
+    logits = torch.zeros(2, 3, dtype=torch.float64)
+    logits[:, 0] = torch.tensor([0.5, 1.0])
+    logits.requires_grad_()
+    loss(logits, torch.tensor([0, 0]), index=torch.arange(2)).backward()
+    assert logits.grad is not None
+    assert logits.grad[0, 0] < 0 < logits.grad[1, 0]  # the one with the better history gets surer, the other less sure
+
+
+def test_a_batch_of_one_is_its_own_partner() -> None:
+    loss = build()
+    loss.correct_epochs.copy_(torch.tensor([3, 0, 1, 2]))
+    loss.finished_epochs.fill_(3)
+    value = loss(RIGHT[:1], LABELS[:1], index=torch.tensor([0]))
+    assert value.item() == pytest.approx(plain.ce(RIGHT[:1].tolist(), [0]))
+
+
+def test_state_is_restored() -> None:
+    loss, restored = build(), build()
+    for _ in range(2):
+        loss(rows(True, False, True, False), LABELS, index=torch.arange(4))
+        loss.end_epoch()
+    restored.load_state_dict(loss.state_dict())
+    again = {"logits": RIGHT, "labels": LABELS, "index": torch.arange(4)}
+    assert restored(**again).item() == loss(**again).item()
+    assert torch.equal(restored.correct_epochs, loss.correct_epochs)
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="crl needs index"):
+        build()(RIGHT, LABELS)
+    with pytest.raises(ValueError, match="index 4 at position 1 is outside of the training split of 4"):
+        build()(RIGHT[:2], LABELS[:2], index=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="crl takes logits of shape"):
+        build()(torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64), index=torch.arange(2))
+    with pytest.raises(ValueError, match="not soft labels"):
+        build()(RIGHT, RIGHT.softmax(1), index=torch.arange(4))
+    with pytest.raises(ValueError, match="num_samples"):
+        build(num_samples=0)
+    with pytest.raises((ValueError, TypeError), match="score"):
+        build(score="top")

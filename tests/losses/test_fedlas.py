@@ -1,0 +1,712 @@
+"""The method in depth: indicator, gate, adaptive smoothing, the two losses, and batches that break other code."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedlas
+from fedlas.losses import BCG, NCI, AdaptiveSmoothing
+from fedlas.losses.fedlas import GAMMA_LIMIT, PRESETS, _shuffled
+from losses import plain
+
+NAMES = ["fedlas_ls", "fedlas_mbls"]
+LOGITS = torch.tensor([[2.0, -1.0, 0.5], [0.0, 3.0, 1.0], [-2.0, 0.1, 4.0], [1.0, 1.5, 0.0]], dtype=torch.float64)
+LABELS = torch.tensor([0, 1, 1, 2])
+FEATURES = torch.tensor([[1.0, -2.0], [3.0, 4.0], [0.0, -0.5], [6.0, 8.0]], dtype=torch.float64)
+NORMS = [3.0, 7.0, 0.5, 14.0]
+ALL = torch.ones(4, dtype=torch.bool)
+
+
+def build(name: str = "fedlas_ls", classes: int = 3, **options: Any) -> Any:
+    return fedlas.build_loss(name, num_classes=classes, **options).double()
+
+
+def statistics(module: Any) -> tuple[float, float]:
+    nci = module if isinstance(module, NCI) else module.smoothing.nci
+    return nci.mean.item(), nci.std.item()
+
+
+def regulariser(loss: Any, logits: Tensor) -> Tensor:
+    """E_i or R_i of each sample, written anew."""
+    if loss.name == "fedlas_ls":
+        return -logits.log_softmax(1).mean(1)
+    excess = (logits.amax(1, keepdim=True) - logits - loss.margin).clamp_min(0)
+    return excess.mean(1)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+# --- the indicator ---
+
+
+@pytest.mark.parametrize("norm", [1, 2, 1.5, math.inf])
+def test_norm(norm: float) -> None:
+    nci = NCI(norm=norm, normalise="none")
+    expected = plain.confidences_of([], FEATURES.tolist(), "features", norm)
+    assert nci(LOGITS, FEATURES, ALL).tolist() == pytest.approx(expected)
+
+
+def test_the_default_norm_is_the_sum_of_absolute_values() -> None:
+    assert NCI(normalise="none")(LOGITS, FEATURES, ALL).tolist() == NORMS
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("features", torch.tensor(NORMS, dtype=torch.float64)),
+        ("max_prob", LOGITS.softmax(1).amax(1)),
+        ("max_logit", LOGITS.amax(1)),
+    ],
+)
+def test_source(source: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(NCI(source=source, normalise="none")(LOGITS, FEATURES, ALL), expected)
+
+
+@pytest.mark.parametrize("source", ["max_prob", "max_logit"])
+def test_sources_that_need_no_features(source: str) -> None:
+    loss = build(source=source)
+    assert not loss.needs_features
+    with_features = build(source=source)
+    with_features.load_state_dict(loss.state_dict())
+    assert loss(LOGITS, LABELS).item() == with_features(LOGITS, LABELS, FEATURES).item()
+
+
+def test_features_are_asked_for_by_name() -> None:
+    with pytest.raises(ValueError, match="fedlas_ls needs features"):
+        build()(LOGITS, LABELS)
+    with pytest.raises(ValueError, match="features"):
+        AdaptiveSmoothing(num_classes=3)(LOGITS)
+
+
+@pytest.mark.parametrize("theta", [0.0, 0.001, 0.25, 0.95, 1.0])
+def test_theta_is_the_weight_of_the_current_batch(theta: float) -> None:
+    nci = NCI(theta=theta)
+    mean, std = plain.mean_and_std(NORMS)
+    nci(LOGITS, FEATURES, ALL)
+    first = (theta * mean + (1 - theta) * 20, theta * std + (1 - theta) * 100)
+    assert statistics(nci) == pytest.approx(first)
+    nci(LOGITS, 2 * FEATURES, ALL)
+    second = (theta * 2 * mean + (1 - theta) * first[0], theta * 2 * std + (1 - theta) * first[1])
+    assert statistics(nci) == pytest.approx(second)
+
+
+def test_the_batch_counts_in_its_own_normalisation() -> None:
+    nci = NCI(theta=1.0)
+    norms = torch.tensor(NORMS, dtype=torch.float64)
+    torch.testing.assert_close(nci(LOGITS, FEATURES, ALL), (norms - norms.mean()) / (norms.std() + 1e-3))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 5.0])
+def test_eps_is_added_to_the_deviation(eps: float) -> None:
+    gamma = NCI(eps=eps).eval()(LOGITS, FEATURES, ALL)
+    torch.testing.assert_close(gamma, (torch.tensor(NORMS, dtype=torch.float64) - 20) / (100 + eps))
+
+
+def test_published_start() -> None:
+    assert statistics(NCI()) == (20.0, 100.0)
+
+
+def test_first_batch_start() -> None:
+    """The first batch with two usable norms is taken whole, whatever theta; before it, gamma is 0."""
+    nci = NCI(start="first_batch", theta=0.001)
+    assert nci.eval()(LOGITS, FEATURES, ALL).tolist() == [0.0] * 4
+    nci.train()
+    assert nci(LOGITS[:1], FEATURES[:1], ALL[:1]).tolist() == [0.0]
+    assert not nci.started
+    norms = torch.tensor(NORMS, dtype=torch.float64)
+    gamma = nci(LOGITS, FEATURES, ALL)
+    assert statistics(nci) == pytest.approx((norms.mean().item(), norms.std().item()))
+    torch.testing.assert_close(gamma, (norms - norms.mean()) / (norms.std() + 1e-3))
+    nci(LOGITS, 100 * FEATURES, ALL)
+    assert statistics(nci)[0] == pytest.approx(0.001 * 100 * norms.mean().item() + 0.999 * norms.mean().item())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_normalise_by_the_batch_alone(training: bool) -> None:
+    nci = NCI(normalise="batch").train(training)
+    norms = torch.tensor(NORMS, dtype=torch.float64)
+    torch.testing.assert_close(nci(LOGITS, FEATURES, ALL), (norms - norms.mean()) / (norms.std() + 1e-3))
+    assert nci(LOGITS[:1], FEATURES[:1], ALL[:1]).tolist() == [0.0]
+    assert statistics(nci) == (20.0, 100.0)
+
+
+def test_gamma_has_a_limit() -> None:
+    features = torch.tensor([[1e30], [1.0]], dtype=torch.float64)
+    gamma = NCI(normalise="none")(LOGITS[:2], features, ALL[:2])
+    assert gamma.tolist() == [GAMMA_LIMIT, 1.0]
+
+
+def test_ignored_samples_leave_the_statistics() -> None:
+    nci, fewer = NCI(), NCI()
+    valid = torch.tensor([True, False, True, True])
+    gamma = nci(LOGITS, FEATURES, valid)
+    assert gamma[1] == 0
+    torch.testing.assert_close(gamma[valid], fewer(LOGITS[valid], FEATURES[valid], ALL[:3]))
+    assert statistics(nci) == pytest.approx(statistics(fewer))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_narrow_features_are_added_in_float32(dtype: torch.dtype) -> None:
+    features = torch.full((2, 8193), 0.5).to(dtype)  # the norm, 4096.5, has no place in a narrow type
+    assert NCI(normalise="none")(LOGITS[:2].float(), features, ALL[:2]).tolist() == [4096.5] * 2
+    loss = fedlas.build_loss("fedlas_ls", num_classes=3).to(dtype)
+    assert loss.smoothing.nci.mean.dtype == torch.float64
+    assert loss(LOGITS.to(dtype), LABELS, FEATURES.to(dtype)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"theta": -0.1}, "theta"),
+        ({"theta": 1.1}, "theta"),
+        ({"theta": math.nan}, "theta"),
+        ({"norm": 0.5}, "norm"),
+        ({"eps": -1e-3}, "eps"),
+        ({"source": "feature"}, "source"),
+        ({"normalise": "mean"}, "normalise"),
+        ({"start": "second_batch"}, "start"),
+        ({"gate": "open"}, "gate"),
+        ({"gate_width": 0}, "gate_width"),
+        ({"gate_zero": 1}, "gate_zero"),
+        ({"gate_positive_index": 2}, "gate_positive_index"),
+        ({"alpha": -0.1}, "alpha"),
+        ({"alpha": 0.6}, "alpha"),  # alpha_i would pass 1
+        ({"beta": -1.0}, "beta"),
+        ({"preset": "code"}, "preset"),
+    ],
+    ids=str,
+)
+def test_options_are_checked(options: dict[str, Any], word: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=word):  # TypeError: the shape checks of the tests come first
+        build(**options)
+
+
+def test_options_of_the_margin_loss_are_checked() -> None:
+    for options, word in (({"lambda_": 0.6}, "lambda_"), ({"margin": -1.0}, "margin")):
+        with pytest.raises(ValueError, match=word):
+            build("fedlas_mbls", **options)
+
+
+# --- the gate ---
+
+
+def linears(module: nn.Module) -> list[nn.Linear]:
+    return [part for part in module.modules() if isinstance(part, nn.Linear)]
+
+
+@pytest.mark.parametrize(("classes", "size"), [(10, 67), (100, 5_152), (200, 20_302)])
+@pytest.mark.parametrize("name", NAMES)
+def test_gate_sizes(name: str, classes: int, size: int) -> None:
+    loss = build(name, classes)
+    assert sum(p.numel() for p in loss.parameters()) == size
+    first, second = linears(loss)
+    assert [first.in_features, first.out_features] == [classes, classes // 2]
+    assert [second.in_features, second.out_features] == [classes // 2, 2]
+
+
+@pytest.mark.parametrize(("classes", "width", "expected"), [(10, 3, 3), (3, None, 1), (2, None, 1), (1, None, 1)])
+def test_gate_width(classes: int, width: int | None, expected: int) -> None:
+    first, second = linears(build(classes=classes, gate_width=width))
+    assert (first.out_features, second.in_features) == (expected, expected)
+
+
+@pytest.mark.parametrize("kind", ["learned", "soft", "shuffled", "positive", "negative"])
+def test_kinds_and_their_parameters(kind: Any) -> None:
+    gate = BCG(3, kind=kind).double()
+    assert len(linears(gate)) == (0 if kind in ("positive", "negative") else 2)
+    psi = gate(LOGITS, ALL)
+    assert psi.shape == (4,)
+    if kind == "soft":
+        assert bool((psi.abs() < 1).all())
+    else:
+        assert set(psi.tolist()) <= {"positive": {1.0}, "negative": {-1.0}}.get(kind, {1.0, -1.0})
+
+
+def test_gate_is_the_published_network() -> None:
+    gate = BCG(3, width=2, kind="soft").double()
+    weights = plain.Gate(*(parameter.tolist() for parameter in gate.parameters()))
+    expected = [plain.gate_value(row, weights) for row in LOGITS.tolist()]
+    assert gate(LOGITS, ALL).tolist() == pytest.approx(expected)
+
+
+def silent_gate(**options: Any) -> BCG:
+    """A gate whose two outputs are always equal."""
+    gate = BCG(3, **options).double()
+    for parameter in gate.parameters():
+        nn.init.zeros_(parameter)
+    return gate
+
+
+@pytest.mark.parametrize("zero", [-1, 0])
+@pytest.mark.parametrize("positive_index", [0, 1])
+def test_zero_rule(zero: Any, positive_index: Any) -> None:
+    assert silent_gate(zero=zero, positive_index=positive_index)(LOGITS, ALL).tolist() == [float(zero)] * 4
+
+
+@pytest.mark.parametrize("positive_index", [0, 1])
+def test_positive_index(positive_index: Any) -> None:
+    gate = silent_gate(positive_index=positive_index)
+    with torch.no_grad():
+        gate.fc_out.bias[positive_index] = 1e-9
+    assert gate(LOGITS, ALL).tolist() == [1.0] * 4
+    with torch.no_grad():
+        gate.fc_out.bias[positive_index] = -1e-9
+    assert gate(LOGITS, ALL).tolist() == [-1.0] * 4
+
+
+def test_gradient_goes_straight_through_the_sign() -> None:
+    """The gradient of psi is the gradient of the difference that the sign was taken of."""
+    hard, soft = BCG(3, width=4).double(), BCG(3, width=4, kind="soft").double()
+    soft.load_state_dict(hard.state_dict())
+    pull = torch.tensor([1.0, -2.0, 0.5, 30.0], dtype=torch.float64)
+    (hard(LOGITS, ALL) * pull).sum().backward()
+    (soft(LOGITS, ALL) * pull).sum().backward()
+    for ours, theirs in zip(hard.parameters(), soft.parameters(), strict=True):
+        assert ours.grad is not None
+        assert ours.grad.abs().max() > 0
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["learned", "soft", "shuffled"])
+def test_gate_sends_no_gradient_to_the_logits(kind: Any) -> None:
+    logits = LOGITS.clone().requires_grad_()
+    BCG(3, kind=kind).double()(logits, ALL).sum().backward()
+    assert logits.grad is None
+
+
+def test_shuffled_gate_deals_among_samples_that_count() -> None:
+    logits = torch.randn(40, 3, dtype=torch.float64)
+    valid = torch.rand(40) < 0.7
+    learned, shuffled = BCG(3, width=5).double(), BCG(3, width=5, kind="shuffled").double()
+    with torch.no_grad():
+        learned.fc_in.weight.mul_(5)
+        learned.fc_out.bias.zero_()
+    shuffled.load_state_dict(learned.state_dict())
+    psi, dealt = learned(logits, valid), [shuffled(logits, valid) for _ in range(5)]
+    assert 0 < (psi[valid] > 0).sum() < valid.sum()
+    for hand in dealt:
+        assert sorted(hand[valid].tolist()) == sorted(psi[valid].tolist())
+        assert hand[~valid].tolist() == psi[~valid].tolist()
+    assert any(hand.tolist() != psi.tolist() for hand in dealt)
+
+    # The places themselves: every one that counts is dealt once, the others stay.
+    place = torch.arange(40)
+    for _ in range(5):
+        dealt_places = _shuffled(valid)
+        assert sorted(dealt_places.tolist()) == place.tolist()
+        assert dealt_places[~valid].tolist() == place[~valid].tolist()
+
+
+def test_shuffled_gate_learns() -> None:
+    loss = build(gate="shuffled", start="first_batch")
+    loss(LOGITS, LABELS, FEATURES).backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in loss.parameters())
+
+
+# --- adaptive smoothing ---
+
+
+def test_alpha_i() -> None:
+    smoothing = AdaptiveSmoothing(num_classes=3, alpha=0.2, beta=1.5).double()
+    alpha_i = smoothing(LOGITS, FEATURES)
+    assert smoothing.psi is not None
+    assert smoothing.gamma is not None
+    expected = plain.adaptive_alphas(0.2, 1.5, smoothing.psi.tolist(), smoothing.gamma.tolist())
+    assert alpha_i.tolist() == pytest.approx(expected)
+    assert bool(((alpha_i > 0) & (alpha_i < 0.4)).all())
+
+
+@pytest.mark.parametrize("gate", ["positive", "negative"])
+def test_direction(gate: Any) -> None:
+    """In positive mode a larger norm means more smoothing, in negative mode less."""
+    smoothing = AdaptiveSmoothing(num_classes=3, gate=gate, start="first_batch").double()
+    by_norm = smoothing(LOGITS, FEATURES)[torch.tensor(NORMS).argsort()]
+    steps = by_norm.diff()
+    assert bool((steps > 0).all()) if gate == "positive" else bool((steps < 0).all())
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.04, None), (None, 0.06), (0.04, 0.06)])
+def test_clamp(low: float | None, high: float | None) -> None:
+    options: dict[str, Any] = {"num_classes": 3, "gate": "positive", "start": "first_batch"}
+    free = AdaptiveSmoothing(**options).double()(LOGITS, FEATURES)
+    held = AdaptiveSmoothing(alpha_min=low, alpha_max=high, **options).double()(LOGITS, FEATURES)
+    assert free.min() < 0.04
+    assert free.max() > 0.06
+    assert held.tolist() == [min(max(a, low or 0.0), high or 1.0) for a in free.tolist()]
+
+
+def test_clamped_samples_do_not_teach_the_gate() -> None:
+    smoothing = AdaptiveSmoothing(num_classes=3, alpha_min=0.05, alpha_max=0.05, start="first_batch").double()
+    smoothing(LOGITS, FEATURES).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in smoothing.parameters())
+
+
+def test_with_a_base_loss_of_ones_own() -> None:
+    """FeDLaS on ACLS: its parts in a convex combination with alpha_i."""
+    logits = (3 * LOGITS).requires_grad_()
+    acls = fedlas.build_loss("acls", num_classes=3, margin=2.0, lambda_=1.0)
+    smoothing = AdaptiveSmoothing(num_classes=3, alpha=0.1, beta=0.5, start="first_batch").double()
+    alpha_i = smoothing(logits, FEATURES)
+    parts = acls.parts(logits, LABELS)
+    assert set(parts) == {"classification", "positive", "negative"}
+    value = ((1 - alpha_i) * parts["classification"] + alpha_i * (parts["positive"] + parts["negative"])).mean()
+
+    rows, labels = logits.tolist(), LABELS.tolist()
+    each_ce = plain.cross_entropies(rows, labels)
+    each_acls = [plain.acls([row], [label], margin=2.0, lambda_=1.0) for row, label in zip(rows, labels, strict=True)]
+    penalties = [total - ce for total, ce in zip(each_acls, each_ce, strict=True)]
+    assert value.item() == pytest.approx(plain.convex(each_ce, penalties, alpha_i.tolist()))
+
+    value.backward()
+    assert logits.grad is not None
+    assert all(p.grad is not None and p.grad.any() for p in smoothing.parameters())
+
+
+# --- presets ---
+
+
+@pytest.mark.parametrize(
+    ("preset", "margin_reduction", "positive_index", "zero", "eps"),
+    [("default", "mean", 1, -1, 1e-3), ("official", "mean", 1, 0, 1e-3), ("paper", "sum", 0, -1, 0.0)],
+)
+def test_presets_item_by_item(preset: str, margin_reduction: str, positive_index: int, zero: int, eps: float) -> None:
+    for name in NAMES:
+        loss = build(name, preset=preset)
+        gate, nci = loss.smoothing.bcg, loss.smoothing.nci
+        assert (gate.positive_index, gate.zero, nci.eps) == (positive_index, zero, eps)
+        if name == "fedlas_mbls":
+            assert loss.margin_reduction == margin_reduction
+        # What no preset moves: the items on which paper and code agree, or where the paper is silent.
+        assert (nci.theta, nci.norm, nci.source, nci.normalise) == (0.95, 1.0, "features", "ema")
+        assert (*statistics(nci), bool(nci.started)) == (20.0, 100.0, True)
+        assert (loss.smoothing.alpha_min, loss.smoothing.alpha_max) == (None, None)
+        assert gate.kind == "learned"
+
+
+def test_no_preset_is_the_default_preset() -> None:
+    assert set(PRESETS) == {"default", "official", "paper"}
+    for name in NAMES:
+        plain_one, named = build(name), build(name, preset="default")
+        named.load_state_dict(plain_one.state_dict())
+        assert plain_one(LOGITS, LABELS, FEATURES).item() == named(LOGITS, LABELS, FEATURES).item()
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("value", [0.0, 1e-3, 0.5])
+def test_eps_of_ones_own_beats_the_preset(preset: str, value: float) -> None:
+    assert build(preset=preset, eps=value).smoothing.nci.eps == value
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_a_keyword_beats_the_preset(preset: str) -> None:
+    for zero in (-1, 0):
+        assert build(preset=preset, gate_zero=zero).smoothing.bcg.zero == zero
+    for index in (0, 1):
+        assert build(preset=preset, gate_positive_index=index).smoothing.bcg.positive_index == index
+    for reduction in ("mean", "sum"):
+        assert build("fedlas_mbls", preset=preset, margin_reduction=reduction).margin_reduction == reduction
+    # One keyword leaves the rest of the preset alone.
+    gate = build(preset=preset, eps=0.5).smoothing.bcg
+    chosen = PRESETS[preset]
+    assert (gate.zero, gate.positive_index) == (chosen["gate_zero"], chosen["gate_positive_index"])
+
+
+def test_presets_change_the_value_as_they_say() -> None:
+    """The margin term of the paper's text is C times the one of its code."""
+    mean, summed = (build("fedlas_mbls", beta=0.0, margin=1.0, margin_reduction=r) for r in ("mean", "sum"))
+    for loss in (mean, summed):
+        loss(LOGITS, LABELS, FEATURES)
+    assert summed.last_terms["margin"].item() == pytest.approx(3 * mean.last_terms["margin"].item())
+    assert mean.last_terms["margin"] > 0
+
+
+# --- the losses ---
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("weight", [None, [0.5, 2.0, 1.0]])
+def test_without_beta_fedlas_ls_is_label_smoothing(preset: str, weight: list[float] | None) -> None:
+    ours, ls = (
+        build(alpha=0.1, beta=0.0, preset=preset, weight=weight),
+        fedlas.build_loss("ls", num_classes=3, alpha=0.1, weight=weight),
+    )
+    x, y = LOGITS.clone().requires_grad_(), LOGITS.clone().requires_grad_()
+    a, b = ours(x, LABELS, FEATURES), ls(y, LABELS)
+    assert a.item() == b.item()
+    a.backward()
+    b.backward()
+    assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_without_beta_fedlas_mbls_keeps_the_convex_weights(preset: str) -> None:
+    loss = build("fedlas_mbls", lambda_=0.2, beta=0.0, margin=1.0, preset=preset)
+    value = loss(LOGITS, LABELS, FEATURES)
+    ce, excess = cross_entropy(LOGITS, LABELS).mean(), regulariser(loss, LOGITS).mean()
+    scale = 3 if preset == "paper" else 1
+    torch.testing.assert_close(value, 0.8 * ce + 0.2 * scale * excess)
+    assert not torch.isclose(value, fedlas.build_loss("mbls", lambda_=0.2, margin=1.0)(LOGITS, LABELS))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eval_mode_freezes_everything(name: str) -> None:
+    loss = build(name)
+    loss(LOGITS, LABELS, FEATURES)
+    before = {key: value.clone() for key, value in loss.state_dict().items()}
+    loss.eval()
+    values = {loss(LOGITS, LABELS, FEATURES).item() for _ in range(3)}
+    loss(LOGITS, LABELS, 1000 * FEATURES)
+    assert len(values) == 1
+    assert all(torch.equal(value, before[key]) for key, value in loss.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_network_learns_with_alpha_i_held_fixed(name: str) -> None:
+    loss = build(name, start="first_batch", **({"margin": 1.0} if name == "fedlas_mbls" else {}))
+    logits, features = LOGITS.clone().requires_grad_(), FEATURES.clone().requires_grad_()
+    loss(logits, LABELS, features).backward()
+    other = LOGITS.clone().requires_grad_()
+    alpha_i = loss.alpha_i
+    assert alpha_i.std() > 0
+    ((1 - alpha_i) * cross_entropy(other, LABELS) + alpha_i * regulariser(loss, other)).mean().backward()
+    torch.testing.assert_close(logits.grad, other.grad, rtol=1e-12, atol=1e-15)
+    assert features.grad is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gate_learns_through_alpha_i_alone(name: str) -> None:
+    """Its gradient is that of mean_i (E_i - CE_i) alpha_i, or R_i instead of E_i: no calibration signal is in it."""
+    loss = build(name, start="first_batch")
+    loss(LOGITS, LABELS, FEATURES).backward()
+    ours = [p.grad.clone() for p in loss.parameters()]
+    loss.zero_grad()
+    pull = regulariser(loss, LOGITS) - cross_entropy(LOGITS, LABELS)
+    (pull * loss.smoothing.eval()(LOGITS, FEATURES)).mean().backward()
+    for grad, parameter in zip(ours, loss.parameters(), strict=True):
+        assert grad.abs().max() > 0
+        torch.testing.assert_close(grad, parameter.grad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_forward_passes_before_one_backward(name: str) -> None:
+    """Gradient accumulation: the statistics move in place between the passes, and no gradient minds."""
+    together, apart = build(name), build(name)
+    apart.load_state_dict(together.state_dict())
+    batches = [(LOGITS, FEATURES), (-LOGITS, 3 * FEATURES)]
+    sum(together(logits, LABELS, features) for logits, features in batches).backward()
+    for logits, features in batches:
+        apart(logits, LABELS, features).backward()
+    for ours, theirs in zip(together.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert statistics(together) == statistics(apart)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_diagnostics(name: str, reduction: str) -> None:
+    loss = build(name, reduction=reduction)
+    assert (loss.psi, loss.gamma, loss.alpha_i) == (None, None, None)
+    loss(LOGITS.clone().requires_grad_(), LABELS, FEATURES)
+    for seen in (loss.psi, loss.gamma, loss.alpha_i):
+        assert seen.shape == (4,)
+        assert not seen.requires_grad
+    assert set(loss.psi.tolist()) <= {1.0, -1.0}
+    expected = plain.adaptive_alphas(loss.smoothing.alpha, loss.smoothing.beta, loss.psi.tolist(), loss.gamma.tolist())
+    assert loss.alpha_i.tolist() == pytest.approx(expected)
+    first = loss.gamma
+    loss(LOGITS, LABELS, 2 * FEATURES)
+    assert not torch.equal(first, loss.gamma)
+    assert not any("psi" in key or "alpha" in key or "gamma" in key for key in loss.state_dict())
+
+
+# --- batches that break other code ---
+
+
+def features_with(row: float | list[float]) -> Tensor:
+    features = FEATURES.float().clone()
+    features[1] = torch.tensor(row)
+    return features
+
+
+UNUSABLE = {
+    "nan": features_with(math.nan),
+    "one nan": features_with([math.nan, 1.0]),
+    "inf": features_with(math.inf),
+    "-inf": features_with(-math.inf),
+    "inf - inf": features_with([math.inf, -math.inf]),
+    "beyond float32": features_with(3e38),  # each entry is finite, their sum is not
+}
+HARD = UNUSABLE | {
+    "zeros": torch.zeros(4, 2),
+    "constant": torch.ones(4, 2),
+    "1e30": features_with(1e30),
+    "all 1e30": torch.full((4, 2), 1e30),
+    "3e38": features_with([3e38, 0.0]),
+    "all 3e38": torch.tensor([[3e38, 0.0]] * 3 + [[0.0, 0.0]]),
+    "1e-45": torch.full((4, 2), 1e-45),
+    "all nan": torch.full((4, 2), math.nan),
+}
+
+
+def assert_healthy(loss: Any) -> None:
+    state = loss.state_dict()
+    assert all(bool(value.isfinite().all()) for value in state.values())
+    for parameter in loss.parameters():
+        assert parameter.grad is not None
+        assert bool(parameter.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", list(HARD))
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedlas_ls", {}),
+        ("fedlas_mbls", {"norm": 2.0, "theta": 0.5}),
+        ("fedlas_ls", {"preset": "paper", "start": "first_batch"}),
+        ("fedlas_mbls", {"normalise": "none"}),
+    ],
+    ids=str,
+)
+def test_hard_features_leave_no_nan(name: str, kind: str, options: dict[str, Any]) -> None:
+    loss: Any = fedlas.build_loss(name, num_classes=3, **options)
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1, momentum=0.9)
+    for features in (HARD[kind], FEATURES.float()):
+        logits = LOGITS.float().requires_grad_()
+        optimizer.zero_grad()
+        value = loss(logits, LABELS, features)
+        value.backward()
+        optimizer.step()
+        assert bool(value.isfinite())
+        assert bool(logits.grad.isfinite().all())  # type: ignore[union-attr]
+        assert bool((loss.gamma.abs() <= GAMMA_LIMIT).all())
+        limit = 2 * loss.smoothing.alpha + 1e-6
+        assert bool(((loss.alpha_i >= 0) & (loss.alpha_i <= limit)).all())
+        assert_healthy(loss)
+
+
+@pytest.mark.parametrize("kind", list(UNUSABLE))
+@pytest.mark.parametrize("start", ["published", "first_batch"])
+def test_an_unusable_norm_is_left_out(kind: str, start: str) -> None:
+    """That sample gets gamma 0 and alpha_i = alpha; the others get what they would have got without it."""
+    loss, without = (fedlas.build_loss("fedlas_ls", num_classes=3, start=start) for _ in range(2))
+    without.load_state_dict(loss.state_dict())
+    others = torch.tensor([0, 2, 3])
+    loss(LOGITS.float(), LABELS, UNUSABLE[kind])
+    without(LOGITS[others].float(), LABELS[others], FEATURES[others].float())
+    assert statistics(loss) == pytest.approx(statistics(without))
+    assert loss.gamma[1] == 0
+    assert loss.alpha_i[1] == torch.tensor(0.05)
+    torch.testing.assert_close(loss.gamma[others], without.gamma)
+    torch.testing.assert_close(loss.alpha_i[others], without.alpha_i)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_one(name: str) -> None:
+    """One sample has no deviation: the statistics stay, and gamma comes from what is known already."""
+    loss = build(name)
+    loss(LOGITS[:1], LABELS[:1], FEATURES[:1]).backward()
+    assert statistics(loss) == (20.0, 100.0)
+    assert loss.gamma.item() == pytest.approx((NORMS[0] - 20) / 100.001)
+    assert_healthy(loss)
+
+    fresh = build(name, start="first_batch")
+    fresh(LOGITS[:1], LABELS[:1], FEATURES[:1]).backward()
+    assert fresh.gamma.item() == 0
+    assert fresh.alpha_i.item() == fresh.smoothing.alpha
+    assert_healthy(fresh)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_sample_that_counts_is_a_batch_of_one(name: str) -> None:
+    loss = build(name)
+    loss(LOGITS, torch.tensor([-100, 1, -100, -100]), FEATURES)
+    assert statistics(loss) == (20.0, 100.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("features", [FEATURES, torch.full_like(FEATURES, math.nan)])
+def test_an_all_ignored_batch(name: str, features: Tensor) -> None:
+    loss = build(name)
+    logits = torch.full_like(LOGITS, math.nan).requires_grad_()
+    value = loss(logits, torch.full((4,), -100), features)
+    value.backward()
+    assert value.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+    assert all(p.grad is not None and not p.grad.any() for p in loss.parameters())
+    assert statistics(loss) == (20.0, 100.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_batch(name: str) -> None:
+    loss = build(name)
+    value = loss(LOGITS[:0], LABELS[:0], FEATURES[:0])
+    value.backward()
+    assert value.item() == 0
+    assert statistics(loss) == (20.0, 100.0)
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_constant_norms(preset: str) -> None:
+    """No deviation at all: gamma is 0 where mu is the norm itself, and never NaN while sigma shrinks to 0."""
+    loss = build(preset=preset, start="first_batch")
+    loss(LOGITS, LABELS, torch.ones_like(FEATURES))
+    assert statistics(loss) == (2.0, 0.0)
+    assert loss.gamma.tolist() == [0.0] * 4
+    assert loss.alpha_i.tolist() == [0.05] * 4
+
+    loss = build(preset=preset)
+    for _ in range(300):
+        gamma = loss.smoothing.nci(LOGITS, torch.ones_like(FEATURES), ALL)
+        assert bool(gamma.isfinite().all())
+    assert statistics(loss) == pytest.approx((2.0, 0.0))
+
+
+def test_features_of_zeros_are_a_norm_like_any_other() -> None:
+    loss = build(theta=0.5)
+    loss(LOGITS, LABELS, torch.zeros_like(FEATURES))
+    assert statistics(loss) == (10.0, 50.0)
+    assert loss.gamma.tolist() == pytest.approx([-10 / 50.001] * 4)
+
+
+def test_an_outlier_of_1e30_is_forgotten() -> None:
+    loss: Any = fedlas.build_loss("fedlas_ls", num_classes=3)
+    loss(LOGITS.float(), LABELS, HARD["1e30"])
+    assert statistics(loss)[1] > 1e29
+    for _ in range(40):
+        loss.smoothing.nci(LOGITS.float(), FEATURES.float(), ALL)
+    norms = torch.tensor(NORMS)
+    assert statistics(loss) == pytest.approx((norms.mean().item(), norms.std().item()), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_maps_are_rows(name: str) -> None:
+    """Pixels count like samples: statistics, gate and value are those of the flattened map."""
+    logits, features = torch.randn(2, 3, 4, 5).double(), torch.randn(2, 6, 4, 5).double()
+    labels = torch.randint(3, (2, 4, 5))
+    labels[0, 1] = -100
+    as_map, as_rows = build(name), build(name)
+    as_rows.load_state_dict(as_map.state_dict())
+    rows = logits.permute(0, 2, 3, 1).reshape(-1, 3), labels.flatten(), features.permute(0, 2, 3, 1).reshape(-1, 6)
+    torch.testing.assert_close(as_map(logits, labels, features), as_rows(*rows))
+    assert statistics(as_map) == pytest.approx(statistics(as_rows))
+
+
+def test_gate_learns_to_lower_the_training_loss() -> None:
+    """What docs/decisions.md warns of: where samples are fitted well, psi becomes -sign(gamma), alpha_i shrinks."""
+    labels = torch.arange(16) % 4
+    logits = 8 * nn.functional.one_hot(labels, 4).double()
+    features = (1.0 + labels).double()[:, None].expand(-1, 3)  # classes 0 and 1 have small norms, 2 and 3 large ones
+    loss = build(classes=4, start="first_batch", gate_width=8)
+    optimizer = torch.optim.SGD(loss.parameters(), lr=1.0, momentum=0.9)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss(logits, labels, features).backward()
+        optimizer.step()
+    assert torch.equal(loss.psi, -loss.gamma.sign())
+    assert loss.alpha_i.max() < 0.05

@@ -1,0 +1,145 @@
+"""The function for people with a smoothing rule of their own: torch's label smoothing, one alpha per sample."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedlas import smoothed_cross_entropy
+
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.0, 1.3], dtype=torch.float64)
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def batch(*extent: int) -> tuple[Tensor, Tensor]:
+    return 3 * torch.randn(12, 5, *extent, dtype=torch.float64), torch.randint(5, (12, *extent))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("alpha", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
+@pytest.mark.parametrize("extent", [(), (3,), (2, 4)], ids=str)
+def test_one_alpha_is_torchs_label_smoothing(
+    reduction: str, alpha: float, weight: Tensor | None, extent: tuple[int, ...]
+) -> None:
+    logits, labels = batch(*extent)
+    labels[3] = -100
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    a = smoothed_cross_entropy(ours, labels, alpha, weight=weight, reduction=reduction)
+    b = functional.cross_entropy(theirs, labels, weight=weight, label_smoothing=alpha, reduction=reduction)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    a.sum().backward()
+    b.sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
+def test_soft_labels(reduction: str, weight: Tensor | None) -> None:
+    logits, _ = batch()
+    labels = torch.rand(12, 5, dtype=torch.float64).softmax(1)
+    a = smoothed_cross_entropy(logits, labels, 0.2, weight=weight, reduction=reduction)
+    b = functional.cross_entropy(logits, labels, weight=weight, label_smoothing=0.2, reduction=reduction)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["", "weight"])
+@pytest.mark.parametrize("extent", [(), (3,)], ids=str)
+def test_one_alpha_per_label(weight: Tensor | None, extent: tuple[int, ...]) -> None:
+    logits, labels = batch(*extent)
+    alpha = torch.rand(labels.shape, dtype=torch.float64)
+    each = smoothed_cross_entropy(logits, labels, alpha, weight=weight, reduction="none")
+    assert each.shape == labels.shape
+    rows, flat = logits.movedim(1, -1).reshape(-1, 5), labels.flatten()
+    for row, label, a, value in zip(rows, flat, alpha.flatten(), each.flatten(), strict=True):
+        expected = functional.cross_entropy(
+            row[None], label[None], weight=weight, label_smoothing=a.item(), reduction="sum"
+        )
+        assert value.item() == pytest.approx(expected.item())
+    share = 1 if weight is None else weight[labels]
+    mean = smoothed_cross_entropy(logits, labels, alpha, weight=weight)
+    assert mean.item() == pytest.approx((each.sum() / (labels.numel() if weight is None else share.sum())).item())
+    assert smoothed_cross_entropy(logits, labels, alpha, weight=weight, reduction="sum").item() == pytest.approx(
+        each.sum().item()
+    )
+
+
+def test_ignored_samples() -> None:
+    logits, labels = batch()
+    alpha = torch.rand(12, dtype=torch.float64)
+    kept = torch.arange(12) % 3 > 0
+    marked = torch.where(kept, labels, 7)
+    spoiled = torch.where(kept[:, None], logits, math.nan).requires_grad_()
+    steering = torch.where(kept, alpha, math.nan).requires_grad_()
+    value = smoothed_cross_entropy(spoiled, marked, steering, ignore_index=7)
+    assert value.item() == pytest.approx(smoothed_cross_entropy(logits[kept], labels[kept], alpha[kept]).item())
+    value.backward()
+    assert spoiled.grad is not None
+    assert not spoiled.grad[~kept].any()
+    assert steering.grad is not None
+    assert not steering.grad[~kept].any()
+
+
+def test_nothing_left() -> None:
+    logits, labels = batch()
+    logits.requires_grad_()
+    value = smoothed_cross_entropy(logits, torch.full_like(labels, -100), 0.1)
+    value.backward()
+    assert value.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+    assert smoothed_cross_entropy(logits[:0], labels[:0], 0.1).item() == 0
+
+
+def test_alpha_has_a_gradient() -> None:
+    """dL/dalpha_i = (E_i - CE_i) / n."""
+    logits, labels = batch()
+    alpha = torch.rand(12, dtype=torch.float64, requires_grad=True)
+    smoothed_cross_entropy(logits, labels, alpha).backward()
+    log_probs = logits.log_softmax(1)
+    expected = (log_probs.gather(1, labels[:, None]).squeeze(1) - log_probs.mean(1)) / 12
+    torch.testing.assert_close(alpha.grad, expected)
+    assert torch.autograd.gradcheck(
+        lambda x, a: smoothed_cross_entropy(x, labels, a, weight=WEIGHT), (logits.requires_grad_(), alpha)
+    )
+
+
+def test_alpha_as_a_tensor_without_dimensions() -> None:
+    logits, labels = batch()
+    alpha = torch.tensor(0.2, requires_grad=True)
+    value = smoothed_cross_entropy(logits, labels, alpha)
+    assert value.item() == pytest.approx(smoothed_cross_entropy(logits, labels, 0.2).item(), rel=1e-6)
+    value.backward()
+    assert alpha.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
+    logits, labels = batch()
+    narrow = logits.to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = smoothed_cross_entropy(narrow, labels, torch.full((12,), 0.1, dtype=dtype))
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(smoothed_cross_entropy(narrow.double(), labels, 0.1).item(), rel=1e-2)
+
+
+def test_errors() -> None:
+    logits, labels = batch()
+    with pytest.raises(ValueError, match=r"alpha must have shape \(12,\)"):
+        smoothed_cross_entropy(logits, labels, torch.rand(5))
+    with pytest.raises(ValueError, match=r"alpha must have shape \(12,\)"):
+        smoothed_cross_entropy(logits, labels, torch.rand(12, 1))
+    with pytest.raises(ValueError, match="label 5 at position"):
+        smoothed_cross_entropy(logits, labels.clone().fill_(5), 0.1)
+    with pytest.raises(ValueError, match="labels must have shape"):
+        smoothed_cross_entropy(logits, labels[:5], 0.1)
+    with pytest.raises(ValueError, match="weight has 3 entries for 5 classes"):
+        smoothed_cross_entropy(logits, labels, 0.1, weight=torch.ones(3))
+    with pytest.raises(ValueError, match="sum to 1"):
+        smoothed_cross_entropy(logits, logits, 0.1)
+    with pytest.raises(ValueError, match="ignore_index has no meaning for soft labels"):
+        smoothed_cross_entropy(logits, logits.softmax(1), 0.1, ignore_index=3)
+    with pytest.raises((ValueError, TypeError), match="reduction"):
+        smoothed_cross_entropy(logits, labels, 0.1, reduction="median")
