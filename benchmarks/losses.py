@@ -1,0 +1,227 @@
+"""Time forward and backward of every loss against label-smoothed cross-entropy, in one run, as ratios.
+
+    python benchmarks/losses.py [--device cuda] [--shapes 128x10,512x100] [--json FILE]
+
+The reference is `F.cross_entropy(logits, labels, label_smoothing=0.05)`. Modes:
+
+    eager      plain calls
+    compiled   `torch.compile(loss, fullgraph=True)`
+    autotuned  the same with `mode="max-autotune-no-cudagraphs"`
+
+On a GPU two times are given for each: `device`, the step replayed as a CUDA graph, which is what a captured training
+step pays; and `wall`, the step called from Python, which for small batches is what the interpreter pays.
+
+Candidates take turns within a round, and each figure is the median over rounds, so that a slow moment of the machine
+meets all of them. `fedlas_* (fixed gate)` has no gate to compute; the difference is the gate's share. Peak memory is
+what a step allocates beyond its inputs. Matrix products may use TF32 unless `--float32` is given.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fedlas
+
+SHAPES = "128x10,512x100,1024x1000,8192x1000"
+REFERENCE = "F.cross_entropy"
+PAIRS_LIMIT = {"cpu": 10**9, "cuda": 10**11}
+COMPILE_MODE = {"compiled": None, "autotuned": "max-autotune-no-cudagraphs"}
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement: microseconds a step, and ratios to the reference in the same mode and in eager mode."""
+
+    shape: str
+    mode: str
+    loss: str
+    clock: str
+    microseconds: float
+    ratio: float
+    ratio_to_eager: float
+    peak_mib: float | None
+
+
+class Reference(nn.Module):
+    """What the losses are measured against."""
+
+    def forward(self, logits: Tensor, labels: Tensor, _features: Tensor, _index: Tensor) -> Tensor:
+        """Compute label-smoothed cross-entropy."""
+        return functional.cross_entropy(logits, labels, label_smoothing=0.05)
+
+
+def candidates(rows: int, classes: int, device: str) -> dict[str, nn.Module]:
+    """Build everything that is timed."""
+    found: dict[str, nn.Module] = {REFERENCE: Reference()}
+    for record in fedlas.list_losses():
+        if record.name == "cpc" and rows * classes * classes > PAIRS_LIMIT[device]:
+            continue
+        options = {"num_samples": 50_000} if "num_samples" in record.keywords else {}
+        found[record.name] = fedlas.build_loss(record.name, num_classes=classes, **options)
+        if "gate" in record.keywords:
+            found[f"{record.name} (fixed gate)"] = fedlas.build_loss(record.name, num_classes=classes, gate="positive")
+    return {name: loss.to(device) for name, loss in found.items()}
+
+
+def step_of(loss: Callable[..., Tensor], parameters: list[nn.Parameter], batch: dict[str, Tensor]) -> Step:
+    """Make one step: forward, backward, gradients set free."""
+    logits = batch["logits"]
+
+    def step() -> None:
+        logits.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        loss(logits, batch["labels"], batch["features"], batch["index"]).backward()
+
+    return step
+
+
+def captured(step: Step) -> Step:
+    """Record a step as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def make_batch(rows: int, classes: int, device: str) -> dict[str, Tensor]:
+    """Draw logits, labels, features and indices."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "logits": (3 * torch.randn(rows, classes, generator=generator)).to(device).requires_grad_(),
+        "labels": torch.randint(0, classes, (rows,), generator=generator).to(device),
+        "features": torch.rand(rows, 512, generator=generator).to(device),
+        "index": torch.randperm(50_000, generator=generator)[:rows].to(device),
+    }
+
+
+def synchronise(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(step: Step, repeats: int, device: str) -> float:
+    """Time one step as the mean over repeats."""
+    synchronise(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    synchronise(device)
+    return (time.perf_counter() - begin) / repeats
+
+
+def peak_mib(step: Step, device: str) -> float | None:
+    """Measure what a step allocates at most."""
+    if device != "cuda":
+        return None
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def times(steps: dict[str, Step], device: str, budget: float, rounds: int = 7) -> dict[str, float]:
+    """Time all steps in turns; the median of the rounds counts."""
+    repeats = {}
+    for name, step in steps.items():
+        seconds(step, 2, device)
+        once = seconds(step, 2, device)
+        repeats[name] = max(1, min(300, int(budget / rounds / once)))
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            found[name].append(seconds(step, repeats[name], device))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def measure(shape: str, device: str, modes: list[str], budget: float, only: list[str]) -> list[Figure]:
+    """Time every loss in every mode at one shape."""
+    rows, classes = (int(part) for part in shape.split("x"))
+    figures: list[Figure] = []
+    eager: dict[str, float] = {}
+    clocks = ["device", "wall"] if device == "cuda" else ["wall"]
+    for mode in modes:
+        torch._dynamo.reset()
+        batch = make_batch(rows, classes, device)
+        steps, peaks = {}, {}
+        for name, loss in candidates(rows, classes, device).items():
+            if only and name != REFERENCE and name.split(" ")[0] not in only:
+                continue
+            call = loss if mode == "eager" else torch.compile(loss, fullgraph=True, mode=COMPILE_MODE[mode])
+            steps[name] = step_of(call, list(loss.parameters()), batch)
+            peaks[name] = peak_mib(steps[name], device)
+        for clock in clocks:
+            timed = {name: captured(step) for name, step in steps.items()} if clock == "device" else steps
+            found = times(timed, device, budget)
+            eager.setdefault(clock, found[REFERENCE])
+            figures += [
+                Figure(shape, mode, name, clock, t * 1e6, t / found[REFERENCE], t / eager[clock], peaks[name])
+                for name, t in found.items()
+            ]
+        print(table([figure for figure in figures if figure.mode == mode]), flush=True)
+    return figures
+
+
+def table(figures: list[Figure]) -> str:
+    """Lay the figures of one shape and mode out as a Markdown table."""
+    clocks = sorted({figure.clock for figure in figures})
+    head = [f"{clock} µs | x reference | x eager reference" for clock in clocks]
+    lines = [
+        f"\n### {figures[0].shape.replace('x', ' x ')}, {figures[0].mode}\n",
+        f"| loss | {' | '.join(head)} | peak MiB |",
+        "|---|" + "---:|" * (3 * len(clocks) + 1),
+    ]
+    for name in dict.fromkeys(figure.loss for figure in figures):
+        row = sorted((figure for figure in figures if figure.loss == name), key=lambda figure: figure.clock)
+        cells = [f"{f.microseconds:.0f} | {f.ratio:.2f} | {f.ratio_to_eager:.2f}" for f in row]
+        peak = "" if row[0].peak_mib is None else f"{row[0].peak_mib:.1f}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {peak} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--modes", default="eager,compiled", help="also: autotuned")
+    parser.add_argument("--losses", default="", help="comma-separated names; default: all")
+    parser.add_argument("--budget", type=float, default=0.2, help="seconds for each loss, mode and shape")
+    parser.add_argument("--float32", action="store_true", help="no TF32 in matrix products")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("highest" if arguments.float32 else "high")
+    where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"torch {torch.__version__}, {where}, TF32 {'off' if arguments.float32 else 'on'}")
+    only = [name for name in arguments.losses.split(",") if name]
+    figures = [
+        figure
+        for shape in arguments.shapes.split(",")
+        for figure in measure(shape, arguments.device, arguments.modes.split(","), arguments.budget, only)
+    ]
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1))
+
+
+if __name__ == "__main__":
+    main()

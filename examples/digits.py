@@ -1,0 +1,49 @@
+"""Train FeDLaS-LS and plain label smoothing on scikit-learn's digits, and compare what their confidence is worth.
+
+Five seeds each, about half a minute on a laptop. A fifth of the training labels is wrong on purpose: on clean digits
+nearly every prediction is right and calibration is no question.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import fedlas
+from fedlas.metrics import accuracy, ece
+
+SEEDS, EPOCHS, NOISE = 5, 40, 0.2
+
+
+def train(name: str, seed: int) -> tuple[float, float]:
+    """Train one network with one loss; give its test accuracy and ECE."""
+    torch.manual_seed(seed)
+    x, y = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
+    x, order = x.float() / 16, torch.randperm(len(x))
+    rows, test = order[:900], order[900:]
+    labels = torch.where(torch.rand(len(y)) < NOISE, torch.randint(0, 10, y.shape), y)
+
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    net = fedlas.WithFeatures(model)  # 1: the network also gives its features
+    loss = fedlas.build_loss(name, num_classes=10)  # 2: the loss
+    optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)  # 3: it learns too
+    for _ in range(EPOCHS):
+        for batch in rows[torch.randperm(len(rows))].split(50):
+            logits, features = net(x[batch])
+            optimizer.zero_grad()
+            loss(logits, labels[batch], features).backward()
+            optimizer.step()
+
+    probs = model(x[test]).detach().softmax(1)
+    return float(accuracy(probs, y[test])), float(ece(probs, y[test]))
+
+
+def report(name: str, results: Tensor) -> str:
+    """Word the mean and the spread over seeds."""
+    (acc, error), (acc_spread, error_spread) = 100 * results.mean(0), 100 * results.std(0)
+    return f"{name:10} accuracy {acc:.1f} ± {acc_spread:.1f} %   ECE {error:.1f} ± {error_spread:.1f} %"
+
+
+if __name__ == "__main__":
+    print(f"digits, {NOISE:.0%} wrong training labels, {SEEDS} seeds, test labels clean")
+    for name in ("ce", "ls", "fedlas_ls"):
+        print(report(name, torch.tensor([train(name, seed) for seed in range(SEEDS)])))
