@@ -29,12 +29,12 @@ def keywords(cls: type) -> list[str]:
         if "__init__" not in vars(ancestor):
             continue
         parameters = list(inspect.signature(vars(ancestor)["__init__"]).parameters.values())[1:]
-        open_ended = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+        rest = [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
         found.update((p.name, None) for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
-        if not open_ended:
+        named = [dictionary for annotation in rest for dictionary in get_args(annotation)]  # Unpack[SomeTypedDict]
+        found.update((name, None) for dictionary in named for name in dictionary.__annotations__)
+        if named or not rest:
             break
-        for dictionary in get_args(open_ended[0].annotation):  # **options: Unpack[SomeTypedDict]
-            found.update(dict.fromkeys(dictionary.__annotations__))
     return list(found)
 
 

@@ -16,6 +16,7 @@ batch. Ignored samples are masked, never cut out: no shape depends on data, and 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypedDict, TypeVar
 
@@ -177,7 +178,7 @@ class AbstractLoss(AbstractExact):
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
         """Compute the loss of a batch; `last_terms` then holds its parts, detached, unless nothing is reduced."""
-        with torch.autocast(logits.device.type, enabled=False):
+        with full_precision(logits):
             batch = self._batch(logits, labels, features, index)
             reduced = reduce(self.terms(batch), batch, self.weight, self.reduction)
             if self.reduction == "none":
@@ -189,7 +190,7 @@ class AbstractLoss(AbstractExact):
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Give the named terms of each sample, shaped like hard labels, for a combination of one's own."""
-        with torch.autocast(logits.device.type, enabled=False):
+        with full_precision(logits):
             batch = self._batch(logits, labels, features, index)
             each = reduce(self.terms(batch), batch, self.weight, "none")
             return {name: values.reshape(_without_classes(logits)) for name, values in each.items()}
@@ -226,6 +227,12 @@ class AbstractLoss(AbstractExact):
             if built_for not in (None, logits.shape[1]):
                 raise ValueError(f"{self.name} was built for {built_for} classes; logits have {logits.shape[1]}")
         return batch
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Switch autocast off where the tensor lives."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def as_batch(
@@ -326,7 +333,7 @@ def smoothed_cross_entropy(
     As `F.cross_entropy(label_smoothing=alpha)`, but alpha may be a tensor, one number per label; its gradient flows.
     """
     one_of("reduction", reduction, ("mean", "sum", "none"))
-    with torch.autocast(logits.device.type, enabled=False):
+    with full_precision(logits):
         batch = as_batch(logits, labels, ignore_index=ignore_index)
         if isinstance(alpha, Tensor) and alpha.ndim > 0:
             if tuple(alpha.shape) != _without_classes(logits):

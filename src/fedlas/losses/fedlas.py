@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlas import ranks
-from fedlas.losses.base import AbstractExact, AbstractLoss, Batch, Options, at_least, one_of, within
+from fedlas.losses.base import AbstractExact, AbstractLoss, Batch, Options, at_least, full_precision, one_of, within
 
 Source = Literal["features", "max_prob", "max_logit"]
 Normalise = Literal["ema", "batch", "none"]
@@ -304,9 +304,8 @@ class AdaptiveSmoothing(nn.Module):
         self.num_classes = int(at_least("num_classes", num_classes, 1))
         self.alpha = at_least("alpha", alpha, 0)
         self.beta = at_least("beta", beta, 0)
-        if alpha_min is not None and alpha_max is not None:
-            at_least("alpha_max", alpha_max, alpha_min)
-        self.alpha_min, self.alpha_max = alpha_min, alpha_max
+        self.alpha_min = None if alpha_min is None else within("alpha_min", alpha_min, 0, 1)
+        self.alpha_max = None if alpha_max is None else within("alpha_max", alpha_max, alpha_min or 0, 1)
         self.sync = sync
         eps = chosen["eps"] if eps is None else eps
         self.nci = NCI(theta=theta, norm=norm, source=source, normalise=normalise, start=start, eps=eps)
@@ -332,7 +331,7 @@ class AdaptiveSmoothing(nn.Module):
             raise ValueError(f"logits must have shape (N, {self.num_classes}), not {tuple(logits.shape)}")
         if features is not None and (features.ndim != 2 or len(features) != len(logits)):
             raise ValueError(f"features must have shape ({len(logits)}, D), not {tuple(features.shape)}")
-        with torch.autocast(logits.device.type, enabled=False):
+        with full_precision(logits):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             valid = torch.ones_like(logits[:, 0], dtype=torch.bool) if valid is None else valid
             shared = self.training and self.sync and ranks.count() > 1
