@@ -230,9 +230,8 @@ class AbstractLoss(AbstractExact):
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Switch autocast off where the tensor lives."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    """Switch autocast off where the tensor lives; a meta tensor lives nowhere."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def as_batch(

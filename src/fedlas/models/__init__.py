@@ -1,0 +1,1 @@
+"""Networks, and what makes any network fit for a loss that looks at features."""

@@ -1,0 +1,296 @@
+"""Any classifier with its features: the input of its last linear layer, beside the logits that this layer makes.
+
+    x ─► body ─► features ─► dropout ─► last linear layer (the head) ─► rows picked ─► logits
+
+`WithFeatures` finds the head when it is built, by the names that libraries give it and by the order and widths of the
+layers; where two layers could be it, nothing is guessed. A hook on the head gives its input and output. What happens
+around it is seen by a torch function mode, active only while the wrapper runs: a dropout right before the head is
+undone, be it a module or a function, and where the network picks rows of the head's output (the last token of a
+decoder), the same rows of the features are picked. Nothing stays behind after the call.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fedlas.catalog import nearest
+
+# Words in attribute names by which libraries and people call the part that ends in the logits.
+_HEAD_WORDS = {"fc", "head", "heads", "classifier", "score", "logits"}
+_DROPOUTS = {torch.dropout, *(f for name, f in vars(functional).items() if "dropout" in name)}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class Output(NamedTuple):
+    """What a network says about a batch, and the features that it says it from."""
+
+    logits: Tensor
+    features: Tensor
+
+
+class WithFeatures(nn.Module):
+    """A classifier that returns its features beside its logits.
+
+    The features keep their gradients and are taken before all dropouts that directly precede the last linear layer.
+    The wrapped network is `model`, its `state_dict` unchanged, and `head_name` the dotted path of that layer in it.
+
+    Args:
+        model: a network that returns logits, something that has them as `logits`, or a tuple that starts with them.
+        head: the dotted path of the last linear layer, for a network where it is not found or not the only one.
+    """
+
+    def __init__(self, model: nn.Module, head: str | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.head_name = _found_head(model) if head is None else _given_head(model, head)
+        layer = model.get_submodule(self.head_name)
+        self._channels_first = isinstance(layer, _CONVOLUTIONS)
+        # Logits that are not the very output of a layer that we found ourselves may come from one of these.
+        same_width = [name for name, other in _layers(model) if _widths(other)[1] == _widths(layer)[1]]
+        self._rivals = [name for name in same_width if name != self.head_name] if head is None else []
+        self._watch: _Watch | None = None
+        # A bound method, so that a copy of the wrapper has a hook of its own.
+        layer.register_forward_hook(self._see_head, with_kwargs=True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Output:
+        """Call the network and return its logits with their features."""
+        if getattr(self, "_is_replica", False):
+            raise TypeError("WithFeatures does not work in nn.DataParallel; use DistributedDataParallel")
+        if self._watch is not None:
+            raise RuntimeError("this WithFeatures is already running, inside of itself or in another thread")
+        self._watch = watch = _Watch(picks_rows=not self._channels_first)
+        try:
+            with watch:
+                result = self.model(*args, **kwargs)
+        finally:
+            self._watch = None
+        return self._pair(watch, _logits(result))
+
+    def extra_repr(self) -> str:
+        """Say where the features come from when the module is printed."""
+        return f"head_name={self.head_name!r}"
+
+    def _see_head(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._watch is not None:
+            self._watch.see_head(args[0] if args else next(iter(kwargs.values())), output)
+
+    def _pair(self, watch: "_Watch", logits: Tensor) -> Output:
+        """Put logits and features together, or say why they may not belong together."""
+        layer = f"the layer {self.head_name!r}"
+        advice = "pass WithFeatures(model, head=...) the layer that makes the logits"
+        if watch.calls != 1:
+            raise ValueError(f"{layer} was called {watch.calls} times in one forward pass instead of once; {advice}")
+        output, features = watch.origin(logits)
+        if output is not logits and self._rivals:
+            rivals = ", ".join([self.head_name, *self._rivals])
+            raise ValueError(f"the logits are not the output of {layer} as it is; {advice}, one of: {rivals}")
+        axis = 1 if self._channels_first else output.ndim - 1
+        rows, rows_of_features = ((*t.shape[:axis], *t.shape[axis + 1 :]) for t in (output, features))
+        if rows == rows_of_features:
+            if logits.shape == output.shape:
+                return Output(logits, features)
+            if self._channels_first and logits.shape == output.shape[:2] and output.shape[2:].numel() == 1:
+                return Output(logits, features.flatten(1))
+            if not self._channels_first and logits.shape == (*rows[:1], output.shape[-1], *rows[1:]):
+                return Output(logits, features.movedim(-1, 1))
+        shapes = f"features {tuple(features.shape)} and output {tuple(output.shape)} of {layer}"
+        raise ValueError(f"{shapes} do not belong row by row to logits {tuple(logits.shape)}; {advice}")
+
+
+class WithLoss(nn.Module):
+    """A network and its loss in one module, so that DistributedDataParallel sees the parameters and buffers of both.
+
+    Args:
+        net: the network; it gets a `WithFeatures` around it unless it is one.
+        loss: a module that is called as `loss(logits, labels, features=..., index=...)`.
+    """
+
+    def __init__(self, net: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.net = net if isinstance(net, WithFeatures) else WithFeatures(net)
+        self.loss = loss
+
+    def forward(self, inputs: Any, labels: Tensor, index: Tensor | None = None) -> tuple[Tensor, Output]:
+        """Return the loss of a batch and what the network said; mappings, tuples and lists of inputs are unpacked."""
+        if isinstance(inputs, Mapping):
+            output = self.net(**inputs)
+        elif isinstance(inputs, tuple | list):
+            output = self.net(*inputs)
+        else:
+            output = self.net(inputs)
+        return self.loss(output.logits, labels, features=output.features, index=index), output
+
+
+class _Watch(TorchFunctionMode):
+    """Sees one forward pass: the call of the head, the dropouts before it and the rows picked after it."""
+
+    def __init__(self, picks_rows: bool) -> None:
+        super().__init__()
+        self.picks_rows = picks_rows
+        self.calls = 0
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # the head's output, then rows picked from it, with their features
+        self.dropped: Tensor | None = None  # the output of the most recent dropout
+        self.undropped: Tensor | None = None  # what went into it, or into the first of several in a row
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return self._see_dropout(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func is Tensor.__getitem__:
+            self._see_rows(args[0], args[1], result)
+        elif result is self.dropped or (func is Tensor.__setitem__ and args[0] is self.dropped):
+            self.dropped = None  # changed in place, so no longer what the dropout made
+        return result
+
+    def see_head(self, value: Tensor, output: Any) -> None:
+        """Remember a call of the head."""
+        if not isinstance(output, Tensor):
+            raise TypeError(f"the layer given as head returns a {type(output).__name__} instead of a tensor")
+        self.calls += 1
+        self.pairs.append((output, self._before_dropout(value)))
+
+    def origin(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the output that the logits are, with its features; the head's own if they are none that was seen."""
+        for output, features in self.pairs:
+            if output is logits:
+                return output, features
+        return self.pairs[0]
+
+    def _see_dropout(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+        before = self._before_dropout(given["input"])
+        if given.get("inplace", False) and before is given["input"]:
+            before = before.clone()
+        dropped = func(*args, **kwargs)
+        self.dropped, self.undropped = dropped, before
+        return dropped
+
+    def _before_dropout(self, value: Tensor) -> Tensor:
+        return self.undropped if self.undropped is not None and value is self.dropped else value
+
+    def _see_rows(self, source: Tensor, index: Any, result: Tensor) -> None:
+        for output, features in self.pairs:
+            if source is output and self.picks_rows and _spares_last_axis(index, output.ndim):
+                self.pairs.append((result, features[index]))
+                return
+
+
+def _spares_last_axis(index: Any, ndim: int) -> bool:
+    """Say whether an index picks rows only: the last axis holds classes in the logits, but features in the features."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if parts and isinstance(parts[-1], slice) and parts[-1] == slice(None):
+        parts = parts[:-1]
+    if not all(isinstance(part, int | slice | Tensor) for part in parts):
+        return False
+    return sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts) < ndim
+
+
+def _logits(result: Any) -> Tensor:
+    """Take the logits out of what a network returns."""
+    logits = result
+    if isinstance(result, Mapping):
+        logits = result.get("logits")
+    elif hasattr(result, "logits"):
+        logits = result.logits
+    elif isinstance(result, tuple | list) and result:
+        logits = result[0]
+    if isinstance(logits, Tensor):
+        return logits
+    keys = f" with {', '.join(map(str, result))}" if isinstance(result, Mapping) else ""
+    takes = "a tensor, something with `logits`, or a tuple that starts with a tensor"
+    raise TypeError(f"the network returns a {type(result).__name__}{keys}; WithFeatures takes {takes}")
+
+
+def _found_head(model: nn.Module) -> str:
+    """Find the dotted path of the layer that makes a classifier's logits."""
+    ends = _ends("", model)
+    if len(ends) == 1:
+        return next(iter(ends))
+    problem = f"several layers of {type(model).__name__} could make its logits: {', '.join(ends)}"
+    if not ends:
+        layers = ", ".join(dict(_layers(model))) or "none"
+        problem = f"{type(model).__name__} does not end in a linear layer (the linear layers in it: {layers})"
+    raise ValueError(f"{problem}; pass WithFeatures(model, head=...) the layer whose input are the features")
+
+
+def _given_head(model: nn.Module, head: str) -> str:
+    """Check a path that the user gives, and go on to the layer inside where it is a container of one."""
+    module = dict(model.named_modules()).get(head)
+    # People's own classifiers (cosine, prototypes) are no linear layers, but hold a matrix themselves.
+    if module is not None and any(p.ndim > 1 for p in module.parameters(recurse=False)):
+        return head
+    ends = {} if module is None else _ends(head, module, pointwise=True)
+    if len(ends) == 1:
+        return next(iter(ends))
+    problem = "is no part of the model" if module is None else "is not one layer with a weight matrix"
+    raise ValueError(f"head={head!r} {problem}; {nearest(str(head), list(ends or dict(_layers(model))))}")
+
+
+def _ends(name: str, module: nn.Module, pointwise: bool = False) -> dict[str, nn.Module]:
+    """List what could make a module's output: its last layer, and those of parts that cannot feed a later one."""
+    if _is_layer(module):
+        return {name: module}
+    parts, pointwise = _parts(module, pointwise)
+    ends: dict[str, nn.Module] = {}
+    for n, (path, part) in enumerate(parts, start=1):
+        here = f"{name}.{path}" if name else path
+        takers = {_widths(_layers(later, pointwise)[0][1])[0] for _, later in parts[n:]}
+        if not takers:
+            ends |= _ends(here, part, pointwise)
+        elif _is_plain(part):  # and no body of convolutions or attention, which may end in any width
+            last, layer = _layers(part, pointwise, here)[-1]
+            if not takers & {_widths(layer)[1], 0}:  # 0: a lazy layer takes any width
+                ends[last] = layer
+    return ends
+
+
+def _parts(module: nn.Module, pointwise: bool) -> tuple[list[tuple[str, nn.Module]], bool]:
+    """Give the parts in which to look for a module's last layer, and whether that may be a 1x1 convolution."""
+    say = getattr(module, "get_classifier", None)  # of all timm networks
+    said = say() if callable(say) else ()
+    heads = said if isinstance(said, tuple | list) else (said,)
+    found = [(path, part) for path, part in module.named_modules() if any(part is head for head in heads)]
+    if found:
+        return [(path, part) for path, part in found if _layers(part, pointwise=True)], True
+    children = [(path, part) for path, part in module.named_children() if _layers(part, pointwise)]
+    if type(module).forward is nn.Sequential.forward:
+        return children[-1:], pointwise
+    named = [(path, part) for path, part in module.named_children() if _HEAD_WORDS & {*path.lower().split("_")}]
+    named = [(p, m) for p, m in named if _layers(m)] or [(p, m) for p, m in named if _layers(m, pointwise=True)]
+    # A single layer that comes after them puts such names in doubt: fc_in, fc_hidden, out.
+    single = [path for path, part in children if isinstance(part, nn.Linear)]
+    if named and (not single or single[-1] in dict(named)):
+        return named, True
+    return children, pointwise
+
+
+def _layers(module: nn.Module, pointwise: bool = False, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """List the linear layers in a module, or if there are none and they count, its 1x1 convolutions."""
+    layers = [(path, m) for path, m in module.named_modules(prefix=prefix) if _is_layer(m)]
+    return [(path, m) for path, m in layers if isinstance(m, nn.Linear)] or (layers if pointwise else [])
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, _CONVOLUTIONS):
+        return set(module.kernel_size) == {1} and module.groups == 1
+    return isinstance(module, nn.Linear)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Say whether all weight matrices in a module are those of linear layers."""
+    others = (m for m in module.modules() if not isinstance(m, nn.Linear))
+    return all(p.ndim < 2 for m in others for p in m.parameters(recurse=False))
+
+
+def _widths(layer: nn.Module) -> tuple[int, int]:
+    """Give the numbers of inputs and outputs of a layer; -1 where it does not say."""
+    if isinstance(layer, _CONVOLUTIONS):
+        return layer.in_channels, layer.out_channels
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else (-1, -1)
