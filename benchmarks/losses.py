@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="no TF32 in matrix products")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 100  # all losses share the code of one forward
     torch.set_float32_matmul_precision("highest" if arguments.float32 else "high")
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"torch {torch.__version__}, {where}, TF32 {'off' if arguments.float32 else 'on'}")

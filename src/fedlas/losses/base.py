@@ -17,7 +17,7 @@ batch. Ignored samples are masked, never cut out: no shape depends on data, and 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, TypedDict, TypeVar
 
 import torch
@@ -219,10 +219,10 @@ class AbstractLoss(AbstractExact):
             raise ValueError(f"{self.name} takes logits of shape (N, C), not maps of shape {tuple(logits.shape)}")
         if labels.is_floating_point() and labels.ndim > 1 and not self.takes_soft_labels:
             raise ValueError(f"{self.name} takes one class number per sample, not soft labels")
+        if self.index_limit is not None and index is not None:
+            index = checked_index(index, self.index_limit)
         shared = self.training and self.sync and ranks.count() > 1
         batch = as_batch(logits, labels, features, index, ignore_index=self.ignore_index, shared=shared)
-        if self.index_limit is not None and batch.index is not None:
-            batch = replace(batch, index=checked_index(batch.index, self.index_limit))
         for built_for in (self.num_classes, None if self.weight is None else len(self.weight)):
             if built_for not in (None, logits.shape[1]):
                 raise ValueError(f"{self.name} was built for {built_for} classes; logits have {logits.shape[1]}")

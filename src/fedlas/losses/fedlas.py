@@ -214,7 +214,8 @@ class BCG(nn.Module):
         hidden = functional.leaky_relu(w_in @ logits.detach().t() + b_in.unsqueeze(1), 0.01)
         # w^T softmax(o) with w = (1, -1) is tanh((o_0 - o_1) / 2): one product with a vector, not with a thin matrix.
         plus, minus = self.positive_index, 1 - self.positive_index
-        v = torch.tanh(((w_out[plus] - w_out[minus]) @ hidden + (b_out[plus] - b_out[minus])) / 2)
+        difference = (w_out[plus] - w_out[minus]).unsqueeze(1) * hidden
+        v = torch.tanh((difference.sum(0) + (b_out[plus] - b_out[minus])) / 2)
         if self.kind == "soft":
             return v
         sign = torch.where(v > 0, 1.0, torch.where(v == 0, self.zero, -1.0)).to(v.dtype)

@@ -108,6 +108,7 @@ def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
                 f"and begins {values}"
             )
         return
+    labels = labels.long()  # torch compares no uint16, uint32 and uint64
     bad = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
     if bad.any():
         where = bad.nonzero()[0].tolist()
@@ -118,6 +119,7 @@ def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
 
 
 def _check_index(index: Tensor, num_samples: int) -> None:
+    index = index.long()
     bad = (index < 0) | (index >= num_samples)
     if bad.any():
         row = int(bad.nonzero()[0])

@@ -21,7 +21,7 @@ from fedlas.catalog import nearest
 
 # Words in attribute names by which libraries and people call the part that ends in the logits.
 _HEAD_WORDS = {"fc", "head", "heads", "classifier", "score", "logits"}
-_DROPOUTS = {torch.dropout, *(f for name, f in vars(functional).items() if "dropout" in name)}
+_DROPOUTS = (torch.dropout, *(f for name, f in vars(functional).items() if "dropout" in name))
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -118,7 +118,7 @@ class WithLoss(nn.Module):
         """Return the loss of a batch and what the network said; mappings, tuples and lists of inputs are unpacked."""
         if isinstance(inputs, Mapping):
             output = self.net(**inputs)
-        elif isinstance(inputs, tuple | list):
+        elif isinstance(inputs, (tuple, list)):
             output = self.net(*inputs)
         else:
             output = self.net(inputs)
@@ -164,9 +164,10 @@ class _Watch(TorchFunctionMode):
         return self.pairs[0]
 
     def _see_dropout(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-        before = self._before_dropout(given["input"])
-        if given.get("inplace", False) and before is given["input"]:
+        value = args[0] if args else kwargs["input"]
+        in_place = args[3] if len(args) > 3 else kwargs.get("inplace", False)
+        before = self._before_dropout(value)
+        if in_place and before is value:
             before = before.clone()
         dropped = func(*args, **kwargs)
         self.dropped, self.undropped = dropped, before
@@ -187,7 +188,7 @@ def _spares_last_axis(index: Any, ndim: int) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     if parts and isinstance(parts[-1], slice) and parts[-1] == slice(None):
         parts = parts[:-1]
-    if not all(isinstance(part, int | slice | Tensor) for part in parts):
+    if not all(isinstance(part, (int, slice, Tensor)) for part in parts):
         return False
     return sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts) < ndim
 
@@ -199,7 +200,7 @@ def _logits(result: Any) -> Tensor:
         logits = result.get("logits")
     elif hasattr(result, "logits"):
         logits = result.logits
-    elif isinstance(result, tuple | list) and result:
+    elif isinstance(result, (tuple, list)) and result:
         logits = result[0]
     if isinstance(logits, Tensor):
         return logits
@@ -255,7 +256,7 @@ def _parts(module: nn.Module, pointwise: bool) -> tuple[list[tuple[str, nn.Modul
     """Give the parts in which to look for a module's last layer, and whether that may be a 1x1 convolution."""
     say = getattr(module, "get_classifier", None)  # of all timm networks
     said = say() if callable(say) else ()
-    heads = said if isinstance(said, tuple | list) else (said,)
+    heads = said if isinstance(said, (tuple, list)) else (said,)
     found = [(path, part) for path, part in module.named_modules() if any(part is head for head in heads)]
     if found:
         return [(path, part) for path, part in found if _layers(part, pointwise=True)], True
