@@ -1,7 +1,7 @@
 """Train FeDLaS-LS and plain label smoothing on scikit-learn's digits, and compare what their confidence is worth.
 
-Five seeds each, about half a minute on a laptop. A fifth of the training labels is wrong on purpose: on clean digits
-nearly every prediction is right and calibration is no question.
+Five seeds each, seconds on a laptop. Only 300 of the 1,797 images are trained on: with more of them nearly every
+prediction is right, and calibration is no question.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fedlas
 from fedlas.metrics import accuracy, ece
 
-SEEDS, EPOCHS, NOISE = 5, 40, 0.2
+SEEDS, EPOCHS, ROWS = 5, 30, 300
 
 
 def train(name: str, seed: int) -> tuple[float, float]:
@@ -19,8 +19,7 @@ def train(name: str, seed: int) -> tuple[float, float]:
     torch.manual_seed(seed)
     x, y = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
     x, order = x.float() / 16, torch.randperm(len(x))
-    rows, test = order[:900], order[900:]
-    labels = torch.where(torch.rand(len(y)) < NOISE, torch.randint(0, 10, y.shape), y)
+    rows, test = order[:ROWS], order[ROWS:]
 
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
     net = fedlas.WithFeatures(model)  # 1: the network also gives its features
@@ -30,7 +29,7 @@ def train(name: str, seed: int) -> tuple[float, float]:
         for batch in rows[torch.randperm(len(rows))].split(50):
             logits, features = net(x[batch])
             optimizer.zero_grad()
-            loss(logits, labels[batch], features).backward()
+            loss(logits, y[batch], features).backward()
             optimizer.step()
 
     probs = model(x[test]).detach().softmax(1)
@@ -44,6 +43,7 @@ def report(name: str, results: Tensor) -> str:
 
 
 if __name__ == "__main__":
-    print(f"digits, {NOISE:.0%} wrong training labels, {SEEDS} seeds, test labels clean")
+    torch.set_num_threads(1)  # a network this small is slower on several
+    print(f"digits: {ROWS} training images, {SEEDS} seeds, mean ± standard deviation over them")
     for name in ("ce", "ls", "fedlas_ls"):
         print(report(name, torch.tensor([train(name, seed) for seed in range(SEEDS)])))

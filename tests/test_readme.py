@@ -119,3 +119,12 @@ def test_an_unknown_make_target_is_found():
     )
     assert make_targets(text) == {"test", "nonsense", "help"}
     assert make_targets(text) - known_targets() == {"nonsense"}
+
+
+def test_the_readme_lists_the_catalogue() -> None:
+    """The table of losses is made from the catalogue: paste what this test shows when a loss has come or changed."""
+    import fedlas
+
+    rows = [f"| `{r.name}` | {r.cls.__name__} | {r.summary} | {r.citation} |" for r in fedlas.list_losses()]
+    expected = "\n".join(["| name | class | in a sentence | source |", "|---|---|---|---|", *rows])
+    assert expected in (ROOT / "README.md").read_text()
