@@ -1,0 +1,98 @@
+"""Equal-mass bins in memory that does not grow: sums in fine cells, joined to bins in the end.
+
+The width of a cell is a fixed share (1/4096) of its distance from confidence 1, where those of a trained model crowd;
+about 100,000 cells reach down to a distance of 2^-24, the last one that float32 knows.
+
+Whole cells go into one bin, so samples between the true end of a bin and the end of its cell are in the wrong one. Each
+of them changes two gaps by at most 1/n, which bounds the error; a cell of equal confidences is never parted anyway.
+"""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from fedlas.metrics.bins import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
+from fedlas.metrics.calibration import Histogram
+from fedlas.metrics.presets import Binning
+from fedlas.metrics.result import Definition
+from fedlas.metrics.samples import Pairs, Rows, Scope
+from fedlas.metrics.stores import AbstractHistogram, AbstractStore, as_pairs, joined
+
+CELLS_PER_OCTAVE = 4096
+OCTAVES = 24
+
+
+class CellStore(AbstractHistogram):
+    """Keeps sums in fine cells, and the smallest and largest confidence in each."""
+
+    def __init__(self, bins: int, scope: Scope, ignore_index: int | None) -> None:
+        super().__init__(scope, ignore_index)
+        if scope not in {"top-label", "positive"}:
+            raise ValueError("equal-mass bins of every class need all probabilities at once: use the function")
+        self.way = Binning(bins, "mass")
+        self.edges = fine_edges()
+        self.cells: Bins | None = None
+        self.low = self.high = torch.empty(0, dtype=torch.float64)
+
+    def take(self, found: Pairs | Rows) -> None:
+        found = as_pairs(found)
+        filled = bin_statistics(found.confidence, found.correct, self.edges, EdgeRule.RIGHT)
+        values = exact(found.confidence)
+        index = bin_index(found.confidence, self.edges, EdgeRule.RIGHT).to(values.device)
+        low = torch.full_like(filled.confidence_sum, torch.inf).scatter_reduce(0, index, values, "amin")
+        high = torch.full_like(filled.confidence_sum, -torch.inf).scatter_reduce(0, index, values, "amax")
+        self._take(filled, low, high, found.about)
+
+    def merge(self, other: AbstractStore) -> None:
+        known = self.same(other)
+        if known.cells is not None:
+            self._take(known.cells, known.low, known.high, known.about)
+
+    def histogram(self) -> Histogram:
+        cells, last, _ = self._ends()
+        bins = self.way.bins
+        group = torch.searchsorted(last, torch.arange(len(cells.counts), device=last.device)).clamp_max(bins - 1)
+        counts = torch.zeros(bins, dtype=torch.int64, device=last.device).scatter_add_(0, group, cells.counts)
+        edges = torch.cat([cells.edges[:1], cells.edges.to(last.device)[last + 1]])
+        sums = (add_up(cells.confidence_sum, group, bins), add_up(cells.correct_sum, group, bins))
+        about = self.way.define(self.about)
+        return Histogram(Bins(edges, counts, *sums, cells.n), replace(about, edges=f"{about.edges}, of whole cells"))
+
+    def error_bound(self) -> float:
+        cells, last, ends = self._ends()
+        reached = cells.counts.cumsum(0)
+        first = torch.cat([torch.ones_like(last[:1], dtype=torch.bool), last[1:] != last[:-1]])
+        parted = first & (self.low < self.high)[last]
+        return 2 * int(((reached[last] - ends) * parted)[:-1].sum()) / cells.n
+
+    def settings(self) -> tuple[object, ...]:
+        return (*super().settings(), self.way)
+
+    def _ends(self) -> tuple[Bins, Tensor, Tensor]:
+        """Find the last cell of every bin, and how many samples the bin should end at."""
+        cells = self._filled()
+        parts = torch.arange(1, self.way.bins + 1, device=cells.counts.device)
+        ends = parts * (cells.n // self.way.bins) + parts.clamp_max(cells.n % self.way.bins)
+        return cells, torch.searchsorted(cells.counts.cumsum(0), ends), ends
+
+    def _take(self, cells: Bins, low: Tensor, high: Tensor, about: Definition) -> None:
+        before = self.cells
+        self.cells = cells if before is None else before + cells
+        self.low = low if before is None else torch.minimum(self.low, low.to(self.low.device))
+        self.high = high if before is None else torch.maximum(self.high, high.to(self.high.device))
+        self.about = joined(self.about, about)
+
+    def _filled(self) -> Bins:
+        if self.cells is None:
+            raise ValueError("no samples yet; call update first")
+        return self.cells
+
+
+def fine_edges() -> Float64[Tensor, " edges"]:
+    """Make cells whose width is a fixed share of the distance from confidence 1."""
+    steps = torch.arange(CELLS_PER_OCTAVE, dtype=torch.float64) / CELLS_PER_OCTAVE + 1
+    octaves = 2.0 ** -torch.arange(OCTAVES, 0, -1, dtype=torch.float64)
+    distance = torch.cat([torch.zeros(1, dtype=torch.float64), (octaves[:, None] * steps).flatten()])
+    return torch.cat([torch.zeros(1, dtype=torch.float64), 1 - distance.flip(0)])

@@ -1,0 +1,268 @@
+"""Which of several models is better, and how sure that is.
+
+Two models on the same samples are compared by a paired bootstrap: both are resampled together, so what makes samples
+easy or hard cancels. For sums of absolute gaps the two intervals of `interval.py` are put together with the correlation
+that the joint resampling shows, because the difference of two biased errors is biased as well.
+
+Many methods on many data sets are compared by mean ranks (rank 1 is best). Equal values share the smallest of their
+ranks, as in the paper's tables; the Friedman test and the critical difference of Nemenyi use average ranks, as those
+tests are defined:  CD = q_alpha sqrt(k (k + 1) / (6 N)) for k methods on N data sets.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from fedlas.metrics import scoring
+from fedlas.metrics.bins import exact
+from fedlas.metrics.interval import Metric, brier_values, gaps_of, nll_values
+from fedlas.metrics.resampling import (
+    Floats,
+    Gaps,
+    confidence_curve,
+    difference_interval,
+    mean_deviations,
+    mean_interval,
+    sample_deviations,
+    total,
+    unbiased_gaps,
+)
+from fedlas.metrics.result import Definition, Interval, Result
+from fedlas.metrics.samples import pairs
+from fedlas.predictions import Array, Predictions, as_tensor, check_rows, optional_module
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two models on the same samples.
+
+    Args:
+        first: the metric of the first model.
+        second: the metric of the second model.
+        interval: range of the difference, first minus second.
+        p_value: how often a difference this large would be seen if there were none.
+        better: "first", "second", or None where the interval holds zero.
+    """
+
+    first: Result
+    second: Result
+    interval: Interval
+    p_value: float
+    better: Literal["first", "second"] | None
+
+    @property
+    def difference(self) -> float:
+        """The first model's value minus the second's."""
+        return float(self.first) - float(self.second)
+
+    def __str__(self) -> str:
+        """Say it in a sentence."""
+        unit = 100 if self.first.definition.unit == "fraction" else 1
+        points, digits = (" points", 2) if unit == 100 else ("", 4)
+        low, high, gap = (unit * v for v in (self.interval.low, self.interval.high, self.difference))
+        verdict = "no difference is shown" if self.better is None else f"the {self.better} model is better"
+        return (
+            f"{self.first.definition.estimator} differs by {gap:+.{digits}f}{points} (first minus second), "
+            f"[{low:+.{digits}f}, {high:+.{digits}f}] at {100 * self.interval.level:g} %, "
+            f"p = {self.p_value:.3g}: {verdict}"
+        )
+
+
+def paired_bootstrap(
+    metric: Metric,
+    first: Predictions | Array,
+    second: Predictions | Array,
+    labels: Array | None = None,
+    *,
+    level: float = 0.95,
+    resamples: int = 2_000,
+    seed: int = 0,
+    **options: Any,
+) -> Comparison:
+    """Say whether one of two models is better on the same samples, and how sure that is.
+
+    Args:
+        metric: `ece`, `aece`, `accuracy`, `nll` or `brier`.
+        first: predictions of the first model, or rows of class probabilities.
+        second: the same of the second model, in the same order.
+        labels: of both; not needed with predictions.
+        level: how often the interval should hold the true difference.
+        resamples: how many resamples to draw.
+        seed: of the random numbers; equal seeds give equal answers.
+        options: passed on to the metric.
+    """
+    _check_same_samples(first, second)
+    values = metric(first, labels, **options), metric(second, labels, **options)
+    rng = np.random.default_rng(seed)
+    if metric in PER_SAMPLE:
+        ours, theirs = (exact(PER_SAMPLE[metric](model, labels, **options)) for model in (first, second))
+        difference = (ours - theirs).cpu().numpy()
+        low, high = mean_interval(difference, level, resamples, rng)
+        noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
+        # One more draw than there are, so that a finite number of draws never claims certainty.
+        tails = [(1 + int((side * noise >= side * observed).sum())) / (1 + resamples) for side in (1, -1)]
+        p_value = min(1.0, 2 * min(tails))
+    else:
+        gaps = [gaps_of(metric, model, labels, **options) for model in (first, second)]
+        low, high, p_value = _gap_difference(gaps, level, resamples, rng)
+    better: Literal["first", "second"] | None = None
+    if not low <= 0 <= high:
+        better = "first" if (low > 0) == (metric is scoring.accuracy) else "second"
+    return Comparison(*values, Interval(low, high, level, "paired bootstrap"), p_value, better)
+
+
+def _gap_difference(
+    gaps: Sequence[Gaps], level: float, resamples: int, rng: np.random.Generator
+) -> tuple[float, float, float]:
+    """Find the interval of the difference of two sums of absolute gaps, and the p-value of no difference."""
+    if gaps[0].classes > 1:
+        raise ValueError("two models are compared by their top-label or binary errors, not by class-wise ones")
+    bins = gaps[0].bins
+    index, gap = np.stack([one.index for one in gaps]), np.stack([one.gap for one in gaps])
+    drawn = sample_deviations(index, gap, bins, resamples, rng)
+    parts = [drawn[:, :bins], drawn[:, bins:]]
+    first, second = (confidence_curve(one.weighted, part) for one, part in zip(gaps, parts, strict=True))
+    totals = np.stack(
+        [total(unbiased_gaps(one.weighted, part) + part, "both") for one, part in zip(gaps, parts, strict=True)]
+    )
+    varied = float(totals.std(1).min()) > 0
+    correlation = float(np.asarray(np.corrcoef(totals))[0, 1]) if varied else 0.0
+    low, high = difference_interval(first, second, correlation, level)
+    # The p-value is one minus the level at which the interval just reaches zero.
+    outside, inside = 0.0, 1 - 1 / resamples
+    for _ in range(30):
+        middle = (outside + inside) / 2
+        ends = difference_interval(first, second, correlation, middle)
+        outside, inside = (outside, middle) if ends[0] <= 0 <= ends[1] else (middle, inside)
+    return low, high, 1 - inside
+
+
+def _correct(probs: Predictions | Array, labels: Array | None, **options: Any) -> Tensor:
+    return pairs(probs, labels, **options).correct
+
+
+PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {
+    scoring.accuracy: _correct,
+    scoring.nll: nll_values,
+    scoring.brier: brier_values,
+}
+
+
+def _check_same_samples(first: Predictions | Array, second: Predictions | Array) -> None:
+    if len(first) != len(second):
+        raise ValueError(f"the first model has {len(first)} samples, the second {len(second)}")
+    if isinstance(first, Predictions) and isinstance(second, Predictions):
+        ours, theirs = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels")
+        if ours.shape != theirs.shape:
+            raise ValueError("one model has hard labels and the other soft ones")
+        same = ours == theirs
+        check_rows("labels", theirs, same if same.ndim == 1 else same.all(1), "of the second model differs")
+
+
+def across_seeds(results: Sequence[float]) -> Result:
+    """Average a metric over runs that differ by their seed; `details` hold the standard deviation."""
+    if not results:
+        raise ValueError("no runs to average")
+    first = results[0]
+    about = first.definition if isinstance(first, Result) else Definition(estimator="mean over seeds", unit="")
+    for other in results[1:]:
+        theirs = other.definition if isinstance(other, Result) else about
+        if (theirs.estimator, theirs.bins, theirs.edges, theirs.scope) != (
+            about.estimator,
+            about.bins,
+            about.edges,
+            about.scope,
+        ):
+            raise ValueError(f"runs measured by different metrics cannot be averaged: {about} and {theirs}")
+    values = [float(value) for value in results]
+    spread = stdev(values) if len(values) > 1 else math.nan
+    return Result(fmean(values), about, None, {"std": spread, "seeds": len(values), "values": tuple(values)})
+
+
+@dataclass(frozen=True)
+class MeanRanks:
+    """Mean ranks of methods over data sets, best first, with what can be said about their differences.
+
+    Args:
+        ranks: mean rank of every method, ties at the smallest of their ranks.
+        average_ranks: the same with ties at the average of their ranks, which the tests are about.
+        datasets: how many columns were ranked.
+        critical_difference: how far two average ranks have to lie apart to differ at the chosen level.
+        p_value: of the Friedman test that all methods are equal.
+        alpha: the level.
+    """
+
+    ranks: Mapping[str, float]
+    average_ranks: Mapping[str, float]
+    datasets: int
+    critical_difference: float
+    p_value: float
+    alpha: float
+
+    def differ(self, first: str, second: str) -> bool:
+        """Say whether two methods differ at the chosen level."""
+        return abs(self.average_ranks[first] - self.average_ranks[second]) >= self.critical_difference
+
+    def __str__(self) -> str:
+        best = next(iter(self.ranks))
+        worse = [name for name in self.ranks if self.differ(best, name)]
+        verdict = f"{best} differs from {', '.join(worse)}" if worse else f"no method is shown to differ from {best}"
+        return (
+            f"{len(self.ranks)} methods on {self.datasets} data sets: Friedman p = {self.p_value:.3g}, critical "
+            f"difference {self.critical_difference:.2f} (Nemenyi, {100 * self.alpha:g} %): {verdict}"
+        )
+
+
+def mean_ranks(
+    table: Mapping[str, Sequence[float]], *, higher_is_better: bool = False, alpha: float = 0.05
+) -> MeanRanks:
+    """Rank methods on every data set, average the ranks, and say which differences are more than chance.
+
+    Args:
+        table: for every method its values, one per data set.
+        higher_is_better: whether rank 1 goes to the largest value.
+        alpha: level of the critical difference.
+    """
+    methods = list(table)
+    if len(methods) < 2:
+        raise ValueError("at least two methods are needed to rank them")
+    lengths = {len(values) for values in table.values()}
+    if len(lengths) != 1 or not min(lengths):
+        raise ValueError(f"every method needs a value on every data set; lengths are {sorted(lengths)}")
+    values = np.array([list(table[name]) for name in methods], dtype=np.float64)
+    if np.isnan(values).any():
+        row, column = (int(i) for i in np.argwhere(np.isnan(values))[0])
+        raise ValueError(f"{methods[row]} has no value on data set {column}")
+    signed = -values if higher_is_better else values
+    before = (signed[None, :, :] < signed[:, None, :]).sum(1)
+    equal = (signed[None, :, :] == signed[:, None, :]).sum(1)
+    smallest, average = (before + 1).mean(1), (before + (equal + 1) / 2).mean(1)
+    order = np.argsort(smallest, kind="stable")
+    count, datasets = values.shape
+    return MeanRanks(
+        ranks={methods[i]: float(smallest[i]) for i in order},
+        average_ranks={methods[i]: float(average[i]) for i in order},
+        datasets=datasets,
+        critical_difference=_studentised_range(1 - alpha, count) * math.sqrt(count * (count + 1) / (6 * datasets)),
+        p_value=_friedman(before + (equal + 1) / 2),
+        alpha=alpha,
+    )
+
+
+def _studentised_range(share: float, methods: int) -> float:
+    stats = optional_module("scipy.stats")
+    return float(stats.studentized_range.ppf(share, methods, np.inf)) / math.sqrt(2)
+
+
+def _friedman(ranks: Floats) -> float:
+    methods, datasets = ranks.shape
+    spread = ((ranks.mean(1) - (methods + 1) / 2) ** 2).sum() * datasets
+    within = ((ranks - (methods + 1) / 2) ** 2).sum() / (datasets * (methods - 1))
+    if within == 0:
+        return 1.0
+    return float(optional_module("scipy.special").gammaincc((methods - 1) / 2, spread / within / 2))

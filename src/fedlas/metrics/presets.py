@@ -1,0 +1,151 @@
+"""How bins are made, by our own rule or by that of other code, so that published numbers can be laid beside ours.
+
+    compat                      equal width                              equal mass
+    None                        (lower, upper], 0 in the first bin       parts of equal size, ties together
+    "official"                  float32 edges; 0 in no bin               interpolated; the lowest sample in no bin
+    "torchmetrics"              [lower, upper); 1 in a bin of its own    -
+    "netcal"                    [lower, upper) in float64, 1 in the last quantiles between 0 and 1
+    "uncertainty-calibration"   (lower, upper] in float64                midpoints between parts of equal size
+
+"official" is the code behind the paper (it descends from focal_calibration). All of this is our own arithmetic.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int, Int64
+from torch import Tensor
+
+from fedlas.metrics.bins import (
+    Bins,
+    EdgeRule,
+    bin_index,
+    bin_statistics,
+    class_mass_statistics,
+    class_statistics,
+    equal_mass_edges,
+    equal_width_edges,
+    exact,
+    interpolated_edges,
+    stack,
+)
+from fedlas.metrics.result import Definition
+
+Kind = Literal["width", "mass"]
+Compat = Literal["official", "torchmetrics", "netcal", "uncertainty-calibration"]
+
+RULES = {
+    None: EdgeRule.RIGHT,
+    "official": EdgeRule.RIGHT_OPEN,
+    "torchmetrics": EdgeRule.LEFT_OPEN,
+    "netcal": EdgeRule.LEFT,
+    "uncertainty-calibration": EdgeRule.RIGHT,
+}
+IN_FLOAT64 = {"netcal", "uncertainty-calibration"}
+
+
+@dataclass(frozen=True)
+class Binning:
+    """A way to make bins.
+
+    Args:
+        bins: how many.
+        kind: of equal width, or holding equally many samples.
+        compat: the code whose rules are followed.
+    """
+
+    bins: int = 15
+    kind: Kind = "width"
+    compat: Compat | None = None
+
+    def __post_init__(self) -> None:
+        if self.bins < 1:
+            raise ValueError(f"bins is {self.bins}; at least one is needed")
+        if self.kind not in get_args(Kind):
+            raise ValueError(f'binning is {self.kind!r}; expected "width" or "mass"')
+        if self.compat not in RULES:
+            raise ValueError(f"compat is {self.compat!r}; expected one of {', '.join(map(repr, get_args(Compat)))}")
+        if self.kind == "mass" and self.compat == "torchmetrics":
+            raise ValueError("torchmetrics has no equal-mass bins to reproduce")
+
+    @property
+    def rule(self) -> EdgeRule:
+        """Which edge belongs to a bin."""
+        return RULES[self.compat]
+
+    def __str__(self) -> str:
+        return f"equal-{self.kind} bins {self.rule}"
+
+    def define(self, about: Definition) -> Definition:
+        """Write the bins into the definition of a result."""
+        return replace(about, bins=self.bins, edges=str(self), compat=self.compat)
+
+    def index(self, confidence: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
+        """Say which bin each confidence falls into; -1 or the number of bins means none."""
+        values = exact(confidence) if self.compat in IN_FLOAT64 else confidence
+        return bin_index(values, self.edges(confidence), self.rule)
+
+    def fill(self, confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"] | Float[Tensor, " n"]) -> Bins:
+        """Sort samples into bins."""
+        values = exact(confidence) if self.compat in IN_FLOAT64 else confidence
+        return bin_statistics(values, correct, self.edges(confidence), self.rule)
+
+    def fill_classes(
+        self, probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]
+    ) -> Bins:
+        """Sort the probabilities of each class into bins of that class."""
+        if self.compat == "official" and labels.ndim == 1:
+            # The published code counts only the classes up to the largest label that occurs.
+            probs = probs[:, : int(labels.max()) + 1]
+        if self.kind == "width":
+            values = exact(probs) if self.compat in IN_FLOAT64 else probs
+            return class_statistics(values, labels, self.edges(probs[:0, 0]), self.rule)
+        if self.compat is None:
+            return class_mass_statistics(probs, labels, self.bins)
+        soft = labels.ndim == 2
+        return stack(
+            [self.fill(probs[:, k], labels[:, k] if soft else labels == k) for k in range(probs.shape[1])],
+        )
+
+    def edges(self, confidence: Float[Tensor, " n"]) -> Float64[Tensor, " edges"]:
+        """Find the edges of the bins; only equal-mass ones depend on the confidences."""
+        if self.kind == "width":
+            return self._width_edges(confidence.dtype)
+        if self.compat == "official":
+            return interpolated_edges(confidence, self.bins)
+        if self.compat == "netcal":
+            return _quantile_edges(confidence, self.bins)
+        if self.compat == "uncertainty-calibration":
+            return _midpoint_edges(confidence, self.bins)
+        return equal_mass_edges(confidence, self.bins)
+
+    def _width_edges(self, dtype: torch.dtype) -> Float64[Tensor, " edges"]:
+        if self.compat == "official":
+            return torch.linspace(0, 1, self.bins + 1).double()
+        if self.compat == "torchmetrics":
+            return torch.linspace(0, 1, self.bins + 1, dtype=dtype).double()
+        if self.compat == "netcal":
+            steps = torch.arange(self.bins + 1, dtype=torch.float64) * (1 / self.bins)
+            return torch.cat([steps[:-1], torch.ones(1, dtype=torch.float64)])
+        return equal_width_edges(self.bins)
+
+
+def _quantile_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Tensor, " edges"]:
+    ranked = exact(confidence).sort().values
+    position = torch.linspace(0, 1, bins + 1, dtype=torch.float64, device=ranked.device) * (len(ranked) - 1)
+    below = position.floor().long()
+    above = (below + 1).clamp_max(len(ranked) - 1)
+    edges = torch.lerp(ranked[below], ranked[above], position - below)
+    edges[0], edges[-1] = 0, 1
+    return edges
+
+
+def _midpoint_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Tensor, " edges"]:
+    ranked = confidence.sort().values
+    bins = min(bins, len(ranked))
+    parts = torch.arange(1, bins, device=ranked.device)
+    ends = parts * (len(ranked) // bins) + parts.clamp_max(len(ranked) % bins)
+    inner = exact((ranked[ends - 1] + ranked[ends]) / 2)
+    outer = torch.tensor([0.0, 1.0], dtype=torch.float64, device=inner.device)
+    return torch.cat([outer[:1], inner, outer[1:]])

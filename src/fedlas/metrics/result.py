@@ -1,0 +1,187 @@
+"""A number that knows how it was made.
+
+`Result` is a float in every respect, and carries its definition: which estimator, how many bins, which edge rule, norm
+and scope, how many samples of which type and split, and an interval where one was computed. Values are fractions;
+percent appear only when a result is printed.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A range that holds the true value with the stated probability, and how it was found."""
+
+    low: float
+    high: float
+    level: float = 0.95
+    method: str = ""
+
+    @property
+    def width(self) -> float:
+        """Distance of the two ends."""
+        return self.high - self.low
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a number means: everything one has to know to compute it again.
+
+    Args:
+        estimator: name of the metric.
+        bins: how many bins were asked for.
+        edges: how the bins were made and which edge belongs to them.
+        norm: how the gaps of the bins are put together.
+        scope: what is compared: the top label, every class, the positive class, ...
+        n: number of samples.
+        dtype: type of the numbers that came in.
+        split: where the samples came from.
+        compat: the code whose number this reproduces.
+        unit: "fraction" is printed as percent, anything else as it is.
+    """
+
+    estimator: str
+    bins: int | None = None
+    edges: str | None = None
+    norm: str | None = None
+    scope: str | None = None
+    n: int = 0
+    dtype: str = ""
+    split: str | None = None
+    compat: str | None = None
+    unit: str = "fraction"
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.bins} {self.edges}" if self.bins and self.edges else self.edges,
+            self.norm,
+            self.scope,
+            f"as {self.compat}" if self.compat else None,
+            f"split {self.split}" if self.split else None,
+            f"n={self.n:,}",
+            self.dtype,
+        ]
+        return "; ".join(part for part in parts if part)
+
+
+class Result(float):
+    """The value of a metric, with its definition, its interval and its parts.
+
+    Args:
+        value: the number itself, a fraction rather than percent.
+        definition: what the number means.
+        interval: the range the true value is in.
+        details: further numbers that come with it, such as the parts of a decomposition or a p-value.
+    """
+
+    definition: Definition
+    interval: Interval | None
+    details: Mapping[str, Any]
+
+    def __new__(
+        cls,
+        value: float,
+        definition: Definition,
+        interval: Interval | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> "Result":
+        """Make a float that carries more."""
+        made = super().__new__(cls, value)
+        made.definition = definition
+        made.interval = interval
+        made.details = MappingProxyType(dict(details or {}))
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return float(self), self.definition, self.interval, dict(self.details)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.__getnewargs__()
+
+    def __getattr__(self, name: str) -> Any:
+        # Fields of the definition read like fields of the result: `result.bins`, `result.n`.
+        if name in Definition.__dataclass_fields__:
+            return getattr(self.definition, name)
+        raise AttributeError(f"a Result has no {name!r}")
+
+    @property
+    def value(self) -> float:
+        """The plain number."""
+        return float(self)
+
+    def with_interval(self, interval: Interval, **details: Any) -> "Result":
+        """Make the same result with an interval, and further details."""
+        return type(self)(float(self), self.definition, interval, {**self.details, **details})
+
+    def with_split(self, split: str | None) -> "Result":
+        """Make the same result for a named split."""
+        return type(self)(float(self), replace(self.definition, split=split), self.interval, self.details)
+
+    def __str__(self) -> str:
+        chance = self.details.get("noise_floor")
+        beside = "" if chance is None else f", {self._scaled(chance):.2f} % by chance"
+        spread = self.details.get("std")
+        around = "" if spread is None else f" ± {self._shown(spread)}"
+        return f"{self.definition.estimator} {self._shown(self)}{around}{self._range()}{beside} ({self.definition})"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def __format__(self, spec: str) -> str:
+        return str(self) if not spec else float(self).__format__(spec)
+
+    def to_dict(self) -> dict[str, Any]:
+        """List everything as plain values; numbers that JSON does not know become None."""
+        interval = None if self.interval is None else asdict(self.interval)
+        fields = {"value": float(self), "interval": interval, **asdict(self.definition), "details": self.details}
+        return {name: _plain(value) for name, value in fields.items()}
+
+    def to_json(self) -> str:
+        """Write everything as one JSON object."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Result":
+        """Read back what `to_dict` wrote."""
+        definition = Definition(**{name: fields[name] for name in Definition.__dataclass_fields__})
+        interval = None if fields["interval"] is None else Interval(**fields["interval"])
+        value = math.nan if fields["value"] is None else fields["value"]
+        return cls(value, definition, interval, fields["details"])
+
+    def to_latex(self, digits: int = 2) -> str:
+        """Write the number for a LaTeX table, with its interval where there is one."""
+        if self.interval is None:
+            return f"${self._scaled(float(self)):.{digits}f}$"
+        low, high = self._scaled(self.interval.low), self._scaled(self.interval.high)
+        return f"${self._scaled(float(self)):.{digits}f}$ {{\\scriptsize $[{low:.{digits}f}, {high:.{digits}f}]$}}"
+
+    def _scaled(self, value: float) -> float:
+        return 100 * value if self.definition.unit == "fraction" else value
+
+    def _shown(self, value: float) -> str:
+        return f"{100 * float(value):.2f} %" if self.definition.unit == "fraction" else f"{float(value):.4g}"
+
+    def _range(self) -> str:
+        if self.interval is None:
+            return ""
+        digits = ".2f" if self.definition.unit == "fraction" else ".4g"
+        low, high = self._scaled(self.interval.low), self._scaled(self.interval.high)
+        return f" [{low:{digits}}, {high:{digits}}] at {100 * self.interval.level:g} %"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value

@@ -1,0 +1,156 @@
+"""Scores of whole predictions: how often they are right, and how much probability they give to what happens.
+
+With p_i the probabilities of sample i, y_i its label as a row (one-hot, or soft), and means over samples:
+
+    accuracy   mean of y_i[argmax p_i]
+    top-k      mean of [fewer than k classes come before the label]; of equal probabilities the first class comes first
+    NLL        mean of -sum_k y_ik log p_ik, in nats; probabilities of zero are raised to a stated floor
+    Brier      mean of sum_k (p_ik - y_ik)^2, between 0 and 2
+
+The Brier score is decomposed over equally wide bins b of each class's probability, with f_bk how often class k occurs
+in bin b, m_bk its mean probability there, w_bk the share of samples, f_k the overall frequency:
+
+    reliability  sum_kb w_bk (m_bk - f_bk)^2     0 when calibrated
+    resolution   sum_kb w_bk (f_bk - f_k)^2      large when the bins tell samples apart
+    uncertainty  sum_k  mean(y_ik^2) - f_k^2     of the labels alone
+    within_bins  what is left: Brier = reliability - resolution + uncertainty + within_bins
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
+from fedlas.metrics.result import Definition, Result
+from fedlas.metrics.samples import Scope, pairs, rows
+from fedlas.predictions import Array, Predictions
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The negative log-likelihood of each sample, and how many probabilities were raised to the floor."""
+
+    values: Float64[Tensor, " n"]
+    floor: float
+    floored: int
+
+
+def accuracy(
+    probs: Predictions | Array,
+    labels: Array | None = None,
+    *,
+    scope: Scope = "top-label",
+    ignore_index: int | None = None,
+) -> Result:
+    """Measure how often the most probable class is the label."""
+    found = pairs(probs, labels, scope, ignore_index)
+    hits = exact(found.correct)
+    if scope == "positive":
+        hits = torch.where(found.confidence > 0.5, hits, 1 - hits)
+    return Result(float(hits.mean()), replace(found.about, estimator="accuracy"))
+
+
+def top_k(
+    probs: Predictions | Array, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None
+) -> Result:
+    """Measure how often the label is among the k most probable classes."""
+    if k < 1:
+        raise ValueError(f"k is {k}; at least 1 is needed")
+    table = rows(probs, labels, ignore_index=ignore_index)
+    if table.labels.ndim == 2:
+        best = table.probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        hits = table.labels.gather(1, best).sum(1)
+    else:
+        own = table.probs.gather(1, table.labels[:, None])
+        earlier = torch.arange(table.probs.shape[1], device=own.device) < table.labels[:, None]
+        hits = ((table.probs > own) | ((table.probs == own) & earlier)).sum(1) < k
+    about = replace(table.about, estimator=f"top-{k} accuracy", scope=f"top-{k}")
+    return Result(float(exact(hits).mean()), about)
+
+
+def nll(probs: Predictions | Array, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
+    """Measure the mean negative log-likelihood of the labels, in nats.
+
+    Logits inside `Predictions` are used as they are and need no floor.
+    """
+    losses, about = losses_of(probs, labels, ignore_index)
+    return nll_result(float(losses.values.mean()), losses.floored, losses.floor, about)
+
+
+def brier(
+    probs: Predictions | Array, labels: Array | None = None, bins: int = 15, *, ignore_index: int | None = None
+) -> Result:
+    """Measure the mean squared distance between probabilities and labels, and what it is made of."""
+    table = rows(probs, labels, ignore_index=ignore_index)
+    squares = squared_errors(table.probs, table.labels)
+    filled = class_statistics(table.probs, table.labels, equal_width_edges(bins), EdgeRule.RIGHT)
+    return brier_result(float(squares.sum()), float(label_squares(table.labels).sum()), filled, table.about)
+
+
+def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
+    """Find the negative log-likelihood of each sample from probabilities."""
+    floor = torch.finfo(probs.dtype).tiny
+    if labels.ndim == 1:
+        own = exact(probs.gather(1, labels[:, None])[:, 0])
+        return Losses(-own.clamp_min(floor).log(), floor, int((own < floor).sum()))
+    wanted = labels > 0
+    low = wanted & (probs < floor)
+    logs = torch.where(wanted, exact(probs).clamp_min(floor).log(), 0)
+    return Losses(-(exact(labels) * logs).sum(1), floor, int(low.any(1).sum()))
+
+
+def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
+    """Find the negative log-likelihood of each sample from logits."""
+    logs = logits.log_softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    own = logs.gather(1, labels[:, None])[:, 0] if labels.ndim == 1 else (logs * labels).sum(1)
+    return Losses(-exact(own), 0.0, 0)
+
+
+def losses_of(
+    probs: Predictions | Array, labels: Array | None, ignore_index: int | None = None
+) -> tuple[Losses, Definition]:
+    """Check predictions and find the negative log-likelihood of each sample."""
+    table = rows(probs, labels, ignore_index=ignore_index)
+    if isinstance(probs, Predictions) and probs.given_probs is None:
+        return logit_losses(probs.logits, probs.labels), table.about
+    return prob_losses(table.probs, table.labels), table.about
+
+
+def nll_result(value: float, floored: int, floor: float, about: Definition) -> Result:
+    """Give the mean loss with the floor that was used."""
+    about = replace(about, estimator="NLL", scope=None, unit="nats")
+    return Result(value, about, None, {"floor": floor, "floored": floored})
+
+
+def squared_errors(
+    probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]
+) -> Float64[Tensor, " n"]:
+    """Find the squared distance of each row from its label."""
+    if labels.ndim == 2:
+        return exact((exact(probs) - exact(labels)).square().sum(1))
+    own = exact(probs.gather(1, labels[:, None])[:, 0])
+    wide = probs.dtype if probs.dtype == torch.float64 else torch.float32
+    return exact(torch.linalg.vector_norm(probs, dim=1, dtype=wide)) ** 2 - 2 * own + 1
+
+
+def label_squares(labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Float64[Tensor, " n"]:
+    """Find the squared length of each label as a row."""
+    return exact(labels).square().sum(1) if labels.ndim == 2 else exact(torch.ones_like(labels))
+
+
+def brier_result(squares: float, label_length: float, filled: Bins, about: Definition) -> Result:
+    """Put the Brier score and its parts together from sums over all samples."""
+    value = squares / filled.n
+    frequency = filled.correct_sum.sum(-1, keepdim=True) / filled.n
+    reliability = float((filled.share * filled.gap**2).sum())
+    resolution = float((filled.share * (filled.accuracy - frequency) ** 2).sum())
+    uncertainty = label_length / filled.n - float((frequency**2).sum())
+    parts = {"reliability": reliability, "resolution": resolution, "uncertainty": uncertainty}
+    parts["within_bins"] = value - (reliability - resolution + uncertainty)
+    bins = filled.counts.shape[-1]
+    about = replace(
+        about, estimator="Brier score", scope=None, unit="", bins=bins, edges=f"equal-width bins {filled.rule}"
+    )
+    return Result(value, about, None, parts)

@@ -1,0 +1,120 @@
+"""Tests of calibration: how surprising the labels would be if every confidence were exactly right.
+
+With samples in the order of their confidence c, d_k = (1/n) sum_{i <= k} (correct_i - c_i) and
+s^2 = (1/n^2) sum_i c_i (1 - c_i), under perfect calibration d_k / s runs like a Brownian motion, so
+
+    KS             max_k |d_k|, compared with the maximum of |Brownian motion| on [0, 1]
+    Kuiper         max_k d_k - min_k d_k (both with d_0 = 0), compared with its range
+    Spiegelhalter  z = sum_i (correct_i - c_i)(1 - 2 c_i) / sqrt(sum_i (1 - 2 c_i)^2 c_i (1 - c_i)), like N(0, 1)
+
+Samples of equal confidence enter together, so that their order does not matter.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from fedlas.metrics.bins import exact
+from fedlas.metrics.result import Result
+from fedlas.metrics.samples import Pairs, Scope, pairs
+from fedlas.predictions import Array, Predictions
+
+
+def ks_test(
+    probs: Predictions | Array,
+    labels: Array | None = None,
+    *,
+    scope: Scope = "top-label",
+    ignore_index: int | None = None,
+) -> Result:
+    """Measure the largest cumulative gap between confidence and accuracy; `details` hold its p-value."""
+    found = _hard(pairs(probs, labels, scope, ignore_index))
+    walk, scale = _walk(found)
+    value = float(walk.abs().max())
+    about = replace(found.about, estimator="KS calibration error", norm="maximum")
+    return Result(value, about, None, _evidence(value, scale, _ks_tail))
+
+
+def kuiper_test(
+    probs: Predictions | Array,
+    labels: Array | None = None,
+    *,
+    scope: Scope = "top-label",
+    ignore_index: int | None = None,
+) -> Result:
+    """Measure the largest gap between confidence and accuracy over any range of confidence, with its p-value."""
+    found = _hard(pairs(probs, labels, scope, ignore_index))
+    walk, scale = _walk(found)
+    value = float(walk.max() - walk.min())
+    about = replace(found.about, estimator="Kuiper calibration error", norm="range")
+    return Result(value, about, None, _evidence(value, scale, _kuiper_tail))
+
+
+def spiegelhalter_test(
+    probs: Predictions | Array,
+    labels: Array | None = None,
+    *,
+    scope: Scope = "top-label",
+    ignore_index: int | None = None,
+) -> Result:
+    """Test calibration by the Brier score that calibrated confidences would have; the value is a z-score."""
+    found = _hard(pairs(probs, labels, scope, ignore_index))
+    c, correct = exact(found.confidence), exact(found.correct)
+    spread = float(((1 - 2 * c).square() * c * (1 - c)).sum().sqrt())
+    total = float(((correct - c) * (1 - 2 * c)).sum())
+    about = replace(found.about, estimator="Spiegelhalter z", norm=None, unit="")
+    # Confidences of 0, 1/2 and 1 alone leave nothing to chance, or nothing to weigh.
+    impossible = 0.0 if total == 0 else math.copysign(math.inf, total)
+    z = impossible if spread == 0 else total / spread
+    return Result(z, about, None, {"p_value": _two_sided(z)})
+
+
+def _hard(found: Pairs) -> Pairs:
+    if found.correct.dtype != torch.bool:
+        raise ValueError("tests of calibration need hard labels: soft ones vary less than the tests assume")
+    return found
+
+
+def _walk(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
+    c, order = exact(found.confidence).sort()
+    correct = exact(found.correct)[order]
+    sums = torch.cumsum(correct - c, 0) / len(c)
+    ends = torch.cat([c[1:] != c[:-1], torch.ones(1, dtype=torch.bool, device=c.device)])
+    walk = torch.cat([torch.zeros(1, dtype=c.dtype, device=c.device), sums[ends]])
+    return walk, float((c * (1 - c)).sum().sqrt()) / len(c)
+
+
+def _evidence(value: float, scale: float, tail: Callable[[float], float]) -> dict[str, float]:
+    if scale == 0:
+        return {"statistic": 0.0 if value == 0 else math.inf, "p_value": 1.0 if value == 0 else 0.0}
+    return {"statistic": value / scale, "p_value": min(1.0, max(0.0, tail(value / scale)))}
+
+
+def _ks_tail(x: float) -> float:
+    """Find the chance that |Brownian motion| on [0, 1] exceeds x somewhere."""
+    if x > 1:
+        return math.fsum(2 * (-1) ** k * _two_sided((2 * k + 1) * x) for k in range(6))
+    if x < 0.2:
+        return 1.0
+    odd = range(1, 42, 2)
+    inside = math.fsum((-1) ** (k // 2) / k * math.exp(-((k * math.pi) ** 2) / (8 * x * x)) for k in odd)
+    return 1 - 4 / math.pi * inside
+
+
+def _kuiper_tail(x: float) -> float:
+    """Find the chance that the range of Brownian motion on [0, 1] exceeds x."""
+    if x > 1:
+        return math.fsum(4 * (-1) ** (k + 1) * k * _two_sided(k * x) for k in range(1, 12))
+    if x < 0.4:
+        return 1.0
+    halves = [(k + 0.5) * math.pi for k in range(40)]
+    return 1 - sum((8 / x**2 + 2 / h**2) * math.exp(-2 * h**2 / x**2) for h in halves)
+
+
+def _two_sided(z: float) -> float:
+    """Find the chance that a standard normal number is further from 0 than z."""
+    return math.erfc(abs(z) / math.sqrt(2))

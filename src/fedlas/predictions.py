@@ -1,0 +1,399 @@
+"""Predictions are the hinge of the house: what a model said about one split, and what was true.
+
+Everything after training (metrics, post-hoc calibration, OOD scores, tables, pages) reads `Predictions` and nothing
+else. They come from a training run, or from anywhere: arrays, npz, csv, parquet or safetensors files.
+
+Nothing is guessed from values: logits enter by `Predictions(logits=...)`, probabilities by `Predictions.from_probs`,
+and the columns of a file are recognised by their names:
+
+    logits or probs           one array (npz), one list column (parquet)
+    logit_NAME or prob_NAME   one column per class (csv, parquet); NAME becomes the class name
+    label                     class name or number; `label_NAME` columns hold soft labels
+    confidence, prediction    instead of probabilities, when only the top class is known
+    index, feature_NAME       optional; `features`, `class_names`, `split` in npz
+"""
+
+import csv
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, Unpack
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
+Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
+
+FORMAT = "fedlas.predictions/1"
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+class Rest(TypedDict, total=False):
+    """What may come with logits and labels."""
+
+    features: Array | None
+    index: Array | None
+    class_names: Sequence[str] | None
+    split: str | None
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class Predictions:
+    """What a model said about the samples of one split, and the truth beside it.
+
+    Args:
+        logits: one row of raw scores per sample. A single column, or a vector, is a binary head and becomes the two
+            columns `[0, z]`, which have the same probabilities.
+        labels: one class number per sample, or one row of class probabilities per sample (several annotators).
+        features: the input of the last linear layer.
+        index: position of each sample in the data set's own order.
+        class_names: one name per class.
+        split: where the samples come from, such as "test".
+    """
+
+    logits: Float[Tensor, "n classes"]
+    labels: Labels
+    features: Float[Tensor, "n width"] | None
+    index: Int[Tensor, " n"] | None
+    class_names: tuple[str, ...] | None
+    split: str | None
+    given_probs: Float[Tensor, "n classes"] | None
+    top_only: bool
+
+    def __init__(self, logits: Array, labels: Array, **rest: Unpack[Rest]) -> None:
+        scores = two_columns(as_floats(logits, "logits"), "logits")
+        check_rows("logits", scores, torch.isfinite(scores).all(dim=1), "holds NaN or infinity")
+        self._fill(scores, labels, rest)
+
+    @classmethod
+    def from_probs(
+        cls,
+        probs: Array,
+        labels: Array,
+        *,
+        tolerance: float | Tensor | None = None,
+        top_only: bool = False,
+        **rest: Unpack[Rest],
+    ) -> "Predictions":
+        """Start from probabilities; they are kept exactly as given, and the logits are their logarithms.
+
+        A probability of zero is legal; its logit is the logarithm of the smallest normal number of its type.
+
+        Args:
+            probs: rows that sum to one; a vector or single column is the probability of class 1.
+            labels: as in the constructor.
+            tolerance: how far a row may be from one; by default what rounding in its type explains.
+            top_only: only the largest probability of each row is known, the rest of the row is filling.
+            rest: features, index, class_names and split, as in the constructor.
+        """
+        given = two_columns(as_floats(probs, "probs"), "probs")
+        check_probs(given, tolerance)
+        made = cls.__new__(cls)
+        exact = given if given.dtype == torch.float64 else given.float()
+        made._fill(exact.clamp_min(torch.finfo(exact.dtype).tiny).log(), labels, rest, given, top_only)
+        return made
+
+    def _fill(
+        self, logits: Tensor, labels: Array, rest: Rest, given_probs: Tensor | None = None, top_only: bool = False
+    ) -> None:
+        n, classes = logits.shape
+        names, features, index = rest.get("class_names"), rest.get("features"), rest.get("index")
+        if names is not None and len(names) != classes:
+            raise ValueError(f"class_names has {len(names)} names for {classes} classes")
+        width = None if features is None else as_floats(features, "features")
+        order = None if index is None else as_tensor(index, "index").long()
+        for name, rows in {"features": width, "index": order}.items():
+            if rows is not None and len(rows) != n:
+                raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
+        truth = check_labels(as_tensor(labels, "labels").to(logits.device), n, classes)
+        called = None if names is None else tuple(map(str, names))
+        values = (logits, truth, width, order, called, rest.get("split"), given_probs, top_only)
+        for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, field, value)
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def __repr__(self) -> str:
+        split = f"split={self.split!r}, " if self.split else ""
+        return f"Predictions({split}n={len(self):,}, classes={self.num_classes}, {str(self.logits.dtype)[6:]})"
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes the model knows."""
+        return self.logits.shape[1]
+
+    @property
+    def probs(self) -> Float[Tensor, "n classes"]:
+        """Probability of each class: the ones given, or the softmax of the logits in float32 or better."""
+        return self.given_probs if self.given_probs is not None else softmax(self.logits)
+
+    @cached_property
+    def _top(self) -> tuple[Tensor, Tensor]:
+        confidence, prediction = self.probs.max(dim=1)
+        return confidence, prediction
+
+    @property
+    def confidence(self) -> Float[Tensor, " n"]:
+        """The largest probability of each row."""
+        return self._top[0]
+
+    @property
+    def prediction(self) -> Int[Tensor, " n"]:
+        """The class with the largest probability; of equal ones the first."""
+        return self._top[1]
+
+    @property
+    def correct(self) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
+        """Whether the predicted class is the label; with soft labels, the share of the label on that class."""
+        hard = self.labels.ndim == 1
+        return self.prediction == self.labels if hard else self.labels.gather(1, self.prediction[:, None])[:, 0]
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, whole or not at all."""
+        scores = {"logits": self.logits} if self.given_probs is None else {"probs": self.given_probs}
+        optional = {"features": self.features, "index": self.index}
+        tensors = scores | {"labels": self.labels} | {k: v for k, v in optional.items() if v is not None}
+        about = {"format": FORMAT, "top_only": self.top_only, "class_names": self.class_names}
+        words = {name: json.dumps(value) for name, value in (about | {"split": self.split}).items()}
+        content = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        write_whole(Path(path), optional_module("safetensors.torch").save(content, metadata=words))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Predictions":
+        """Read a file that `save` wrote."""
+        with optional_module("safetensors").safe_open(str(path), framework="pt") as file:
+            words: dict[str, str] = file.metadata() or {}
+            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        ours = words.get("format") == json.dumps(FORMAT)
+        about = {name: json.loads(text) for name, text in words.items()} if ours else {}
+        columns["class_names"] = about.get("class_names")
+        return cls._from_columns(columns, path, about.get("split"), about.get("top_only", False))
+
+    @classmethod
+    def from_npz(cls, path: str | Path, split: str | None = None) -> "Predictions":
+        """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
+        with np.load(path, allow_pickle=False) as file:
+            columns = dict(file)
+        return cls._from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
+
+    @classmethod
+    def from_csv(cls, path: str | Path, split: str | None = None) -> "Predictions":
+        """Read a table with a header; see the module's text for the names of its columns."""
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.reader(file)
+            header = [name.strip() for name in next(rows, [])]
+            table = [row for row in rows if row]
+        for number, row in enumerate(table):
+            if len(row) != len(header):
+                raise ValueError(f"{path}: row {number} has {len(row)} cells, the header has {len(header)}")
+        columns = dict(zip(header, zip(*table, strict=True), strict=True)) if table else dict.fromkeys(header, ())
+        return cls._from_columns(columns, path, split)
+
+    @classmethod
+    def from_parquet(cls, path: str | Path, split: str | None = None) -> "Predictions":
+        """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
+        table = optional_module("pyarrow.parquet").read_table(str(path))
+        return cls._from_columns({name: table[name].to_pylist() for name in table.column_names}, path, split)
+
+    @classmethod
+    def _from_columns(
+        cls, columns: Mapping[str, Any], path: str | Path, split: str | None, top_only: bool = False
+    ) -> "Predictions":
+        found = [kind for kind in ("logits", "probs") if kind in columns]
+        found += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
+        if not found and {"confidence", "prediction"} <= columns.keys():
+            return cls._from_confidence(columns, path, split)
+        if len(found) != 1:
+            wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
+            raise ValueError(f"{path}: expected exactly one of {wanted}; its columns are {', '.join(columns)}")
+        kind = found[0]
+        given, scores = columns.get("class_names"), columns.get(kind)
+        names = None if given is None else [str(name) for name in given]
+        if scores is None:
+            names = [name.removeprefix(kind) for name in columns if name.startswith(kind)]
+            scores = _numbers(columns, kind, names, path)
+        soft = names is not None and all(f"label_{name}" in columns for name in names)
+        labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path)
+        wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
+        rest = Rest(
+            features=_numbers(columns, "feature_", wide, path) if wide else columns.get("features"),
+            index=np.asarray(columns["index"]).astype(np.int64) if "index" in columns else None,
+            class_names=names,
+            split=split,
+        )
+        if kind.startswith("logit"):
+            return cls(scores, labels, **rest)
+        tolerance = _text_tolerance([columns[f"prob_{name}"] for name in names or ()]) if kind == "prob_" else None
+        return cls.from_probs(scores, labels, tolerance=tolerance, top_only=top_only, **rest)
+
+    @classmethod
+    def _from_confidence(cls, columns: Mapping[str, Any], path: str | Path, split: str | None) -> "Predictions":
+        truth, said = (
+            [str(value).strip() for value in columns[name]] for name in (_label(columns, path), "prediction")
+        )
+        names = sorted(set(truth) | set(said), key=lambda name: (not name.isdecimal(), name.zfill(20), name))
+        confidence = torch.from_numpy(_numbers(columns, "", ["confidence"], path))
+        good = (confidence[:, 0] >= 0.001) & (confidence[:, 0] <= 1)
+        check_rows("confidence", confidence, good, "is not between 0.001 and 1")
+        # Classes that nobody named share what is left, enough of them that the predicted class is the largest.
+        least = float(confidence.min())
+        names += [f"(other {i})" for i in range(max(1, int((1 - least) / least) + 2 - len(names)))]
+        predicted = torch.as_tensor([[names.index(name)] for name in said])
+        probs = ((1 - confidence) / (len(names) - 1)).repeat(1, len(names)).scatter(1, predicted, confidence)
+        labels = [names.index(name) for name in truth]
+        return cls.from_probs(probs, labels, class_names=names, split=split, top_only=True)
+
+
+def as_tensor(values: Array, name: str) -> Tensor:
+    """Take a torch, numpy or other array as a tensor, without a copy where that is possible."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"{name} holds {array.dtype}, not numbers")
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
+    """Take an array as a tensor of floating-point numbers; other numbers are no logits, probabilities or features."""
+    tensor = as_tensor(values, name)
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} holds {tensor.dtype}; floating-point numbers are expected")
+    return tensor
+
+
+def two_columns(values: Float[Tensor, "..."], name: str) -> Float[Tensor, "n classes"]:
+    """Give the single column of a binary classifier its second one: z becomes logits [0, z], p becomes [1 - p, p]."""
+    if values.ndim == 1 or values.shape[1:] == (1,):
+        one = values.reshape(-1)
+        return torch.stack([1 - one if name == "probs" else torch.zeros_like(one), one], dim=1)
+    if values.ndim != 2:
+        raise ValueError(f"{name} have shape {tuple(values.shape)}; one row of classes per sample is expected")
+    return values
+
+
+def softmax(logits: Float[Tensor, "n classes *space"]) -> Float[Tensor, "n classes *space"]:
+    """Turn logits into probabilities, in float32 or better."""
+    return logits.softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def check_rows(name: str, values: Tensor, good: Bool[Tensor, "n *space"], fault: str) -> None:
+    """Raise an error that names the first row that is not good."""
+    if good.numel() == 0:
+        raise ValueError(f"{name} has no rows; at least one sample is needed")
+    if bool(good.all()):
+        return
+    row, *place = [int(i) for i in (~good).nonzero()[0]]
+    shown = values[row].movedim(0, -1)[tuple(place)] if place and values.ndim > good.ndim else values[(row, *place)]
+    raise ValueError(f"{name}: row {row}{f' at {tuple(place)}' if place else ''} {fault}: {_shown(shown)}")
+
+
+def check_probs(
+    probs: Float[Tensor, "n classes *space"],
+    tolerance: float | Tensor | None = None,
+    ignored: Bool[Tensor, "n *space"] | None = None,
+    name: str = "probs",
+) -> None:
+    """Raise an error unless every row is a probability distribution, up to rounding."""
+    allowed = TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).clamp_min(1e-6)
+    sums = probs.sum(dim=1, dtype=torch.float64 if probs.dtype == torch.float64 else torch.float32)
+    good = ((sums - 1).abs() <= allowed) & (probs.amin(dim=1) >= 0)
+    if ignored is not None:
+        good |= ignored
+    check_rows(name, probs, good, "is not a distribution (no negative entry, sum 1)")
+
+
+def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
+    """Raise an error unless there is one valid label per sample; hard labels come back as int64."""
+    if len(labels) != n:
+        raise ValueError(f"labels has {len(labels)} rows for {n} samples")
+    if labels.ndim == 1 and not labels.is_floating_point():
+        hard = labels.long()
+        check_rows("labels", hard, (hard >= 0) & (hard < classes), f"is outside 0..{classes - 1}")
+        return hard
+    if labels.ndim != 2 or not labels.is_floating_point() or labels.shape[1] != classes:
+        given = f"labels are {labels.dtype} of shape {tuple(labels.shape)}"
+        raise ValueError(f"{given}; expected {n} integers, or soft labels: ({n}, {classes}) floats")
+    check_probs(labels, name="labels")
+    return labels
+
+
+def optional_module(name: str) -> Any:
+    """Import a package that only some functions need, or say how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[report]'") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, or a crash, never meets half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _shown(row: Tensor) -> str:
+    values = row.reshape(-1)[:6].tolist()
+    text = ", ".join(f"{value:.6g}" for value in values) + (", ..." if row.numel() > 6 else "")
+    return text if row.ndim == 0 else f"[{text}]"
+
+
+def _label(columns: Mapping[str, Any], path: str | Path) -> str:
+    there = [name for name in ("label", "labels") if name in columns]
+    if len(there) != 1:
+        raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {', '.join(columns)}")
+    return there[0]
+
+
+def _numbers(columns: Mapping[str, Any], kind: str, names: Sequence[str], path: str | Path) -> NDArray[np.float64]:
+    try:
+        return np.asarray([columns[f"{kind}{name}"] for name in names], dtype=np.float64).T.copy()
+    except ValueError as error:
+        raise ValueError(f"{path}: a {kind}... column holds something that is not a number ({error})") from error
+
+
+def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path) -> Any:
+    labels = columns[_label(columns, path)]
+    if isinstance(labels, Tensor) or np.asarray(labels).dtype.kind in "iub" or np.asarray(labels).ndim == 2:
+        return labels
+    words, number = [str(label).strip() for label in labels], {name: i for i, name in enumerate(names or ())}
+    named = any(word in number for word in words)
+    for row, word in enumerate(words):
+        if (word not in number) if named else not word.lstrip("+-").isdecimal():
+            expected = f"one of the classes {', '.join(number)}" if named else "a class name or a whole number"
+            raise ValueError(f"{path}: row {row} has label {word!r}, expected {expected}")
+    return torch.as_tensor([number[word] if named else int(word) for word in words])
+
+
+def _text_tolerance(cells: Sequence[Sequence[Any]]) -> Tensor | None:
+    """Allow each row half a unit of its last digit for every class, where the numbers are text."""
+    if not all(isinstance(column[0], str) for column in cells if len(column)):
+        return None
+    units = [max(_last_digit(cell) for cell in row) for row in zip(*cells, strict=True)]
+    return torch.tensor(units, dtype=torch.float64) * (len(cells) * 0.500001)  # a rounding error more than a half
+
+
+def _last_digit(cell: str) -> float:
+    mantissa, _, exponent = cell.strip().lower().partition("e")
+    decimals = len(mantissa.partition(".")[2])
+    return 10.0 ** (int(exponent or 0) - decimals) if decimals else 0.0

@@ -1,0 +1,177 @@
+"""A loss is one file: dropped into the folder it is listed, built and held to the contract, and the contract bites."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedlas
+
+HERE = Path(__file__).parent
+# A file of ten lines, as somebody would write it
+NEW = '''
+"""Evenness: L = mean_i CE_i + beta Σ_k p_ik^2. Source: made up for a test."""
+from fedlas.losses.base import AbstractLoss
+
+class Evenness(AbstractLoss):
+    """Cross-entropy plus a price on uneven probabilities."""
+    name = "dropped_in"
+    citation = "Nobody, On Evenness, 2026."
+    def terms(self, batch):
+        return {"classification": self.cross_entropy(batch), "evenness": 0.1 * (batch.log_probs.exp() ** 2).sum(1)}
+'''
+# What is wrong with a careless loss, and the test that must find it
+FOUND_BY = {
+    "clips": "test_the_classification_term_of_huge_logits_is_their_gap",
+    "overflows": "test_huge_logits_are_finite",
+    "leaks": "test_ignored_samples_are_as_if_cut_out",
+    "weighs": "test_regularisers_have_no_class_weight",
+    "averages": "test_reductions_are_sums_and_means_of_the_shares",
+    "hardens": "test_a_soft_label_averages_the_loss_over_the_classes",
+    "lies": "test_slopes_are_those_of_finite_differences",
+    "rounds": "test_narrow_types_are_computed_in_float32",
+    "forgets": "test_a_copy_goes_on_as_the_original_would",
+    "replaces": "test_state_is_changed_in_place",
+    "peeks": "test_evaluation_changes_nothing",
+    "mumbles": "test_a_citation",
+    "stumbles": "test_nothing_but_logits_and_labels_is_asked_for_without_need",
+}
+CARELESS = '''
+"""Losses that each break the contract in one way: L = mean_i CE_i and something. Source: made up for a test."""
+import torch
+from fedlas.losses.base import AbstractLoss
+
+class AbstractCareless(AbstractLoss):
+    citation = "Nobody, On Haste, 2026."
+    def terms(self, batch):
+        return {"classification": self.cross_entropy(batch), "more": self.more(batch)}
+    def more(self, batch):
+        return batch.confidence()
+
+class Clips(AbstractCareless):
+    """Cross-entropy of clipped probabilities."""
+    name = "careless_clips"
+    def terms(self, batch):
+        return {"classification": self.expected(batch, lambda log_p: -log_p.exp().clamp_min(1e-12).log())}
+
+class Overflows(AbstractCareless):
+    """Exponentials of raw logits."""
+    name = "careless_overflows"
+    def more(self, batch):
+        return batch.logits.exp().sum(1).log()
+
+class Leaks(AbstractCareless):
+    """A mean over ignored samples too."""
+    name = "careless_leaks"
+    def more(self, batch):
+        return batch.confidence() - batch.confidence().mean()
+
+class Weighs(AbstractCareless):
+    """A regulariser with class weights."""
+    name = "careless_weighs"
+    def more(self, batch):
+        return 0.1 * self.cross_entropy(batch)
+
+class Averages(AbstractCareless):
+    """Overrides the reduction of the sum."""
+    name = "careless_averages"
+    def forward(self, *inputs):
+        value = super().forward(*inputs)
+        return value / len(inputs[0]) if self.reduction == "sum" else value
+
+class Hardens(AbstractCareless):
+    """Takes the largest share of a soft label for the label."""
+    name = "careless_hardens"
+    def more(self, batch):
+        labels = batch.labels.argmax(1) if batch.soft else batch.labels
+        return -batch.log_probs.gather(1, labels.unsqueeze(1)).squeeze(1)
+
+class Lies(AbstractCareless):
+    """A value that is not what its gradient belongs to."""
+    name = "careless_lies"
+    def more(self, batch):
+        return batch.confidence() + 0.01 * (batch.confidence() - torch.tensor(batch.confidence().tolist()))
+
+class Rounds(AbstractCareless):
+    """Feature norms in the type of the network."""
+    name = "careless_rounds"
+    def more(self, batch):
+        return batch.confidence() * batch.features.abs().sum(1).to(batch.logits.dtype)
+
+class Forgets(AbstractCareless):
+    """Keeps its state where nobody saves it."""
+    name = "careless_forgets"
+    steps = 0.0
+    def more(self, batch):
+        self.steps += self.training
+        return batch.confidence() * self.steps
+
+class Replaces(AbstractCareless):
+    """Puts a new tensor where its state was."""
+    name = "careless_replaces"
+    def __init__(self, **common):
+        super().__init__(**common)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+    def more(self, batch):
+        self.steps = self.steps + self.training
+        return batch.confidence()
+
+class Peeks(AbstractCareless):
+    """Learns from what it is evaluated on."""
+    name = "careless_peeks"
+    def __init__(self, **common):
+        super().__init__(**common)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+    def more(self, batch):
+        self.seen += batch.valid.sum()
+        return batch.confidence()
+
+class Mumbles(AbstractCareless):
+    """Cross-entropy from an unknown source."""
+    name = "careless_mumbles"
+    citation = "somebody"
+
+class Stumbles(AbstractCareless):
+    """Cannot even be built; the other losses are collected and tested all the same."""
+    name = "careless_stumbles"
+    def __init__(self, **common):
+        raise RuntimeError
+'''
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Run the contract against a copy of the package with two more files in its folder of losses."""
+    home = tmp_path_factory.mktemp("copy")
+    shutil.copytree(Path(fedlas.__file__).parent, home / "fedlas", ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "fedlas" / "losses" / "evenness.py").write_text(NEW)
+    (home / "fedlas" / "losses" / "careless.py").write_text(CARELESS)
+    files = [str(file) for file in HERE.glob("test_contract_*.py") if file != Path(__file__)]
+    which = "dropped_in or " + " or ".join(f"({test} and careless_{name})" for name, test in FOUND_BY.items())
+    dropped = ("PYTEST_", "COV_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    environment |= {"PYTHONPATH": str(home), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", *files, "-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "-k", which]
+    result = subprocess.run(
+        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    return result.stdout + result.stderr
+
+
+def names(report, outcome, loss):
+    return set(re.findall(rf"^{outcome} \S*::(\w+)\[{loss}\b", report, re.MULTILINE))
+
+
+def test_a_new_file_is_held_to_the_whole_contract(report):
+    assert not names(report, "FAILED", "dropped_in"), report[-5000:]
+    assert not names(report, "ERROR", "dropped_in"), report[-5000:]
+    assert len(names(report, "PASSED", "dropped_in")) > 40, report[-5000:]
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_a_careless_loss_is_found_out(report, name):
+    assert names(report, "FAILED", f"careless_{name}") == {FOUND_BY[name]}, report[-5000:]

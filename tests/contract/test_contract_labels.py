@@ -1,0 +1,337 @@
+"""One contract for every loss: soft labels, class weights, ignored samples and the three reductions."""
+
+import math
+
+import pytest
+import torch
+from loss_cases import (
+    CASES,
+    CLASSES,
+    LOSSES,
+    REDUCTIONS,
+    SIZE,
+    WEIGHT,
+    Inputs,
+    assert_close,
+    assert_same,
+    batch,
+    each_reduction,
+    every,
+    every_case,
+    every_exact_case,
+    every_pair,
+    every_soft_case,
+    parts,
+    run,
+    state,
+)
+from torch.nn import functional
+
+import fedlas
+
+PULL = torch.linspace(1, 2, SIZE, dtype=torch.float64)
+weighted_or_not = pytest.mark.parametrize("weight", [None, WEIGHT], ids=["plain", "weighted"])
+
+
+def one_hot(labels):
+    return functional.one_hot(labels, CLASSES).double()
+
+
+def takes(case, kind):
+    return case.cls.takes_soft_labels or kind != "soft"
+
+
+def labelled(kind):
+    """Give a batch with hard or soft labels or with two ignored samples, and how many samples count."""
+    inputs = batch(soft=kind == "soft")
+    if kind == "ignored":
+        inputs.labels[1:3] = -100
+    return inputs, SIZE - 2 if kind == "ignored" else SIZE
+
+
+# Soft labels
+
+
+@weighted_or_not
+@every(CASES, lambda case: case.cls.takes_soft_labels and not case.sees_other_labels)
+def test_a_soft_label_averages_the_loss_over_the_classes(case, weight):
+    loss = case.trained(reduction="none", weight=weight).eval()
+    inputs = batch(soft=True)
+    of_class = [run(loss, inputs._replace(labels=torch.full((SIZE,), k)), PULL * y)
+                for k, y in enumerate(inputs.labels.t())]  # fmt: skip
+    averaged = sum(y * outcome.value for y, outcome in zip(inputs.labels.t(), of_class, strict=True))
+    slope = sum(outcome.by_logits for outcome in of_class)
+    parameters = [sum(slopes) for slopes in zip(*(outcome.by_parameters for outcome in of_class), strict=True)]
+    soft = run(loss, inputs, PULL)
+    assert_close(soft.value, averaged)
+    assert_close(soft.by_logits, slope)
+    assert_close(soft.by_parameters, parameters)
+
+
+@each_reduction
+@every_soft_case
+def test_one_hot_labels_are_hard_labels(case, reduction):
+    hard, soft = case.trained(reduction=reduction), case.trained(reduction=reduction)
+    inputs = batch()
+    pull = PULL if reduction == "none" else None
+    expected = run(hard, inputs, pull)
+    assert_close(run(soft, inputs._replace(labels=one_hot(inputs.labels)), pull), expected)
+    assert_close(state(soft), state(hard))
+
+
+@every_soft_case
+def test_one_hot_labels_are_weighted_like_hard_labels(case):
+    inputs = batch()
+    soft = inputs._replace(labels=one_hot(inputs.labels))
+    assert_close(
+        run(case.trained(reduction="sum", weight=WEIGHT), soft),
+        run(case.trained(reduction="sum", weight=WEIGHT), inputs),
+    )
+
+
+@pytest.mark.parametrize("name", ["cpc", "crl"])
+def test_soft_labels_have_no_meaning_where_classes_are_paired_or_counted(name):
+    loss = fedlas.build_loss(name, num_classes=CLASSES)
+    assert not loss.takes_soft_labels
+    with pytest.raises(ValueError, match=rf"{name}.*not soft labels"):
+        loss(*batch(soft=True))
+
+
+@every(LOSSES, lambda case: not case.cls.takes_soft_labels)
+def test_refused_soft_labels_are_named(case):
+    with pytest.raises(ValueError, match=rf"{case.record.name}.*soft labels"):
+        case.build()(*batch(soft=True))
+
+
+def test_mmce_takes_the_share_of_the_prediction_as_its_correctness():
+    inputs = batch(soft=True)
+    found, logits = parts(fedlas.build_loss("mmce", lambda_=1.5), inputs)
+    confidence, prediction = logits.softmax(1).max(1)
+    gap = [inputs.labels[i, prediction[i]] - confidence[i] for i in range(SIZE)]
+    expected = sum(
+        1.5 * gap[i] * gap[j] * (-(confidence[i] - confidence[j]).abs() / 0.4).exp() / SIZE**2
+        for i in range(SIZE)
+        for j in range(SIZE)
+    )
+    assert_close(found["kernel"].mean(), expected)
+    (slope,) = torch.autograd.grad(expected, logits)
+    assert_close(torch.autograd.grad(found["kernel"].mean(), logits)[0], slope)
+
+
+def test_mdca_compares_mean_confidence_with_the_mean_label():
+    inputs = batch(soft=True)
+    found, logits = parts(fedlas.build_loss("mdca", beta=1.5), inputs)
+    expected = 1.5 * (logits.softmax(1).mean(0) - inputs.labels.mean(0)).abs().mean()
+    assert_close(found["difference"].mean(), expected)
+    (slope,) = torch.autograd.grad(expected, logits)
+    assert_close(torch.autograd.grad(found["difference"].mean(), logits)[0], slope)
+
+
+# Class weights
+
+AS_TORCH = [
+    ("ce", {}, 0.0),
+    ("ls", {"alpha": 0.3}, 0.3),
+    ("fedlas_ls", {"alpha": 0.3, "beta": 0.0}, 0.3),
+]
+
+
+@weighted_or_not
+@each_reduction
+@pytest.mark.parametrize("kind", ["hard", "soft", "ignored"])
+@pytest.mark.parametrize("smoothed", AS_TORCH, ids=[name for name, *_ in AS_TORCH])
+def test_equal_to_the_cross_entropy_of_torch(smoothed, kind, reduction, weight):
+    name, options, smoothing = smoothed
+    common = {"weight": weight, "reduction": reduction, "ignore_index": 2 if kind == "ignored" else -100}
+    loss = fedlas.build_loss(name, num_classes=CLASSES, **options, **common)
+    for space in [(), (2, 3)]:
+        inputs = batch(space=space, soft=kind == "soft")
+        logits = inputs.logits.detach().requires_grad_()
+        expected = functional.cross_entropy(logits, inputs.labels, label_smoothing=smoothing, **common)
+        (slope,) = torch.autograd.grad(expected.sum(), logits)
+        outcome = run(loss, inputs)
+        assert_close(outcome.value, expected.detach(), 1e-12)
+        assert_close(outcome.by_logits, slope, 1e-12)
+        assert_close(fedlas.smoothed_cross_entropy(logits, inputs.labels, smoothing, **common), expected, 1e-12)
+
+
+@every_pair(CASES, ["hard", "soft"], takes)
+def test_regularisers_have_no_class_weight(case, kind):
+    inputs, _ = labelled(kind)
+    plain, _ = parts(case.trained().eval(), inputs)
+    weighted, _ = parts(case.trained(weight=WEIGHT).eval(), inputs)
+    assert "classification" in weighted
+    assert weighted.keys() == plain.keys()
+    for name in plain.keys() - {"classification"}:
+        assert_close(weighted[name], plain[name])
+
+
+@every_exact_case
+def test_the_classification_term_is_weighted_by_the_label_or_as_label_smoothing_is(case):
+    inputs = batch()
+    rows, labels = torch.arange(SIZE), inputs.labels
+
+    def classification(weight):
+        return parts(case.trained(weight=weight).eval(), inputs)[0]["classification"]
+
+    by_class = torch.stack([classification(unit) for unit in torch.eye(CLASSES, dtype=torch.float64)], 1)
+    assert_close(by_class.sum(1), classification(None))
+    assert_close(by_class @ WEIGHT, classification(WEIGHT))
+    assert (by_class[rows, labels] > 0).all()
+    # What other classes add is a multiple of their -log p, the same for all of them: 0, or alpha_i / C.
+    share = by_class / -inputs.logits.log_softmax(1)
+    others = share[~one_hot(labels).bool()].reshape(SIZE, -1)
+    assert_close(others, others[:, :1].expand_as(others))
+
+
+@every_pair(LOSSES, ["hard", "soft", "ignored"], takes)
+def test_weights_divide_the_mean_as_in_torch(case, kind):
+    inputs, number = labelled(kind)
+    each, _ = parts(case.trained(weight=WEIGHT).eval(), inputs)
+    totals = {name: part.sum() for name, part in each.items()}
+    divisors = dict.fromkeys(totals, number)
+    if kind != "soft":
+        divisors["classification"] = sum(float(WEIGHT[label]) for label in inputs.labels if label >= 0)
+    for reduction, expected in {
+        "mean": sum(total / divisors[name] for name, total in totals.items()),
+        "sum": sum(totals.values()),
+        "none": sum(each.values()),
+    }.items():
+        outcome = run(case.trained(weight=WEIGHT, reduction=reduction).eval(), inputs)
+        assert_close(outcome.value, expected.detach())
+
+
+# Ignored samples
+
+
+def with_garbage(inputs, ignore_index):
+    """Put rows to be ignored, full of what must not be looked at, between the rows of a batch."""
+    place = torch.tensor([1, 2, 4, 5, 7, 8])  # 0, 3 and 6 are ignored
+    filled = {
+        "logits": torch.full((9, CLASSES), math.nan, dtype=torch.float64),
+        "labels": torch.full((9,), ignore_index),
+        "features": torch.full((9, inputs.features.shape[1]), math.nan, dtype=torch.float64),
+        "index": inputs.index[:1].repeat(9),
+    }
+    filled["logits"][3], filled["features"][3] = math.inf, -math.inf
+    filled["logits"][6], filled["features"][6] = 1e4, 1e300
+    for name, tensor in filled.items():
+        tensor[place] = getattr(inputs, name)
+    return Inputs(**filled), place
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weight", "ignore_index"),
+    [("mean", None, -100), ("mean", WEIGHT, 255), ("sum", None, 255), ("none", WEIGHT, -100)],
+    ids=["mean", "mean-weighted", "sum", "none-weighted"],
+)
+@every_exact_case
+def test_ignored_samples_are_as_if_cut_out(case, ignore_index, reduction, weight):
+    options = {"reduction": reduction, "weight": weight, "ignore_index": ignore_index}
+    loss, twin = case.trained(**options), case.trained(**options)
+    inputs = batch()
+    filled, place = with_garbage(inputs, ignore_index)
+    pull = None if reduction != "none" else PULL
+    outcome = run(loss, filled, None if pull is None else torch.ones(9).double().index_copy(0, place, pull))
+    expected = run(twin, inputs, pull)
+    ignored = torch.ones(9, dtype=torch.bool).index_fill(0, place, False)
+    if reduction == "none":
+        assert_same(outcome.value[ignored], torch.zeros(3).double())
+        assert_close(outcome.value[place], expected.value)
+    else:
+        assert_close(outcome.value, expected.value)
+    assert_same(outcome.by_logits[ignored], torch.zeros(3, CLASSES).double())
+    assert_close(outcome.by_logits[place], expected.by_logits)
+    assert_close(outcome.by_parameters, expected.by_parameters)
+    assert_close(state(loss), state(twin))
+
+
+@every_exact_case
+def test_a_class_can_be_the_ignored_one(case):
+    inputs = batch(12)
+    kept = inputs.labels != 2
+    assert 0 < kept.sum() < 12
+    loss, twin = case.trained(ignore_index=2), case.trained(ignore_index=2)
+    outcome, expected = run(loss, inputs), run(twin, inputs.rows(kept))
+    assert_close(outcome.value, expected.value)
+    assert_close(outcome.by_logits[kept], expected.by_logits)
+    assert_close(state(loss), state(twin))
+
+
+@every_case
+def test_garbage_in_ignored_samples_harms_nothing(case):
+    loss = case.trained()
+    outcome = run(loss, with_garbage(batch(), -100)[0])
+    for tensor in [outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values()]:
+        assert tensor.isfinite().all()
+
+
+def nothing_to_learn_from():
+    inputs = batch()
+    yield "empty", Inputs(*(tensor[:0] for tensor in inputs))
+    nan = torch.full_like(inputs.logits, math.nan)
+    yield "all ignored", inputs._replace(labels=torch.full_like(inputs.labels, -100), logits=nan)
+    yield "empty maps", Inputs(*(tensor[:0] for tensor in batch(space=(2, 3))))
+    yield "maps of nothing", batch(space=(2, 0))
+    yield "empty and soft", Inputs(*(tensor[:0] for tensor in batch(soft=True)))
+
+
+NOTHING = dict(nothing_to_learn_from())
+
+
+def takes_nothing(case, kind):
+    if kind in ("empty", "all ignored"):
+        return True
+    return case in LOSSES and (case.cls.takes_maps or "maps" not in kind) and takes(case, kind.split()[-1])
+
+
+@every_pair(CASES, NOTHING, takes_nothing)
+def test_nothing_to_learn_from_is_zero(case, kind):
+    inputs = NOTHING[kind]
+    for options in ({}, {"weight": WEIGHT}, {"reduction": "sum"}, {"reduction": "none"}):
+        loss = case.trained(**options)
+        before = state(loss)
+        outcome = run(loss, inputs)
+        shape = (inputs.logits.shape[0], *inputs.logits.shape[2:]) if "none" in options.values() else ()
+        assert_same(outcome.value, torch.zeros(shape, dtype=torch.float64))
+        assert_same(outcome.by_logits, torch.zeros_like(inputs.logits))
+        assert_same(outcome.by_parameters, [torch.zeros_like(parameter) for parameter in loss.parameters()])
+        assert_same(state(loss), before)
+
+
+@every(LOSSES, lambda case: case.cls.takes_soft_labels)
+def test_ignoring_has_no_meaning_for_soft_labels(case):
+    with pytest.raises(ValueError, match=r"ignore_index has no meaning for soft labels"):
+        case.build(ignore_index=2)(*batch(soft=True))
+
+
+# Reductions
+
+
+@every_pair(CASES, ["hard", "soft", "ignored", "weighted"], takes)
+def test_reductions_are_sums_and_means_of_the_shares(case, kind):
+    inputs, number = labelled(kind)
+    weight = WEIGHT if kind == "weighted" else None
+    outcomes, states = {}, {}
+    for reduction in REDUCTIONS:
+        loss = case.trained(reduction=reduction, weight=weight)
+        outcomes[reduction] = run(loss, inputs)
+        states[reduction] = state(loss)
+    none, total, mean = (outcomes[reduction] for reduction in ("none", "sum", "mean"))
+    assert_close(none.value.sum(), total.value)
+    assert_close(none.by_logits, total.by_logits)
+    assert_close(none.by_parameters, total.by_parameters)
+    if weight is None:
+        assert_close(none.value.sum() / number, mean.value)
+        assert_close(none.by_logits / number, mean.by_logits)
+        assert_close([slope / number for slope in none.by_parameters], mean.by_parameters)
+    assert_close(states["none"], states["mean"])
+    assert_close(states["sum"], states["mean"])
+
+
+@every_case
+def test_parts_can_be_differentiated_one_by_one(case):
+    loss, inputs = case.trained().eval(), batch()
+    found, logits = parts(loss, inputs)
+    slopes = [torch.autograd.grad(part.mean(), logits, retain_graph=True)[0] for part in found.values()]
+    assert_close(sum(slopes), run(loss, inputs).by_logits)

@@ -1,0 +1,270 @@
+"""One contract for every loss: finite at the extremes, the right slope, float32 or better whatever comes in."""
+
+import math
+
+import pytest
+import torch
+from loss_cases import (
+    CASES,
+    CLASSES,
+    EXACT_CASES,
+    LOSSES,
+    SIZE,
+    Case,
+    Inputs,
+    assert_close,
+    assert_finite,
+    assert_same,
+    batch,
+    every,
+    every_case,
+    every_loss,
+    every_pair,
+    parts,
+    run,
+    state,
+)
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+import fedlas
+
+# Extremes: rows of logits in units of a scale, and the class that is right
+
+
+ROWS = {
+    "one stands out": [1, 0, 0, 0, 0, 0],
+    "two stand back": [-1, -1, 0, 0, 0, 0],
+    "as far apart as can be": [1, -1, -1, -1, -1, -1],
+    "the other way": [-1, -1, 1, 1, 1, 1],
+    "two on top": [1, 1, 0, 0, -1, -1],
+    "equal and high": [1, 1, 1, 1, 1, 1],
+    "equal and low": [-1, -1, -1, -1, -1, -1],
+    "equal": [0, 0, 0, 0, 0, 0],
+    "in steps": [-1, -0.5, 0, 0.25, 0.5, 1],
+}
+SCALES = [20.0, 90.0, 1000.0, 1e4]  # float32 softmax: almost, just, and exactly one-hot
+LABELS = {
+    "right": lambda logits: logits.argmax(1),
+    "wrong": lambda logits: logits.argmin(1),
+    "mixed": lambda logits: torch.where(torch.arange(len(logits)) % 3 == 0, logits.argmax(1), logits.argmin(1)),
+    "first": lambda logits: torch.zeros(len(logits), dtype=torch.long),
+}
+
+
+def extremes(dtype, labels):
+    logits = torch.cat([scale * torch.tensor(list(ROWS.values()), dtype=dtype) for scale in SCALES])
+    features = batch(len(logits)).features.to(dtype)
+    return Inputs(logits, LABELS[labels](logits), features, torch.arange(len(logits)) % 12)
+
+
+def assert_all_finite(loss, inputs):
+    outcome = run(loss, inputs)
+    assert outcome.value.dtype == inputs.logits.dtype
+    assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@every_case
+def test_huge_logits_are_finite(case, dtype):
+    loss = case.trained()
+    for labels in LABELS:
+        inputs = extremes(dtype, labels)
+        assert_all_finite(loss.train(), inputs)
+        assert_all_finite(loss.eval(), inputs.rows(slice(2, 3)))
+        if case.cls.takes_soft_labels:
+            one_hot = functional.one_hot(inputs.labels, CLASSES).to(dtype)
+            assert_all_finite(loss, inputs._replace(labels=one_hot))
+            assert_all_finite(loss, inputs._replace(labels=(one_hot + 1 / CLASSES) / 2))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 1.0, 3.0])
+@every(CASES, lambda case: "gamma" in case.record.keywords)
+def test_any_exponent_is_finite(case, gamma):
+    for dtype in (torch.float32, torch.float64):
+        for labels in LABELS:
+            assert_all_finite(Case(case.record, {**case.options, "gamma": gamma}).build(), extremes(dtype, labels))
+
+
+@pytest.mark.parametrize("gamma", [-2.0, -0.5, -0.2])
+def test_adafocal_is_finite_where_it_looks_closer(gamma):
+    for dtype in (torch.float32, torch.float64):
+        for labels in LABELS:
+            loss = fedlas.build_loss("adafocal", gamma=gamma)
+            assert (loss.gammas < 0).all()
+            assert_all_finite(loss, extremes(dtype, labels))
+
+
+def test_mmce_takes_no_root_of_a_negative_number():
+    """One right and two wrong at the confidence 2/3: the published square root is of -3e-7."""
+    logits = torch.tensor([4.0, 1.0, 1.0], dtype=torch.float64).log().repeat(3, 1).requires_grad_()
+    value = fedlas.build_loss("mmce", variant="w")(logits, torch.tensor([0, 1, 2]))
+    assert_finite(value, *torch.autograd.grad(value, logits))
+
+
+@pytest.mark.parametrize("labels", LABELS)
+@every_loss
+def test_huge_logits_mean_the_same_in_single_precision(case, labels):
+    single, double = extremes(torch.float32, labels), extremes(torch.float64, labels)
+    assert_close(case.build()(*single).double(), case.build()(*double), 1e-5)
+    # The slope of a regulariser may jump where all is level; that of the classification term may not.
+    slopes = []
+    for inputs in (single, double):
+        found, logits = parts(case.build().eval(), inputs)
+        slopes.append(torch.autograd.grad(found["classification"].mean(), logits)[0].double())
+    assert_close(slopes[0], slopes[1], 1e-4)
+
+
+@every_loss
+def test_the_classification_term_of_huge_logits_is_their_gap(case):
+    """A loss that clips probabilities would stay finite by forgetting how wrong it is."""
+    logits = torch.zeros(SIZE, CLASSES, dtype=torch.float64)
+    logits[:, 0] = 1e4
+    inputs = batch()._replace(logits=logits, labels=torch.ones(SIZE, dtype=torch.long))
+    outcome = run(case.build().eval(), inputs)
+    assert float(outcome.value) > 5e3
+    assert (outcome.by_logits[:, 1] < -0.1 / SIZE).all()
+
+
+@pytest.mark.parametrize("what", [0.0, 1e30, 1e-30, math.nan, math.inf])
+@every(CASES, lambda case: case.has(lambda loss: loss.needs_features))
+def test_odd_features_harm_nothing(case, what):
+    loss, inputs = case.trained(), batch()
+    for which in (slice(0, 1), slice(None)):
+        features = inputs.features.clone()
+        features[which] = what
+        outcome = run(loss, inputs._replace(features=features))
+        assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
+
+
+# Slopes
+
+
+def takes(case, kind):
+    return kind == "hard" or (case.cls.takes_soft_labels and case in LOSSES)
+
+
+class HeldConstants(TorchFunctionMode):
+    """Gives what carries no gradient (`detach()`, masks) in all later calls as it was in the first.
+
+    A stopped gradient is a promise to treat a number as a constant; finite differences must treat it so too.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.place, self.first = [], 0, True
+
+    def __exit__(self, *error):
+        self.place, self.first = 0, False
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if not isinstance(found, torch.Tensor) or (func is not torch.Tensor.detach and found.dtype != torch.bool):
+            return found
+        if self.first:
+            self.held.append(found.clone())  # gradcheck moves its input in place
+        self.place += 1
+        return self.held[self.place - 1]
+
+
+@every_pair(EXACT_CASES, ["hard", "soft"], takes)
+def test_slopes_are_those_of_finite_differences(case, kind):
+    loss = case.trained(reduction="none").eval()
+    inputs = batch(3, soft=kind == "soft")
+    constants = HeldConstants()
+
+    def values(logits):
+        with constants:
+            return loss(logits, *inputs[1:])
+
+    values(inputs.logits)
+    assert torch.autograd.gradcheck(values, inputs.logits.requires_grad_(), check_undefined_grad=False)
+
+
+@every(EXACT_CASES, lambda case: case.has(lambda loss: list(loss.parameters())))
+def test_slopes_of_parameters_are_those_of_finite_differences(case):
+    loss, inputs, constants = case.trained().eval(), batch(3), HeldConstants()
+    names, parameters = zip(*loss.named_parameters(), strict=True)
+
+    def value(*tensors):
+        with constants:
+            return torch.func.functional_call(loss, dict(zip(names, tensors, strict=True)), tuple(inputs))
+
+    value(*parameters)
+    assert torch.autograd.gradcheck(value, parameters, check_undefined_grad=False)
+    assert any(slope.abs().max() > 0 for slope in run(loss, inputs).by_parameters)
+
+
+# Precision
+
+
+def rounded(dtype):
+    """Give a batch in a narrow type, and the same numbers in float32."""
+    narrow = batch(dtype=torch.float32).to(dtype)
+    return narrow, narrow.to(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@every_case
+def test_narrow_types_are_computed_in_float32(case, dtype):
+    narrow, single = rounded(dtype)
+    loss, twin = case.build(), case.build()
+    outcome, expected = run(loss, narrow), run(twin, single)
+    assert outcome.value.dtype == expected.value.dtype == torch.float32
+    assert_close(outcome.value, expected.value, 1e-6)
+    assert outcome.by_logits.dtype == dtype
+    assert_close(outcome.by_logits, expected.by_logits.to(dtype), 1e-6)
+    assert_close(outcome.by_parameters, expected.by_parameters, 1e-6)
+    assert_close(state(loss), state(twin), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@every(LOSSES, lambda case: case.cls.takes_soft_labels)
+def test_narrow_soft_labels_are_computed_in_float32(case, dtype):
+    narrow, single = rounded(dtype)
+    sixteenths = torch.tensor([8, 4, 2, 1, 1, 0]) / 16  # which every type holds exactly
+    labels = torch.stack([sixteenths.roll(shift) for shift in range(SIZE)]).to(dtype)
+    for inputs in (narrow, single):
+        outcome = run(case.build(), inputs._replace(labels=labels))
+        expected = run(case.build(), single._replace(labels=labels.float()))
+        assert_close(outcome.value, expected.value, 1e-6)
+
+
+@every_case
+def test_autocast_changes_nothing(case):
+    inputs = batch(dtype=torch.float32)
+    loss, twin = case.build(), case.build()
+    for training in (True, False):
+        outcome = run(loss.train(training), inputs, autocast=True)
+        assert_same(outcome, run(twin.train(training), inputs))
+        assert_same(state(loss), state(twin))
+
+
+@every_case
+def test_double_precision_stays_double(case):
+    assert case.build()(*batch()).dtype == torch.float64
+    mixed = batch()._replace(features=batch(dtype=torch.float32).features)
+    assert run(case.build(), mixed).value.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@every_case
+def test_a_cast_loss_keeps_its_running_statistics(case, dtype):
+    loss = case.trained()
+    before = dict(loss.named_buffers())
+    kept = {name: value.clone() for name, value in before.items()}
+    loss.to(dtype)
+    assert_same(dict(loss.named_buffers()), kept)
+    assert all(parameter.dtype == dtype for parameter in loss.parameters())
+    outcome = run(loss, batch(dtype=torch.float32).to(dtype))
+    assert outcome.value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_finite(outcome.value, outcome.by_logits)
+    for name, value in loss.named_buffers():
+        assert value.dtype == kept[name].dtype
+
+
+@every_loss
+def test_running_statistics_are_float64_or_whole_numbers(case):
+    for name, value in case.build().named_buffers():
+        assert value.dtype == torch.float64 or not value.is_floating_point(), name

@@ -1,0 +1,165 @@
+"""One contract for every loss: what holds for any batch, tried on batches that hypothesis thinks up."""
+
+import inspect
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from loss_cases import CLASSES, LOSSES, assert_close, batch, every, run, state
+from torch.nn import functional
+
+import fedlas
+from fedlas.losses.mmce import kernel_sums
+
+few = settings(max_examples=10)
+numbers = st.floats(-30, 30, allow_nan=False).map(lambda x: round(x, 3))
+
+
+@st.composite
+def batches(draw, least=1):
+    """Draw a batch; equal logits, equal rows and equal labels are as likely as not."""
+    n = draw(st.integers(least, 7))
+    row = st.lists(st.one_of(st.sampled_from([-6.0, 0.0, 1.0, 6.0]), numbers), min_size=CLASSES, max_size=CLASSES)
+    logits = torch.tensor(draw(st.lists(row, min_size=n, max_size=n)), dtype=torch.float64)
+    labels = torch.tensor(draw(st.lists(st.integers(0, CLASSES - 1), min_size=n, max_size=n)))
+    return batch(n)._replace(logits=logits, labels=labels)
+
+
+@every(LOSSES, lambda case: not case.cls.needs_index)
+@given(inputs=batches(), order=st.randoms(use_true_random=False))
+@few
+def test_the_order_of_samples_does_not_matter(case, inputs, order):
+    places = list(range(len(inputs.labels)))
+    order.shuffle(places)
+    loss, twin = case.trained(reduction="none"), case.trained(reduction="none")
+    outcome, expected = run(loss, inputs.rows(torch.tensor(places))), run(twin, inputs)
+    assert_close(outcome.value, expected.value[places])
+    assert_close(outcome.by_logits, expected.by_logits[places])
+    assert_close(outcome.by_parameters, expected.by_parameters)
+    assert_close(state(loss), state(twin))
+
+
+@every(LOSSES)
+@given(inputs=batches(), shift=numbers)
+@few
+def test_a_constant_added_to_all_logits_changes_nothing_or_the_docstring_says_so(case, inputs, shift):
+    loss = case.trained().eval()
+    with torch.no_grad():
+        for parameter in loss.parameters():  # what a loss has learned to do may depend on raw logits
+            parameter.zero_()
+    moved = inputs._replace(logits=inputs.logits + shift)
+    here, there = loss.parts(*inputs), loss.parts(*moved)
+    assert_close(there["classification"], here["classification"], 1e-7)
+    if "adding a constant to all logits" not in " ".join(inspect.getdoc(sys.modules[case.cls.__module__]).split()):
+        assert_close(there, here, 1e-7)
+
+
+def test_acls_depends_on_the_raw_logit():
+    loss, inputs = fedlas.build_loss("acls"), batch()
+    assert float(loss(*inputs._replace(logits=inputs.logits + 5))) > float(loss(*inputs)) + 0.1
+
+
+@every(LOSSES)
+@given(inputs=batches(), ignored=st.sets(st.integers(0, 6)))
+@few
+def test_any_samples_can_be_ignored(case, inputs, ignored):
+    which = torch.tensor([i in ignored for i in range(len(inputs.labels))])
+    labels = torch.where(which, -100, inputs.labels)
+    loss, twin = case.trained(), case.trained()
+    outcome = run(loss, inputs._replace(labels=labels))
+    expected = run(twin, inputs.rows(~which))
+    assert_close(outcome.value, expected.value)
+    assert_close(outcome.by_logits[~which], expected.by_logits)
+    assert not outcome.by_logits[which].any()
+    assert_close(outcome.by_parameters, expected.by_parameters)
+    assert_close(state(loss), state(twin))
+
+
+@every(LOSSES, lambda case: case.cls.takes_soft_labels)
+@given(inputs=batches())
+@few
+def test_one_hot_labels_are_hard_labels_whatever_the_logits(case, inputs):
+    soft = inputs._replace(labels=functional.one_hot(inputs.labels, CLASSES).double())
+    # Where classes are level, the slope may be any between those on either side.
+    assert_close(run(case.trained(), soft).value, run(case.trained(), inputs).value)
+
+
+@every(LOSSES)
+@given(inputs=batches(), reduction=st.sampled_from(["mean", "sum"]))
+@few
+def test_reductions_agree_whatever_the_logits(case, inputs, reduction):
+    none = run(case.trained(reduction="none"), inputs)
+    divisor = len(inputs.labels) if reduction == "mean" else 1
+    outcome = run(case.trained(reduction=reduction), inputs)
+    assert_close(outcome.value, none.value.sum() / divisor)
+    assert_close(outcome.by_logits, none.by_logits / divisor)
+
+
+# The kernel sums of MMCE in O(n log n) against two loops
+
+places = st.one_of(st.sampled_from([0.0, 0.2, 0.5, 1.0]), st.floats(0, 1, allow_nan=False))
+
+
+@given(points=st.lists(st.tuples(places, st.floats(-1, 1, allow_nan=False)), max_size=12))
+@example(points=[(0.5, 1.0)] * 4)
+@example(points=[])
+@settings(max_examples=100)
+def test_kernel_sums_are_two_loops(points):
+    position = torch.tensor([a for a, _ in points], dtype=torch.float64).requires_grad_()
+    weights = torch.tensor([w for _, w in points], dtype=torch.float64).requires_grad_()
+    fast = kernel_sums(position, weights.unsqueeze(1)).squeeze(1)
+    rows = [sum(w * (-(a - b).abs() / 0.4).exp() for b, w in zip(position, weights, strict=True)) for a in position]
+    slow = torch.stack(rows) if rows else fast.detach()
+    assert_close(fast, slow)
+    if rows:
+        pull = torch.linspace(1, 2, len(rows), dtype=torch.float64)
+        inputs = [position, weights]
+        assert_close(torch.autograd.grad(fast @ pull, inputs), torch.autograd.grad(slow @ pull, inputs))
+
+
+def penalty_by_loops(confidence, correct, variant, double_normalise):
+    """The formulas of the module's docstring, with a share c_i of each sample right and 1 - c_i wrong."""
+    pairs = [(i, j) for i in range(len(confidence)) for j in range(len(confidence))]
+    kernel = {(i, j): math.exp(-abs(confidence[i] - confidence[j]) / 0.4) for i, j in pairs}
+    if variant == "m":
+        gaps = [c - r for c, r in zip(correct, confidence, strict=True)]
+        return sum(gaps[i] * gaps[j] * kernel[i, j] for i, j in pairs) / len(confidence) ** 2
+    right, wrong = sum(correct), sum(1 - c for c in correct)
+    if right == 0 or wrong == 0:
+        return 0.0
+    p = [c * (1 - r) for c, r in zip(correct, confidence, strict=True)]
+    q = [(1 - c) * r for c, r in zip(correct, confidence, strict=True)]
+
+    def mean(a, b, number):
+        return sum(a[i] * b[j] * kernel[i, j] for i, j in pairs) / number / (number + 1e-5 if double_normalise else 1)
+
+    t = mean(p, p, right * right) + mean(q, q, wrong * wrong) - 2 * mean(p, q, right * wrong)
+    return math.sqrt(max(t, 0) + 1e-10)
+
+
+@pytest.mark.parametrize("double_normalise", [True, False])
+@pytest.mark.parametrize("variant", ["m", "w"])
+@pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
+@given(inputs=batches())
+@few
+def test_mmce_is_two_loops(inputs, soft, variant, double_normalise):
+    if soft:
+        inputs = inputs._replace(labels=batch(len(inputs.labels), soft=True).labels)
+    loss = fedlas.build_loss("mmce", variant=variant, double_normalise=double_normalise, lambda_=1.5)
+    loss(*inputs)
+    confidence = inputs.logits.softmax(1).amax(1).tolist()
+    prediction = inputs.logits.argmax(1)
+    shares = inputs.labels if soft else functional.one_hot(inputs.labels, CLASSES).double()
+    correct = shares[torch.arange(len(prediction)), prediction].tolist()
+    expected = 1.5 * penalty_by_loops(confidence, correct, variant, double_normalise)
+    assert_close(float(loss.last_terms["kernel"]), expected, 1e-7)
+
+
+def test_mmce_takes_a_batch_that_no_matrix_of_pairs_would_fit():
+    n = 200_000
+    logits = torch.randn(n, 3)
+    value = fedlas.build_loss("mmce")(logits, torch.randint(3, (n,)))
+    assert value.isfinite()

@@ -1,0 +1,128 @@
+"""One contract for every loss: which shapes come in and go out."""
+
+import pytest
+import torch
+from loss_cases import (
+    CASES,
+    CLASSES,
+    LOSSES,
+    REDUCTIONS,
+    SIZE,
+    WEIGHT,
+    Inputs,
+    as_rows,
+    assert_close,
+    assert_finite,
+    assert_same,
+    batch,
+    every,
+    every_case,
+    every_loss,
+    parts,
+    run,
+    state,
+)
+from torch import nn
+
+
+def assert_maps_are_rows(case, maps, reduction):
+    rows, space = as_rows(maps), maps.logits.shape[2:]
+    loss, twin = case.trained(reduction=reduction), case.trained(reduction=reduction)
+    pull = torch.linspace(1, 2, len(rows.logits), dtype=torch.float64) if reduction == "none" else None
+    of_maps = run(loss, maps, None if pull is None else pull.reshape(SIZE, *space))
+    of_rows = run(twin, rows, pull)
+    assert of_maps.value.shape == ((SIZE, *space) if reduction == "none" else ())
+    assert_close(of_maps.value.flatten(), of_rows.value.flatten())
+    assert_close(of_maps.by_logits.movedim(1, -1).flatten(0, -2), of_rows.by_logits)
+    assert_close(of_maps.by_parameters, of_rows.by_parameters)
+    assert_close(state(loss), state(twin))
+
+
+@pytest.mark.parametrize(("reduction", "space"), [("mean", (3,)), ("mean", (2, 3)), ("none", (2, 3))], ids=str)
+@every(CASES, lambda case: case.cls.takes_maps)
+def test_maps_are_the_rows_they_consist_of(case, reduction, space):
+    maps = batch(space=space)
+    maps.labels[0, 1] = -100
+    assert_maps_are_rows(case, maps, reduction)
+
+
+@every(CASES, lambda case: case.cls.takes_maps and case.cls.takes_soft_labels)
+def test_maps_with_soft_labels_are_the_rows_they_consist_of(case):
+    assert_maps_are_rows(case, batch(space=(2, 3), soft=True), "none")
+
+
+@every_loss
+def test_nothing_but_logits_and_labels_is_asked_for_without_need(case):
+    loss = case.build()
+    logits, labels, features, index = batch()
+    assert isinstance(loss, nn.Module)
+    if loss.needs_index:
+        value = loss(logits, labels, features, index)
+    elif loss.needs_features:
+        value = loss(logits, labels, features)
+    else:
+        value = loss(logits, labels)
+    assert value.shape == ()
+    assert_same(case.build()(logits, labels, features=features, index=index), value)
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT.tolist()], ids=["plain", "weighted"])
+@every_case
+def test_the_terms_sum_to_the_value(case, weight):
+    inputs = batch()
+    for reduction in REDUCTIONS:
+        loss = case.trained(reduction=reduction, weight=weight).eval()
+        value, each = run(loss, inputs).value, parts(loss, inputs)[0]
+        assert all(part.shape == (SIZE,) for part in each.values())
+        if reduction == "none":
+            assert_close(sum(each.values()).detach(), value)
+        else:
+            assert_close(sum(loss.last_terms.values()), value)
+            assert loss.last_terms.keys() == each.keys()
+            assert not any(term.requires_grad for term in loss.last_terms.values())
+
+
+@every_loss
+def test_memory_layout_does_not_matter(case):
+    logits, labels, features, index = inputs = batch()
+    strided = inputs._replace(
+        logits=logits.t().contiguous().t(),
+        labels=torch.stack([labels, labels], 1)[:, 0],
+        features=torch.cat([features, features], 1)[:, : features.shape[1]],
+        index=torch.stack([index, index], 1)[:, 0],
+    )
+    assert not any(tensor.is_contiguous() for tensor in strided)
+    assert_close(run(case.trained(), strided), run(case.trained(), inputs))
+
+
+@every_loss
+def test_expanded_inputs_are_read_and_not_written(case):
+    logits, labels, features, index = batch()
+    one = [logits[:1], labels[:1], features[:1]]
+    expanded = Inputs(*(tensor.expand(SIZE, *tensor.shape[1:]) for tensor in one), index)
+    copied = Inputs(*(tensor.contiguous() for tensor in expanded))
+    assert_close(run(case.trained(), expanded), run(case.trained(), copied))
+
+
+@every_case
+def test_inputs_are_left_as_they_were(case):
+    inputs, twin = batch(), batch()
+    inputs.labels[1] = twin.labels[1] = -100
+    run(case.trained(), inputs)
+    assert_same(inputs, twin)
+
+
+@pytest.mark.parametrize(("n", "classes"), [(1, CLASSES), (SIZE, 1), (SIZE, 2), (1, 1), (4, 1000)])
+@every_case
+def test_small_and_large_sizes_are_finite(case, n, classes):
+    loss = case.build(num_classes=classes)
+    for training in (True, False):
+        outcome = run(loss.train(training), batch(n, classes, dtype=torch.float32))
+        assert outcome.by_logits.shape == (n, classes)
+        assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
+
+
+@every(LOSSES, lambda case: case.cls.takes_soft_labels)
+def test_one_class_and_soft_labels_are_finite(case):
+    outcome = run(case.build(num_classes=1), batch(classes=1, soft=True))
+    assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters)

@@ -1,0 +1,154 @@
+"""One contract for every loss: its state is saved, copied, moved and restored exactly, and moves only in training."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from loss_cases import (
+    CASES,
+    LOSSES,
+    WEIGHT,
+    assert_close,
+    assert_same,
+    batch,
+    every,
+    every_case,
+    every_loss,
+    every_pair,
+    run,
+    seed,
+    state,
+    train,
+)
+
+import fedlas
+
+
+def restored(state_dict, fresh):
+    fresh.load_state_dict(state_dict, strict=True)
+    return fresh
+
+
+def saved(what):
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return file
+
+
+COPIES = {
+    "deepcopy": lambda loss, fresh: copy.deepcopy(loss),
+    "pickle": lambda loss, fresh: pickle.loads(pickle.dumps(loss)),
+    "torch.save": lambda loss, fresh: torch.load(saved(loss), weights_only=False),
+    "state_dict": lambda loss, fresh: restored(loss.state_dict(), fresh),
+    "saved state_dict": lambda loss, fresh: restored(torch.load(saved(loss.state_dict()), weights_only=True), fresh),
+}
+
+
+@every_pair(CASES, COPIES, lambda case, kind: case in LOSSES or kind in ("deepcopy", "state_dict"))
+def test_a_copy_goes_on_as_the_original_would(case, kind):
+    loss = train(case.build(weight=WEIGHT), epochs=1)
+    twin = COPIES[kind](loss, case.build(weight=WEIGHT))
+    assert_same(state(twin), state(loss))
+    assert_same(run(loss, batch()), run(twin, batch()))
+    assert_same(state(train(loss, epochs=1)), state(train(twin, epochs=1)))
+
+
+@every(LOSSES, lambda case: case.has(lambda loss: loss.state_dict()))
+def test_a_copy_has_a_state_of_its_own(case):
+    loss = case.trained()
+    before = state(loss)
+    train(copy.deepcopy(loss))
+    train(pickle.loads(pickle.dumps(loss)))
+    train(restored(loss.state_dict(), case.build().double()))
+    assert_same(state(loss), before)
+
+
+@every(LOSSES, lambda case: case.has(lambda loss: loss.state_dict()))
+def test_loading_is_strict(case):
+    saved_state = case.trained().state_dict()
+    missing = dict(list(saved_state.items())[1:])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        case.build().load_state_dict(missing)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        case.build().load_state_dict({**saved_state, "something_else": torch.zeros(1)})
+
+
+@every_case
+def test_training_does_not_change_what_state_there_is(case):
+    fresh, trained = case.build(), train(case.build())
+    layout = {name: (value.shape, value.dtype) for name, value in fresh.state_dict().items()}
+    assert {name: (value.shape, value.dtype) for name, value in trained.state_dict().items()} == layout
+
+
+@every_case
+def test_state_is_changed_in_place(case):
+    loss = case.build()
+    places = {name: value.data_ptr() for name, value in loss.state_dict(keep_vars=True).items()}
+    train(loss)
+    assert {name: value.data_ptr() for name, value in loss.state_dict(keep_vars=True).items()} == places
+
+
+@every_loss
+def test_an_epoch_of_training_moves_all_of_the_state(case):
+    before, after = case.build().state_dict(), train(case.build()).state_dict()
+    still = [name for name, value in before.items() if torch.equal(value, after[name]) and value.dtype != torch.bool]
+    assert not still
+
+
+@every_case
+def test_evaluation_changes_nothing(case):
+    loss = case.trained().eval()
+    before = state(loss)
+    first, second = run(loss, batch()), run(loss, batch())
+    assert_same(first, second)
+    loss.parts(*batch())
+    with torch.no_grad():
+        loss(*batch())
+    assert_same(state(loss), before)
+
+
+@every(CASES, lambda case: not case.has(lambda loss: loss.state_dict()))
+def test_without_state_training_is_evaluation(case):
+    loss, twin = train(case.build()), case.build().eval()
+    assert_same(run(loss, batch()), run(twin, batch()))
+    assert not loss.state_dict()
+
+
+@every_case
+def test_a_value_without_gradient_moves_the_state_as_one_with(case):
+    loss, twin = case.trained(), case.trained()
+    expected = run(twin, batch())
+    seed(0)
+    with torch.no_grad():
+        assert_same(loss(*batch()), expected.value)
+    assert_same(state(loss), state(twin))
+
+
+@every_case
+def test_state_carries_no_graph(case):
+    loss = train(case.build())
+    assert not any(value.requires_grad for value in loss.buffers())
+    assert not any(term.requires_grad for term in loss.last_terms.values())
+
+
+@every_case
+def test_a_double_loss_is_the_same_loss(case):
+    single, double = case.build(), case.build().to(torch.float64)
+    assert all(parameter.dtype == torch.float64 for parameter in double.parameters())
+    outcome, expected = run(double, batch()), run(single, batch())
+    assert_close(outcome.value, expected.value, 1e-6)
+    assert_close(outcome.by_logits, expected.by_logits, 1e-6)
+
+
+@every_loss
+def test_the_end_of_an_epoch_needs_nothing_or_says_what(case):
+    loss, said = case.build(), ""
+    try:
+        loss.end_epoch()
+    except ValueError as error:
+        said = str(error)
+    assert not said or (case.record.name in said and "validation" in said)
+    loss.end_epoch(validation=fedlas.Predictions(*batch(20)[:2]))

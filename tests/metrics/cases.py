@@ -1,0 +1,55 @@
+"""Data that several tests of the metrics use, and the way to other people's packages."""
+
+import importlib
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+
+def oracle(name: str) -> Any:
+    """Import a package that tests compare with; its own warnings are not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            pytest.skip(f"{name} is not installed")
+
+
+def golden_logits() -> tuple[np.ndarray, np.ndarray]:
+    """The problem on which the published code was run: 1,000 samples of 5 classes."""
+    random = np.random.RandomState(0)
+    logits = 2 * random.randn(1000, 5)
+    labels = random.randint(0, 5, 1000)
+    logits[np.arange(1000), labels] += 1.5
+    return logits.astype(np.float32), labels
+
+
+def saturated(n: int = 2_000, classes: int = 10, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Probabilities of an over-trained model: many confidences are exactly 1 in float32."""
+    source = torch.Generator().manual_seed(seed)
+    logits = torch.randn(n, classes, generator=source)
+    labels = torch.randint(classes, (n,), generator=source)
+    guess = torch.where(torch.rand(n, generator=source) < 0.8, labels, torch.randint(classes, (n,), generator=source))
+    logits[torch.arange(n), guess] += 25 * torch.rand(n, generator=source)
+    return logits.softmax(1), labels
+
+
+def binary(n: int, seed: int = 0, shift: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Confidences and hits of a model that promises `shift` more than it keeps."""
+    random = np.random.default_rng(seed)
+    confidence = 0.1 + 0.9 * random.beta(4, 1.2, n)
+    hits = random.random(n) < np.clip(confidence - shift, 0, 1)
+    return torch.from_numpy(confidence), torch.from_numpy(hits.astype(np.int64))
+
+
+def two_classes(
+    confidence: list[float], correct: list[int], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Rows whose top class has the given confidence, which must be at least one half."""
+    top = torch.tensor(confidence, dtype=torch.float64)
+    return torch.stack([top, 1 - top], dim=1).to(dtype), 1 - torch.tensor(correct)

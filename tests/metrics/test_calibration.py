@@ -1,0 +1,364 @@
+"""Binned calibration errors: golden values, and every pitfall that other packages fell into."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.metrics import (
+    aece,
+    classwise_ece,
+    debiased_l2,
+    ece,
+    histogram,
+    lp_error,
+    mce,
+    over_under,
+    per_image,
+    rms_error,
+    signed_ece,
+)
+from fedlas.predictions import Predictions
+from metrics import cases
+
+
+def test_official_numbers_are_the_golden_ones(golden):
+    """Printed by the published code in float32; ours are float64 sums."""
+    assert ece(golden, compat="official") == pytest.approx(0.24641016125679016, abs=5e-8)
+    assert aece(golden, compat="official") == pytest.approx(0.24567577242851257, abs=5e-8)
+    assert classwise_ece(golden, compat="official") == pytest.approx(0.10570194572210312, abs=5e-8)
+    over, under = over_under(golden, compat="official")
+    assert over == pytest.approx(0.24567575120937923, abs=5e-8)
+    assert under == pytest.approx(0.0007344150892041323, abs=5e-8)
+
+
+def test_confidence_one_is_in_the_last_bin():
+    """torchmetrics#3510: it sat in a bin of its own, and 0.525 came out."""
+    assert ece(*cases.two_classes([0.95, 1.0], [1, 0]), bins=10) == pytest.approx(0.475)
+
+
+def test_a_saturated_model_has_the_same_ece_in_float32_and_float64():
+    probs, labels = cases.saturated()
+    assert float((probs.amax(1) == 1).double().mean()) > 0.1
+    assert ece(probs, labels) == pytest.approx(ece(probs.double(), labels), abs=1e-12)
+
+
+def test_confidence_zero_is_counted_once():
+    """torchmetrics#1646 indexed -1; the published code raises KeyError or drops it."""
+    filled = histogram(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0, 1, 1]), scope="positive").bins
+    assert filled.counts[0] == 2
+    assert int(filled.counts.sum()) == 3
+    assert ece(torch.tensor([0.0, 0.0]), torch.tensor([0, 1]), scope="positive") == 0.5
+
+
+def test_the_number_of_bins_is_the_one_asked_for():
+    """MAPIE's linspace(0, 1, bins) made one bin less."""
+    for bins in (1, 10, 15):
+        grid = (torch.arange(bins) + 0.5) / bins
+        filled = histogram(grid, torch.ones(bins, dtype=torch.long), bins, scope="positive").bins
+        assert filled.counts.tolist() == [1] * bins
+
+
+@pytest.mark.parametrize("bins", [1, 7, 15, 100])
+def test_no_bin_is_dropped_and_all_of_zero_to_one_is_covered(bins):
+    """Hendrycks' code drops the last bin; fortuna's bins start at 1/N, OpenOOD's end before 1."""
+    probs, labels = cases.saturated()
+    assert int(histogram(probs, labels, bins).bins.counts.sum()) == len(labels)
+    assert int(histogram(probs, labels, bins, binning="mass").bins.counts.sum()) == len(labels)
+
+
+def test_mean_confidence_not_the_bin_centre_is_compared():
+    """pycalib#4: a model that says 0.9 and is right 9 times in 10 has no error."""
+    assert ece(*cases.two_classes([0.9] * 10, [1] * 9 + [0])) == pytest.approx(0, abs=1e-15)
+
+
+@pytest.mark.parametrize("metric", [ece, aece, classwise_ece, mce, rms_error, debiased_l2, signed_ece])
+@pytest.mark.parametrize(
+    ("probs", "labels", "message"),
+    [
+        ([[0.5, 0.5], [math.nan, 0.5]], [0, 1], "row 1"),
+        ([[0.5, 0.5], [0.5, math.inf]], [0, 1], "row 1"),
+        ([[0.9, 0.9], [0.5, 0.5]], [0, 1], "row 0"),
+        ([[1.5, -0.5]], [0], "row 0"),
+        ([[0.5, 0.5], [0.5, 0.5]], [0, 2], "labels: row 1 is outside 0..1: 2"),
+        ([[0.5, 0.5], [0.5, 0.5]], [-1, 0], "labels: row 0"),
+        ([[0.5, 0.5], [0.5, 0.5]], [0], "shape"),
+    ],
+)
+def test_wrong_input_is_an_error_that_names_the_row(metric, probs, labels, message):
+    with pytest.raises(ValueError, match=message):
+        metric(np.array(probs), np.array(labels))
+
+
+def test_no_samples_are_an_error():
+    with pytest.raises(ValueError, match="at least one sample"):
+        ece(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
+
+
+def test_rows_may_be_off_by_what_their_type_rounds():
+    probs, labels = cases.saturated(500)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert ece(probs.to(dtype), labels) == pytest.approx(ece(probs, labels), abs=1e-2)
+    with pytest.raises(ValueError, match="distribution"):
+        ece(probs * 1.001, labels)
+
+
+def test_logits_are_never_taken_for_probabilities():
+    """torchmetrics guesses by value: logits inside [0, 1] gave 0.150 instead of 0.505."""
+    logits = torch.rand(100, 3)
+    with pytest.raises(ValueError, match="distribution"):
+        ece(logits, torch.zeros(100, dtype=torch.long))
+
+
+def test_probs_without_labels_and_integer_probs_are_errors():
+    with pytest.raises(TypeError, match="labels are missing"):
+        ece(torch.eye(3))
+    with pytest.raises(TypeError, match="floating-point"):
+        ece(torch.eye(3, dtype=torch.long), torch.arange(3))
+
+
+def test_a_perfect_model_has_an_error_of_zero_that_is_a_float():
+    """torchmetrics returned an int64 zero for the L2 norm."""
+    for metric in (ece, aece, classwise_ece, mce, rms_error, debiased_l2):
+        found = metric(torch.eye(3), torch.arange(3))
+        assert isinstance(found, float)
+        assert found == 0.0
+
+
+def test_ties_of_the_top_probability_go_to_the_first_class():
+    probs = torch.tensor([[0.4, 0.4, 0.2]])
+    assert ece(probs, torch.tensor([0])) == pytest.approx(0.6)
+    assert ece(probs, torch.tensor([1])) == pytest.approx(0.4)
+
+
+def test_bf16_agrees_with_float32():
+    """Sums in bf16 stick at 256; ours are float64 whatever comes in."""
+    source = torch.Generator().manual_seed(1)
+    probs = (torch.randn(20_000, 10, generator=source) * 2).softmax(1)
+    labels = torch.randint(10, (20_000,), generator=source)
+    assert ece(probs.bfloat16(), labels) == pytest.approx(ece(probs, labels), abs=1e-3)
+
+
+def test_shares_of_bins_are_not_rounded_to_float32(golden):
+    """Dividing int64 counts by an int gives float32 in torch; the RMS error was off by 1e-9."""
+    filled = histogram(golden).bins
+    assert filled.share.dtype == torch.float64
+    assert lp_error(golden, p=1) == pytest.approx(ece(golden), abs=1e-15)
+
+
+def test_constant_confidence_is_not_free_of_error():
+    """The published AECE is 0 for a constant 0.9 that is right half of the time; the truth is 0.4."""
+    probs, labels = cases.two_classes([0.9] * 20, [0, 1] * 10)
+    assert aece(probs, labels) == pytest.approx(0.4)
+    assert aece(probs, labels, compat="official") == 0.0
+
+
+def test_equal_mass_does_not_depend_on_the_order_of_samples():
+    """torch-uncertainty split ties by position, MAPIE took the maximum of unsorted chunks."""
+    probs, labels = cases.saturated()
+    values = set()
+    for seed in range(5):
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        values.add(round(float(aece(probs[order], labels[order])), 14))
+    assert len(values) == 1
+
+
+def test_equal_mass_with_fewer_samples_than_bins():
+    """torch-uncertainty returned NaN: every sample is then a bin of its own."""
+    probs, labels = cases.two_classes([0.6, 0.8, 0.9], [1, 0, 1])
+    assert aece(probs, labels, bins=15) == pytest.approx((0.4 + 0.8 + 0.1) / 3)
+    assert aece(probs[:1], labels[:1]) == pytest.approx(0.4)
+
+
+def test_equal_mass_with_ties_does_not_fail():
+    """netcal raises "smallest edge difference is numerically 0" on saturated models."""
+    probs, labels = cases.saturated()
+    found = aece(probs, labels)
+    assert 0 < found < 1
+    assert found.details["filled_bins"] < 15
+
+
+def test_classes_that_never_occur_are_counted():
+    """The published code averages over max(label) + 1 classes: 5 of these 10."""
+    probs = torch.full((10, 10), 0.1)
+    labels = torch.arange(10) % 5
+    ours = classwise_ece(probs, labels)
+    assert len(ours.details["per_class"]) == 10
+    assert ours == pytest.approx(0.1, abs=1e-7)
+    assert len(classwise_ece(probs, labels, compat="official").details["per_class"]) == 5
+
+
+def test_classwise_errors_are_those_of_the_columns(golden):
+    probs, labels = golden.probs, golden.labels
+    columns = [float(ece(probs[:, k].contiguous(), (labels == k).long(), scope="positive")) for k in range(5)]
+    found = classwise_ece(golden)
+    assert found.details["per_class"] == pytest.approx(columns, abs=1e-12)
+    assert found == pytest.approx(sum(columns) / 5, abs=1e-12)
+    masses = [float(aece(probs[:, k].contiguous(), (labels == k).long(), scope="positive")) for k in range(5)]
+    assert classwise_ece(golden, binning="mass") == pytest.approx(sum(masses) / 5, abs=1e-12)
+
+
+@pytest.mark.parametrize("binning", ["width", "mass"])
+@pytest.mark.parametrize("scope", ["top-label", "class-wise"])
+def test_over_and_under_add_up(golden, binning, scope):
+    over, under = over_under(golden, binning=binning, scope=scope)
+    assert over + under == pytest.approx(lp_error(golden, p=1, binning=binning, scope=scope), abs=1e-14)
+    assert over - under == pytest.approx(signed_ece(golden, binning=binning, scope=scope), abs=1e-14)
+
+
+def test_signed_ece_is_mean_confidence_minus_accuracy(golden):
+    expected = golden.confidence.double().mean() - golden.correct.double().mean()
+    assert signed_ece(golden) == pytest.approx(float(expected), abs=1e-14)
+
+
+def test_norms_by_hand():
+    probs, labels = cases.two_classes([0.6, 0.6, 0.9, 0.9], [1, 1, 1, 0])
+    assert ece(probs, labels, bins=10) == pytest.approx(0.4)
+    assert mce(probs, labels, bins=10) == pytest.approx(0.4)
+    assert rms_error(probs, labels, bins=10) == pytest.approx(0.4)
+    assert lp_error(probs, labels, bins=10, p=3) == pytest.approx(0.4)
+    # Bins of accuracy 1 and 1/2: only the second one's gap has a variance, 1/4 over n - 1 = 1, to subtract.
+    expected = 0.5 * 0.16 + 0.5 * (0.16 - 0.25)
+    assert debiased_l2(probs, labels, bins=2) == pytest.approx(math.sqrt(expected) if expected > 0 else 0)
+
+
+def test_lp_errors_rise_with_p_to_the_maximum(golden):
+    errors = [float(lp_error(golden, p=p)) for p in (1, 1.5, 2, 4, 50)]
+    assert errors == sorted(errors)
+    assert errors[0] == pytest.approx(ece(golden), abs=1e-14)
+    assert errors[-1] < mce(golden)
+    with pytest.raises(ValueError, match="at least 1"):
+        lp_error(golden, p=0.5)
+
+
+def test_debiased_error_of_a_calibrated_model_is_smaller():
+    confidence, hits = cases.binary(5_000)
+    assert debiased_l2(confidence, hits, scope="positive") < 0.5 * rms_error(confidence, hits, scope="positive")
+
+
+def test_soft_labels_are_the_share_of_annotators_who_agree():
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.7, 0.2, 0.1]])
+    labels = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.5, 0.0]])
+    assert ece(probs, labels) == pytest.approx(0.0, abs=1e-7)
+    assert ece(probs[:1], labels[:1]) == pytest.approx(0.2, abs=1e-7)
+    assert "soft labels" in ece(probs, labels).scope
+    with pytest.raises(ValueError, match="hard labels"):
+        debiased_l2(probs, labels)
+
+
+def test_one_hot_labels_equal_class_numbers(golden):
+    hot = torch.nn.functional.one_hot(golden.labels, 5).float()
+    for metric in (ece, aece, classwise_ece, mce, signed_ece):
+        assert metric(golden.probs, hot) == pytest.approx(metric(golden), abs=1e-12)
+
+
+def test_binary_samples_can_be_ignored():
+    found = ece(torch.tensor([0.9, 0.2, 0.7]), torch.tensor([1, -1, 0]), scope="positive", ignore_index=-1)
+    assert found.n == 2
+    assert found == pytest.approx((0.1 + 0.7) / 2)
+
+
+def test_binary_scope_takes_one_or_two_columns():
+    confidence, hits = cases.binary(500)
+    expected = ece(confidence, hits, scope="positive")
+    assert ece(confidence[:, None], hits, scope="positive") == expected
+    both = torch.stack([1 - confidence, confidence], 1)
+    assert ece(both, hits, scope="positive") == expected
+    assert ece(Predictions.from_probs(both, hits), scope="positive") == expected
+    assert ece(both, hits) != expected
+    with pytest.raises(ValueError, match="positive"):
+        ece(confidence, hits)
+    with pytest.raises(ValueError, match="two classes"):
+        ece(torch.eye(3), torch.arange(3), scope="positive")
+    with pytest.raises(ValueError, match=r"row 1 is not between 0 and 1: 1\.5"):
+        ece(torch.tensor([0.5, 1.5]), torch.tensor([0, 1]), scope="positive")
+
+
+def test_multi_label_rows_need_not_sum_to_one():
+    probs = torch.tensor([[0.9, 0.8], [0.9, 0.2]])
+    labels = torch.tensor([[1, 1], [0, 0]])
+    found = ece(probs, labels, scope="multi-label")
+    assert found.details["per_class"] == pytest.approx((0.4, 0.2), abs=1e-7)
+    with pytest.raises(ValueError, match="one shape"):
+        ece(probs, torch.tensor([0, 1]), scope="multi-label")
+    with pytest.raises(ValueError, match="row 0"):
+        ece(probs + 0.5, labels, scope="multi-label")
+
+
+def test_maps_are_pooled_over_positions():
+    source = torch.Generator().manual_seed(0)
+    maps = torch.randn(2, 4, 3, 5, generator=source).softmax(1)
+    labels = torch.randint(4, (2, 3, 5), generator=source)
+    table = maps.movedim(1, -1).reshape(-1, 4)
+    for metric in (ece, aece, classwise_ece):
+        assert metric(maps, labels) == pytest.approx(metric(table, labels.reshape(-1)), abs=1e-12)
+    assert ece(maps, labels).n == 30
+
+
+def test_ignored_positions_do_not_count_and_may_hold_anything():
+    source = torch.Generator().manual_seed(0)
+    maps = torch.randn(2, 4, 6, generator=source).softmax(1)
+    labels = torch.randint(4, (2, 6), generator=source)
+    labels[0, :2] = 255
+    kept = labels != 255
+    expected = ece(maps.movedim(1, -1)[kept], labels[kept])
+    maps[0, :, 0] = math.nan
+    for metric in (ece, classwise_ece):
+        assert metric(maps, labels, ignore_index=255).n == 10
+    assert ece(maps, labels, ignore_index=255) == expected
+    with pytest.raises(ValueError, match=r"row 0 at \(0,\)"):
+        ece(maps, labels)
+    with pytest.raises(ValueError, match="every label is 255"):
+        ece(maps, torch.full((2, 6), 255), ignore_index=255)
+
+
+def test_per_image_is_the_mean_of_images():
+    source = torch.Generator().manual_seed(0)
+    maps = torch.randn(3, 4, 7, generator=source).softmax(1)
+    labels = torch.randint(4, (3, 7), generator=source)
+    labels[2] = -100
+    found = per_image(ece, maps, labels, ignore_index=-100, bins=5)
+    each = [float(ece(maps[i : i + 1], labels[i : i + 1], bins=5)) for i in range(2)]
+    assert found == pytest.approx(sum(each) / 2)
+    assert (found.details["images"], found.details["left_out"], found.n) == (2, 1, 14)
+    with pytest.raises(ValueError, match="no image"):
+        per_image(ece, maps, torch.full((3, 7), -100), ignore_index=-100)
+
+
+def test_numpy_and_torch_and_predictions_agree(golden):
+    probs, labels = golden.probs, golden.labels
+    assert ece(probs.numpy(), labels.numpy()) == ece(probs, labels) == ece(golden)
+    assert ece(probs.tolist(), labels.tolist()) == pytest.approx(ece(golden), abs=1e-7)
+
+
+def test_a_class_wise_metric_refuses_predictions_that_know_only_the_top_class():
+    known = Predictions.from_probs(torch.tensor([[0.8, 0.1, 0.1]]), torch.tensor([0]), top_only=True)
+    assert ece(known) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="only the top confidence"):
+        classwise_ece(known)
+
+
+def test_class_wise_errors_of_bf16(golden):
+    probs = golden.probs.bfloat16()
+    expected = [float(ece(probs[:, k].contiguous(), (golden.labels == k).long(), scope="positive")) for k in range(5)]
+    assert classwise_ece(probs, golden.labels).details["per_class"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_unknown_words_are_refused(golden):
+    from fedlas.metrics.presets import Binning
+    from fedlas.metrics.samples import pairs
+
+    with pytest.raises(ValueError, match="no single confidence"):
+        pairs(golden, scope="class-wise")
+    with pytest.raises(TypeError, match="sum to one"):
+        ece(golden, scope="multi-label")
+    with pytest.raises(ValueError, match="3 rows for 2"):
+        ece(torch.rand(2), torch.tensor([0, 1, 1]), scope="positive")
+    with pytest.raises(ValueError, match="2 rows for 1"):
+        per_image(ece, torch.ones(1, 1, 2), torch.zeros(2, 2, dtype=torch.long))
+    assert Binning().rule.startswith("(lower, upper]")
+    with pytest.raises(ValueError, match="at least one"):
+        ece(golden, bins=0)
+    with pytest.raises(ValueError, match="equal-mass"):
+        aece(golden, compat="torchmetrics")

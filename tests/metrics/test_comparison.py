@@ -1,0 +1,217 @@
+"""Comparisons: two models on the same samples, runs over seeds, mean ranks over data sets."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.metrics import (
+    Result,
+    accuracy,
+    across_seeds,
+    aece,
+    brier,
+    classwise_ece,
+    ece,
+    mean_ranks,
+    nll,
+    paired_bootstrap,
+    signed_ece,
+)
+from fedlas.predictions import Predictions
+from metrics import cases
+
+# ECE in percent, and the mean rank printed beside it, of the paper's main table: CIFAR-10, CIFAR-100 and Tiny-ImageNet,
+# each with ResNet-101 and ResNet-50. MMCE and ECP share a value in the third column.
+PAPER = {
+    "CE": ([5.74, 5.85, 12.94, 13.59, 4.97, 3.73], 14.0),
+    "MMCE": ([3.61, 3.1, 13.43, 12.72, 4.88, 5.15], 11.5),
+    "ECP": ([5.41, 3.01, 13.43, 12.29, 4.68, 4.0], 11.5),
+    "MDCA": ([6.88, 6.86, 13.61, 12.68, 6.06, 2.77], 14.17),
+    "CPC": ([3.78, 3.91, 13.32, 13.29, 3.9, 3.12], 12.0),
+    "CRL": ([3.74, 3.14, 7.29, 6.3, 3.57, 1.65], 8.5),
+    "FLSD-53": ([4.58, 3.84, 5.33, 4.23, 4.91, 2.91], 8.83),
+    "FL": ([4.6, 3.9, 5.13, 4.81, 2.55, 2.96], 8.67),
+    "DFL": ([2.12, 2.46, 5.05, 4.55, 4.78, 6.5], 7.5),
+    "AdaFocal": ([3.52, 4.9, 5.31, 4.39, 5.43, 5.82], 10.0),
+    "LS": ([3.07, 3.59, 6.08, 5.42, 2.04, 2.56], 7.0),
+    "FeDLaS-LS": ([1.56, 1.29, 7.48, 4.29, 2.56, 1.77], 5.5),
+    "MbLS": ([1.38, 1.21, 6.1, 5.0, 1.81, 1.45], 4.33),
+    "ACLS": ([2.22, 2.32, 7.09, 7.05, 1.66, 1.37], 5.5),
+    "FeDLaS-MbLS": ([1.27, 1.12, 4.51, 4.42, 1.55, 1.22], 1.83),
+    "CE+TS": ([3.62, 3.68, 3.06, 2.93, 2.08, 1.63], 5.0),
+}
+
+
+def two_models(random: np.random.Generator, n: int, hot: float, cold: float):
+    """Confidences of two models that see nearly the same thing, and the true chance of a hit."""
+    seen = random.normal(1.5, 1.5, n)
+    other = seen + random.normal(0, 0.5, n)
+    first, second = 1 / (1 + np.exp(-seen * hot)), 1 / (1 + np.exp(-other * cold))
+    return torch.from_numpy(first), torch.from_numpy(second), 1 / (1 + np.exp(-(seen + 0.3 * (other - seen))))
+
+
+@pytest.mark.parametrize(("hot", "cold", "n"), [(1.0, 1.0, 1_000), (1.3, 1.0, 800), (2.0, 2.0, 500)])
+def test_the_difference_of_two_models_is_covered(hot, cold, n):
+    random = np.random.default_rng(5)
+    first, second, chance = two_models(random, 500_000, hot, cold)
+    soft = torch.from_numpy(chance)
+    true = float(ece(first, soft, scope="positive")) - float(ece(second, soft, scope="positive"))
+    covered = 0
+    for trial in range(100):
+        first, second, chance = two_models(random, n, hot, cold)
+        hits = torch.from_numpy((random.random(n) < chance).astype(np.int64))
+        found = paired_bootstrap(ece, first, second, hits, scope="positive", resamples=200, seed=trial)
+        covered += true in found.interval
+    assert covered / 100 >= 0.9
+
+
+def test_equal_models_are_seldom_told_apart():
+    """False alarms: the same calibrated model with independent noise must not be called better."""
+    random = np.random.default_rng(0)
+    alarms = 0
+    for trial in range(60):
+        seen = random.normal(1.5, 1.5, 600)
+        chance = 1 / (1 + np.exp(-seen))
+        noisy = [torch.from_numpy(1 / (1 + np.exp(-(seen + random.normal(0, 0.1, 600))))) for _ in range(2)]
+        hits = torch.from_numpy((random.random(600) < chance).astype(np.int64))
+        found = paired_bootstrap(ece, *noisy, hits, scope="positive", resamples=200, seed=trial)
+        alarms += found.better is not None
+        assert (found.p_value < 0.05) == (found.better is not None) or abs(found.p_value - 0.05) < 0.03
+    assert alarms <= 6
+
+
+@pytest.mark.parametrize("metric", [ece, aece, nll, brier])
+def test_a_clear_difference_is_seen(golden, cooled, metric):
+    found = paired_bootstrap(metric, golden, cooled, resamples=500)
+    assert found.better == "second"
+    assert found.p_value < 0.01
+    assert found.interval.low > 0
+    assert found.difference == pytest.approx(float(metric(golden)) - float(metric(cooled)))
+    assert "the second model is better" in str(found)
+    back = paired_bootstrap(metric, cooled, golden, resamples=500)
+    assert back.better == "first"
+    assert back.interval.high < 0
+
+
+def test_pairing_makes_the_interval_narrow(golden):
+    """Two nearly equal models: their difference is known far better than either value."""
+    noise = torch.randn(1000, 5, generator=torch.Generator().manual_seed(0))
+    other = Predictions(golden.logits + 0.05 * noise, golden.labels)
+    from fedlas.metrics import bootstrap
+
+    alone = bootstrap(ece, golden, resamples=500).interval.width
+    together = paired_bootstrap(ece, golden, other, resamples=500)
+    assert together.interval.width < 0.5 * alone
+    assert together.better is None
+    assert "no difference is shown" in str(together)
+
+
+def test_higher_accuracy_is_better(golden):
+    worse = Predictions(golden.logits.roll(1, 1), golden.labels)
+    found = paired_bootstrap(accuracy, golden, worse, resamples=300)
+    assert found.better == "first"
+    assert found.p_value <= 0.01
+
+
+def test_a_model_against_itself(golden):
+    for metric in (ece, nll, accuracy):
+        found = paired_bootstrap(metric, golden, golden, resamples=200)
+        assert found.difference == 0
+        assert found.better is None
+        assert found.p_value > 0.9
+
+
+def test_what_is_not_comparable_is_refused(golden, cooled):
+    shifted = Predictions(golden.logits, (golden.labels + 1) % 5)
+    with pytest.raises(ValueError, match="labels: row 0"):
+        paired_bootstrap(ece, golden, shifted)
+    with pytest.raises(ValueError, match="1000 samples, the second 10"):
+        paired_bootstrap(ece, golden, Predictions(torch.randn(10, 5), torch.zeros(10, dtype=torch.long)))
+    with pytest.raises(ValueError, match="class-wise"):
+        paired_bootstrap(classwise_ece, golden, cooled)
+    with pytest.raises(ValueError, match="known coverage"):
+        paired_bootstrap(signed_ece, golden, cooled)
+    soft = Predictions(golden.logits, torch.eye(5)[golden.labels])
+    with pytest.raises(ValueError, match="soft"):
+        paired_bootstrap(ece, golden, soft)
+
+
+def test_mean_and_deviation_over_seeds(golden, cooled):
+    runs = [
+        ece(golden),
+        ece(cooled),
+        ece(golden.probs.double() / golden.probs.double().sum(1, keepdim=True), golden.labels),
+    ]
+    found = across_seeds(runs)
+    assert found == pytest.approx(np.mean([float(run) for run in runs]))
+    assert found.details["std"] == pytest.approx(np.std([float(run) for run in runs], ddof=1))
+    assert found.details["seeds"] == 3
+    assert "±" in str(found)
+    assert math.isnan(across_seeds([0.1]).details["std"])
+    assert across_seeds([0.1, 0.2]) == pytest.approx(0.15)
+    with pytest.raises(ValueError, match="different metrics"):
+        across_seeds([ece(golden), ece(golden, bins=10)])
+    with pytest.raises(ValueError, match="no runs"):
+        across_seeds([])
+
+
+# Made-up errors with the structure of the paper's table: two methods share a value on the second data set.
+TABLE = {"a": [1.0, 2.0, 1.0, 1.0], "b": [2.0, 2.0, 3.0, 2.0], "c": [3.0, 4.0, 2.0, 3.0], "d": [4.0, 5.0, 4.0, 4.0]}
+
+
+def test_mean_ranks_give_ties_the_smallest_rank():
+    found = mean_ranks(TABLE)
+    assert found.ranks == {"a": 1.0, "b": 2.0, "c": 2.75, "d": 4.0}
+    assert found.average_ranks == {"a": 1.125, "b": 2.125, "c": 2.75, "d": 4.0}
+    assert list(found.ranks) == ["a", "b", "c", "d"]
+    assert found.datasets == 4
+
+
+def test_the_papers_mean_ranks_come_out():
+    found = mean_ranks({name: values for name, (values, _) in PAPER.items()})
+    for name, (_, printed) in PAPER.items():
+        assert found.ranks[name] == pytest.approx(printed, abs=0.005), name
+    assert found.average_ranks["MMCE"] == pytest.approx(found.ranks["MMCE"] + 1 / 12)
+    assert found.datasets == 6
+    assert found.critical_difference > found.ranks["MbLS"] - found.ranks["FeDLaS-MbLS"]
+    assert not found.differ("FeDLaS-MbLS", "MbLS")
+    assert found.differ("FeDLaS-MbLS", "CE")
+
+
+def test_higher_values_can_be_better():
+    flipped = mean_ranks({name: [-value for value in values] for name, values in TABLE.items()}, higher_is_better=True)
+    assert flipped.ranks == mean_ranks(TABLE).ranks
+
+
+def test_friedman_and_critical_difference_against_scipy_and_demsar():
+    stats = cases.oracle("scipy.stats")
+    found = mean_ranks(TABLE)
+    assert found.p_value == pytest.approx(stats.friedmanchisquare(*TABLE.values()).pvalue)
+    # Demsar (2006), table 5: q_0.05 = 2.569 for four methods.
+    assert found.critical_difference == pytest.approx(2.569 * math.sqrt(4 * 5 / (6 * 4)), abs=2e-3)
+
+
+def test_the_statement_names_what_differs():
+    found = mean_ranks({name: values * 3 for name, values in TABLE.items()})
+    assert found.differ("a", "d")
+    assert not found.differ("a", "b")
+    assert "a differs from c, d" in str(found)
+    assert "no method is shown to differ from a" in str(mean_ranks({"a": [1, 2], "b": [2, 1.5]}))
+    assert mean_ranks({"a": [1.0, 1.0], "b": [1.0, 1.0]}).p_value == 1.0
+
+
+def test_incomplete_tables_are_refused():
+    with pytest.raises(ValueError, match="two methods"):
+        mean_ranks({"a": [1.0]})
+    with pytest.raises(ValueError, match="every data set"):
+        mean_ranks({"a": [1.0, 2.0], "b": [1.0]})
+    with pytest.raises(ValueError, match="b has no value on data set 1"):
+        mean_ranks({"a": [1.0, 2.0], "b": [1.0, math.nan]})
+
+
+def test_results_can_be_ranked_as_they_are(golden, cooled):
+    found = mean_ranks({"hot": [ece(golden), aece(golden)], "cold": [ece(cooled), aece(cooled)]})
+    assert isinstance(ece(golden), Result)
+    assert found.ranks == {"cold": 1.0, "hot": 2.0}

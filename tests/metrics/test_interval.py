@@ -1,0 +1,334 @@
+"""Intervals: they cover the true value, agree with the exact bootstrap, and are quick."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas import metrics
+from fedlas.metrics import (
+    accuracy,
+    aece,
+    aurc,
+    bootstrap,
+    brier,
+    classwise_ece,
+    clopper_pearson,
+    ece,
+    histogram,
+    mce,
+    nll,
+    noise_floor,
+    over_under,
+    signed_ece,
+)
+from fedlas.metrics.interval import gaps_of
+from fedlas.metrics.resampling import (
+    cell_deviations,
+    class_deviations,
+    inverted_interval,
+    mean_interval,
+    sample_deviations,
+)
+from metrics import cases
+
+Accuracy = Callable[[np.ndarray], np.ndarray]
+
+
+def sigmoid(z: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-z))
+
+
+def logit(c: np.ndarray) -> np.ndarray:
+    return np.log(c / (1 - c))
+
+
+def spread(random: np.random.Generator, n: int) -> np.ndarray:
+    return np.clip(0.1 + 0.9 * random.beta(4, 1.2, n), 1e-6, 1 - 1e-6)
+
+
+def crowded(random: np.random.Generator, n: int) -> np.ndarray:
+    return np.clip(1 - 0.9 * random.beta(0.5, 5, n), 1e-6, 1 - 1e-6)
+
+
+# How confidences are spread, how accurate they are, and how many samples there are.
+MODELS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], Accuracy, int]] = {
+    "calibrated": (spread, lambda c: c, 1_000),
+    "slightly over-confident": (spread, lambda c: np.clip(c - 0.01, 0, 1), 3_000),
+    "over-confident": (spread, lambda c: sigmoid(logit(c) / 1.5), 1_000),
+    "far over-confident": (crowded, lambda c: sigmoid(logit(c) / 2.5), 2_000),
+    "under-confident": (spread, lambda c: sigmoid(logit(c) * 1.3), 2_000),
+    "over and under": (spread, lambda c: np.clip(c + 0.05 * np.sin(9 * c), 0, 1), 5_000),
+    "crowded and calibrated": (crowded, lambda c: c, 5_000),
+}
+
+
+def truth(metric: Callable[..., float], name: str) -> float:
+    """The value on very many samples whose labels are the true probabilities."""
+    draw, accurate, _ = MODELS[name]
+    confidence = draw(np.random.default_rng(12345), 300_000)
+    return float(metric(torch.from_numpy(confidence), torch.from_numpy(accurate(confidence)), scope="positive"))
+
+
+def coverage(metric: Callable[..., float], name: str, trials: int, resamples: int) -> float:
+    draw, accurate, n = MODELS[name]
+    random = np.random.default_rng(0)
+    true = truth(metric, name)
+    # A calibrated model's own value is zero; the sums leave 1e-16 of it.
+    true = 0.0 if true < 1e-9 else true
+    covered = 0
+    for trial in range(trials):
+        confidence = draw(random, n)
+        hits = torch.from_numpy((random.random(n) < accurate(confidence)).astype(np.int64))
+        found = bootstrap(metric, torch.from_numpy(confidence), hits, scope="positive", resamples=resamples, seed=trial)
+        covered += true in found.interval
+    return covered / trials
+
+
+@pytest.mark.parametrize("name", ["calibrated", "over-confident", "over and under"])
+@pytest.mark.parametrize("metric", [ece, aece])
+def test_95_percent_intervals_cover_the_true_value(metric, name):
+    assert 0.92 <= coverage(metric, name, trials=150, resamples=400) <= 0.985
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("metric", [ece, aece])
+def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
+    assert 0.92 <= coverage(metric, name, trials=1_000, resamples=1_000) <= 0.98
+
+
+def test_plain_percentile_intervals_would_not_cover():
+    """Why we do not ship them: on a nearly calibrated model they hardly ever hold the true value."""
+    draw, accurate, n = MODELS["slightly over-confident"]
+    random, true = np.random.default_rng(0), truth(ece, "slightly over-confident")
+    covered = 0
+    for _ in range(50):
+        confidence = draw(random, n)
+        hits = torch.from_numpy((random.random(n) < accurate(confidence)).astype(np.int64))
+        gaps = gaps_of(ece, torch.from_numpy(confidence), hits, scope="positive")
+        drawn = np.abs(gaps.weighted + gaps.resample(400, random)).sum(1)
+        low, high = np.quantile(drawn, [0.025, 0.975])
+        covered += low <= true <= high
+    assert covered / 50 < 0.5
+
+
+def test_over_and_under_confidence_are_covered():
+    draw, accurate, n = MODELS["over and under"]
+    random = np.random.default_rng(0)
+    million = draw(np.random.default_rng(1), 300_000)
+    true = over_under(torch.from_numpy(million), torch.from_numpy(accurate(million)), scope="positive")
+    covered = np.zeros(2)
+    for trial in range(150):
+        confidence = draw(random, n)
+        hits = torch.from_numpy((random.random(n) < accurate(confidence)).astype(np.int64))
+        found = bootstrap(over_under, torch.from_numpy(confidence), hits, scope="positive", resamples=400, seed=trial)
+        covered += [float(t) in f.interval for t, f in zip(true, found, strict=True)]
+    assert (covered / 150 >= 0.9).all()
+
+
+def test_class_wise_errors_are_covered():
+    random = np.random.default_rng(0)
+    source = torch.Generator().manual_seed(0)
+
+    def draw(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = 2 * torch.randn(n, 4, generator=source, dtype=torch.float64)
+        return logits.mul(1.3).softmax(1), logits.softmax(1)
+
+    true = float(classwise_ece(*draw(300_000)))
+    covered = 0
+    for trial in range(60):
+        probs, chance = draw(800)
+        labels = torch.from_numpy((random.random((800, 1)) > chance.cumsum(1).numpy()).sum(1)).clamp_max(3)
+        covered += true in bootstrap(classwise_ece, probs, labels, resamples=200, seed=trial).interval
+    assert covered / 60 >= 0.88
+
+
+def exact_deviations(index: np.ndarray, gap: np.ndarray, resamples: int) -> np.ndarray:
+    """The bootstrap itself: samples drawn one by one."""
+    random, n = np.random.default_rng(7), len(gap)
+    drawn = np.empty((resamples, 15))
+    for one in drawn:
+        chosen = random.integers(0, n, n)
+        one[:] = np.bincount(index[chosen], gap[chosen], 15) / n
+    return drawn - np.bincount(index, gap, 15) / n
+
+
+@pytest.mark.parametrize("name", ["over-confident", "crowded and calibrated"])
+@pytest.mark.parametrize("metric", [ece, aece])
+def test_cells_give_the_width_of_the_exact_bootstrap(metric, name):
+    draw, accurate, n = MODELS[name]
+    random = np.random.default_rng(3)
+    confidence = draw(random, n)
+    hits = torch.from_numpy((random.random(n) < accurate(confidence)).astype(np.int64))
+    gaps = gaps_of(metric, torch.from_numpy(confidence), hits, scope="positive")
+    exact = exact_deviations(gaps.index, gaps.gap, 4_000)
+    cells = cell_deviations(gaps.index, gaps.gap, 15, 4_000, random)
+    assert cells.std(0) == pytest.approx(exact.std(0), rel=0.06)
+    widths = [np.ptp(inverted_interval(gaps.weighted, drawn, "both", 0.95)) for drawn in (exact, cells)]
+    assert widths[1] == pytest.approx(widths[0], rel=0.05)
+
+
+def test_ten_thousand_resamples_of_fifty_thousand_predictions_are_quick():
+    """The goal is a second on two cores; shape checks and busy machines are allowed for."""
+    source = torch.Generator().manual_seed(0)
+    confidence = torch.rand(50_000, generator=source).sqrt()
+    hits = (torch.rand(50_000, generator=source) < confidence).long()
+    start = time.process_time()
+    bootstrap(ece, confidence, hits, scope="positive", resamples=10_000)
+    assert time.process_time() - start < 4
+
+
+def test_class_deviations_equal_dense_resampling():
+    probs, labels = cases.saturated(300, 4)
+    gaps = gaps_of(classwise_ece, probs, labels)
+    fast = class_deviations(gaps.index, gaps.gap, 15, 3_000, np.random.default_rng(0))
+    random = np.random.default_rng(0)
+    place = (gaps.index + 15 * np.arange(4)).ravel()
+    slow = np.empty((3_000, 60))
+    for one in slow:
+        weight = random.multinomial(300, np.full(300, 1 / 300)) - 1
+        one[:] = np.bincount(place, (weight[:, None] * gaps.gap).ravel(), 60) / 300
+    assert fast == pytest.approx(slow, abs=1e-12)
+
+
+def test_normal_deviations_stand_in_for_very_many_samples(monkeypatch):
+    confidence, hits = cases.binary(2_000, shift=0.05)
+    gaps = gaps_of(ece, confidence, hits, scope="positive")
+    index, gap = np.stack([gaps.index] * 2), np.stack([gaps.gap, gaps.gap])
+    drawn = sample_deviations(index, gap, 15, 3_000, np.random.default_rng(0))
+    monkeypatch.setattr("fedlas.metrics.resampling.MOST_DRAWS", 0)
+    normal = sample_deviations(index, gap, 15, 3_000, np.random.default_rng(0))
+    filled = drawn.std(0) > 0
+    assert normal.std(0)[filled] == pytest.approx(drawn.std(0)[filled], rel=0.1)
+    assert normal[:, :15] == pytest.approx(normal[:, 15:], abs=1e-9)
+
+
+def test_equal_seeds_give_equal_intervals(golden):
+    one, two, other = (bootstrap(ece, golden, seed=seed, resamples=500) for seed in (1, 1, 2))
+    assert one.interval == two.interval
+    assert one.interval != other.interval
+
+
+def test_intervals_shrink_with_samples_and_grow_with_the_level():
+    confidence, hits = cases.binary(20_000, shift=0.1)
+    small = bootstrap(ece, confidence[:500], hits[:500], scope="positive", resamples=500)
+    large = bootstrap(ece, confidence, hits, scope="positive", resamples=500)
+    narrow = bootstrap(ece, confidence, hits, scope="positive", resamples=500, level=0.5)
+    assert narrow.interval.width < large.interval.width < 0.4 * small.interval.width
+    with pytest.raises(ValueError, match="level"):
+        bootstrap(ece, confidence, hits, scope="positive", level=95)
+
+
+@pytest.mark.parametrize("metric", [ece, aece, classwise_ece, signed_ece, accuracy, nll, brier])
+def test_every_supported_metric_has_an_interval(metric, golden):
+    found = bootstrap(metric, golden, resamples=300)
+    assert float(found) == float(metric(golden))
+    assert found.interval.low < found.interval.high
+    assert found.interval.level == 0.95
+    assert found.interval.method
+    assert found.definition == metric(golden).definition
+
+
+@pytest.mark.parametrize("metric", [mce, aurc, metrics.smooth_ece])
+def test_metrics_without_known_coverage_are_refused(metric, golden):
+    with pytest.raises(ValueError, match="known coverage"):
+        bootstrap(metric, golden)
+
+
+def test_options_reach_the_metric(golden):
+    assert bootstrap(ece, golden, bins=5, compat="official", resamples=100).compat == "official"
+    with pytest.raises(ValueError, match="own rule"):
+        bootstrap(classwise_ece, golden, binning="mass")
+
+
+def test_soft_and_multi_label_errors_have_intervals_too(golden):
+    soft = torch.nn.functional.one_hot(golden.labels, 5).float()
+    one, two = (bootstrap(classwise_ece, golden.probs, labels, resamples=100) for labels in (soft, golden.labels))
+    assert one.interval.high == pytest.approx(two.interval.high, abs=1e-6)
+    several = bootstrap(ece, torch.rand(50, 3), torch.randint(0, 2, (50, 3)), scope="multi-label", resamples=100)
+    assert several.interval.low <= several.interval.high
+
+
+def test_dropped_samples_have_no_gap(golden):
+    """The published AECE leaves a sample out; the interval is about the same sum."""
+    gaps = gaps_of(aece, golden, compat="official")
+    assert np.abs(gaps.weighted).sum() == pytest.approx(aece(golden, compat="official"), abs=1e-12)
+
+
+def test_means_agree_with_scipys_bca():
+    stats = cases.oracle("scipy.stats")
+    values = np.random.default_rng(0).exponential(size=200)
+    theirs = stats.bootstrap((values,), np.mean, method="BCa", n_resamples=9_999, rng=np.random.default_rng(1))
+    low, high = mean_interval(values, 0.95, 10_000, np.random.default_rng(2))
+    assert low == pytest.approx(theirs.confidence_interval.low, abs=0.02)
+    assert high == pytest.approx(theirs.confidence_interval.high, abs=0.02)
+    assert mean_interval(np.ones(5), 0.95, 100, np.random.default_rng(0)) == (1.0, 1.0)
+
+
+def test_a_faultless_model_may_still_err():
+    """A bootstrap of fifty right answers knows nothing but right answers; Wilson's interval does."""
+    found = bootstrap(accuracy, torch.eye(2)[torch.zeros(50, dtype=torch.long)], torch.zeros(50, dtype=torch.long))
+    assert found == 1.0
+    assert found.interval.high == 1.0
+    assert 0.9 < found.interval.low < 0.95
+
+
+def test_clopper_pearson_against_scipy():
+    stats = cases.oracle("scipy.stats")
+    hits, counts = torch.tensor([0, 3, 10, 0]), torch.tensor([10, 10, 10, 0])
+    low, high = clopper_pearson(hits, counts)
+    for i in range(3):
+        theirs = stats.binomtest(int(hits[i]), int(counts[i])).proportion_ci(0.95, method="exact")
+        assert (float(low[i]), float(high[i])) == pytest.approx((theirs.low, theirs.high), abs=1e-9)
+    assert (float(low[3]), float(high[3])) == (0.0, 1.0)
+
+
+def test_clopper_pearson_of_a_histogram(golden):
+    filled = histogram(golden).bins
+    low, high = clopper_pearson(filled.correct_sum, filled.counts, level=0.9)
+    assert bool(((low <= filled.accuracy) & (filled.accuracy <= high))[filled.counts > 0].all())
+
+
+@pytest.mark.parametrize("options", [{}, {"binning": "mass"}, {"scope": "class-wise"}])
+def test_the_noise_floor_is_the_mean_over_drawn_labels(cooled, options):
+    probs = cooled.probs
+    source = torch.Generator().manual_seed(0)
+    drawn = [torch.multinomial(probs, 1, generator=source)[:, 0] for _ in range(150)]
+    both = [over_under(probs, labels, **options) for labels in drawn]
+    expected = np.mean([float(over) + float(under) for over, under in both])
+    assert noise_floor(cooled, **options) == pytest.approx(expected, rel=0.03)
+
+
+def test_the_noise_floor_stands_beside_the_value(cooled):
+    found = bootstrap(ece, cooled, resamples=200)
+    assert found.details["noise_floor"] == pytest.approx(float(noise_floor(cooled)))
+    assert "calibrated model" in noise_floor(cooled).estimator
+
+
+def test_the_noise_floor_falls_with_the_root_of_n():
+    confidence, hits = cases.binary(40_000)
+    few, many = (noise_floor(confidence[:n], hits[:n], scope="positive") for n in (400, 40_000))
+    assert few / many == pytest.approx(10, rel=0.1)
+    certain = torch.ones(10)
+    assert noise_floor(certain, torch.ones(10, dtype=torch.long), scope="positive") == 0.0
+
+
+def test_mean_deviation_of_binomial_hits():
+    stats = cases.oracle("scipy.stats")
+    from fedlas.metrics.resampling import mean_deviation
+
+    for n, p in ((1, 0.3), (10, 0.5), (50, 0.01), (7, 6 / 7), (5, 1.0), (0, 0.0)):
+        k = np.arange(n + 1)
+        expected = float((stats.binom.pmf(k, n, p) * np.abs(k - n * p)).sum())
+        assert mean_deviation(np.array([float(n)]), np.array([p]))[0] == pytest.approx(expected, abs=1e-12), (n, p)
+
+
+def test_an_interval_may_lie_below_the_value():
+    """Noise only ever adds to a binned error, so a value can exceed every truth that explains it."""
+    confidence, hits = cases.binary(300, seed=1)
+    found = bootstrap(ece, confidence, hits, bins=100, scope="positive")
+    assert found.interval.low == 0.0
+    assert found.interval.high < found

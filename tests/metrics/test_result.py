@@ -1,0 +1,111 @@
+"""A result is a float that knows its definition, prints itself, and becomes JSON and LaTeX."""
+
+import copy
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.metrics import Definition, Interval, Result, accuracy, bootstrap, classwise_ece, ece, nll
+
+
+@pytest.fixture
+def result() -> Result:
+    about = Definition("ECE", 15, "equal-width bins", "L1", "top-label", 10_000, "float32", "test")
+    return Result(0.0412, about, Interval(0.031, 0.052, 0.95, "bootstrap"), {"noise_floor": 0.009, "parts": (1, 2.5)})
+
+
+def test_it_behaves_as_a_float(result):
+    assert isinstance(result, float)
+    assert result == 0.0412
+    assert result + 1 == pytest.approx(1.0412)
+    assert 100 * result > 4
+    assert round(result, 2) == 0.04
+    assert max(result, 0.01) is result
+    assert math.sqrt(result) == math.sqrt(0.0412)
+    assert np.asarray([result]).dtype == np.float64
+    assert torch.tensor(result).item() == pytest.approx(0.0412)
+    assert f"{result:.3f}" == "0.041"
+    assert json.dumps({"ece": result}) == '{"ece": 0.0412}'
+    assert hash(result) == hash(0.0412)
+
+
+def test_it_carries_its_definition(golden):
+    found = ece(golden, bins=10)
+    assert (found.value, found.estimator, found.bins, found.norm) == (float(found), "ECE", 10, "L1")
+    assert (found.scope, found.n, found.dtype, found.split) == ("top-label", 1000, "float32", None)
+    assert "(lower, upper]" in found.edges
+    assert found.interval is None
+    assert found.with_split("val").split == "val"
+    assert ece(golden, compat="netcal").compat == "netcal"
+    with pytest.raises(AttributeError, match="colour"):
+        _ = found.colour
+
+
+def test_the_split_of_predictions_is_carried():
+    from fedlas.predictions import Predictions
+
+    known = Predictions(torch.randn(5, 3), torch.zeros(5, dtype=torch.long), split="test")
+    for metric in (ece, accuracy, nll, classwise_ece):
+        assert metric(known).split == "test"
+
+
+def test_percent_appear_only_in_print(result):
+    assert float(result) < 1
+    assert str(result).startswith("ECE 4.12 % [3.10, 5.20] at 95 %")
+    assert "15 equal-width bins; L1; top-label; split test; n=10,000; float32" in str(result)
+    assert repr(result) == f"<{result}>"
+    assert f"{result}" == str(result)
+
+
+def test_chance_is_printed_beside_the_value(cooled):
+    assert "by chance" in str(bootstrap(ece, cooled, resamples=100))
+
+
+def test_json_holds_everything_and_comes_back(result):
+    text = result.to_json()
+    fields = json.loads(text)
+    assert fields["value"] == 0.0412
+    assert fields["interval"] == {"low": 0.031, "high": 0.052, "level": 0.95, "method": "bootstrap"}
+    assert (fields["bins"], fields["edges"], fields["n"]) == (15, "equal-width bins", 10_000)
+    assert fields["details"] == {"noise_floor": 0.009, "parts": [1, 2.5]}
+    back = Result.from_dict(fields)
+    assert back == result
+    assert back.definition == result.definition
+    assert back.interval == result.interval
+
+
+def test_json_knows_no_nan():
+    text = Result(math.nan, Definition("x"), None, {"std": math.inf}).to_json()
+    assert json.loads(text)["value"] is None
+    assert json.loads(text)["details"]["std"] is None
+    assert math.isnan(Result.from_dict(json.loads(text)))
+
+
+def test_latex(result):
+    assert result.to_latex() == r"$4.12$ {\scriptsize $[3.10, 5.20]$}"
+    plain = Result(1.6474, Definition("NLL", unit="nats"))
+    assert plain.to_latex(3) == "$1.647$"
+
+
+def test_it_survives_pickle_and_copy(result):
+    for back in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), copy.copy(result)):
+        assert back == result
+        assert back.definition == result.definition
+        assert back.interval == result.interval
+        assert dict(back.details) == dict(result.details)
+
+
+def test_details_cannot_be_changed(result):
+    with pytest.raises(TypeError):
+        result.details["noise_floor"] = 0
+
+
+def test_interval():
+    interval = Interval(0.1, 0.3)
+    assert 0.2 in interval
+    assert 0.31 not in interval
+    assert interval.width == pytest.approx(0.2)

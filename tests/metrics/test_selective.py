@@ -1,0 +1,94 @@
+"""Selective prediction: the AURC family, with ties as averages over all orders."""
+
+import itertools
+
+import pytest
+import torch
+
+from fedlas.metrics import augrc, aurc, coverage_at_risk, e_aurc, risk_at_coverage, risk_coverage
+from metrics import cases
+
+
+def by_hand(order: list[int]) -> tuple[float, float]:
+    """AURC and AUGRC of hits that are already in the order of confidence."""
+    n, wrong, risks, general = len(order), 0, 0.0, 0.0
+    for k, hit in enumerate(order, start=1):
+        wrong += 1 - hit
+        risks += wrong / k
+        general += wrong / n
+    return risks / n, general / n
+
+
+def test_without_ties():
+    confidence = torch.tensor([0.9, 0.8, 0.7, 0.6])
+    hits = torch.tensor([1, 0, 1, 0])
+    area, general = by_hand([1, 0, 1, 0])
+    found = aurc(confidence, hits, scope="positive")
+    assert found == pytest.approx(area)
+    assert augrc(confidence, hits, scope="positive") == pytest.approx(general)
+    assert found.details["augrc"] == pytest.approx(general)
+    best, _ = by_hand([1, 1, 0, 0])
+    assert e_aurc(confidence, hits, scope="positive") == pytest.approx(area - best)
+    assert found.details["e_aurc"] == pytest.approx(area - best)
+
+
+def test_ties_are_averaged_over_all_orders():
+    """torch-uncertainty takes the order of the file: a spread of 14 % on bf16 scores."""
+    confidence = torch.tensor([0.9, 0.7, 0.7, 0.7, 0.7, 0.2])
+    hits = torch.tensor([1, 1, 0, 0, 1, 0])
+    orders = [by_hand([1, *middle, 0]) for middle in itertools.permutations([1, 0, 0, 1])]
+    expected = [sum(values) / len(orders) for values in zip(*orders, strict=True)]
+    for order in (torch.arange(6), torch.tensor([5, 3, 1, 4, 0, 2])):
+        assert aurc(confidence[order], hits[order], scope="positive") == pytest.approx(expected[0])
+        assert augrc(confidence[order], hits[order], scope="positive") == pytest.approx(expected[1])
+
+
+def test_bf16_scores_give_one_value_in_any_order(golden):
+    probs = golden.probs.bfloat16()
+    order = torch.randperm(len(golden))
+    assert aurc(probs, golden.labels) == pytest.approx(aurc(probs[order], golden.labels[order]), abs=1e-14)
+
+
+def test_a_constant_confidence_has_the_error_rate_everywhere():
+    confidence, hits = torch.full((8,), 0.5), torch.tensor([1, 0, 0, 1, 1, 1, 0, 1])
+    curve = risk_coverage(confidence, hits, scope="positive")
+    assert curve.risk.tolist() == pytest.approx([3 / 8] * 8)
+    assert curve.coverage.tolist() == [k / 8 for k in range(1, 9)]
+    assert curve.generalised.tolist() == pytest.approx([3 / 8 * k / 8 for k in range(1, 9)])
+
+
+def test_a_single_sample():
+    assert aurc(torch.tensor([0.3]), torch.tensor([0]), scope="positive") == 1.0
+    assert e_aurc(torch.tensor([0.3]), torch.tensor([0]), scope="positive") == 0.0
+
+
+def test_the_curve_ends_at_the_error_rate(golden):
+    curve = risk_coverage(golden)
+    assert float(curve.coverage[-1]) == 1.0
+    assert float(curve.risk[-1]) == pytest.approx(1 - 0.424)
+
+
+def test_risk_at_coverage_and_coverage_at_risk():
+    confidence = torch.arange(10, 0, -1) / 10
+    hits = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0, 0, 0])
+    assert risk_at_coverage(confidence, hits, 0.4, scope="positive") == 0.0
+    assert risk_at_coverage(confidence, hits, 0.5, scope="positive") == pytest.approx(0.2)
+    assert risk_at_coverage(confidence, hits, 0.7, scope="positive").details["coverage"] == 0.7
+    assert risk_at_coverage(confidence, hits, 0.71, scope="positive").details["coverage"] == 0.8
+    assert coverage_at_risk(confidence, hits, 0.0, scope="positive") == 0.4
+    assert coverage_at_risk(confidence, hits, 1 / 7, scope="positive") == 0.7
+    assert coverage_at_risk(confidence, hits, 0.4, scope="positive") == 1.0
+    assert coverage_at_risk(confidence, 1 - hits, 0.1, scope="positive") == 0.0
+    with pytest.raises(ValueError, match="coverage"):
+        risk_at_coverage(confidence, hits, 0.0, scope="positive")
+
+
+def test_soft_labels_count_as_shares_of_errors():
+    confidence, soft = torch.tensor([0.9, 0.1]), torch.tensor([0.75, 0.5])
+    assert aurc(confidence, soft, scope="positive") == pytest.approx((0.25 + 0.375) / 2)
+
+
+def test_a_better_ranking_has_a_smaller_area():
+    confidence, hits = cases.binary(1_000)
+    assert aurc(confidence, hits, scope="positive") < aurc(1 - confidence, hits, scope="positive")
+    assert e_aurc(hits.float(), hits, scope="positive") == pytest.approx(0, abs=1e-15)

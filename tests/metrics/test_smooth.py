@@ -1,0 +1,95 @@
+"""Kernel calibration errors: smooth ECE is relplot's, KDE-ECE is its formula."""
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.metrics import ece, kde_ece, smooth_ece
+from fedlas.predictions import Predictions
+from metrics import cases
+
+
+def samples() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of confidence and hits: calibrated, over-confident, saturated, constant, a single one."""
+    probs, labels = cases.saturated()
+    return {
+        "calibrated": cases.binary(3_000),
+        "over-confident": cases.binary(2_000, 1, shift=0.2),
+        "saturated": (probs.amax(1).double(), (probs.argmax(1) == labels).long()),
+        "constant": (torch.full((50,), 0.9, dtype=torch.float64), (torch.arange(50) % 2)),
+        "one": (torch.tensor([0.3], dtype=torch.float64), torch.tensor([1])),
+        "ends": (torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 1, 1])),
+    }
+
+
+@pytest.mark.parametrize("name", list(samples()))
+def test_smooth_ece_equals_relplot(name):
+    oracle = cases.oracle("relplot")
+    confidence, hits = samples()[name]
+    theirs, width = oracle.smECE(confidence.numpy(), hits.double().numpy(), return_width=True)
+    ours = smooth_ece(confidence, hits, scope="positive")
+    assert ours == pytest.approx(theirs, abs=1e-12)
+    assert ours.details["bandwidth"] == width
+
+
+def test_a_narrow_kernel_is_convolved_as_relplot_does():
+    """Nearly calibrated data push the width to its end, where the grid has 10,001 points."""
+    oracle = cases.oracle("relplot")
+    confidence = torch.linspace(0, 1, 20_001, dtype=torch.float64)
+    soft = confidence.clone()
+    theirs = oracle.smECE(confidence.numpy(), soft.numpy())
+    assert smooth_ece(confidence, soft, scope="positive") == pytest.approx(theirs, abs=1e-12)
+
+
+def test_top_label_is_the_default_and_bf16_works(golden):
+    """torch-uncertainty divided by zero on bf16 input, and calls another kernel by this name."""
+    oracle = cases.oracle("relplot")
+    theirs = oracle.smECE(golden.confidence.double().numpy(), golden.correct.double().numpy())
+    assert smooth_ece(golden) == pytest.approx(theirs, abs=1e-12)
+    assert smooth_ece(golden.probs.bfloat16(), golden.labels) == pytest.approx(theirs, abs=2e-3)
+
+
+def kde_by_hand(confidence: np.ndarray, hits: np.ndarray, width: float, points: int = 4_001) -> float:
+    grid = np.linspace(0, 1, points)
+    density, right = np.zeros(points), np.zeros(points)
+    for c, y in zip(confidence, hits, strict=True):
+        for centre in (c, -c, 2 - c):
+            u = (grid - centre) / width
+            kernel = np.where(np.abs(u) < 1, 35 / 32 * (1 - u**2) ** 3, 0) / width
+            density += kernel / len(confidence)
+            right += kernel * y / len(confidence)
+    return float(np.trapezoid(np.abs(grid * density - right), grid))
+
+
+@pytest.mark.parametrize("width", [None, 0.3, 0.02])
+def test_kde_ece_equals_its_formula(width):
+    confidence, hits = cases.binary(300, shift=0.1)
+    found = kde_ece(confidence, hits, bandwidth=width, scope="positive")
+    expected_width = width or 1.06 * float(confidence.std()) * 300**-0.2
+    assert found.details["bandwidth"] == pytest.approx(expected_width)
+    assert found == pytest.approx(kde_by_hand(confidence.numpy(), hits.numpy(), expected_width), abs=2e-5)
+
+
+def test_kde_ece_of_a_constant_confidence():
+    found = kde_ece(torch.full((40,), 0.9), torch.arange(40) % 2, scope="positive")
+    assert found == pytest.approx(0.4, abs=1e-3)
+
+
+def test_kernel_errors_are_near_the_binned_one(golden):
+    assert smooth_ece(golden) == pytest.approx(float(ece(golden)), abs=0.01)
+    assert kde_ece(golden) == pytest.approx(float(ece(golden)), abs=0.01)
+
+
+def test_kernel_errors_do_not_depend_on_order():
+    confidence, hits = cases.binary(500, shift=0.1)
+    order = torch.randperm(500)
+    for metric in (smooth_ece, kde_ece):
+        assert metric(confidence[order], hits[order], scope="positive") == pytest.approx(
+            metric(confidence, hits, scope="positive"), abs=1e-13
+        )
+
+
+def test_predictions_and_soft_labels_work():
+    known = Predictions(torch.randn(20, 3), torch.randn(20, 3).softmax(1))
+    assert 0 <= smooth_ece(known) <= 1
+    assert "soft" in kde_ece(known).scope

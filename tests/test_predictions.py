@@ -1,0 +1,333 @@
+"""Predictions: what they accept, what they refuse, and that files come back as they went."""
+
+import builtins
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.predictions import Predictions, as_tensor, optional_module, write_whole
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 3.0]])
+LABELS = torch.tensor([0, 1])
+
+
+def test_properties():
+    known = Predictions(LOGITS, LABELS, split="test", class_names=["cat", "dog", "emu"])
+    assert (len(known), known.num_classes, known.split) == (2, 3, "test")
+    assert torch.equal(known.probs, LOGITS.softmax(1))
+    assert known.prediction.tolist() == [0, 2]
+    assert known.correct.tolist() == [True, False]
+    assert torch.equal(known.confidence, LOGITS.softmax(1).amax(1))
+    assert repr(known) == "Predictions(split='test', n=2, classes=3, float32)"
+    with pytest.raises(AttributeError):
+        known.logits = LOGITS
+
+
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.numpy(), lambda x: x.tolist()])
+def test_torch_numpy_and_lists(make):
+    known = Predictions(logits=make(LOGITS), labels=make(LABELS), index=make(torch.tensor([5, 3])))
+    assert known.logits.tolist() == LOGITS.tolist()
+    assert known.labels.dtype == torch.int64
+    assert known.index.tolist() == [5, 3]
+
+
+def test_read_only_arrays_and_gradients():
+    array = LOGITS.numpy().copy()
+    array.flags.writeable = False
+    assert Predictions(array, LABELS).logits.tolist() == LOGITS.tolist()
+    assert not Predictions(LOGITS.clone().requires_grad_(), LABELS).logits.requires_grad
+
+
+def test_half_precision_is_softened_in_float32():
+    known = Predictions(LOGITS.bfloat16(), LABELS)
+    assert known.logits.dtype == torch.bfloat16
+    assert known.probs.dtype == torch.float32
+
+
+def test_a_one_logit_head_is_binary():
+    for logits in (torch.tensor([-1.0, 2.0]), torch.tensor([[-1.0], [2.0]])):
+        known = Predictions(logits, torch.tensor([0, 1]))
+        assert known.num_classes == 2
+        assert torch.allclose(known.probs[:, 1], torch.tensor([-1.0, 2.0]).sigmoid())
+
+
+def test_soft_labels():
+    soft = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 1.0]])
+    known = Predictions(LOGITS, soft)
+    assert known.correct.tolist() == [0.5, 1.0]
+
+
+def test_equal_probabilities_predict_the_first_class():
+    assert Predictions(torch.zeros(1, 4), torch.tensor([0])).prediction.tolist() == [0]
+
+
+def test_probabilities_are_kept_as_given():
+    """softmax(log p) is not p; a confidence on the edge of a bin has to stay there."""
+    probs = torch.tensor([[0.2, 0.8], [1.0, 0.0], [2 / 3, 1 / 3]])
+    known = Predictions.from_probs(probs, torch.tensor([0, 0, 1]))
+    assert torch.equal(known.probs, probs)
+    assert torch.isfinite(known.logits).all()
+    assert torch.allclose(known.logits.softmax(1), probs, atol=1e-6)
+    vector = Predictions.from_probs([0.25, 0.5], [0, 1])
+    assert vector.probs.tolist() == [[0.75, 0.25], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "options", "message"),
+    [
+        ([[0.0, 1.0], [math.nan, 0.0]], [0, 1], {}, "logits: row 1 holds NaN or infinity"),
+        ([[0.0, math.inf]], [0], {}, "logits: row 0"),
+        ([[0.0, 1.0], [1.0, 0.0]], [0, 2], {}, r"labels: row 1 is outside 0\.\.1: 2"),
+        ([[0.0, 1.0]], [-1], {}, "labels: row 0"),
+        ([[0.0, 1.0]], [0, 1], {}, "labels has 2 rows for 1 samples"),
+        ([[0.0, 1.0]], [0.0], {}, "expected 1 integers"),
+        ([[0.0, 1.0]], [[0.5, 0.6]], {}, "labels: row 0 is not a distribution"),
+        ([[0.0, 1.0]], [0], {"class_names": ["a"]}, "1 names for 2 classes"),
+        ([[0.0, 1.0]], [0], {"features": [[1.0], [2.0]]}, "features has 2 rows"),
+        ([[0.0, 1.0]], [0], {"index": [1, 2]}, "index has 2 rows"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_row(logits, labels, options, message):
+    with pytest.raises(ValueError, match=message):
+        Predictions(
+            np.array(logits),
+            np.array(labels),
+            **{k: np.array(v) if k != "class_names" else v for k, v in options.items()},
+        )
+
+
+def test_no_rows_wrong_types_and_wrong_shapes():
+    with pytest.raises(ValueError, match="no rows"):
+        Predictions(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
+    with pytest.raises(TypeError, match="floating-point"):
+        Predictions(torch.zeros(2, 3, dtype=torch.long), LABELS)
+    with pytest.raises(TypeError, match="not numbers"):
+        Predictions(np.array([["a", "b"]]), [0])
+    for make in (Predictions, Predictions.from_probs):
+        with pytest.raises(ValueError, match="one row of classes"):
+            make(torch.zeros(2, 3, 4), LABELS)
+
+
+def test_rows_have_to_sum_to_one():
+    with pytest.raises(ValueError, match=r"probs: row 1 is not a distribution .*: \[0\.9, 0\.9\]"):
+        Predictions.from_probs([[0.5, 0.5], [0.9, 0.9]], [0, 1])
+    with pytest.raises(ValueError, match="row 0"):
+        Predictions.from_probs([[1.2, -0.2]], [0])
+    assert len(Predictions.from_probs([[0.9, 0.09]], [0], tolerance=0.02)) == 1
+
+
+def everything(probs: bool) -> Predictions:
+    options = {
+        "features": torch.randn(2, 4),
+        "index": torch.tensor([7, 1]),
+        "class_names": ["<b>", "ünï", ""],
+        "split": "val",
+    }
+    if probs:
+        return Predictions.from_probs(LOGITS.softmax(1), torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]), **options)
+    return Predictions(LOGITS, LABELS, **options)
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_save_and_load(tmp_path, probs):
+    known = everything(probs)
+    known.save(tmp_path / "deep" / "p.safetensors")
+    back = Predictions.load(tmp_path / "deep" / "p.safetensors")
+    for name in ("logits", "labels", "features", "index", "probs"):
+        assert torch.equal(getattr(back, name), getattr(known, name)), name
+    assert (back.class_names, back.split, back.top_only) == (known.class_names, known.split, known.top_only)
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["p.safetensors"]
+
+
+def test_load_keeps_half_precision(tmp_path):
+    Predictions(LOGITS.bfloat16(), LABELS).save(tmp_path / "p")
+    assert Predictions.load(tmp_path / "p").logits.dtype == torch.bfloat16
+
+
+def test_files_of_other_programs(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"logits": LOGITS, "labels": LABELS}, tmp_path / "p.safetensors", metadata={"format": "pt"})
+    assert Predictions.load(tmp_path / "p.safetensors").logits.tolist() == LOGITS.tolist()
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "p.safetensors"
+    everything(False).save(path)
+    before = path.read_bytes()
+
+    def fail(_: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        everything(True).save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["p.safetensors"]
+
+
+def test_files_are_on_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    steps = []
+    original_fsync, original_replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (steps.append("fsync"), original_fsync(fd))[1])
+    monkeypatch.setattr(Path, "replace", lambda a, b: (steps.append("rename"), original_replace(a, b))[1])
+    write_whole(tmp_path / "x", b"abc")
+    assert steps == ["fsync", "rename"]
+    assert (tmp_path / "x").read_bytes() == b"abc"
+
+
+def test_npz(tmp_path):
+    np.savez(tmp_path / "a.npz", logits=LOGITS, labels=LABELS, class_names=["x", "y", "z"], split="test")
+    known = Predictions.from_npz(tmp_path / "a.npz")
+    assert (known.class_names, known.split) == (("x", "y", "z"), "test")
+    np.savez(tmp_path / "b.npz", probs=LOGITS.softmax(1), labels=LABELS, features=np.ones((2, 5)), index=[4, 2])
+    known = Predictions.from_npz(tmp_path / "b.npz", split="val")
+    assert (known.split, known.features.shape, known.index.tolist()) == ("val", (2, 5), [4, 2])
+    assert known.given_probs is not None
+
+
+def test_npz_is_never_unpickled(tmp_path):
+    np.savez(tmp_path / "a.npz", logits=np.array([{}], dtype=object), labels=[0])
+    with pytest.raises(ValueError, match="allow_pickle"):
+        Predictions.from_npz(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "named"),
+    [
+        ({"labels": LABELS}, "its columns are labels"),
+        ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, "exactly one of"),
+        ({"logits": LOGITS}, "`label` or `labels`; its columns are logits"),
+        ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, "one column `label`"),
+    ],
+)
+def test_what_is_missing_or_ambiguous_is_asked_for_with_the_columns(tmp_path, arrays, named):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(ValueError, match=named):
+        Predictions.from_npz(tmp_path / "a.npz")
+
+
+def table(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "t.csv"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_csv_with_probabilities_and_names(tmp_path):
+    text = "\ufeffprob_cat,prob_dog,label,index\n0.7,0.3,dog,10\n0.25,0.75,dog,11\n"
+    known = Predictions.from_csv(table(tmp_path, text), split="test")
+    assert known.class_names == ("cat", "dog")
+    assert known.labels.tolist() == [1, 1]
+    assert known.index.tolist() == [10, 11]
+    assert known.probs.tolist() == [[0.7, 0.3], [0.25, 0.75]]
+    assert known.split == "test"
+
+
+def test_csv_with_logits_numbers_and_features(tmp_path):
+    text = "label,logit_a,logit_b,feature_0,feature_1\n0,1.5,-2,1,2\n1,0,3e1,3,4\n"
+    known = Predictions.from_csv(table(tmp_path, text))
+    assert known.labels.tolist() == [0, 1]
+    assert known.logits.tolist() == [[1.5, -2.0], [0.0, 30.0]]
+    assert known.features.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_csv_with_soft_labels(tmp_path):
+    text = "prob_a,prob_b,label_b,label_a\n0.5,0.5,0.25,0.75\n"
+    assert Predictions.from_csv(table(tmp_path, text)).labels.tolist() == [[0.75, 0.25]]
+
+
+def test_class_names_that_are_numbers_are_names(tmp_path):
+    text = "prob_1,prob_2\u002clabel\n0.9,0.1,1\n0.2,0.8,2\n"
+    assert Predictions.from_csv(table(tmp_path, text)).labels.tolist() == [0, 1]
+
+
+def test_columns_are_recognised_by_name_never_by_value(tmp_path):
+    """Logits that look like probabilities stay logits."""
+    text = "logit_a,logit_b,label\n0.9,0.1,0\n"
+    assert Predictions.from_csv(table(tmp_path, text)).given_probs is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a,b,label\n1,2,0\n", "its columns are a, b, label"),
+        ("prob_a,logit_a,label\n1,2,0\n", "exactly one of"),
+        ("prob_a,prob_b\n0.5,0.5\n", "one column `label`"),
+        ("prob_a,prob_b,label\n0.5,0.5\n", "row 0 has 2 cells, the header has 3"),
+        ("prob_a,prob_b,label\n0.5,x,a\n", "not a number"),
+        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,7\n", "row 1 has label '7', expected one of the classes a, b"),
+        ("prob_a,prob_b,label\n0.5,0.5,emu\n", "row 0 has label 'emu', expected a class name or a whole number"),
+        ("prob_a,prob_b,label\n0.5,0.5,2\n", r"labels: row 0 is outside 0\.\.1"),
+        ("prob_a,prob_b,label\n0.5,0.6,a\n0.50,0.57,a\n", "row 1 is not a distribution"),
+        ("prob_a,prob_b,label\n", "no rows"),
+        ("", "its columns are"),
+    ],
+)
+def test_csv_errors(tmp_path, text, named):
+    with pytest.raises(ValueError, match=named):
+        Predictions.from_csv(table(tmp_path, text))
+
+
+def test_rounded_text_may_miss_one_by_half_a_digit_per_class(tmp_path):
+    known = Predictions.from_csv(table(tmp_path, "prob_a,prob_b,prob_c,label\n0.33,0.33,0.33,a\n3.3e-1,.33,0.33,b\n"))
+    assert known.probs[0].tolist() == [0.33, 0.33, 0.33]
+    with pytest.raises(ValueError, match="row 0"):
+        Predictions.from_csv(table(tmp_path, "prob_a,prob_b,prob_c,label\n0.330,0.330,0.330,a\n"))
+
+
+def test_csv_with_the_top_class_alone(tmp_path):
+    text = "confidence,prediction,label\n0.5,dog,dog\n0.9,cat,dog\n0.12,7,cat\n"
+    known = Predictions.from_csv(table(tmp_path, text))
+    assert known.top_only
+    assert known.confidence.tolist() == pytest.approx([0.5, 0.9, 0.12])
+    assert [known.class_names[i] for i in known.prediction] == ["dog", "cat", "7"]
+    assert known.correct.tolist() == [True, False, False]
+    known.save(tmp_path / "p")
+    assert Predictions.load(tmp_path / "p").top_only
+    with pytest.raises(ValueError, match="confidence: row 0 is not between"):
+        Predictions.from_csv(table(tmp_path, "confidence,prediction,label\n0,a,b\n"))
+
+
+def test_a_binary_confidence_of_one_half_keeps_its_prediction(tmp_path):
+    """With two classes both halves tie, and the first class would win."""
+    known = Predictions.from_csv(table(tmp_path, "confidence,prediction,label\n0.5,1,1\n0.5,0,1\n"))
+    assert known.correct.tolist() == [True, False]
+
+
+def test_parquet(tmp_path):
+    lists = pa.table({"probs": LOGITS.softmax(1).double().tolist(), "label": [0, 1], "index": [3, 4]})
+    pq.write_table(lists, tmp_path / "a.parquet")
+    known = Predictions.from_parquet(tmp_path / "a.parquet")
+    assert torch.allclose(known.probs, LOGITS.softmax(1).double())
+    assert known.index.tolist() == [3, 4]
+    columns = pa.table({"logit_x": [1.0, 2.0], "logit_y": [0.0, 5.0], "label": ["y", "x"]})
+    pq.write_table(columns, tmp_path / "b.parquet")
+    known = Predictions.from_parquet(tmp_path / "b.parquet", split="s")
+    assert (known.class_names, known.labels.tolist(), known.split) == (("x", "y"), [1, 0], "s")
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    original = builtins.__import__
+
+    def without(name: str, *args: object) -> object:
+        if name.startswith("safetensors"):
+            raise ImportError(name)
+        return original(name, *args)
+
+    monkeypatch.setattr("importlib.import_module", without)
+    with pytest.raises(ImportError, match=r"safetensors is needed for this: pip install 'fedlas\[report\]'"):
+        Predictions(LOGITS, LABELS).save(tmp_path / "p")
+    with pytest.raises(ImportError, match="fedlas"):
+        optional_module("safetensors.torch")
+
+
+def test_as_tensor_does_not_copy():
+    array = np.zeros(3)
+    as_tensor(array, "x")[0] = 1
+    assert array[0] == 1
