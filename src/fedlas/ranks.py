@@ -39,8 +39,19 @@ def stacked(x: Tensor) -> Tensor:
 
 
 def joined(x: Tensor) -> Tensor:
-    """Join the rows of all ranks, rank 0 first; the gradient of every rank's loss finds its way back."""
-    return x if count() == 1 else _Join.apply(x)
+    """Join the rows of all ranks, rank 0 first; the gradient of every rank's loss finds its way back.
+
+    Every rank must hold equally many rows. On the CPU that is checked; elsewhere a look at the numbers would make the
+    host wait.
+    """
+    if count() == 1:
+        return x
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        rows = stacked(torch.tensor(len(x))).tolist()
+        if len(set(rows)) > 1:
+            raise ValueError(f"ranks hold {rows} samples, but their batch is joined: give each rank equally many")
+    result: Tensor = _Join.apply(x)
+    return result
 
 
 def own(x: Tensor) -> Tensor:
@@ -56,7 +67,10 @@ def replicated(x: Tensor) -> Tensor:
 
     DistributedDataParallel does the same for the parameters it wraps, and the mean of equal gradients changes nothing.
     """
-    return x if count() == 1 else _Replicate.apply(x)
+    if count() == 1:
+        return x
+    result: Tensor = _Replicate.apply(x)
+    return result
 
 
 def _world() -> dist.ProcessGroup:

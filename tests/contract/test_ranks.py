@@ -87,10 +87,21 @@ def evaluate(name: str) -> Tensor:
     return Task(Net().double(), build(name).double()).eval()(x, labels, index).detach()
 
 
+def uneven(name: str, rank: int) -> Tensor | str:
+    """Compute the loss of one third of the batch on rank 0 and two thirds on rank 1."""
+    torch.manual_seed(0)
+    mine = slice(0, 4) if rank == 0 else slice(4, SAMPLES)
+    try:
+        return Task(Net().double(), build(name).double())(*(part[mine] for part in step_data(0))).detach()
+    except ValueError as error:
+        return str(error)
+
+
 def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     results: dict[Any, Any] = {(n, m): train(n, m, rank, world) for n in NAMES for m in (WRAPPED, MODEL_ONLY)}
+    results["uneven"] = {name: uneven(name, rank) for name in NAMES}
     if rank == 0:
         results["eval"] = {name: evaluate(name) for name in NAMES}
     torch.save(results, f"{folder}/rank{rank}.pt")
@@ -124,3 +135,15 @@ def test_nothing_waits_for_other_ranks_in_eval_mode(two_ranks: list[dict[Any, An
     """Validation on rank 0 alone must not hang, and sees only its own samples."""
     for name, value in two_ranks[0]["eval"].items():
         torch.testing.assert_close(value, evaluate(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_uneven_ranks_are_exact_or_refused(two_ranks: list[dict[Any, Any]], name: str) -> None:
+    """A loss that only needs sums takes any division of the batch; one that joins the batch says what it needs."""
+    first, second = (results["uneven"][name] for results in two_ranks)
+    if isinstance(first, str):
+        assert first == second == "ranks hold [4, 8] samples, but their batch is joined: give each rank equally many"
+        return
+    torch.manual_seed(0)
+    alone = Task(Net().double(), build(name).double())(*step_data(0))
+    torch.testing.assert_close((first + second) / 2, alone.detach())
