@@ -14,7 +14,9 @@ import fedlas
 
 CLASSES, SAMPLES, STEPS = 5, 12, 3
 NAMES = [record.name for record in fedlas.list_losses()]
-WRAPPED, MODEL_ONLY = "network and loss wrapped", "only the network wrapped"
+WRAPPED, MODEL_ONLY, COMPILED = "network and loss wrapped", "only the network wrapped", "loss compiled"
+CASES = [(name, mode) for name in NAMES for mode in (WRAPPED, MODEL_ONLY)]
+CASES += [(name, COMPILED) for name in ("fedlas_ls", "crl", "mmce", "mdca")]  # every kind of collective
 
 
 class Net(nn.Module):
@@ -63,7 +65,8 @@ def train(name: str, mode: str, rank: int = 0, world: int = 1) -> dict[str, Any]
             nn.init.normal_(parameter)
     task: nn.Module = Task(net, loss)
     if world > 1:
-        task = DistributedDataParallel(task) if mode == WRAPPED else Task(DistributedDataParallel(net), loss)
+        called = torch.compile(loss, fullgraph=True, backend="aot_eager") if mode == COMPILED else loss
+        task = DistributedDataParallel(task) if mode == WRAPPED else Task(DistributedDataParallel(net), called)
     parameters = [*net.parameters(), *loss.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     mine = slice(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
@@ -100,7 +103,7 @@ def uneven(name: str, rank: int) -> Tensor | str:
 def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    results: dict[Any, Any] = {(n, m): train(n, m, rank, world) for n in NAMES for m in (WRAPPED, MODEL_ONLY)}
+    results: dict[Any, Any] = {(name, mode): train(name, mode, rank, world) for name, mode in CASES}
     results["uneven"] = {name: uneven(name, rank) for name in NAMES}
     if rank == 0:
         results["eval"] = {name: evaluate(name) for name in NAMES}
@@ -115,8 +118,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("mode", [WRAPPED, MODEL_ONLY])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_two_processes_equal_one(two_ranks: list[dict[Any, Any]], name: str, mode: str) -> None:
     alone = train(name, mode)
     first, second = (results[name, mode] for results in two_ranks)
