@@ -30,4 +30,4 @@ torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Start every test from the same random state, whatever ran before it."""
-    torch.manual_seed(0)
+    torch.random.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for CUDA: 1 ms in each test

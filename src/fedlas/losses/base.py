@@ -219,7 +219,7 @@ class AbstractLoss(AbstractExact):
             raise ValueError(f"{self.name} takes logits of shape (N, C), not maps of shape {tuple(logits.shape)}")
         if labels.is_floating_point() and labels.ndim > 1 and not self.takes_soft_labels:
             raise ValueError(f"{self.name} takes one class number per sample, not soft labels")
-        if self.index_limit is not None and index is not None:
+        if self.index_limit is not None and index is not None and index.ndim == 1:
             index = checked_index(index, self.index_limit)
         shared = self.training and self.sync and ranks.count() > 1
         batch = as_batch(logits, labels, features, index, ignore_index=self.ignore_index, shared=shared)
