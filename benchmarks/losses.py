@@ -64,7 +64,7 @@ def candidates(rows: int, classes: int, device: str) -> dict[str, nn.Module]:
     """Build everything that is timed."""
     found: dict[str, nn.Module] = {REFERENCE: Reference()}
     for record in fedlas.list_losses():
-        if record.name == "cpc" and rows * classes * classes > PAIRS_LIMIT[device]:
+        if record.name == "cpc" and rows * classes * classes > PAIRS_LIMIT[torch.device(device).type]:
             continue
         options = {"num_samples": 50_000} if "num_samples" in record.keywords else {}
         found[record.name] = fedlas.build_loss(record.name, num_classes=classes, **options)
@@ -113,7 +113,7 @@ def make_batch(rows: int, classes: int, device: str) -> dict[str, Tensor]:
 
 def synchronise(device: str) -> None:
     """Wait for the device."""
-    if device == "cuda":
+    if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
@@ -129,7 +129,7 @@ def seconds(step: Step, repeats: int, device: str) -> float:
 
 def peak_mib(step: Step, device: str) -> float | None:
     """Measure what a step allocates at most."""
-    if device != "cuda":
+    if not device.startswith("cuda"):
         return None
     step()
     torch.cuda.synchronize()
@@ -159,7 +159,7 @@ def measure(shape: str, device: str, modes: list[str], budget: float, only: list
     rows, classes = (int(part) for part in shape.split("x"))
     figures: list[Figure] = []
     eager: dict[str, float] = {}
-    clocks = ["device", "wall"] if device == "cuda" else ["wall"]
+    clocks = ["device", "wall"] if device.startswith("cuda") else ["wall"]
     for mode in modes:
         torch._dynamo.reset()
         batch = make_batch(rows, classes, device)
@@ -173,9 +173,19 @@ def measure(shape: str, device: str, modes: list[str], budget: float, only: list
         for clock in clocks:
             timed = {name: captured(step) for name, step in steps.items()} if clock == "device" else steps
             found = times(timed, device, budget)
-            eager.setdefault(clock, found[REFERENCE])
+            if mode == "eager":
+                eager[clock] = found[REFERENCE]
             figures += [
-                Figure(shape, mode, name, clock, t * 1e6, t / found[REFERENCE], t / eager[clock], peaks[name])
+                Figure(
+                    shape,
+                    mode,
+                    name,
+                    clock,
+                    t * 1e6,
+                    t / found[REFERENCE],
+                    t / eager.get(clock, float("nan")),
+                    peaks[name],
+                )
                 for name, t in found.items()
             ]
         print(table([figure for figure in figures if figure.mode == mode]), flush=True)
@@ -212,7 +222,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch._dynamo.config.recompile_limit = 100  # all losses share the code of one forward
     torch.set_float32_matmul_precision("highest" if arguments.float32 else "high")
-    where = torch.cuda.get_device_name() if arguments.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name()
+        if arguments.device.startswith("cuda")
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     print(f"torch {torch.__version__}, {where}, TF32 {'off' if arguments.float32 else 'on'}")
     only = [name for name in arguments.losses.split(",") if name]
     figures = [

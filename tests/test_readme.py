@@ -121,10 +121,11 @@ def test_an_unknown_make_target_is_found():
     assert make_targets(text) - known_targets() == {"nonsense"}
 
 
-def test_the_readme_lists_the_catalogue() -> None:
-    """The table of losses is made from the catalogue: paste what this test shows when a loss has come or changed."""
+def test_what_the_readme_says_of_a_loss_is_what_the_catalogue_says() -> None:
+    """A row that has grown old fails here; a new loss needs no row."""
     import fedlas
 
-    rows = [f"| `{r.name}` | {r.cls.__name__} | {r.summary} | {r.citation} |" for r in fedlas.list_losses()]
-    expected = "\n".join(["| name | class | in a sentence | source |", "|---|---|---|---|", *rows])
-    assert expected in (ROOT / "README.md").read_text()
+    made = {f"| `{r.name}` | {r.cls.__name__} | {r.summary} | {r.citation} |" for r in fedlas.list_losses()}
+    shown = set(re.findall(r"^\| `\w+` \| [A-Z]\w+ \| .* \|$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert shown, "the README shows no losses"
+    assert shown <= made

@@ -1,5 +1,6 @@
 """Two processes with half of the batch each equal one process with all of it, for every loss."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +14,21 @@ from torch.nn.parallel import DistributedDataParallel
 import fedlas
 
 CLASSES, SAMPLES, STEPS = 5, 12, 3
-NAMES = [record.name for record in fedlas.list_losses()]
-WRAPPED, MODEL_ONLY, COMPILED = "network and loss wrapped", "only the network wrapped", "loss compiled"
-CASES = [(name, mode) for name in NAMES for mode in (WRAPPED, MODEL_ONLY)]
+KEYWORDS = {record.name: record.keywords for record in fedlas.list_losses()}
+NAMES = list(KEYWORDS)
+WRAPPED, MODEL_ONLY, COMPILED, SUM = "network and loss wrapped", "only the network wrapped", "loss compiled", "sum"
+CASES = [(name, mode) for name in NAMES for mode in (WRAPPED, MODEL_ONLY, SUM)]
 CASES += [(name, COMPILED) for name in ("fedlas_ls", "crl", "mmce", "mdca")]  # every kind of collective
 
 
-class Net(nn.Module):
-    """A network of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = nn.Linear(4, 7), nn.Linear(7, CLASSES)
-
-    def forward(self, x: Tensor) -> fedlas.Output:
-        features = self.backbone(x).relu()
-        return fedlas.Output(self.head(features), features)
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, CLASSES)).double()
 
 
-class Task(nn.Module):
-    """Network and loss in one module."""
-
-    def __init__(self, net: nn.Module, loss: nn.Module) -> None:
-        super().__init__()
-        self.net, self.loss = net, loss
-
-    def forward(self, x: Tensor, labels: Tensor, index: Tensor) -> Tensor:
-        logits, features = self.net(x)
-        return self.loss(logits, labels, features, index)
-
-
-def build(name: str) -> nn.Module:
-    options: dict[str, Any] = {"num_samples": SAMPLES} if name == "crl" else {}
-    return fedlas.build_loss(name, num_classes=CLASSES, weight=[1.0, 2.0, 0.5, 1.0, 3.0], **options)
+def build(name: str, reduction: str = "mean") -> nn.Module:
+    options: dict[str, Any] = {"num_samples": SAMPLES} if "num_samples" in KEYWORDS[name] else {}
+    weight = [1.0, 2.0, 0.5, 1.0, 3.0]
+    return fedlas.build_loss(name, num_classes=CLASSES, weight=weight, reduction=reduction, **options).double()
 
 
 def step_data(step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,17 +39,31 @@ def step_data(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, labels, torch.randperm(SAMPLES, generator=generator)
 
 
+def forward_of(net: nn.Module, loss: nn.Module, mode: str) -> Callable[..., Tensor]:
+    """Join network and loss in one of the ways that people do it."""
+    if mode in (MODEL_ONLY, COMPILED):
+        called = torch.compile(loss, fullgraph=True, backend="aot_eager") if mode == COMPILED else loss
+        wrapped = DistributedDataParallel(fedlas.WithFeatures(net))
+
+        def forward(x: Tensor, labels: Tensor, index: Tensor) -> Tensor:
+            logits, features = wrapped(x)
+            return called(logits, labels, features, index)
+
+        return forward
+    task: nn.Module = fedlas.WithLoss(net, loss)
+    if mode != "alone":
+        task = DistributedDataParallel(task)
+    return lambda *batch: task(*batch)[0]
+
+
 def train(name: str, mode: str, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """Train a few steps on this rank's part of every batch; give values, gradients and final state."""
     torch.manual_seed(0)
-    net, loss = Net().double(), build(name).double()
+    net, loss = network(), build(name, "sum" if mode == SUM else "mean")
     if rank and mode == MODEL_ONLY:  # a script that seeds every rank differently gives every rank another gate
         for parameter in loss.parameters():
             nn.init.normal_(parameter)
-    task: nn.Module = Task(net, loss)
-    if world > 1:
-        called = torch.compile(loss, fullgraph=True, backend="aot_eager") if mode == COMPILED else loss
-        task = DistributedDataParallel(task) if mode == WRAPPED else Task(DistributedDataParallel(net), called)
+    forward = forward_of(net, loss, mode if world > 1 else "alone")
     parameters = [*net.parameters(), *loss.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     mine = slice(rank * SAMPLES // world, (rank + 1) * SAMPLES // world)
@@ -75,7 +72,7 @@ def train(name: str, mode: str, rank: int = 0, world: int = 1) -> dict[str, Any]
         if step == 1:
             loss.end_epoch(fedlas.Predictions(logits=torch.eye(CLASSES) * 3, labels=torch.arange(CLASSES) // 2))
         optimizer.zero_grad()
-        value = task(*(part[mine] for part in step_data(step)))
+        value = forward(*(part[mine] for part in step_data(step)))
         value.backward()
         values.append(value.detach())
         gradients.append([parameter.grad.clone() for parameter in parameters])
@@ -87,7 +84,7 @@ def evaluate(name: str) -> Tensor:
     """Compute the loss in eval mode, as validation on one rank does."""
     torch.manual_seed(0)
     x, labels, index = step_data(0)
-    return Task(Net().double(), build(name).double()).eval()(x, labels, index).detach()
+    return fedlas.WithLoss(network(), build(name)).eval()(x, labels, index)[0].detach()
 
 
 def uneven(name: str, rank: int) -> Tensor | str:
@@ -95,7 +92,7 @@ def uneven(name: str, rank: int) -> Tensor | str:
     torch.manual_seed(0)
     mine = slice(0, 4) if rank == 0 else slice(4, SAMPLES)
     try:
-        return Task(Net().double(), build(name).double())(*(part[mine] for part in step_data(0))).detach()
+        return fedlas.WithLoss(network(), build(name))(*(part[mine] for part in step_data(0)))[0].detach()
     except ValueError as error:
         return str(error)
 
@@ -147,5 +144,5 @@ def test_uneven_ranks_are_exact_or_refused(two_ranks: list[dict[Any, Any]], name
         assert first == second == "ranks hold [4, 8] samples, but their batch is joined: give each rank equally many"
         return
     torch.manual_seed(0)
-    alone = Task(Net().double(), build(name).double())(*step_data(0))
+    alone, _ = fedlas.WithLoss(network(), build(name))(*step_data(0))
     torch.testing.assert_close((first + second) / 2, alone.detach())

@@ -119,7 +119,17 @@ def test_errors() -> None:
     history = GateHistory(4)
     with pytest.raises((ValueError, TypeError)):  # TypeError: the shape checks of the tests come first
         history.update(torch.arange(3), torch.ones(2))
-    with pytest.raises(IndexError):
-        note(history, {4: 1.0})
+    for index in (4, -1):
+        with pytest.raises(ValueError, match="outside of the 4 samples"):
+            note(history, {index: 1.0})
     with pytest.raises(RuntimeError, match="size mismatch"):
         GateHistory(5).load_state_dict(history.state_dict())
+
+
+def test_ignored_samples_are_passed_over() -> None:
+    loss = fedlas.build_loss("fedlas_ls", num_classes=3)
+    labels = torch.tensor([0, -100, 2, -100])
+    loss(torch.randn(4, 3), labels, torch.rand(4, 5))
+    history = GateHistory(4)
+    history.update(torch.arange(4), loss.psi)
+    assert history.end_epoch().seen == 2

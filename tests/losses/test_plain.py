@@ -76,10 +76,11 @@ def gradient_of(value: Tensor, logits: Tensor) -> Tensor:
     return torch.autograd.grad(value, logits)[0]
 
 
-def test_every_loss_is_here() -> None:
-    assert {name for name, _, _ in STATELESS} | {"crl", "adafocal", "fedlas_ls", "fedlas_mbls"} == {
-        record.name for record in fedlas.list_losses()
-    }
+def test_every_published_loss_is_here() -> None:
+    """All fifteen have a second implementation; those with state are compared in files of their own."""
+    here = {name for name, _, _ in STATELESS} | {"crl", "adafocal", "fedlas_ls", "fedlas_mbls"}
+    assert len(here) == 15
+    assert here <= {record.name for record in fedlas.list_losses()}
 
 
 @pytest.mark.parametrize(("name", "options", "function"), STATELESS, ids=IDS)

@@ -447,6 +447,18 @@ def test_a_pointwise_convolution_after_pooling_is_a_linear_layer():
         WithFeatures(Wired(lambda self, x: self.fc(x).mean((2, 3)), fc=nn.Conv2d(3, 5, 1)))(x)
 
 
+def test_unwrapping_takes_every_trace_off():
+    model = Classifier().eval()
+    net = WithFeatures(model)
+    layer = model.get_submodule(net.head_name)
+    assert len(layer._forward_hooks) == 1
+    assert net.unwrap() is model
+    assert not layer._forward_hooks
+    assert not any(b"fedlas" in part for part in (pickle.dumps(layer),))
+    with pytest.raises(RuntimeError, match="wrap the network again"):
+        net(images())
+
+
 def test_the_wrapped_model_is_left_as_it_was():
     model = Classifier().eval()
     names, x = list(model.state_dict()), images()

@@ -51,10 +51,17 @@ def list_losses() -> list[LossRecord]:
     ]
 
 
-def __getattr__(name: str) -> type[AbstractLoss]:
-    """Find the class of any loss, so that `from fedlas.losses import FeDLaSLS` needs no list of them."""
+def __getattr__(name: str) -> Any:
+    """Find the class of any loss, so that `from fedlas.losses import FeDLaSLS` needs no list of them.
+
+    A type checker sees these names as Any; it knows the classes in their own files, as `fedlas.losses.fedlas`.
+    """
     if not name.startswith("_"):
         for cls in CATALOG.entries.values():
             if cls.__name__ == name:
                 return cls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(cls.__name__ for cls in CATALOG.entries.values())])

@@ -9,9 +9,10 @@ the number of samples that count,
     sum:   Σ_i classification_i + Σ_i regulariser_i
     none:  classification_i + regulariser_i
 
-which is what `torch.nn.functional.cross_entropy` does to its only term. In a distributed training step the denominators
-are those of all ranks together, so the mean over ranks of value and gradient is that of one process with the whole
-batch. Ignored samples are masked, never cut out: no shape depends on data, and nothing waits for the device.
+which is what `torch.nn.functional.cross_entropy` does to its only term. In a distributed training step denominators are
+those of all ranks together and sums are multiplied by the number of ranks, so that the mean over ranks of value and
+gradient, which is what DistributedDataParallel takes, is that of one process with the whole batch. Ignored samples are
+masked, never cut out: no shape depends on data, and nothing waits for the device.
 """
 
 from abc import ABC, abstractmethod
@@ -68,9 +69,9 @@ class Batch:
             return self.labels.gather(1, prediction.unsqueeze(1)).squeeze(1)
         return (prediction == self.labels).to(self.logits.dtype)
 
-    def gaps(self) -> Float[Tensor, "n classes"]:
-        """Give the distance of each logit from the largest one of its row."""
-        return self.logits.amax(1, keepdim=True) - self.logits
+    def excess(self, margin: float) -> Float[Tensor, "n classes"]:
+        """Say how much further than a margin each logit lies below the largest one of its row."""
+        return (self.logits.amax(1, keepdim=True) - self.logits - margin).clamp_min(0)
 
     def total(self, x: Tensor) -> Tensor:
         """Sum rows over the samples that count, on all ranks; no gradient crosses ranks."""
@@ -119,11 +120,9 @@ class AbstractExact(nn.Module, ABC):
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
             moved = self._buffers[name]
-            if moved is None or buffer.is_meta or moved.is_meta:
-                continue
-            self._buffers[name] = buffer.to(
-                moved.device, torch.float32 if moved.device.type == "mps" else torch.float64
-            )
+            assert moved is not None
+            dtype = torch.float32 if moved.device.type == "mps" else torch.float64
+            self._buffers[name] = moved.to(dtype) if buffer.is_meta else buffer.to(moved.device, dtype)
         return self
 
 
@@ -157,6 +156,9 @@ class AbstractLoss(AbstractExact):
         sync: bool = True,
     ) -> None:
         super().__init__()
+        for name, value in (("num_classes", num_classes), ("ignore_index", ignore_index)):
+            if not isinstance(value, int) and not (name == "num_classes" and value is None):
+                raise ValueError(f"{name} must be a whole number, not {value!r}")
         if num_classes is not None:
             at_least("num_classes", num_classes, 1)
         self.num_classes = num_classes
@@ -264,7 +266,7 @@ def as_batch(
         logits=logits,
         labels=labels,
         features=None if features is None else _rows(features),
-        index=None if index is None or len(index) != len(valid) else index.long(),
+        index=None if index is None else index.long().repeat_interleave(len(logits) // max(len(index), 1)),
         valid=valid,
         log_probs=functional.log_softmax(logits, 1),
         shared=shared,
@@ -306,7 +308,8 @@ def reduce(terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduct
     each = {name: torch.where(batch.valid, values, 0) for name, values in terms.items()}
     if reduction == "none":
         return each
-    totals = {name: values.sum() for name, values in each.items()}
+    spread = ranks.count() if batch.shared else 1
+    totals = {name: values.sum() * spread for name, values in each.items()}
     if reduction == "sum":
         return totals
     count = batch.count()
@@ -314,8 +317,7 @@ def reduce(terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduct
     if weight is not None and not batch.soft:
         weights = batch.total(weight.to(count.dtype)[batch.labels])
         shares["classification"] = torch.where(weights > 0, weights, 1)
-    spread = ranks.count() if batch.shared else 1
-    return {name: value / shares[name] * spread for name, value in totals.items()}
+    return {name: value / shares[name] for name, value in totals.items()}
 
 
 def smoothed_cross_entropy(
@@ -323,7 +325,7 @@ def smoothed_cross_entropy(
     labels: Tensor,
     alpha: float | Tensor,
     *,
-    weight: Tensor | None = None,
+    weight: Tensor | Sequence[float] | None = None,
     ignore_index: int = IGNORE_INDEX,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -340,8 +342,8 @@ def smoothed_cross_entropy(
             alpha = alpha.reshape(-1).to(batch.logits.dtype)
         elif not isinstance(alpha, Tensor):
             within("alpha", alpha, 0, 1)
-        weight = _class_weight(weight, logits.shape[1])
-        value = _sum(reduce({"classification": smoothed(batch, weight, alpha)}, batch, weight, reduction))
+        factors = _class_weight(weight, logits.shape[1])
+        value = _sum(reduce({"classification": smoothed(batch, factors, alpha)}, batch, factors, reduction))
         return value.reshape(_without_classes(logits)) if reduction == "none" else value
 
 

@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fedlas.losses.base import AbstractLoss, Batch, Common, at_least
@@ -67,6 +68,7 @@ class _PairSum(torch.autograd.Function):
         return value / 2
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (slope,) = ctx.saved_tensors
         return grad.unsqueeze(1) * slope, None

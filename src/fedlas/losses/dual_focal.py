@@ -8,6 +8,7 @@ Tiny-ImageNet. Departure: the mean over the batch where the published default su
 from typing import Unpack
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement
@@ -24,23 +25,24 @@ class DualFocal(AbstractLoss):
         self.gamma = at_least("gamma", gamma, 0)
 
     def terms(self, batch: Batch) -> dict[str, Tensor]:
-        below = _next_below_all if batch.soft else _next_below
-        probs = batch.log_probs.exp()
+        below = _next_below_each(batch) if batch.soft else _next_below(batch)
 
         def loss_of(log_p: Tensor) -> Tensor:
-            return -log_p * (complement(log_p) + below(probs, log_p.exp())) ** self.gamma
+            return -log_p * (complement(log_p) + below) ** self.gamma
 
         return {"classification": self.expected(batch, loss_of)}
 
 
-def _next_below(probs: Tensor, p: Tensor) -> Tensor:
-    """Find the largest probability of each row that is smaller than the one given."""
-    return torch.where(probs < p, probs, 0).amax(1, keepdim=True)
+# Logits are compared, not probabilities: a compiler may compute one probability twice, with another last digit.
+def _next_below(batch: Batch) -> Float[Tensor, "n 1"]:
+    """Find p_j: the largest probability below that of the label."""
+    label = batch.logits.gather(1, batch.labels.unsqueeze(1))
+    return torch.where(batch.logits < label, batch.log_probs.exp(), 0).amax(1, keepdim=True)
 
 
-def _next_below_all(probs: Tensor, p: Tensor) -> Tensor:
-    """Do the same for every class at once: sort, and step over equal values."""
-    ascending = probs.sort(1).values
-    smaller = torch.searchsorted(ascending.detach(), p.detach().contiguous())
-    found = ascending.gather(1, (smaller - 1).clamp_min(0))
+def _next_below_each(batch: Batch) -> Float[Tensor, "n classes"]:
+    """Find p_j for every class at once: sort, and step over equal values."""
+    ascending, order = batch.logits.detach().sort(1)
+    smaller = torch.searchsorted(ascending, batch.logits.detach().contiguous())
+    found = batch.log_probs.exp().gather(1, order).gather(1, (smaller - 1).clamp_min(0))
     return torch.where(smaller > 0, found, 0)

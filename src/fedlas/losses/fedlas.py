@@ -265,7 +265,7 @@ class SmoothingOptions(TypedDict, total=False):
 class AdaptiveSmoothing(nn.Module):
     """Adaptive smoothing module: gives each sample its alpha_i, for the losses below or for one of your own.
 
-    `psi`, `gamma` and `alpha_i` of the latest batch stay readable as detached tensors.
+    `psi`, `gamma` and `alpha_i` of the latest batch stay readable as detached tensors, NaN where a sample is ignored.
 
     Args:
         num_classes: number of classes.
@@ -341,7 +341,8 @@ class AdaptiveSmoothing(nn.Module):
             alpha_i = self.alpha * 2 * torch.sigmoid(self.beta * psi * gamma)
             if self.alpha_min is not None or self.alpha_max is not None:
                 alpha_i = alpha_i.clamp(self.alpha_min, self.alpha_max)
-            self.psi, self.gamma, self.alpha_i = psi.detach(), gamma, alpha_i.detach()
+            latest = (torch.where(valid, x.detach(), torch.nan) for x in (psi, gamma, alpha_i))
+            self.psi, self.gamma, self.alpha_i = latest
             return alpha_i
 
 
@@ -443,5 +444,5 @@ class FeDLaSMbLS(AbstractFeDLaS):
         }
 
     def _margin(self, batch: Batch) -> Float[Tensor, " n"]:
-        excess = (batch.gaps() - self.margin).clamp_min(0)
+        excess = batch.excess(self.margin)
         return excess.mean(1) if self.margin_reduction == "mean" else excess.sum(1)

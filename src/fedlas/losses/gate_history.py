@@ -47,11 +47,16 @@ class GateHistory(nn.Module):
 
     @torch.no_grad()
     def update(self, index: Int[Tensor, " n"], psi: Float[Tensor, " n"]) -> None:
-        """Note the state of a batch, on all ranks; nothing waits for the device."""
+        """Note the state of a batch, on all ranks; samples whose psi is NaN, the ignored ones, are passed over."""
         if index.shape != psi.shape:
             raise ValueError(f"index has shape {tuple(index.shape)}, psi {tuple(psi.shape)}")
+        # On a GPU a look at the numbers would make the host wait.
+        if index.device.type == "cpu" and len(index) and (index.min() < 0 or index.max() >= len(self.now)):
+            span = f"from {index.min()} to {index.max()}"
+            raise ValueError(f"index reaches {span}, outside of the {len(self.now)} samples of the history")
+        index, psi = ranks.joined(index.long()), ranks.joined(psi)
         state = torch.where(psi > 0, 1, -1).to(torch.int8)
-        self.now[ranks.joined(index.long())] = ranks.joined(state)
+        self.now[index] = torch.where(psi.isnan(), self.now[index], state)
 
     @torch.no_grad()
     def end_epoch(self) -> GateEpoch:

@@ -26,5 +26,5 @@ class MbLS(AbstractLoss):
         self.margin = at_least("margin", margin, 0)
 
     def terms(self, batch: Batch) -> dict[str, Tensor]:
-        excess = (batch.gaps() - self.margin).clamp_min(0)
-        return {"classification": self.cross_entropy(batch), "margin": self.lambda_ * excess.mean(1)}
+        excess = batch.excess(self.margin).mean(1)
+        return {"classification": self.cross_entropy(batch), "margin": self.lambda_ * excess}

@@ -53,13 +53,16 @@ class WithFeatures(nn.Module):
         same_width = [name for name, other in _layers(model) if _widths(other)[1] == _widths(layer)[1]]
         self._rivals = [name for name in same_width if name != self.head_name] if head is None else []
         self._watch: _Watch | None = None
+        self._unwrapped = False
         # A bound method, so that a copy of the wrapper has a hook of its own.
-        layer.register_forward_hook(self._see_head, with_kwargs=True)
+        self._hook = layer.register_forward_hook(self._see_head, with_kwargs=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
         """Call the network and return its logits with their features."""
         if getattr(self, "_is_replica", False):
             raise TypeError("WithFeatures does not work in nn.DataParallel; use DistributedDataParallel")
+        if self._unwrapped:
+            raise RuntimeError("this WithFeatures was unwrapped; wrap the network again")
         if self._watch is not None:
             raise RuntimeError("this WithFeatures is already running, inside of itself or in another thread")
         self._watch = watch = _Watch(picks_rows=not self._channels_first)
@@ -69,6 +72,12 @@ class WithFeatures(nn.Module):
         finally:
             self._watch = None
         return self._pair(watch, _logits(result))
+
+    def unwrap(self) -> nn.Module:
+        """Take the hook off the head and return the network as it came, to be pickled or scripted on its own."""
+        self._hook.remove()
+        self._unwrapped = True
+        return self.model
 
     def extra_repr(self) -> str:
         """Say where the features come from when the module is printed."""
