@@ -17,8 +17,9 @@ Entry = TypeVar("Entry")
 
 def nearest(word: str, known: list[str]) -> str:
     """End an error message about an unknown word: the closest known one, if any is close, and all of them."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    plain = {name.lower().replace("-", "_"): name for name in known}
+    close = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.5)
+    hint = f"did you mean {plain[close[0]]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."
 
 

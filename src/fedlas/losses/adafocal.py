@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement, within
+from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement, whole, within
 from fedlas.metrics.bins import bin_statistics, interpolated_edges
 from fedlas.predictions import Predictions
 
@@ -42,7 +42,7 @@ class AdaFocal(AbstractLoss):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(**common)
-        self.bins = int(at_least("bins", bins, 1))
+        self.bins = whole("bins", bins)
         self.step = at_least("step", step, 0)
         self.gamma_min, self.gamma_max = gamma_min, at_least("gamma_max", gamma_max, gamma_min)
         self.switch = at_least("switch", switch, 0)

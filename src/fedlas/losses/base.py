@@ -15,6 +15,7 @@ gradient, which is what DistributedDataParallel takes, is that of one process wi
 masked, never cut out: no shape depends on data, and nothing waits for the device.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +29,7 @@ from torch.nn import functional
 
 from fedlas import ranks
 from fedlas.catalog import nearest
-from fedlas.losses.input_checks import check_shapes, checked_index, checked_labels
+from fedlas.losses.input_checks import check_shapes, check_tensors, checked_index, checked_labels
 from fedlas.predictions import Predictions
 
 Reduction = Literal["mean", "sum", "none"]
@@ -156,14 +157,11 @@ class AbstractLoss(AbstractExact):
         sync: bool = True,
     ) -> None:
         super().__init__()
-        for name, value in (("num_classes", num_classes), ("ignore_index", ignore_index)):
-            if not isinstance(value, int) and not (name == "num_classes" and value is None):
-                raise ValueError(f"{name} must be a whole number, not {value!r}")
-        if num_classes is not None:
-            at_least("num_classes", num_classes, 1)
-        self.num_classes = num_classes
+        self.num_classes = None if num_classes is None else whole("num_classes", num_classes)
         self.weight: Tensor | None
         self.register_buffer("weight", _class_weight(weight, num_classes))
+        if not isinstance(ignore_index, int):
+            raise TypeError(f"ignore_index must be a whole number, not {ignore_index!r}")
         self.ignore_index = ignore_index
         self.reduction: Reduction = one_of("reduction", reduction, ("mean", "sum", "none"))
         self.sync = sync
@@ -180,6 +178,7 @@ class AbstractLoss(AbstractExact):
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
         """Compute the loss of a batch; `last_terms` then holds its parts, detached, unless nothing is reduced."""
+        check_tensors(logits, labels, features, index)
         with full_precision(logits):
             batch = self._batch(logits, labels, features, index)
             reduced = reduce(self.terms(batch), batch, self.weight, self.reduction)
@@ -192,6 +191,7 @@ class AbstractLoss(AbstractExact):
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Give the named terms of each sample, shaped like hard labels, for a combination of one's own."""
+        check_tensors(logits, labels, features, index)
         with full_precision(logits):
             batch = self._batch(logits, labels, features, index)
             each = reduce(self.terms(batch), batch, self.weight, "none")
@@ -334,6 +334,7 @@ def smoothed_cross_entropy(
     As `F.cross_entropy(label_smoothing=alpha)`, but alpha may be a tensor, one number per label; its gradient flows.
     """
     one_of("reduction", reduction, ("mean", "sum", "none"))
+    check_tensors(logits, labels)
     with full_precision(logits):
         batch = as_batch(logits, labels, ignore_index=ignore_index)
         if isinstance(alpha, Tensor) and alpha.ndim > 0:
@@ -355,14 +356,26 @@ def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
 
 
 def at_least(name: str, value: float, lowest: float) -> float:
-    """Refuse a number that is too small, or no number."""
-    if not value >= lowest:
+    """Refuse a number that is too small or infinite, or no number."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not (value >= lowest and math.isfinite(value)):
         raise ValueError(f"{name} must be at least {lowest}, not {value}")
     return value
 
 
+def whole(name: str, value: int, lowest: int = 1) -> int:
+    """Refuse what is no whole number, or too small."""
+    at_least(name, value, lowest)
+    if value != int(value):
+        raise ValueError(f"{name} must be a whole number, not {value}")
+    return int(value)
+
+
 def within(name: str, value: float, lowest: float, highest: float) -> float:
     """Refuse a number outside of a closed interval, or no number."""
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
     if not lowest <= value <= highest:
         raise ValueError(f"{name} must lie between {lowest} and {highest}, not {value}")
     return value
@@ -379,7 +392,9 @@ def _pick(x: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Float[Ten
         return x.gather(1, labels.unsqueeze(1))
     # The gradient of a gather is a scatter into a new tensor; that of a masked sum melts into the softmax's own pass.
     is_label = torch.arange(x.shape[1], device=x.device) == labels.unsqueeze(1)
-    return torch.where(is_label, x, 0).sum(1, keepdim=True)
+    picked = torch.where(is_label, x, 0).sum(1)
+    # No entry is a label out of range, which nothing has checked here: better NaN than a loss of 0.
+    return torch.where((labels >= 0) & (labels < x.shape[1]), picked, torch.nan).unsqueeze(1)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -398,6 +413,8 @@ def _class_weight(weight: Tensor | Sequence[float] | None, num_classes: int | No
         raise ValueError(
             f"weight must be one floating-point number per class, not {weight.dtype} {tuple(weight.shape)}"
         )
+    if not bool((weight >= 0).all()) or not bool(weight.isfinite().all()):
+        raise ValueError(f"weight must be finite and not negative, not {weight.tolist()}")
     if num_classes is not None and len(weight) != num_classes:
         raise ValueError(f"weight has {len(weight)} entries for {num_classes} classes")
     return weight

@@ -19,7 +19,7 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
-from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, one_of
+from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, one_of, whole
 from fedlas.predictions import Predictions
 
 
@@ -41,7 +41,7 @@ class CRL(AbstractLoss):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(**common)
-        self.index_limit = int(at_least("num_samples", num_samples, 1))
+        self.index_limit = whole("num_samples", num_samples)
         self.rank_weight = at_least("rank_weight", rank_weight, 0)
         self.score = one_of("score", score, ("softmax", "margin", "entropy"))
         self.correct_epochs: Tensor

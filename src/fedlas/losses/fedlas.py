@@ -37,7 +37,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlas import ranks
-from fedlas.losses.base import AbstractExact, AbstractLoss, Batch, Options, at_least, full_precision, one_of, within
+from fedlas.losses.base import (
+    AbstractExact,
+    AbstractLoss,
+    Batch,
+    Options,
+    at_least,
+    full_precision,
+    one_of,
+    whole,
+    within,
+)
 
 Source = Literal["features", "max_prob", "max_logit"]
 Normalise = Literal["ema", "batch", "none"]
@@ -90,7 +100,7 @@ class NCI(AbstractExact):
     ) -> None:
         super().__init__()
         self.theta = within("theta", theta, 0, 1)
-        self.norm = at_least("norm", norm, 1)
+        self.norm = norm if norm == float("inf") else at_least("norm", norm, 1)
         self.source = one_of("source", source, get_args(Source))
         self.normalise = one_of("normalise", normalise, get_args(Normalise))
         self.eps = at_least("eps", eps, 0)
@@ -194,7 +204,7 @@ class BCG(nn.Module):
             raise ValueError(f"gate_zero must be -1 or 0 ({zero}), gate_positive_index 0 or 1 ({positive_index})")
         self.zero = float(zero)
         self.positive_index = positive_index
-        width = max(1, num_classes // 2) if width is None else int(at_least("gate_width", width, 1))
+        width = max(1, num_classes // 2) if width is None else whole("gate_width", width)
         if self.kind not in ("positive", "negative"):
             self.fc_in = nn.Linear(num_classes, width)
             self.fc_out = nn.Linear(width, 2)
@@ -302,7 +312,7 @@ class AdaptiveSmoothing(nn.Module):
     ) -> None:
         super().__init__()
         chosen = PRESETS[one_of("preset", preset, get_args(Preset))]
-        self.num_classes = int(at_least("num_classes", num_classes, 1))
+        self.num_classes = whole("num_classes", num_classes)
         self.alpha = at_least("alpha", alpha, 0)
         self.beta = at_least("beta", beta, 0)
         self.alpha_min = None if alpha_min is None else within("alpha_min", alpha_min, 0, 1)

@@ -31,6 +31,16 @@ class checks:  # noqa: N801 (a context manager, named like a verb)
         checks.active = self.before
 
 
+def check_tensors(logits: object, labels: object, features: object = None, index: object = None) -> None:
+    """Refuse what is no tensor; a network that gives features too must be unpacked first."""
+    given = {"logits": logits, "labels": labels, "features": features, "index": index}
+    for name, value in given.items():
+        if isinstance(value, Tensor) or (value is None and name in ("features", "index")):
+            continue
+        hint = "; unpack what the network returns: logits, features = net(x)" if isinstance(value, tuple) else ""
+        raise TypeError(f"{name} must be a tensor, not {type(value).__name__}{hint}")
+
+
 def check_shapes(logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None) -> None:
     """Refuse tensors whose shapes, types or devices do not belong together."""
     shape = tuple(logits.shape)

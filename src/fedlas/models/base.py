@@ -92,7 +92,8 @@ class WithFeatures(nn.Module):
         layer = f"the layer {self.head_name!r}"
         advice = "pass WithFeatures(model, head=...) the layer that makes the logits"
         if watch.calls != 1:
-            raise ValueError(f"{layer} was called {watch.calls} times in one forward pass instead of once; {advice}")
+            times = f"was called {watch.calls} times in one forward pass instead of once"
+            raise ValueError(f"{layer} {times}; {advice}, or wrap again if it was replaced")
         output, features = watch.origin(logits)
         if output is not logits and self._rivals:
             rivals = ", ".join([self.head_name, *self._rivals])
