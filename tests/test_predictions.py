@@ -331,3 +331,8 @@ def test_as_tensor_does_not_copy():
     array = np.zeros(3)
     as_tensor(array, "x")[0] = 1
     assert array[0] == 1
+
+
+def test_an_unknown_keyword_does_not_vanish() -> None:
+    with pytest.raises(TypeError, match="takes no 'spilt'"):
+        Predictions(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), spilt="test")

@@ -105,6 +105,9 @@ class Predictions:
     def _fill(
         self, logits: Tensor, labels: Array, rest: Rest, given_probs: Tensor | None = None, top_only: bool = False
     ) -> None:
+        for name in rest:
+            if name not in Rest.__annotations__:
+                raise TypeError(f"Predictions takes no {name!r}; it takes {', '.join(Rest.__annotations__)}")
         n, classes = logits.shape
         names, features, index = rest.get("class_names"), rest.get("features"), rest.get("index")
         if names is not None and len(names) != classes:
