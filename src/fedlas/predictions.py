@@ -177,8 +177,7 @@ class Predictions:
         with optional_module("safetensors").safe_open(str(path), framework="pt") as file:
             words: dict[str, str] = file.metadata() or {}
             columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        ours = words.get("format") == json.dumps(FORMAT)
-        about = {name: json.loads(text) for name, text in words.items()} if ours else {}
+        about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
         columns["class_names"] = about.get("class_names")
         return cls._from_columns(columns, path, about.get("split"), about.get("top_only", False))
 
@@ -251,10 +250,10 @@ class Predictions:
         # Classes that nobody named share what is left, enough of them that the predicted class is the largest.
         least = float(confidence.min())
         names += [f"(other {i})" for i in range(max(1, int((1 - least) / least) + 2 - len(names)))]
-        predicted = torch.as_tensor([[names.index(name)] for name in said])
+        place = {name: i for i, name in enumerate(names)}
+        predicted = torch.as_tensor([[place[name]] for name in said])
         probs = ((1 - confidence) / (len(names) - 1)).repeat(1, len(names)).scatter(1, predicted, confidence)
-        labels = [names.index(name) for name in truth]
-        return cls.from_probs(probs, labels, class_names=names, split=split, top_only=True)
+        return cls.from_probs(probs, [place[name] for name in truth], class_names=names, split=split, top_only=True)
 
 
 def as_tensor(values: Array, name: str) -> Tensor:
@@ -321,9 +320,8 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
     if len(labels) != n:
         raise ValueError(f"labels has {len(labels)} rows for {n} samples")
     if labels.ndim == 1 and not labels.is_floating_point():
-        hard = labels.long()
-        check_rows("labels", hard, (hard >= 0) & (hard < classes), f"is outside 0..{classes - 1}")
-        return hard
+        check_rows("labels", labels, (labels >= 0) & (labels < classes), f"is outside 0..{classes - 1}")
+        return labels.long()
     if labels.ndim != 2 or not labels.is_floating_point() or labels.shape[1] != classes:
         given = f"labels are {labels.dtype} of shape {tuple(labels.shape)}"
         raise ValueError(f"{given}; expected {n} integers, or soft labels: ({n}, {classes}) floats")

@@ -21,17 +21,8 @@ from torch import Tensor
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
 from fedlas.metrics.interval import Metric, brier_values, gaps_of, nll_values
-from fedlas.metrics.resampling import (
-    Floats,
-    Gaps,
-    confidence_curve,
-    difference_interval,
-    mean_deviations,
-    mean_interval,
-    sample_deviations,
-    total,
-    unbiased_gaps,
-)
+from fedlas.metrics.inversion import confidence_curve, difference_interval, unbiased_totals
+from fedlas.metrics.resampling import Floats, Gaps, mean_deviations, mean_interval, sample_deviations
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.samples import pairs
 from fedlas.predictions import Array, Predictions, as_tensor, check_rows, optional_module
@@ -125,11 +116,9 @@ def _gap_difference(
     bins = gaps[0].bins
     index, gap = np.stack([one.index for one in gaps]), np.stack([one.gap for one in gaps])
     drawn = sample_deviations(index, gap, bins, resamples, rng)
-    parts = [drawn[:, :bins], drawn[:, bins:]]
-    first, second = (confidence_curve(one.weighted, part) for one, part in zip(gaps, parts, strict=True))
-    totals = np.stack(
-        [total(unbiased_gaps(one.weighted, part) + part, "both") for one, part in zip(gaps, parts, strict=True)]
-    )
+    worlds = [gaps[0].world(drawn[:, :bins]), gaps[1].world(drawn[:, bins:])]
+    first, second = (confidence_curve(world) for world in worlds)
+    totals = np.stack([unbiased_totals(world) for world in worlds])
     varied = float(totals.std(1).min()) > 0
     correlation = float(np.asarray(np.corrcoef(totals))[0, 1]) if varied else 0.0
     low, high = difference_interval(first, second, correlation, level)

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from fedlas.metrics import calibration, scoring
 from fedlas.metrics.bins import exact
+from fedlas.metrics.inversion import inverted_interval
 from fedlas.metrics.presets import Binning, Compat, Kind
-from fedlas.metrics.resampling import Floats, Gaps, Part, inverted_interval, mean_interval
+from fedlas.metrics.resampling import Gaps, Part, World, mean_interval
 from fedlas.metrics.result import Interval, Result
 from fedlas.metrics.samples import Scope, pairs, rows
 from fedlas.predictions import Array, Predictions, optional_module
@@ -70,8 +71,8 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     if isinstance(found, tuple):
         gaps = gaps_of(metric, probs, labels, **options)
-        drawn = gaps.resample(resamples, rng)
-        over, under = (_inverted(gaps, drawn, part, level) for part in ("over", "under"))
+        world = gaps.resample(resamples, rng)
+        over, under = _inverted(world, "over", level), _inverted(world, "under", level)
         return found[0].with_interval(over), found[1].with_interval(under)
     if metric is scoring.accuracy:
         return _one(found, wilson(float(found), found.n, level))
@@ -80,7 +81,7 @@ def bootstrap(
         low, high = mean_interval(values, level, resamples or 10_000, rng)
         return _one(found, Interval(low, high, level, "bootstrap, bias-corrected and accelerated"))
     gaps = gaps_of(metric, probs, labels, **options)
-    interval = _inverted(gaps, gaps.resample(resamples, rng), "both", level)
+    interval = _inverted(gaps.resample(resamples, rng), "both", level)
     return _one(found, interval, noise_floor=gaps.noise_floor())
 
 
@@ -148,7 +149,8 @@ def gaps_of(
     outside = (index < 0) | (index >= bins)
     confidence = exact(found.confidence).masked_fill(outside.to(index.device), 0)
     correct = exact(found.correct).masked_fill(outside, 0)
-    return Gaps(_numpy(index.masked_fill(outside, 0)), _numpy(confidence), _numpy(confidence - correct), bins)
+    soft = found.correct.dtype != torch.bool
+    return Gaps(_numpy(index.masked_fill(outside, 0)), _numpy(confidence), _numpy(confidence - correct), bins, soft)
 
 
 def _class_gaps(
@@ -163,11 +165,12 @@ def _class_gaps(
         gap -= exact(table.labels)
     else:
         gap.scatter_add_(1, table.labels[:, None], torch.full_like(gap[:, :1], -1))
-    return Gaps(_numpy(index), _numpy(exact(table.probs)), _numpy(gap), way.bins)
+    soft = "soft" in (table.about.scope or "")
+    return Gaps(_numpy(index), _numpy(exact(table.probs)), _numpy(gap), way.bins, soft)
 
 
-def _inverted(gaps: Gaps, drawn: Floats, part: Part, level: float) -> Interval:
-    low, high = inverted_interval(gaps.weighted, drawn, part, level)
+def _inverted(world: World, part: Part, level: float) -> Interval:
+    low, high = inverted_interval(world, part, level)
     return Interval(low, high, level, "bootstrap, test inversion")
 
 

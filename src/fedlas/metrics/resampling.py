@@ -1,4 +1,4 @@
-"""The bootstrap behind the intervals: deviations of gaps and of means under resampling, and what follows from them.
+"""The bootstrap behind the intervals: how gaps and means vary when samples are drawn anew.
 
 A sample of gap d in bin b adds d / n to that bin's weighted gap. Resampling is drawn in one of three ways:
 
@@ -15,6 +15,7 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -22,12 +23,28 @@ Ints = NDArray[np.int64]
 Part = Literal["both", "over", "under"]
 
 LEVELS = 60  # cells per unit of gap; what varies inside a cell is added back, so finer ones only cost time
-BISECTIONS = 20
-FURTHEST = 12.0  # standard errors; no truth further away can matter at any usual level
-CURVE_POINTS = 40
 AT_ONCE = 20_000_000  # draws held in memory at a time
 CLASSES_AT_ONCE = 32  # resamples of class-wise gaps that share one reading of the table
+RARE = 10  # hits or errors; a bin that expects fewer is not drawn from its own samples
 MOST_DRAWS = 400_000_000  # beyond this the normal limit is as good as drawing, and far quicker
+
+
+@dataclass(frozen=True)
+class World:
+    """Observed weighted gaps, how resampling moves them, and how that depends on the truth."""
+
+    gaps: Floats
+    deviations: Floats
+    scale: Callable[[Floats], Floats]
+
+    @property
+    def error(self) -> Floats:
+        """Standard error of every gap, were the model calibrated."""
+        return np.asarray(self.deviations.std(0) * self.scale(np.zeros_like(self.gaps)))
+
+    def totals(self, truth: Floats, part: Part) -> Floats:
+        """Resample the total around a possible truth."""
+        return total(truth + self.deviations * self.scale(truth), part)
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,7 @@ class Gaps:
     confidence: Floats
     gap: Floats
     bins: int
+    soft: bool = False
 
     @property
     def classes(self) -> int:
@@ -49,38 +67,58 @@ class Gaps:
         """The gap of every bin times its share of samples, so that absolute values add up to the error."""
         return self._sums(self.gap) / (len(self.gap) * self.classes)
 
-    def resample(self, resamples: int | None, rng: np.random.Generator) -> Floats:
+    def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
         """Draw deviations of the weighted gaps."""
         if self.gap.ndim == 1:
-            return cell_deviations(self.index, self.gap, self.bins, resamples or 10_000, rng)
+            return self.world(cell_deviations(self.index, self.gap, self.bins, resamples or 10_000, rng), rng)
         drawn = class_deviations(self.index, self.gap, self.bins, resamples or 1_000, rng) / self.classes
-        return drawn * self._sparse_correction(drawn)
+        return self.world(drawn, rng)
+
+    def world(self, deviations: Floats, rng: np.random.Generator | None = None) -> World:
+        """Say how deviations would be scaled if the truth were another.
+
+        Bins that expect few hits, or few errors, mislead the bootstrap: one that happens to have none shows no noise at
+        all. So the deviations of a bin are scaled to the mean deviation of binomial hits of the supposed rate, and in a
+        single histogram those of rare bins are drawn as such, where numbers to draw them are given (drawing them anew
+        would part two models that were resampled together). Of the very many bins of all classes the rates stay as
+        they are: the mean confidence, moved by what of the gap exceeds two standard errors. Soft labels have no rate.
+        """
+        count, mean, narrower = self._binomial()
+        samples = len(self.gap) * self.classes
+        if self.soft:
+            return World(self.weighted, deviations, np.ones_like)
+        if self.classes == 1 and rng is not None:
+            deviations = deviations.copy()
+            rare = count * np.minimum(mean, 1 - mean) < RARE
+            hits = rng.binomial(count[rare].astype(np.int64), mean[rare], (len(deviations), int(rare.sum())))
+            deviations[:, rare] = (count[rare] * mean[rare] - hits) / samples
+        shown = np.abs(deviations).mean(0) * samples
+
+        def scale(truth: Floats) -> Floats:
+            rate = np.clip(mean - truth * samples / np.maximum(count, 1), 0, 1)
+            wanted = mean_deviation(count, rate) * narrower
+            return np.where(shown > 0, wanted / np.where(shown > 0, shown, 1), 1.0)
+
+        if self.classes == 1:
+            return World(self.weighted, deviations, scale)
+        error = np.sqrt(count * mean * (1 - mean)) / samples
+        sure = np.sign(self.weighted) * np.maximum(np.abs(self.weighted) - 2 * error, 0)
+        return World(self.weighted, deviations * scale(sure), np.ones_like)
 
     def noise_floor(self) -> float:
-        """Average the error over labels that are drawn from the confidences themselves.
+        """Average the error over labels that are drawn from the confidences themselves."""
+        count, mean, narrower = self._binomial()
+        return float((mean_deviation(count, mean) * narrower).sum() / (len(self.gap) * self.classes))
 
-        The hits of a bin are binomial with its mean confidence, rescaled to the variance sum c (1 - c) that hits of
-        unequal confidences have.
+    def _binomial(self) -> tuple[Floats, Floats, Floats]:
+        """Give the number of samples of every bin, their mean confidence, and how binomial their hits are.
+
+        Hits of unequal confidences have the variance sum c (1 - c), a little less than hits of their mean confidence.
         """
         count, sums, squares = (self._sums(v) for v in (np.ones_like(self.gap), self.confidence, self.confidence**2))
         mean = sums / np.maximum(count, 1)
         binomial = count * mean * (1 - mean)
-        share = np.sqrt(np.clip((sums - squares) / np.where(binomial > 0, binomial, 1), 0, 1))
-        return float((mean_deviation(count, mean) * share).sum() / (len(self.gap) * self.classes))
-
-    def _sparse_correction(self, drawn: Floats) -> Floats:
-        """Find the factor that gives every bin of every class the mean deviation that its hits have.
-
-        Most bins of most classes expect a handful of hits or less. A bin that happens to have none shows the bootstrap
-        no noise at all, and one that has some shows too much. The rate of hits is therefore drawn towards the mean
-        confidence with the weight of one expected hit, and the deviations are scaled to what binomial hits would show.
-        """
-        count, sums = self._sums(np.ones_like(self.gap)), self._sums(self.confidence)
-        hits = sums - self._sums(self.gap)
-        mean = sums / np.maximum(count, 1)
-        rate = np.divide((hits + 1) * mean, count * mean + 1)
-        shown = np.abs(drawn).mean(0) * (len(self.gap) * self.classes)
-        return np.where(shown > 0, mean_deviation(count, np.clip(rate, 0, 1)) / np.where(shown > 0, shown, 1), 1.0)
+        return count, mean, np.sqrt(np.clip((sums - squares) / np.where(binomial > 0, binomial, 1), 0, 1))
 
     def _sums(self, values: Floats) -> Floats:
         place = self.index if self.gap.ndim == 1 else self.index + self.bins * np.arange(self.classes)
@@ -92,9 +130,12 @@ def mean_deviation(count: Floats, chance: Floats) -> Floats:
     above = np.floor(count * chance) + 1
     possible = (chance > 0) & (chance < 1) & (above <= count)
     n, k, p = np.where(possible, count, 1), np.where(possible, above, 1), np.where(possible, chance, 0.5)
-    log_gamma = np.vectorize(math.lgamma, otypes=[np.float64])
-    ways = log_gamma(n + 1) - log_gamma(k + 1) - log_gamma(n - k + 1)
+    ways = _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k)
     return np.where(possible, 2 * k * np.exp(ways + k * np.log(p) + (n - k + 1) * np.log1p(-p)), 0.0)
+
+
+def _log_factorial(n: Floats) -> Floats:
+    return torch.lgamma(torch.from_numpy(n) + 1).numpy()
 
 
 def total(gaps: Floats, part: Part) -> Floats:
@@ -164,104 +205,6 @@ def class_deviations(index: Ints, gap: Floats, bins: int, resamples: int, rng: n
         # The first bin of a class is what the others leave of its column.
         part[:, ::bins] = weight @ gap - part.reshape(len(rows), classes, bins).sum(2)
     return np.asarray(drawn / n)
-
-
-def inverted_interval(gaps: Floats, deviations: Floats, part: Part, level: float) -> tuple[float, float]:
-    """Find all totals that the observed one does not contradict, along the family of shrunken and grown gaps."""
-    error = deviations.std(0)
-    observed = float(total(gaps, part))
-    truth = _family(gaps, error, part)
-    most = _most(gaps, error)
-
-    def end(share: float) -> float:
-        def quantile(shift: float) -> float:
-            return float(np.quantile(total(truth(shift) + deviations, part), share))
-
-        return float(total(truth(_crossing(quantile, observed, -FURTHEST, most)), part))
-
-    return end((1 + level) / 2), end((1 - level) / 2)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """For a rising row of possible true totals, the chance of a total no larger than the observed one."""
-
-    totals: Floats
-    chance: Floats
-
-    def at(self, share: float) -> float:
-        """Find the true total at which the observed one is the given quantile; 0 where none is that small."""
-        return float(np.interp(-share, -self.chance, self.totals))
-
-
-def confidence_curve(gaps: Floats, deviations: Floats) -> Curve:
-    """Ask of many possible truths how well they agree with the observed total."""
-    error = deviations.std(0)
-    truth = _family(gaps, error, "both")
-    observed = float(total(gaps, "both"))
-    steps = np.linspace(0, 1, CURVE_POINTS)
-    shifts = np.concatenate([_most(gaps, error) * (1 - steps), -FURTHEST / 2 * steps[1:]])
-    chances = [float((total(truth(shift) + deviations, "both") <= observed).mean()) for shift in shifts]
-    totals = np.array([float(total(truth(shift), "both")) for shift in shifts])
-    return Curve(totals, np.minimum.accumulate(np.array(chances)))
-
-
-def difference_interval(first: Curve, second: Curve, correlation: float, level: float) -> tuple[float, float]:
-    """Put the intervals of two totals together to one of their difference (Zou and Donner's MOVER)."""
-    ends = []
-    for ours, theirs, side in ((first, second, 1), (second, first, -1)):
-        low, middle = ours.at((1 + level) / 2), ours.at(0.5)
-        # An end that is cut off at zero says nothing about the spread on its side; the other side's does.
-        below = max(middle - low, ours.at((1 - level) / 2) - middle if low == 0 else 0.0)
-        other, high = theirs.at(0.5), theirs.at((1 - level) / 2)
-        above = high - other
-        reach = math.sqrt(max(below**2 + above**2 - 2 * correlation * below * above, 0))
-        ends.append(side * max(low - high, middle - other - reach))
-    return ends[0], ends[1]
-
-
-def unbiased_gaps(gaps: Floats, deviations: Floats) -> Floats:
-    """Shrink gaps until the total that resampling shows on average is the observed one."""
-    error = deviations.std(0)
-    truth = _family(gaps, error, "both")
-    observed = float(total(gaps, "both"))
-
-    def average(shift: float) -> float:
-        return float(total(truth(shift) + deviations, "both").mean())
-
-    return truth(_crossing(average, observed, 0.0, _most(gaps, error)))
-
-
-def _most(gaps: Floats, error: Floats) -> float:
-    """Find how many standard errors it takes to move every gap to zero."""
-    return float(np.max(np.abs(gaps) / np.where(error > 0, error, np.inf), initial=0.0))
-
-
-def _family(gaps: Floats, error: Floats, part: Part) -> Callable[[float], Floats]:
-    """Lay a line of possible truths through the observed gaps, by the number of standard errors they are moved."""
-    size, sign = np.abs(gaps), np.sign(gaps)
-    if part == "both":
-        return lambda shift: sign * np.maximum(size - shift * error, 0)
-    way = 1 if part == "over" else -1
-    # Gaps of the other sign may be noise: what exceeds a standard error is taken for real, and the truth may lie
-    # beyond zero once it is moved further than the gap.
-    others = -np.maximum(size - error, 0)
-
-    def truth(shift: float) -> Floats:
-        moved = way * gaps - shift * error
-        return way * np.where(sign == way, np.maximum(moved, 0), np.maximum(others, moved if shift < 0 else others))
-
-    return truth
-
-
-def _crossing(falling: Callable[[float], float], level: float, low: float, high: float) -> float:
-    """Find where a falling function reaches a level; an end of the range where it does not."""
-    if falling(high) >= level:
-        return high
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > level else (low, middle)
-    return (low + high) / 2
 
 
 def mean_interval(values: Floats, level: float, resamples: int, rng: np.random.Generator) -> tuple[float, float]:
