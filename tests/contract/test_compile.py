@@ -113,3 +113,19 @@ def test_generated_code_tells_the_label_from_the_class_below_it(classes: int) ->
     loss = fedlas.build_loss("dual_focal", num_classes=classes, reduction="none")
     logits, labels = 3 * torch.randn(1024, classes), torch.randint(0, classes, (1024,))
     torch.testing.assert_close(torch.compile(loss, fullgraph=True)(logits, labels), loss(logits, labels))
+
+
+def test_a_label_out_of_range_is_not_a_loss_of_zero() -> None:
+    """Compiled code does not look at labels unless asked; a wrong one must still show."""
+    data = batch(1)
+    data["labels"][3] = CLASSES
+    for name in ("ce", "fedlas_ls"):
+        torch._dynamo.reset()
+        assert compiled(build(name))(**data).isnan()
+
+
+def test_smoothed_cross_entropy_compiles_with_class_weights() -> None:
+    logits, labels, weight = torch.randn(8, 3), torch.arange(8) % 3, torch.tensor([1.0, 2.0, 0.5])
+    step = torch.compile(fedlas.smoothed_cross_entropy, fullgraph=True, backend="aot_eager")
+    expected = fedlas.smoothed_cross_entropy(logits, labels, 0.1, weight=weight)
+    torch.testing.assert_close(step(logits, labels, 0.1, weight=weight), expected)

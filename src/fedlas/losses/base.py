@@ -160,6 +160,9 @@ class AbstractLoss(AbstractExact):
         self.num_classes = None if num_classes is None else whole("num_classes", num_classes)
         self.weight: Tensor | None
         self.register_buffer("weight", _class_weight(weight, num_classes))
+        # Looked at once, here: in a training step it would make the host wait.
+        if self.weight is not None and not bool(((self.weight >= 0) & self.weight.isfinite()).all()):
+            raise ValueError(f"weight must be finite and not negative, not {self.weight.tolist()}")
         if not isinstance(ignore_index, int):
             raise TypeError(f"ignore_index must be a whole number, not {ignore_index!r}")
         self.ignore_index = ignore_index
@@ -357,8 +360,7 @@ def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
 
 def at_least(name: str, value: float, lowest: float) -> float:
     """Refuse a number that is too small or infinite, or no number."""
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+    _check_number(name, value)
     if not (value >= lowest and math.isfinite(value)):
         raise ValueError(f"{name} must be at least {lowest}, not {value}")
     return value
@@ -374,11 +376,15 @@ def whole(name: str, value: int, lowest: int = 1) -> int:
 
 def within(name: str, value: float, lowest: float, highest: float) -> float:
     """Refuse a number outside of a closed interval, or no number."""
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+    _check_number(name, value)
     if not lowest <= value <= highest:
         raise ValueError(f"{name} must lie between {lowest} and {highest}, not {value}")
     return value
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
 
 
 def _sum(terms: dict[str, Tensor]) -> Tensor:
@@ -413,8 +419,6 @@ def _class_weight(weight: Tensor | Sequence[float] | None, num_classes: int | No
         raise ValueError(
             f"weight must be one floating-point number per class, not {weight.dtype} {tuple(weight.shape)}"
         )
-    if not bool((weight >= 0).all()) or not bool(weight.isfinite().all()):
-        raise ValueError(f"weight must be finite and not negative, not {weight.tolist()}")
     if num_classes is not None and len(weight) != num_classes:
         raise ValueError(f"weight has {len(weight)} entries for {num_classes} classes")
     return weight
