@@ -33,11 +33,14 @@ class DualFocal(AbstractLoss):
         return {"classification": self.expected(batch, loss_of)}
 
 
-# Logits are compared, not probabilities: a compiler may compute one probability twice, with another last digit.
+# Logits are compared, not probabilities: a compiler may compute one probability twice, with another last digit. For the
+# same reason p_j is looked up by its index: the gradient of a maximum would compare it with its own second computation.
 def _next_below(batch: Batch) -> Float[Tensor, "n 1"]:
     """Find p_j: the largest probability below that of the label."""
-    label = batch.logits.gather(1, batch.labels.unsqueeze(1))
-    return torch.where(batch.logits < label, batch.log_probs.exp(), 0).amax(1, keepdim=True)
+    logits = batch.logits.detach()
+    lower = torch.where(logits < logits.gather(1, batch.labels.unsqueeze(1)), logits, -torch.inf)
+    value, index = lower.max(1, keepdim=True)
+    return torch.where(value > -torch.inf, batch.log_probs.gather(1, index).exp(), 0)
 
 
 def _next_below_each(batch: Batch) -> Float[Tensor, "n classes"]:
