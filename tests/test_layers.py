@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "ranks": set(),
     "losses": {"predictions", "catalog", "ranks", "metrics.bins"},
     "metrics": {"predictions", "ranks"},
-    "posthoc": {"predictions", "catalog"},
+    "posthoc": {"predictions", "catalog", "metrics"},
     "ood": {"predictions"},
     "evaluation": {"predictions", "metrics", "posthoc", "ood"},
     "data": {"catalog"},

@@ -39,6 +39,11 @@ def keywords(cls: type) -> list[str]:
     return list(found)
 
 
+def summary(cls: type) -> str:
+    """Give the first line of what a class says about itself."""
+    return (cls.__doc__ or "").split("\n", 1)[0]
+
+
 class Catalog(Generic[Entry]):
     """The entries of one folder, found by importing its files.
 
@@ -82,6 +87,13 @@ class Catalog(Generic[Entry]):
             if option not in known:
                 raise TypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, known)}")
         return cls(**options)
+
+    def class_called(self, name: str) -> type[Entry]:
+        """Look an entry up by the name of its class, for a room's `__getattr__`."""
+        for cls in self.entries.values() if not name.startswith("_") else ():
+            if cls.__name__ == name:
+                return cls
+        raise AttributeError(f"module {self.package!r} has no attribute {name!r}")
 
     def _classes(self) -> Iterator[type[Entry]]:
         folder = importlib.import_module(self.package)

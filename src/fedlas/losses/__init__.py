@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fedlas.catalog import Catalog, keywords
+from fedlas.catalog import Catalog, keywords, summary
 from fedlas.losses.base import AbstractLoss, Batch, as_batch, smoothed_cross_entropy
 from fedlas.losses.fedlas import BCG, NCI, AdaptiveSmoothing
 from fedlas.losses.gate_history import GateHistory
@@ -46,8 +46,7 @@ def build_loss(name: str, **options: Any) -> AbstractLoss:
 def list_losses() -> list[LossRecord]:
     """List every loss of the catalogue."""
     return [
-        LossRecord(name, (cls.__doc__ or "").split("\n", 1)[0], cls.citation, tuple(keywords(cls)), cls)
-        for name, cls in CATALOG.entries.items()
+        LossRecord(name, summary(cls), cls.citation, tuple(keywords(cls)), cls) for name, cls in CATALOG.entries.items()
     ]
 
 
@@ -56,11 +55,7 @@ def __getattr__(name: str) -> Any:
 
     A type checker sees these names as Any; it knows the classes in their own files, as `fedlas.losses.fedlas`.
     """
-    if not name.startswith("_"):
-        for cls in CATALOG.entries.values():
-            if cls.__name__ == name:
-                return cls
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return CATALOG.class_called(name)
 
 
 def __dir__() -> list[str]:

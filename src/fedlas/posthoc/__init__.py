@@ -1,0 +1,66 @@
+"""Calibrators that repair predictions afterwards, one file each; the folder is the catalogue."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlas.catalog import Catalog, keywords, summary
+from fedlas.posthoc.base import AbstractCalibrator, Fit, read
+from fedlas.posthoc.feature_clipping import FeatureClipping
+
+__all__ = [
+    "AbstractCalibrator",
+    "CalibratorRecord",
+    "FeatureClipping",
+    "Fit",
+    "build_calibrator",
+    "list_calibrators",
+    "load_calibrator",
+]
+
+CATALOG: Catalog[AbstractCalibrator] = Catalog(
+    "fedlas.posthoc",
+    AbstractCalibrator,  # type: ignore[type-abstract]
+    "calibrator",
+)
+
+
+@dataclass(frozen=True)
+class CalibratorRecord:
+    """What the catalogue tells about one calibrator."""
+
+    name: str
+    summary: str
+    citation: str
+    keeps_order: bool
+    keywords: tuple[str, ...]
+    cls: type[AbstractCalibrator]
+
+
+def build_calibrator(name: str, **options: Any) -> AbstractCalibrator:
+    """Build a calibrator by its catalogue name; `"probmetrics:svs"` is short for `"probmetrics", method="svs"`."""
+    room, colon, method = name.partition(":")
+    return CATALOG.build(room, **({"method": method} if colon else {}), **options)
+
+
+def list_calibrators() -> list[CalibratorRecord]:
+    """List every calibrator of the catalogue."""
+    return [
+        CalibratorRecord(name, summary(cls), cls.citation, cls.keeps_order, tuple(keywords(cls)), cls)
+        for name, cls in CATALOG.entries.items()
+    ]
+
+
+def load_calibrator(path: str | Path) -> AbstractCalibrator:
+    """Read any calibrator that was saved."""
+    about, tensors = read(path)
+    return CATALOG.find(about["name"]).restore(about, tensors)
+
+
+def __getattr__(name: str) -> Any:
+    """Find the class of any calibrator, so that `from fedlas.posthoc import Temperature` needs no list of them."""
+    return CATALOG.class_called(name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(cls.__name__ for cls in CATALOG.entries.values())])

@@ -1,0 +1,70 @@
+"""Isotonic regression: the probability of each class goes through a rising curve (Zadrozny and Elkan, 2002).
+
+The curve of a class is the non-decreasing function that is nearest, in squares, to whether the class occurred; between
+its corners it is straight. Rows are normalised afterwards, which one-against-rest calibration needs and often leaves
+out.
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
+from fedlas.predictions import optional_module
+
+
+class Isotonic(AbstractCalibrator):
+    """Passes each class's probability through a rising curve, then normalises.
+
+    Args:
+        floor: smallest probability that it returns.
+    """
+
+    name = "isotonic"
+    citation = (
+        "Zadrozny and Elkan, Transforming classifier scores into accurate multiclass probability estimates, KDD 2002."
+    )
+
+    def __init__(self, *, floor: float = 1e-7) -> None:
+        self.floor = check_floor(floor)
+
+    def learn(self, samples: Samples) -> dict[str, Tensor]:
+        probs, shares = samples.logits.softmax(1).double().cpu().numpy(), samples.shares.double().cpu().numpy()
+        curves = [_curve(probs[:, k], shares[:, k]) for k in range(probs.shape[1])]
+        lengths = torch.tensor([len(place) for place, _ in curves])
+        places, heights = (torch.from_numpy(np.concatenate(part)) for part in zip(*curves, strict=True))
+        return {"places": places, "heights": heights, "lengths": lengths}
+
+    def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
+        probs = logits.softmax(1)
+        lengths = self.learned["lengths"].tolist()
+        places, heights = self.learned["places"].split(lengths), self.learned["heights"].split(lengths)
+        columns = [_read(probs[:, k], *curve) for k, curve in enumerate(zip(places, heights, strict=True))]
+        return log_probs_of(torch.stack(columns, dim=1).to(probs), probs, self.floor)
+
+
+def _curve(probs: NDArray[np.float64], shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Find the corners of the rising curve; equal probabilities are one point."""
+    place, inverse, count = np.unique(probs, return_inverse=True, return_counts=True)
+    mean = np.bincount(inverse, weights=shares) / count
+    height = optional_module("scipy.optimize").isotonic_regression(mean, weights=count).x
+    # Inside a flat piece the points say nothing: only its two ends are kept.
+    step = np.diff(height) != 0
+    corner = np.concatenate([[True], step]) | np.concatenate([step, [True]])
+    return place[corner], height[corner]
+
+
+def _read(
+    probs: Float[Tensor, " n"], places: Float64[Tensor, " corners"], heights: Float64[Tensor, " corners"]
+) -> Float64[Tensor, " n"]:
+    """Read the curve at some probabilities; outside its ends it is flat."""
+    places, heights = places.to(probs.device), heights.to(probs.device)
+    at = probs.to(places.dtype).contiguous()
+    right = torch.searchsorted(places, at).clamp(1, max(1, len(places) - 1))
+    right = right.clamp_max(len(places) - 1)
+    left = (right - 1).clamp_min(0)
+    width = places[right] - places[left]
+    share = ((at - places[left]) / torch.where(width > 0, width, 1)).clamp(0, 1)
+    return heights[left] + share * (heights[right] - heights[left])

@@ -1,0 +1,136 @@
+"""Temperature scaling: logits / T, with one T for all (Guo et al., 2017).
+
+T is the factor that minimises the negative log-likelihood of the calibration samples. With b = 1 / T this is a convex
+problem in one variable; its slope, mean_i (E_p[z_i] - z_i[y_i]) with p = softmax(b z_i), has one zero, which is found
+by safeguarded Newton steps in log T.
+
+`objective="ece", search="grid"` is what the code behind the paper does: the T among 0.1, 0.2, ..., 10.0 with the
+smallest ECE over 15 bins, the smallest such T on ties. The ECE of the chosen T on the same samples is too good.
+"""
+
+import math
+import warnings
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedlas.metrics.calibration import histogram_of, l1_error
+from fedlas.metrics.presets import Binning
+from fedlas.metrics.result import Definition
+from fedlas.metrics.samples import Pairs
+from fedlas.posthoc.base import AbstractCalibrator, Samples, best_inverse_temperature, chunks, scaled_nll
+
+Objective = Literal["nll", "ece"]
+Search = Literal["solve", "grid"]
+
+GRID = tuple(round(0.1 * step, 1) for step in range(1, 101))
+
+
+class Temperature(AbstractCalibrator):
+    """Divides all logits by one number.
+
+    Args:
+        objective: what the temperature minimises: "nll", or "ece" on a grid.
+        search: "solve" finds the exact minimum, "grid" tries 0.1, 0.2, ..., 10.0.
+        low: smallest temperature that "solve" may return.
+        high: largest one.
+    """
+
+    name = "temperature"
+    citation = "Guo et al., On Calibration of Modern Neural Networks, ICML 2017."
+    keeps_order = True
+
+    def __init__(
+        self, *, objective: Objective = "nll", search: Search = "solve", low: float = 1e-3, high: float = 1e4
+    ) -> None:
+        if objective not in {"nll", "ece"}:
+            raise ValueError(f'objective is {objective!r}; expected "nll" or "ece"')
+        if search not in {"solve", "grid"}:
+            raise ValueError(f'search is {search!r}; expected "solve" or "grid"')
+        if objective == "ece" and search == "solve":
+            raise ValueError('the ECE jumps with the temperature and cannot be solved for: say search="grid"')
+        if not 0 < low < 1 < high < math.inf:
+            raise ValueError(f"low is {low} and high {high}; a range around 1 is needed")
+        self.objective, self.search = objective, search
+        self.low, self.high = float(low), float(high)
+
+    @property
+    def temperature(self) -> float:
+        """The number that logits are divided by."""
+        if self.fitted is None:
+            raise RuntimeError("temperature is not fitted yet; call fit(logits, labels) first")
+        return float(self.learned["temperature"])
+
+    @property
+    def standard_error(self) -> float:
+        """By about how much the logarithm of the temperature would differ on other samples of the same kind."""
+        if "standard_error" not in self.learned:
+            raise RuntimeError('the standard error belongs to a fit with objective="nll", search="solve"')
+        return float(self.learned["standard_error"])
+
+    def learn(self, samples: Samples) -> dict[str, Tensor]:
+        if self.search == "grid":
+            chosen = self._on_grid(samples)
+            return {"temperature": torch.tensor(chosen, dtype=torch.float64)}
+        factor = best_inverse_temperature(samples, 1 / self.high, 1 / self.low)
+        if scaled_nll(samples, factor)[0] > scaled_nll(samples, 1.0)[0]:
+            factor = 1.0
+        if factor in (1 / self.low, 1 / self.high):
+            way = "every sample is classified correctly" if factor > 1 else "the logits say less than nothing"
+            warnings.warn(
+                f"the best temperature lies beyond the bound {1 / factor:g}: {way} on these "
+                f"{len(samples.logits):,} samples. Fit on more, held-out samples.",
+                UserWarning,
+                stacklevel=4,
+            )
+        learned = {"temperature": 1 / factor, "standard_error": _standard_error(samples, factor)}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in learned.items()}
+
+    def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
+        return logits / float(self.learned["temperature"])
+
+    def _on_grid(self, samples: Samples) -> float:
+        if self.objective == "nll":
+            tried = {one: scaled_nll(samples, 1 / one)[0] for one in GRID}
+        else:
+            tried = _ece_of_each(samples)
+        return min(tried, key=lambda one: (tried[one], one))
+
+
+def _ece_of_each(samples: Samples) -> dict[float, float]:
+    """Measure the ECE at every temperature of the grid, as the code behind the paper does."""
+    prediction = samples.logits.argmax(1)
+    soft = samples.labels.ndim == 2
+    correct = samples.labels.gather(1, prediction[:, None])[:, 0] if soft else prediction == samples.labels
+    way = Binning(15, compat="official")
+    return {
+        one: float(l1_error(histogram_of(Pairs(_confidence(samples, one), correct, _ABOUT), way), "ECE"))
+        for one in GRID
+    }
+
+
+_ABOUT = Definition(estimator="")
+
+
+def _confidence(samples: Samples, temperature: float) -> Float[Tensor, " n"]:
+    """Find the largest probability of each row, in float32 as the code behind the paper has it."""
+    logits = samples.logits
+    parts = [
+        1 / ((logits[rows] - logits[rows].amax(1, keepdim=True)) / temperature).exp().sum(1) for rows in chunks(logits)
+    ]
+    return torch.cat(parts).float()
+
+
+def _standard_error(samples: Samples, factor: float) -> float:
+    """Estimate the standard error of log T from the spread of the slope, without assuming that the model is right."""
+    squares = 0.0
+    for rows in chunks(samples.logits):
+        part = Samples(samples.logits[rows], samples.labels[rows])
+        probs = (part.logits * factor).softmax(1)
+        slope = ((probs - part.shares) * (part.logits - part.logits.amax(1, keepdim=True))).sum(1)
+        squares += float(slope.square().sum(dtype=torch.float64))
+    bend = scaled_nll(samples, factor)[2]
+    n = len(samples.logits)
+    return math.sqrt(squares / n / n) / (bend * factor) if bend > 0 else math.inf

@@ -1,0 +1,263 @@
+"""Each calibrator against its definition, written again, or against an independent implementation."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from calibrator_cases import binary_problem, problem
+from scipy.optimize import minimize
+from torch.nn import functional
+
+from fedlas.posthoc import (
+    Dirichlet,
+    EnsembleTemperature,
+    FeatureClipping,
+    HistogramBinning,
+    Isotonic,
+    MatrixScaling,
+    Platt,
+    Probmetrics,
+    Temperature,
+    VectorScaling,
+)
+from fedlas.predictions import Predictions
+
+
+def uneven(n: int = 1500) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits whose classes are off by factors and offsets of their own."""
+    logits, labels = problem(n, 3, scale=1.0)
+    return logits / torch.tensor([0.5, 1.0, 2.0]) - torch.tensor([0.3, 0.0, -0.6]), labels
+
+
+def test_vector_scaling_finds_the_factors_and_offsets():
+    logits, labels = uneven(20_000)
+    learned = VectorScaling(penalty=0).fit(logits, labels).learned
+    offset = learned["offset"] - learned["offset"].mean()
+    wanted = torch.tensor([0.5, 1.0, 2.0]) * torch.tensor([0.3, 0.0, -0.6])
+    torch.testing.assert_close(learned["scale"], torch.tensor([0.5, 1, 2]).double(), atol=0.06, rtol=0)
+    torch.testing.assert_close(offset, (wanted - wanted.mean()).double(), atol=0.06, rtol=0)
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_affine_maps_reach_the_optimum_of_another_solver(mixes: bool):
+    logits, labels = uneven(400)
+    x, y = logits.numpy(), labels.numpy()
+
+    def moved(v: np.ndarray) -> np.ndarray:
+        return x @ v[3:].reshape(3, 3).T + v[:3] if mixes else x * v[3:] + v[:3]
+
+    def objective(v: np.ndarray) -> float:
+        return float(functional.cross_entropy(torch.from_numpy(moved(v)), labels))
+
+    start = np.concatenate([np.zeros(3), np.eye(3).reshape(-1) if mixes else np.ones(3)])
+    theirs = minimize(objective, start, method="BFGS", options={"gtol": 1e-7}).fun
+    ours = (MatrixScaling if mixes else VectorScaling)(penalty=0).fit(logits, labels)
+    assert ours.fitted.after == pytest.approx(theirs, abs=1e-7)
+    assert len(y) == 400
+
+
+@pytest.mark.parametrize("cls", [VectorScaling, MatrixScaling, Dirichlet])
+def test_a_large_penalty_leaves_temperature_scaling(cls: type):
+    logits, labels = problem()
+    plain = Temperature().fit(logits, labels).transform(logits).log_softmax(1)
+    found = cls(penalty=1e9).fit(logits, labels).transform(logits).log_softmax(1)
+    torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cls", [VectorScaling, MatrixScaling, Dirichlet])
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_affine_maps_do_not_depend_on_the_unit_of_the_logits(cls: type, scale: float):
+    logits, labels = uneven()
+    probs = cls().fit(logits, labels).transform(logits).softmax(1)
+    again = cls().fit(scale * logits, labels).transform(scale * logits).softmax(1)
+    if cls is not Dirichlet:  # which sees log-probabilities, and those are no multiples of each other
+        torch.testing.assert_close(again, probs, atol=1e-5, rtol=1e-4)
+    assert functional.nll_loss(again.log(), labels) < functional.cross_entropy(scale * logits, labels)
+
+
+def test_a_class_without_samples_keeps_a_finite_logit():
+    logits, labels = problem(300, 5)
+    labels = torch.where(labels == 4, 0, labels)
+    for cls in (VectorScaling, MatrixScaling, Dirichlet):
+        assert cls().fit(logits, labels).learned["offset"].abs().max() < 20
+
+
+def test_matrix_scaling_undoes_swapped_classes():
+    logits, labels = problem(2000, 3, scale=1.0)
+    swapped = logits[:, [1, 0, 2]]
+    found = MatrixScaling().fit(swapped, labels).transform(swapped).argmax(1)
+    assert (found == labels).double().mean() > (logits.argmax(1) == labels).double().mean() - 0.01
+
+
+def test_dirichlet_does_not_see_what_softmax_does_not():
+    logits, labels = problem()
+    shifted = logits + torch.linspace(-50, 50, len(logits), dtype=torch.float64)[:, None]
+    plain, other = Dirichlet().fit(logits, labels), Dirichlet().fit(shifted, labels)
+    torch.testing.assert_close(plain.transform(logits), other.transform(shifted), atol=1e-5, rtol=1e-5)
+
+
+def test_isotonic_equals_scikit_learn():
+    isotonic = pytest.importorskip("sklearn.isotonic")
+    logits, labels = problem(500)
+    logits = (4 * logits).round() / 4  # with ties
+    fresh, _ = problem(300, seed=1)
+    found = Isotonic().fit(logits, labels).transform(fresh).exp()
+    columns = []
+    for k in range(4):
+        curve = isotonic.IsotonicRegression(out_of_bounds="clip")
+        curve.fit(logits.softmax(1)[:, k].numpy(), (labels == k).numpy().astype(float))
+        columns.append(curve.predict(fresh.softmax(1)[:, k].numpy()))
+    table = np.stack(columns, 1)
+    wanted = table / table.sum(1, keepdims=True)
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
+
+
+def test_histogram_binning_gives_the_frequency_of_each_bin():
+    logits, labels = problem(400, 3)
+    probs = logits.softmax(1)
+    found = HistogramBinning(bins=10).fit(logits, labels).transform(logits).exp()
+    wanted = torch.empty_like(probs)
+    for k in range(3):
+        for i in range(400):
+            p = float(probs[i, k])
+            inside = [j for j in range(400) if np.ceil(10 * float(probs[j, k])) == np.ceil(10 * p)]
+            wanted[i, k] = sum(int(labels[j]) == k for j in inside) / len(inside)
+    torch.testing.assert_close(found, wanted / wanted.sum(1, keepdim=True), atol=1e-6, rtol=1e-6)
+
+
+def test_bins_of_equal_mass_hold_equally_many():
+    logits, labels = problem(400, 3)
+    calibrator = HistogramBinning(bins=8, binning="mass").fit(logits, labels)
+    for k, edges in enumerate(calibrator.learned["edges"]):
+        counts, _ = np.histogram(logits.softmax(1)[:, k].numpy(), edges.numpy())
+        assert counts.tolist() == [50] * 8
+
+
+def test_a_constant_probability_is_one_bin_in_any_type():
+    logits = torch.tensor([[1.0, 0.0]]).repeat(40, 1)
+    labels = (torch.arange(40) < 10).long()
+    calibrator = HistogramBinning(binning="mass").fit(logits.double(), labels)
+    for dtype in (torch.float64, torch.float32):
+        found = calibrator.transform(logits.to(dtype)).exp()
+        torch.testing.assert_close(found[0], torch.tensor([0.75, 0.25], dtype=dtype))
+
+
+def test_a_bin_nobody_was_in_keeps_its_probability():
+    calibrator = HistogramBinning(bins=10).fit(torch.tensor([[4.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 1]))
+    fresh = torch.tensor([[0.4, 0.0]])
+    torch.testing.assert_close(calibrator.transform(fresh).exp(), fresh.softmax(1))
+
+
+@pytest.mark.parametrize("cls", [HistogramBinning, Isotonic, EnsembleTemperature])
+def test_what_makes_probabilities_returns_their_logarithms_above_a_floor(cls: type):
+    logits, labels = problem(100)
+    found = cls(floor=1e-3).fit(logits, labels).transform(logits)
+    torch.testing.assert_close(found.exp().sum(1), torch.ones(100, dtype=torch.float64))
+    assert found.exp().min() >= 1e-3 / (1 + 4e-3)
+    with pytest.raises(ValueError, match="floor is 0"):
+        cls(floor=0)
+
+
+def test_ensemble_weights_are_the_best_on_the_simplex():
+    logits, labels = problem(800, scale=3.0)
+    labels = torch.where(torch.arange(800) % 9 == 0, torch.randint(4, (800,)), labels)  # some labels are noise
+    calibrator = EnsembleTemperature().fit(logits, labels)
+    weights, t = calibrator.learned["weights"].numpy(), float(calibrator.learned["temperature"])
+    rows = np.arange(800)
+    own = np.stack([(logits / t).softmax(1)[rows, labels], logits.softmax(1)[rows, labels], np.full(800, 0.25)], 1)
+
+    def objective(w: np.ndarray) -> float:
+        return float(-np.log(own @ w).mean())
+
+    theirs = minimize(
+        objective,
+        np.full(3, 1 / 3),
+        bounds=[(0, 1)] * 3,
+        constraints={"type": "eq", "fun": lambda w: w.sum() - 1},
+        options={"ftol": 1e-14},
+    )
+    assert weights.sum() == pytest.approx(1)
+    assert weights.min() >= 0
+    assert objective(weights) == pytest.approx(theirs.fun, abs=1e-8)
+    assert calibrator.fitted.after <= Temperature().fit(logits, labels).fitted.after + 1e-9
+
+
+def test_platt_equals_logistic_regression():
+    linear = pytest.importorskip("sklearn.linear_model")
+    score, labels = binary_problem()
+    theirs = linear.LogisticRegression(C=np.inf, tol=1e-10, max_iter=1000).fit(score[:, None].numpy(), labels.numpy())
+    ours = Platt(smooth=False).fit(score, labels)
+    assert float(ours.learned["slope"]) == pytest.approx(theirs.coef_.item(), rel=1e-4)
+    assert float(ours.learned["offset"]) == pytest.approx(theirs.intercept_.item(), rel=1e-3)
+
+
+def test_platt_pulls_labels_in_as_published():
+    score = torch.tensor([-1000.0, 1000.0, 1000.0], dtype=torch.float64)
+    labels = torch.tensor([0, 1, 1])
+    found = Platt().fit(score, labels).transform(score).sigmoid()
+    torch.testing.assert_close(found, torch.tensor([1 / 3, 3 / 4, 3 / 4]).double(), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="two classes, not 4"):
+        Platt().fit(*problem())
+
+
+def test_probmetrics_calibrators_are_found_by_name_and_by_class():
+    pytest.importorskip("probmetrics")
+    logits, labels = problem()
+    for method in ("svs", "ETSCalibrator"):
+        calibrator = Probmetrics(method=method).fit(logits, labels)
+        assert calibrator.fitted.after < calibrator.fitted.before
+    with pytest.raises(ValueError, match=r"no calibrator 'magic'; its classes are .*ETSCalibrator"):
+        Probmetrics(method="magic").fit(logits, labels)
+    with pytest.raises(NotImplementedError, match="without pickle"):
+        Probmetrics(method="svs").fit(logits, labels).save("nowhere")
+
+
+class TestFeatureClipping:
+    def predictions(self, n: int = 800, *, large: float = 40.0) -> tuple[Predictions, torch.Tensor, torch.Tensor]:
+        """A head that is right except for one feature, whose large values say nothing."""
+        random = torch.Generator().manual_seed(0)
+        weight = torch.randn(3, 6, generator=random)
+        bias = torch.randn(3, generator=random)
+        features = torch.rand(n, 6, generator=random)
+        labels = torch.multinomial((features @ weight.T + bias).softmax(1), 1, generator=random)[:, 0]
+        features[: n // 10, 0] *= large
+        return Predictions(features @ weight.T + bias, labels, features=features, split="val"), weight, bias
+
+    def test_it_takes_large_features_down(self):
+        predictions, weight, bias = self.predictions()
+        clipping = FeatureClipping(weight, bias).fit(predictions)
+        found = clipping.transform(predictions)
+        assert clipping.threshold < 5
+        before = functional.cross_entropy(predictions.logits, predictions.labels)
+        assert functional.cross_entropy(found.logits, found.labels) < before
+        clamped = predictions.features.clamp(-clipping.threshold, clipping.threshold)
+        torch.testing.assert_close(found.logits, clamped @ weight.T + bias)
+        assert found.split == "val"
+
+    def test_it_leaves_good_features_alone(self):
+        predictions, weight, bias = self.predictions(large=1.0)
+        clipping = FeatureClipping(weight, bias).fit(predictions)
+        before = functional.cross_entropy(predictions.logits, predictions.labels)
+        found = clipping.transform(predictions)
+        assert functional.cross_entropy(found.logits, found.labels) <= before
+
+    def test_the_published_search_keeps_the_accuracy(self):
+        predictions, weight, bias = self.predictions()
+        clipping = FeatureClipping(weight, bias, objective="ece").fit(predictions)
+        found = clipping.transform(predictions)
+        assert found.correct.double().mean() > 0.99 * predictions.correct.double().mean()
+
+    def test_a_wrong_head_is_noticed(self):
+        predictions, weight, bias = self.predictions()
+        with pytest.raises(ValueError, match="row 0 is not what this head makes of the features"):
+            FeatureClipping(-weight, bias).fit(predictions)
+        with pytest.raises(ValueError, match="features are 6 wide, the head takes 5"):
+            FeatureClipping(weight[:, :5], bias).fit(predictions)
+        with pytest.raises(ValueError, match="have no features"):
+            FeatureClipping(weight, bias).fit(Predictions(predictions.logits, predictions.labels))
+        with pytest.raises(RuntimeError, match="not fitted yet"):
+            FeatureClipping(weight, bias).transform(predictions)
+        unchecked = inspect.unwrap(FeatureClipping.__init__)
+        with pytest.raises(ValueError, match="objective is 'brier'"):
+            unchecked(object.__new__(FeatureClipping), weight, objective="brier")

@@ -1,0 +1,252 @@
+"""Questions that every calibrator of the catalogue has to answer, also one that is added tomorrow."""
+
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from calibrator_cases import binary_problem, problem
+from torch.nn import functional
+
+from fedlas import posthoc
+from fedlas.posthoc import AbstractCalibrator
+from fedlas.predictions import Predictions
+
+RECORDS = {record.name: record for record in posthoc.list_calibrators()}
+NAMES = list(RECORDS)
+MANY = [name for name in NAMES if name != "platt"]  # platt is for two classes
+SOFT = [name for name in MANY if name != "probmetrics"]
+OWN = [name for name in NAMES if name != "probmetrics"]  # what we can save
+
+
+def build(name: str) -> AbstractCalibrator:
+    if name == "probmetrics":
+        pytest.importorskip("probmetrics")
+    return posthoc.build_calibrator(name)
+
+
+def fitted(name: str, classes: int = 4) -> AbstractCalibrator:
+    return build(name).fit(*problem(classes=2 if name == "platt" else classes))
+
+
+def test_the_catalogue_holds_what_was_asked_for():
+    wanted = {"temperature", "vector_scaling", "matrix_scaling", "dirichlet", "histogram_binning", "isotonic"}
+    assert wanted | {"ensemble_temperature", "platt", "probmetrics"} <= set(NAMES)
+    assert posthoc.Temperature is RECORDS["temperature"].cls
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_documents_itself(name: str):
+    record = RECORDS[name]
+    assert record.summary.endswith(".")
+    assert re.search(r"(19|20)\d\d", record.citation)
+    for word in record.keywords:
+        assert f"{word}:" in (record.cls.__doc__ or ""), f"{word} is not explained"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_repairs_overconfident_logits(name: str):
+    classes = 2 if name == "platt" else 4
+    logits, labels = problem(2000, classes)
+    fresh, truth = problem(2000, classes, seed=1)
+    calibrator = build(name).fit(logits, labels)
+    assert calibrator.fitted is not None
+    assert calibrator.fitted.after < calibrator.fitted.before
+    before, after = functional.cross_entropy(fresh, truth), functional.cross_entropy(calibrator.transform(fresh), truth)
+    assert after < 0.85 * before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_keeps_it_keeps(name: str):
+    calibrator = fitted(name)
+    fresh, _ = problem(500, 2 if name == "platt" else 4, seed=1)
+    if RECORDS[name].keeps_order:
+        assert torch.equal(calibrator.transform(fresh).argsort(1), fresh.argsort(1))
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_numpy_and_torch_agree_and_stay_what_they_are(name: str):
+    calibrator = fitted(name)
+    fresh, _ = problem(50, seed=1)
+    as_torch, as_numpy = calibrator.transform(fresh), calibrator.transform(fresh.numpy())
+    assert isinstance(as_torch, torch.Tensor)
+    assert isinstance(as_numpy, np.ndarray)
+    assert np.array_equal(as_torch.numpy(), as_numpy)
+    assert as_torch.shape == fresh.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MANY)
+def test_types_are_float32_or_better(name: str, dtype: torch.dtype):
+    calibrator = fitted(name)
+    fresh, _ = problem(50, seed=1)
+    found = calibrator.transform(fresh.to(dtype))
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_maps_are_rows(name: str):
+    logits, labels = problem(600)
+    maps = logits.view(6, 10, 10, 4).movedim(-1, 1)
+    truth = labels.view(6, 10, 10)
+    rows, pixels = build(name).fit(logits, labels), build(name).fit(maps, truth)
+    wanted = rows.transform(logits).view(6, 10, 10, 4).movedim(-1, 1)
+    torch.testing.assert_close(pixels.transform(maps), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_ignored_samples_do_not_count(name: str):
+    logits, labels = problem(600)
+    marked = torch.cat([labels, torch.full((50,), 255)])
+    more = torch.cat([logits, 100 * torch.randn(50, 4, dtype=torch.float64)])
+    some, all_ = build(name).fit(logits, labels), build(name).fit(more, marked, ignore_index=255)
+    torch.testing.assert_close(some.transform(logits), all_.transform(logits), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_one_logit_head_is_a_binary_classifier(name: str):
+    score, labels = binary_problem()
+    two = torch.stack([torch.zeros_like(score), score], dim=1)
+    wide = build(name).fit(two, labels).transform(two)
+    for shaped in (score, score[:, None]):
+        narrow = build(name).fit(shaped, labels).transform(shaped)
+        assert narrow.shape == shaped.shape
+        torch.testing.assert_close(narrow.reshape(-1), wide[:, 1] - wide[:, 0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SOFT)
+def test_soft_labels_that_are_hard_change_nothing(name: str):
+    logits, labels = problem()
+    hard, soft = build(name).fit(logits, labels), build(name).fit(logits, functional.one_hot(labels, 4).double())
+    torch.testing.assert_close(hard.transform(logits), soft.transform(logits), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SOFT)
+def test_soft_labels_are_used(name: str):
+    logits, _ = problem(2000)
+    truth = (logits / 3).softmax(1)
+    found = build(name).fit(logits, truth).transform(logits).softmax(1)
+    assert (found - truth).abs().mean() < 0.6 * (logits.softmax(1) - truth).abs().mean()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_it_is_saved_and_loaded_without_pickle(name: str, tmp_path: Path):
+    calibrator = fitted(name)
+    path = tmp_path / "calibrator.safetensors"
+    calibrator.save(path)
+    fresh, _ = problem(50, 2 if name == "platt" else 4, seed=1)
+    for again in (posthoc.load_calibrator(path), type(calibrator).load(path)):
+        assert type(again) is type(calibrator)
+        assert again.options == calibrator.options
+        assert again.fitted == calibrator.fitted
+        assert torch.equal(again.transform(fresh), calibrator.transform(fresh))
+    assert b"pickle" not in path.read_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_of_another_calibrator_is_refused(tmp_path: Path):
+    fitted("temperature").save(tmp_path / "one")
+    with pytest.raises(ValueError, match="holds a 'temperature' calibrator, not 'platt'"):
+        posthoc.Platt.load(tmp_path / "one")
+    logits, labels = problem(10)
+    Predictions(logits, labels).save(tmp_path / "two")
+    with pytest.raises(ValueError, match="not a calibrator that fedlas saved"):
+        posthoc.load_calibrator(tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_test_split_is_warned_of_and_recorded(name: str):
+    logits, labels = problem(classes=2)
+    with pytest.warns(UserWarning, match="fitted on the split 'test'"):
+        calibrator = build(name).fit(Predictions(logits, labels, split="test"))
+    assert calibrator.fitted is not None
+    assert calibrator.fitted.split == "test"
+    with pytest.warns(UserWarning, match="fitted on the split 'Test-2'"):
+        build(name).fit(logits, labels, split="Test-2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert build(name).fit(Predictions(logits, labels, split="val")).fitted.split == "val"
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_predictions_come_back_as_predictions(name: str):
+    logits, labels = problem()
+    given = Predictions(logits, labels, features=logits, index=torch.arange(600), class_names=list("abcd"), split="val")
+    found = fitted(name).transform(given)
+    assert isinstance(found, Predictions)
+    assert (found.split, found.class_names) == ("val", tuple("abcd"))
+    assert torch.equal(found.labels, labels)
+    assert torch.equal(found.index, torch.arange(600))
+    assert torch.equal(found.features, logits)
+    assert torch.equal(found.logits, fitted(name).transform(logits))
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_bad_input_is_named(name: str):
+    logits, labels = problem(20)
+    calibrator = build(name)
+    with pytest.raises(RuntimeError, match="not fitted yet"):
+        calibrator.transform(logits)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        calibrator.save("nowhere")
+    broken = logits.clone()
+    broken[7, 1] = torch.nan
+    with pytest.raises(ValueError, match="row 7 holds NaN"):
+        calibrator.fit(broken, labels)
+    with pytest.raises(ValueError, match="19 rows for 20 samples"):
+        calibrator.fit(logits, labels[:19])
+    with pytest.raises(ValueError, match=r"row 3 is outside 0..3"):
+        calibrator.fit(logits, labels.index_fill(0, torch.tensor([3]), 4))
+    with pytest.raises(TypeError, match="labels are missing"):
+        calibrator.fit(logits)
+    with pytest.raises(ValueError, match="no sample to fit on"):
+        calibrator.fit(logits, torch.full((20,), -100), ignore_index=-100)
+    calibrator = fitted(name)
+    with pytest.raises(ValueError, match=r"5 classes.* 4"):
+        calibrator.transform(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="row 7 holds NaN"):
+        calibrator.transform(broken)
+
+
+def test_the_top_class_alone_cannot_be_calibrated():
+    known = Predictions.from_probs([[0.7, 0.3], [0.2, 0.8]], [0, 1], top_only=True)
+    with pytest.raises(ValueError, match="logits of every class"):
+        posthoc.Temperature().fit(known)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_one_sample_of_one_class_does_no_harm(name: str):
+    logits = torch.tensor([[2.0, 0.0, -1.0, 0.5], [0.5, 1.0, 0.0, 0.0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        if name == "probmetrics":
+            return
+        found = build(name).fit(logits[:1], torch.tensor([1])).transform(logits)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_fitting_leaves_its_input_alone(name: str):
+    logits, labels = problem()
+    copy = logits.clone()
+    build(name).fit(logits, labels).transform(logits)
+    assert torch.equal(logits, copy)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_fitting_works_where_gradients_are_off(name: str):
+    logits, labels = problem()
+    with torch.no_grad():
+        inside = build(name).fit(logits, labels).transform(logits)
+    torch.testing.assert_close(inside, build(name).fit(logits, labels).transform(logits))
+    assert not inside.requires_grad
+
+
+def test_an_unknown_name_and_keyword_are_explained():
+    with pytest.raises(ValueError, match="did you mean 'temperature'"):
+        posthoc.build_calibrator("temprature")
+    with pytest.raises(TypeError, match="takes no 'objektive'; did you mean 'objective'"):
+        posthoc.build_calibrator("temperature", objektive="nll")

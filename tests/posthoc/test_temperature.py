@@ -1,0 +1,200 @@
+"""The temperature is exact at every scale, never harmful, and equal to what others find where they are right."""
+
+import inspect
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from calibrator_cases import binary_problem, problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from scipy.special import logsumexp
+from torch.nn import functional
+
+from fedlas import metrics
+from fedlas.posthoc import Temperature
+from fedlas.posthoc.base import Samples, scaled_nll
+from fedlas.predictions import Predictions
+
+
+def nll_at(logits: np.ndarray, labels: np.ndarray, temperature: float) -> float:
+    scaled = logits / temperature
+    return float((logsumexp(scaled, axis=1) - scaled[np.arange(len(labels)), labels]).mean())
+
+
+def searched(logits: np.ndarray, labels: np.ndarray) -> float:
+    """The optimum by another method: a bounded search in log T."""
+    found = minimize_scalar(
+        lambda u: nll_at(logits, labels, math.exp(u)), bounds=(-9, 9), method="bounded", options={"xatol": 1e-10}
+    )
+    return math.exp(found.x)
+
+
+# The scales at which other code fails: LBFGS with a small step stops near 1.8, others return 0 or stop at 10.
+@pytest.mark.parametrize("scale", [0.01, 0.05, 0.3, 1, 3, 30, 300, 1000])
+def test_the_temperature_is_exact_at_every_scale(scale: float):
+    logits, labels = problem(4000, 10, scale=1.0)
+    at_one = Temperature().fit(logits, labels).temperature
+    assert at_one == pytest.approx(1, abs=0.05)
+    assert at_one == pytest.approx(searched(logits.numpy(), labels.numpy()), rel=1e-5)
+    found = Temperature().fit(scale * logits, labels).temperature
+    assert found == pytest.approx(scale * at_one, rel=1e-9)
+    single = Temperature().fit((scale * logits).float(), labels).temperature
+    assert single == pytest.approx(scale * at_one, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.05, 1, 3, 30, 300])
+def test_it_equals_scikit_learn(scale: float):
+    calibration = pytest.importorskip("sklearn.calibration")
+    frozen = pytest.importorskip("sklearn.frozen")
+    from sklearn.base import BaseEstimator, ClassifierMixin
+
+    logits, labels = problem(2000, 5, scale=scale)
+
+    class Given(ClassifierMixin, BaseEstimator):
+        def fit(self, x, y):
+            self.classes_ = np.arange(5)
+            return self
+
+        def decision_function(self, x):
+            return x
+
+        def predict(self, x):
+            return x.argmax(1)
+
+    x, y = logits.numpy(), labels.numpy()
+    theirs = calibration.CalibratedClassifierCV(frozen.FrozenEstimator(Given().fit(x, y)), method="temperature")
+    probs = theirs.fit(x, y).predict_proba(x)
+    ours = Temperature().fit(logits, labels).transform(logits).softmax(1)
+    np.testing.assert_allclose(ours.numpy(), probs, atol=2e-5)
+
+
+# It sees probabilities, which are rounded to zero where logits are larger.
+@pytest.mark.parametrize("scale", [0.05, 1, 3])
+def test_it_equals_probmetrics(scale: float):
+    pytest.importorskip("probmetrics")
+    from fedlas.posthoc import Probmetrics
+
+    logits, labels = problem(2000, 5, scale=scale)
+    theirs = Probmetrics(method="temp-scaling", floor=1e-30).fit(logits, labels).transform(logits)
+    torch.testing.assert_close(
+        Temperature().fit(logits, labels).transform(logits).softmax(1), theirs.softmax(1), atol=1e-4, rtol=1e-4
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 6), st.floats(-3, 3))
+def test_it_is_never_worse_than_one_and_nothing_near_it_is_better(seed: int, n: int, classes: int, log_scale: float):
+    random = np.random.default_rng(seed)
+    logits = random.standard_normal((n, classes)) * 10**log_scale
+    labels = random.integers(classes, size=n)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # such few samples are often separable
+        found = Temperature().fit(logits, labels).temperature
+    best = nll_at(logits, labels, found)
+    assert 1e-3 <= found <= 1e4
+    assert best <= nll_at(logits, labels, 1.0) * (1 + 1e-12)
+    for nearby in (found * 0.99, found * 1.01):
+        if 1e-3 <= nearby <= 1e4:
+            assert best <= nll_at(logits, labels, nearby) + 1e-12
+
+
+def test_derivatives_are_those_of_the_nll():
+    logits, labels = problem(50)
+    for truth in (labels, functional.one_hot(labels, 4).double() * 0.8 + 0.05):
+        factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        value = functional.cross_entropy(factor * logits, truth)
+        (slope,) = torch.autograd.grad(value, factor, create_graph=True)
+        (bend,) = torch.autograd.grad(slope, factor)
+        found = scaled_nll(Samples(logits, truth), 0.7)
+        assert found == pytest.approx((value.item(), slope.item(), bend.item()), rel=1e-10)
+
+
+def test_separable_samples_end_at_the_bound_with_a_warning():
+    logits = torch.randn(100, 3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="every sample is classified correctly"):
+        assert Temperature().fit(logits, logits.argmax(1)).temperature == pytest.approx(1e-3)
+    with pytest.warns(UserWarning, match="beyond the bound 0.05"):
+        assert Temperature(low=0.05).fit(logits, logits.argmax(1)).temperature == pytest.approx(0.05)
+
+
+def test_logits_that_are_always_wrong_end_at_the_other_bound():
+    logits = torch.randn(100, 3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="beyond the bound 10000"):
+        assert Temperature().fit(logits, logits.argmin(1)).temperature == pytest.approx(1e4)
+
+
+def test_logits_that_say_nothing_keep_their_temperature():
+    assert Temperature().fit(torch.zeros(10, 3), torch.arange(10) % 3).temperature == 1.0
+
+
+def test_the_paper_s_procedure_finds_the_paper_s_temperature():
+    random = np.random.RandomState(0)
+    logits = (2 * random.randn(1000, 5)).astype(np.float32)
+    labels = random.randint(0, 5, 1000)
+    logits[np.arange(1000), labels] += 1.5
+    by_ece = Temperature(objective="ece", search="grid").fit(logits, labels)
+    assert by_ece.temperature == 2.8
+    after = by_ece.transform(Predictions(logits, labels))
+    assert metrics.ece(after, compat="official") == pytest.approx(0.021758, abs=1e-6)
+    by_nll = Temperature(search="grid").fit(logits, labels)
+    assert by_nll.temperature == 2.4
+    assert by_nll.fitted.after == pytest.approx(1.365112, abs=1e-6)
+    exact = Temperature().fit(logits, labels)
+    assert exact.fitted.after <= by_nll.fitted.after
+    assert exact.temperature == pytest.approx(2.4, abs=0.06)
+
+
+def test_the_grid_tries_every_tenth_and_takes_the_smallest_of_equals():
+    logits, labels = problem(300)
+    tried = {
+        t / 10: float(metrics.ece((logits / (t / 10)).softmax(1).float(), labels, compat="official"))
+        for t in range(1, 101)
+    }
+    best = min(tried.values())
+    wanted = min(t for t, value in tried.items() if value == best)
+    assert Temperature(objective="ece", search="grid").fit(logits, labels).temperature == wanted
+    # A constant confidence: every temperature leaves the classes equal, and all have the same error.
+    flat = torch.zeros(10, 2)
+    assert Temperature(objective="ece", search="grid").fit(flat, torch.zeros(10).long()).temperature == 0.1
+
+
+def test_soft_labels_have_an_ece_too():
+    logits, _ = problem(500)
+    found = Temperature(objective="ece", search="grid").fit(logits, (logits / 3).softmax(1))
+    assert found.temperature == pytest.approx(3.0, abs=0.2)
+
+
+def test_the_standard_error_is_that_of_repeated_samples():
+    found, errors = [], []
+    for seed in range(200):
+        fit = Temperature().fit(*problem(300, scale=2.0, seed=seed))
+        found.append(math.log(fit.temperature))
+        errors.append(fit.standard_error)
+    assert np.mean(errors) == pytest.approx(np.std(found), rel=0.15)
+    with pytest.raises(RuntimeError, match="belongs to a fit"):
+        _ = Temperature(search="grid").fit(*problem()).standard_error
+
+
+def test_a_one_logit_head_has_the_temperature_of_its_two_columns():
+    score, labels = binary_problem()
+    found = Temperature().fit(score, labels)
+    assert found.temperature == pytest.approx(searched(np.stack([0 * score, score], 1), labels.numpy()), rel=1e-5)
+    torch.testing.assert_close(found.transform(score), score / found.temperature)
+
+
+def test_wrong_options_are_explained():
+    with pytest.raises(ValueError, match='say search="grid"'):
+        Temperature(objective="ece")
+    unchecked = inspect.unwrap(Temperature.__init__)  # as users have it, without the shape checks of the tests
+    with pytest.raises(ValueError, match="objective is 'brier'"):
+        unchecked(object.__new__(Temperature), objective="brier")
+    with pytest.raises(ValueError, match="search is 'lbfgs'"):
+        unchecked(object.__new__(Temperature), search="lbfgs")
+    with pytest.raises(ValueError, match="a range around 1"):
+        Temperature(low=2.0)
+    with pytest.raises(RuntimeError, match="not fitted yet"):
+        _ = Temperature().temperature
