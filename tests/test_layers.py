@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "losses": {"predictions", "catalog", "ranks", "metrics.bins"},
     "metrics": {"predictions", "ranks"},
     "posthoc": {"predictions", "catalog", "metrics"},
-    "ood": {"predictions"},
+    "ood": {"predictions", "metrics.result"},
     "evaluation": {"predictions", "metrics", "posthoc", "ood"},
     "data": {"catalog"},
     "models": {"catalog"},

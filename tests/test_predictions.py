@@ -1,6 +1,7 @@
 """Predictions: what they accept, what they refuse, and that files come back as they went."""
 
 import builtins
+import inspect
 import math
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedlas.metrics import ece
 from fedlas.predictions import Predictions, as_tensor, optional_module, write_whole
 
 pa = pytest.importorskip("pyarrow")
@@ -203,7 +205,6 @@ def test_npz_is_never_unpickled(tmp_path):
     [
         ({"labels": LABELS}, "its columns are labels"),
         ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, "exactly one of"),
-        ({"logits": LOGITS}, "`label` or `labels`; its columns are logits"),
         ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, "one column `label`"),
     ],
 )
@@ -258,7 +259,7 @@ def test_columns_are_recognised_by_name_never_by_value(tmp_path):
     [
         ("a,b,label\n1,2,0\n", "its columns are a, b, label"),
         ("prob_a,logit_a,label\n1,2,0\n", "exactly one of"),
-        ("prob_a,prob_b\n0.5,0.5\n", "one column `label`"),
+        ("prob_a,prob_b,label_a\n0.5,0.5,1\n", "one column `label`"),
         ("prob_a,prob_b,label\n0.5,0.5\n", "row 0 has 2 cells, the header has 3"),
         ("prob_a,prob_b,label\n0.5,x,a\n", "not a number"),
         ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,7\n", "row 1 has label '7', expected one of the classes a, b"),
@@ -336,3 +337,43 @@ def test_as_tensor_does_not_copy():
 def test_an_unknown_keyword_does_not_vanish() -> None:
     with pytest.raises(TypeError, match="takes no 'spilt'"):
         Predictions(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), spilt="test")
+
+
+def test_labels_may_be_unknown(tmp_path):
+    """Foreign data has none of the classes; asking for its labels is an error that says so."""
+    plain = Predictions(logits=LOGITS, split="svhn")
+    plain.save(tmp_path / "a.safetensors")
+    np.savez(tmp_path / "a.npz", logits=LOGITS.numpy())
+    given = [
+        plain,
+        Predictions.load(tmp_path / "a.safetensors"),
+        Predictions.from_npz(tmp_path / "a.npz"),
+        Predictions.from_csv(table(tmp_path, "logit_a,logit_b\n1,2\n")),
+        Predictions.from_probs(LOGITS.softmax(1)),
+    ]
+    for predictions in given:
+        assert predictions.given_labels is None
+        assert len(predictions.confidence) == len(predictions)
+        for ask in (lambda p: p.labels, lambda p: p.correct, ece):
+            with pytest.raises(ValueError, match="have no labels"):
+                ask(predictions)
+
+
+@pytest.mark.parametrize("rows", [slice(1, 2), torch.tensor([1]), torch.tensor([False, True])])
+def test_some_of_the_samples(rows):
+    every = Predictions(LOGITS, LABELS, features=LOGITS, index=[7, 8], class_names=list("abc"), split="val")
+    one = every[rows]
+    assert len(one) == 1
+    assert torch.equal(one.logits, LOGITS[1:])
+    assert torch.equal(one.labels, LABELS[1:])
+    assert torch.equal(one.features, LOGITS[1:])
+    assert one.index.tolist() == [8]
+    assert (one.split, one.class_names) == ("val", ("a", "b", "c"))
+    assert torch.equal(one.confidence, every.confidence[1:])
+    probs = Predictions.from_probs(LOGITS.softmax(1))[rows]
+    assert torch.equal(probs.given_probs, LOGITS.softmax(1)[1:])
+
+
+def test_a_number_is_not_some_of_the_samples():
+    with pytest.raises(TypeError, match="by a slice or a tensor, not str"):
+        inspect.unwrap(Predictions.__getitem__)(Predictions(LOGITS, LABELS), "a")

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from fedlas import losses as losses
     from fedlas import metrics as metrics
     from fedlas import models as models
+    from fedlas import ood as ood
+    from fedlas import posthoc as posthoc
+    from fedlas.evaluation import Report as Report
+    from fedlas.evaluation import evaluate as evaluate
     from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
     from fedlas.losses import GateHistory as GateHistory
     from fedlas.losses import build_loss as build_loss
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from fedlas.models.base import Output as Output
     from fedlas.models.base import WithFeatures as WithFeatures
     from fedlas.models.base import WithLoss as WithLoss
+    from fedlas.posthoc import build_calibrator as build_calibrator
+    from fedlas.posthoc import list_calibrators as list_calibrators
     from fedlas.predictions import Predictions as Predictions
 
 __version__ = "0.1.0"
@@ -29,14 +35,20 @@ _HOMES = {
     "GateHistory": "fedlas.losses",
     "Output": "fedlas.models.base",
     "Predictions": "fedlas.predictions",
+    "Report": "fedlas.evaluation",
     "WithFeatures": "fedlas.models.base",
     "WithLoss": "fedlas.models.base",
+    "build_calibrator": "fedlas.posthoc",
     "build_loss": "fedlas.losses",
     "checks": "fedlas.losses",
+    "evaluate": "fedlas.evaluation",
+    "list_calibrators": "fedlas.posthoc",
     "list_losses": "fedlas.losses",
     "losses": None,
     "metrics": None,
     "models": None,
+    "ood": None,
+    "posthoc": None,
     "smoothed_cross_entropy": "fedlas.losses",
 }
 __all__ = list(_HOMES)

@@ -8,7 +8,7 @@ and the columns of a file are recognised by their names:
 
     logits or probs           one array (npz), one list column (parquet)
     logit_NAME or prob_NAME   one column per class (csv, parquet); NAME becomes the class name
-    label                     class name or number; `label_NAME` columns hold soft labels
+    label                     class name or number; `label_NAME` columns hold soft labels; may be left out
     confidence, prediction    instead of probabilities, when only the top class is known
     index, feature_NAME       optional; `features`, `class_names`, `split` in npz
 """
@@ -35,6 +35,8 @@ Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
 
 FORMAT = "fedlas.predictions/1"
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# How many logits are made probabilities at a time: on a CPU what its cache holds, elsewhere a gigabyte.
+AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**28
 
 
 class Rest(TypedDict, total=False):
@@ -53,7 +55,8 @@ class Predictions:
     Args:
         logits: one row of raw scores per sample. A single column, or a vector, is a binary head and becomes the two
             columns `[0, z]`, which have the same probabilities.
-        labels: one class number per sample, or one row of class probabilities per sample (several annotators).
+        labels: one class number per sample, or one row of class probabilities per sample (several annotators). None
+            where the truth is unknown, or none of the classes: predictions on foreign data.
         features: the input of the last linear layer.
         index: position of each sample in the data set's own order.
         class_names: one name per class.
@@ -61,7 +64,7 @@ class Predictions:
     """
 
     logits: Float[Tensor, "n classes"]
-    labels: Labels
+    given_labels: Labels | None
     features: Float[Tensor, "n width"] | None
     index: Int[Tensor, " n"] | None
     class_names: tuple[str, ...] | None
@@ -69,16 +72,16 @@ class Predictions:
     given_probs: Float[Tensor, "n classes"] | None
     top_only: bool
 
-    def __init__(self, logits: Array, labels: Array, **rest: Unpack[Rest]) -> None:
+    def __init__(self, logits: Array, labels: Array | None = None, **rest: Unpack[Rest]) -> None:
         scores = two_columns(as_floats(logits, "logits"), "logits")
-        check_rows("logits", scores, torch.isfinite(scores).all(dim=1), "holds NaN or infinity")
+        check_finite(scores)
         self._fill(scores, labels, rest)
 
     @classmethod
     def from_probs(
         cls,
         probs: Array,
-        labels: Array,
+        labels: Array | None = None,
         *,
         tolerance: float | Tensor | None = None,
         top_only: bool = False,
@@ -103,7 +106,12 @@ class Predictions:
         return made
 
     def _fill(
-        self, logits: Tensor, labels: Array, rest: Rest, given_probs: Tensor | None = None, top_only: bool = False
+        self,
+        logits: Tensor,
+        labels: Array | None,
+        rest: Rest,
+        given_probs: Tensor | None = None,
+        top_only: bool = False,
     ) -> None:
         for name in rest:
             if name not in Rest.__annotations__:
@@ -117,7 +125,7 @@ class Predictions:
         for name, rows in {"features": width, "index": order}.items():
             if rows is not None and len(rows) != n:
                 raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
-        truth = check_labels(as_tensor(labels, "labels").to(logits.device), n, classes)
+        truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(logits.device), n, classes)
         called = None if names is None else tuple(map(str, names))
         values = (logits, truth, width, order, called, rest.get("split"), given_probs, top_only)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
@@ -125,6 +133,21 @@ class Predictions:
 
     def __len__(self) -> int:
         return len(self.logits)
+
+    def __getitem__(self, rows: slice | Int[Tensor, " some"] | Bool[Tensor, " n"]) -> "Predictions":
+        """Take some of the samples, by a slice, their numbers or a mask."""
+        if not isinstance(rows, slice | Tensor):
+            raise TypeError(f"rows of predictions are taken by a slice or a tensor, not {type(rows).__name__}")
+        made = type(self).__new__(type(self))
+        for field in type(self).__dataclass_fields__:
+            value = getattr(self, field)
+            taken = (
+                value[rows.to(value.device) if isinstance(rows, Tensor) else rows]
+                if isinstance(value, Tensor)
+                else value
+            )
+            object.__setattr__(made, field, taken)
+        return made
 
     def __repr__(self) -> str:
         split = f"split={self.split!r}, " if self.split else ""
@@ -136,13 +159,22 @@ class Predictions:
         return self.logits.shape[1]
 
     @property
+    def labels(self) -> Labels:
+        """The truth: one class number, or one row of class probabilities, per sample."""
+        if self.given_labels is None:
+            raise ValueError("these predictions have no labels (in a file: a column `label` or `labels`)")
+        return self.given_labels
+
+    @property
     def probs(self) -> Float[Tensor, "n classes"]:
         """Probability of each class: the ones given, or the softmax of the logits in float32 or better."""
         return self.given_probs if self.given_probs is not None else softmax(self.logits)
 
     @cached_property
     def _top(self) -> tuple[Tensor, Tensor]:
-        confidence, prediction = self.probs.max(dim=1)
+        if self.given_probs is None:
+            return top_of_logits(self.logits)
+        confidence, prediction = self.given_probs.max(dim=1)
         return confidence, prediction
 
     @property
@@ -164,8 +196,8 @@ class Predictions:
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, whole or not at all."""
         scores = {"logits": self.logits} if self.given_probs is None else {"probs": self.given_probs}
-        optional = {"features": self.features, "index": self.index}
-        tensors = scores | {"labels": self.labels} | {k: v for k, v in optional.items() if v is not None}
+        optional = {"labels": self.given_labels, "features": self.features, "index": self.index}
+        tensors = scores | {k: v for k, v in optional.items() if v is not None}
         about = {"format": FORMAT, "top_only": self.top_only, "class_names": self.class_names}
         words = {name: json.dumps(value) for name, value in (about | {"split": self.split}).items()}
         content = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
@@ -289,6 +321,36 @@ def softmax(logits: Float[Tensor, "n classes *space"]) -> Float[Tensor, "n class
     return logits.softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
+def parts_of(table: Tensor) -> tuple[Tensor, ...]:
+    """Cut a table into parts that are small enough for a copy of each in another type."""
+    at_once = AT_ONCE if table.device.type == "cpu" else AT_ONCE_ON_DEVICE
+    parts: tuple[Tensor, ...] = table.split(max(1, at_once // max(1, table[:1].numel())))
+    return parts
+
+
+def top_of_logits(logits: Float[Tensor, "n classes *space"]) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."]]:
+    """Find the largest probability of every row and its class, without making the probabilities of all rows at once."""
+    confidence, prediction, lowest = [], [], []
+    for part in parts_of(logits):
+        top = softmax(part).max(dim=1)
+        confidence.append(top.values)
+        prediction.append(top.indices)
+        lowest.append(part.amin() if part.numel() else part.new_zeros(()))
+    largest = torch.cat(confidence)
+    # NaN and plus infinity make a confidence NaN; minus infinity shows in the lowest logit alone.
+    if not bool(torch.isfinite(largest).all() & torch.isfinite(torch.stack(lowest)).all()):
+        check_finite(logits)
+    return largest, torch.cat(prediction)
+
+
+def check_finite(logits: Float[Tensor, "..."]) -> None:
+    """Raise an error that names the first row of logits that holds NaN or infinity."""
+    # The extremes are NaN or infinite if any number is: one reading, where a mask would be written as well.
+    if logits.numel() == 0 or not bool(torch.isfinite(torch.stack(torch.aminmax(logits))).all()):
+        good = torch.isfinite(logits)
+        check_rows("logits", logits, good if good.ndim == 1 else good.flatten(1).all(dim=1), "holds NaN or infinity")
+
+
 def check_rows(name: str, values: Tensor, good: Bool[Tensor, "n *space"], fault: str) -> None:
     """Raise an error that names the first row that is not good."""
     if good.numel() == 0:
@@ -307,7 +369,9 @@ def check_probs(
     name: str = "probs",
 ) -> None:
     """Raise an error unless every row is a probability distribution, up to rounding."""
-    allowed = TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).clamp_min(1e-6)
+    allowed = (
+        TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).to(probs.device).clamp_min(1e-6)
+    )
     sums = probs.sum(dim=1, dtype=torch.float64 if probs.dtype == torch.float64 else torch.float32)
     good = ((sums - 1).abs() <= allowed) & (probs.amin(dim=1) >= 0)
     if ignored is not None:
@@ -329,12 +393,12 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
     return labels
 
 
-def optional_module(name: str) -> Any:
+def optional_module(name: str, extra: str = "report") -> Any:
     """Import a package that only some functions need, or say how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[report]'") from error
+        raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[{extra}]'") from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -374,6 +438,8 @@ def _numbers(columns: Mapping[str, Any], kind: str, names: Sequence[str], path: 
 
 
 def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path) -> Any:
+    if not any(name.startswith("label") for name in columns):
+        return None
     labels = columns[_label(columns, path)]
     if isinstance(labels, Tensor) or np.asarray(labels).dtype.kind in "iub" or np.asarray(labels).ndim == 2:
         return labels

@@ -10,10 +10,12 @@ from hypothesis.extra import numpy as hnp
 from fedlas.metrics.bins import (
     Bins,
     EdgeRule,
+    _scattered,
     bin_index,
     bin_statistics,
     class_mass_statistics,
     class_statistics,
+    count_up,
     equal_mass_edges,
     equal_width_edges,
     exact,
@@ -188,3 +190,24 @@ def test_gap_times_share_is_the_weighted_gap():
     values = torch.rand(50, dtype=torch.float64)
     filled: Bins = bin_statistics(values, values > 0.7, equal_width_edges(5))
     assert torch.allclose(filled.gap * filled.counts / filled.n, filled.weighted_gap, atol=1e-15)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_table_too_large_for_one_reading_is_read_in_parts(monkeypatch, soft):
+    probs = torch.randn(300, 6).mul(3).softmax(1)
+    labels = torch.randn(300, 6).softmax(1) if soft else torch.randint(0, 6, (300,))
+    whole = class_statistics(probs, labels, equal_width_edges(15))
+    monkeypatch.setattr("fedlas.metrics.bins.MOST_AT_ONCE", 500)
+    parts = class_statistics(probs, labels, equal_width_edges(15))
+    assert torch.equal(parts.counts, whole.counts)
+    assert parts.n == 300
+    assert torch.allclose(parts.confidence_sum, whole.confidence_sum, atol=1e-12, rtol=0)
+    assert torch.allclose(parts.correct_sum, whole.correct_sum, atol=1e-12, rtol=0)
+
+
+def test_copies_of_cells_add_up():
+    """What a device does, on the CPU: a thread has a copy of every cell."""
+    index, values = torch.randint(5, (1000,)), torch.rand(1000, dtype=torch.float64)
+    device = torch.device("meta")
+    assert _scattered(values.to(device), index.to(device), 5).shape == (5,)
+    assert count_up(index.to(device), 5).dtype == torch.int64

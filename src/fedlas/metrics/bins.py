@@ -14,16 +14,19 @@ Equal-mass edges of the sorted confidences c_0 <= ... <= c_{n-1} come in two kin
 Counts are int64 and sums float64, so that they are right beyond 2^24 samples and for half-precision input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int, Int64
+from jaxtyping import Bool, Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 
 NO_FLOAT64 = {"mps"}
+MOST_AT_ONCE = 2**30  # probabilities; CUDA cannot list the hits of more than 2^31
+COPIES_OF_CELLS = 2**16
 
 
 class EdgeRule(StrEnum):
@@ -35,6 +38,7 @@ class EdgeRule(StrEnum):
     LEFT_OPEN = "[lower, upper), highest edge in a bin of its own"
 
 
+TENSORS = ("edges", "counts", "confidence_sum", "correct_sum")
 LEFT_CLOSED = {EdgeRule.LEFT, EdgeRule.LEFT_OPEN}
 
 
@@ -76,6 +80,18 @@ class Bins:
         sums = (self.counts.cpu(), self.confidence_sum.cpu(), self.correct_sum.cpu())
         return Bins(self.edges.cpu(), *sums, n=self.n, rule=self.rule)
 
+    def to_dict(self) -> dict[str, Any]:
+        """List everything as plain values."""
+        tensors = {name: getattr(self, name).tolist() for name in TENSORS}
+        return tensors | {"n": self.n, "rule": self.rule.name}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Bins":
+        """Read back what `to_dict` wrote."""
+        kinds = {name: torch.int64 if name == "counts" else torch.float64 for name in TENSORS}
+        tensors = {name: torch.tensor(fields[name], dtype=kind) for name, kind in kinds.items()}
+        return cls(**tensors, n=fields["n"], rule=EdgeRule[fields["rule"]])
+
     @property
     def share(self) -> Float64[Tensor, "*classes bins"]:
         """Share of all samples in each bin."""
@@ -100,6 +116,14 @@ class Bins:
     def weighted_gap(self) -> Float64[Tensor, "*classes bins"]:
         """Each bin's gap times its share of all samples; the absolute values add up to the ECE."""
         return (self.confidence_sum - self.correct_sum) / self.n
+
+
+class Entries(NamedTuple):
+    """Some entries of a table: their rows, their bins among those of all classes, and themselves."""
+
+    row: Int64[Tensor, " found"]
+    cell: Int64[Tensor, " found"]
+    values: Float[Tensor, " found"]
 
 
 def equal_width_edges(bins: int) -> Float64[Tensor, " edges"]:
@@ -163,7 +187,7 @@ def bin_statistics(
     index = index.to(values.device)
     return Bins(
         edges=exact(edges),
-        counts=torch.bincount(index, minlength=bins + 2)[1:-1],
+        counts=count_up(index, bins + 2)[1:-1],
         confidence_sum=add_up(values, index, bins + 2)[1:-1],
         correct_sum=add_up(hits, index, bins + 2)[1:-1],
         n=len(confidence),
@@ -176,32 +200,45 @@ def class_statistics(
     labels: Int[Tensor, " n"] | Float[Tensor, "n classes"],
     edges: Float[Tensor, " edges"],
     rule: EdgeRule = EdgeRule.RIGHT,
+    upper: Entries | None = None,
 ) -> Bins:
     """Fill one histogram per class with the probabilities of that class.
 
     At most M - 1 probabilities of a row can lie above the first of M equally wide bins, so only those are looked at
-    one by one; the first bin is what remains of the column's total.
+    one by one; the first bin is what remains of the column's total. `upper` are those, where they are already known.
     """
     probs, labels = _where_float64_is(probs), _where_float64_is(labels)
     n, classes = probs.shape
+    if upper is None and n > 1 and n * classes > MOST_AT_ONCE:
+        half = n // 2
+        rest = class_statistics(probs[half:], labels[half:], edges, rule)
+        return class_statistics(probs[:half], labels[:half], edges, rule) + rest
     bins = len(edges) - 1 + (rule == EdgeRule.LEFT_OPEN)
-    first = edges[1].to(probs)
-    row, column = _positions((probs >= first) if rule in LEFT_CLOSED else (probs > first))
-    values = probs[row, column]
-    cell = column * bins + bin_index(values, edges, rule)
-    counts = torch.bincount(cell, minlength=classes * bins).view(classes, bins)
+    row, cell, values = upper_entries(probs, edges, rule) if upper is None else upper
+    counts = count_up(cell, classes * bins).view(classes, bins)
     confidence = add_up(exact(values), cell, classes * bins).view(classes, bins)
-    outside = (probs == edges[0].to(probs)) if rule == EdgeRule.RIGHT_OPEN else torch.zeros((), dtype=torch.bool)
+    outside = (probs == edges[0].to(probs)) if rule == EdgeRule.RIGHT_OPEN else torch.zeros_like(probs[0, 0]).bool()
     counts[:, 0] += n - counts.sum(1) - outside.sum(0).to(counts)
     confidence[:, 0] += _column_sums(probs) - confidence.sum(1)
     if labels.ndim == 2:
-        correct = add_up(exact(labels[row, column]), cell, classes * bins).view(classes, bins)
+        correct = add_up(exact(labels[row, cell // bins]), cell, classes * bins).view(classes, bins)
         correct[:, 0] += _column_sums(labels.masked_fill(outside, 0)) - correct.sum(1)
     else:
         index = bin_index(probs.gather(1, labels[:, None])[:, 0], edges, rule)
         cell = torch.where(index < 0, classes * bins, labels * bins + index)
-        correct = exact(torch.bincount(cell, minlength=classes * bins + 1)[:-1]).view(classes, bins)
+        correct = exact(count_up(cell, classes * bins + 1)[:-1]).view(classes, bins)
     return Bins(exact(edges), counts, confidence, correct, n, rule)
+
+
+def upper_entries(
+    probs: Float[Tensor, "n classes"], edges: Float[Tensor, " edges"], rule: EdgeRule = EdgeRule.RIGHT
+) -> Entries:
+    """Find the probabilities above the first bin of their class."""
+    bins = len(edges) - 1 + (rule == EdgeRule.LEFT_OPEN)
+    first = edges[1].to(probs)
+    row, column = _positions((probs >= first) if rule in LEFT_CLOSED else (probs > first))
+    values = probs[row, column]
+    return Entries(row, column * bins + bin_index(values, edges, rule), values)
 
 
 def class_mass_statistics(
@@ -229,7 +266,24 @@ def stack(filled: Sequence[Bins]) -> Bins:
 
 def add_up(values: Float64[Tensor, " n"], index: Int64[Tensor, " n"], cells: int) -> Float64[Tensor, " cells"]:
     """Add each value to its cell."""
-    return torch.zeros(cells, dtype=values.dtype, device=values.device).scatter_add_(0, index, values)
+    return _scattered(values, index, cells)
+
+
+def count_up(index: Int64[Tensor, " n"], cells: int) -> Int64[Tensor, " cells"]:
+    """Count the entries of each cell."""
+    if index.device.type == "cpu":
+        return torch.bincount(index, minlength=cells)
+    return _scattered(torch.ones_like(index), index, cells)  # `bincount` would make the host wait
+
+
+def _scattered(values: Shaped[Tensor, " n"], index: Int64[Tensor, " n"], cells: int) -> Shaped[Tensor, " cells"]:
+    # A device adds to one cell at a time: thousands of threads that meet in a few bins would queue, so each cell has
+    # many copies there, which are added up in the end.
+    copies = 1 if index.device.type == "cpu" else max(1, COPIES_OF_CELLS // cells)
+    if copies > 1:
+        index = index + cells * (torch.arange(len(index), device=index.device) % copies)
+    sums = torch.zeros(copies * cells, dtype=values.dtype, device=values.device).scatter_add_(0, index, values)
+    return sums.view(copies, cells).sum(0) if copies > 1 else sums
 
 
 def exact(values: Tensor) -> Float64[Tensor, "..."]:

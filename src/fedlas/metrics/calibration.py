@@ -25,8 +25,8 @@ from torch import Tensor
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.presets import Binning, Compat, Kind
 from fedlas.metrics.result import Definition, Result
-from fedlas.metrics.samples import Pairs, Rows, Scope, pairs, rows
-from fedlas.predictions import Array, Predictions, as_tensor
+from fedlas.metrics.samples import Given, Pairs, Rows, Scope, pairs, rows
+from fedlas.predictions import Array, as_tensor
 
 EVERY_CLASS: set[Scope] = {"class-wise", "multi-label"}
 
@@ -53,7 +53,7 @@ class Options(Common, total=False):
 
 
 def histogram(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     bins: int = 15,
     *,
@@ -84,18 +84,18 @@ def histogram_of(found: Pairs | Rows, way: Binning) -> Histogram:
     return Histogram(way.fill(found.confidence, found.correct), way.define(found.about))
 
 
-def ece(probs: Predictions | Array, labels: Array | None = None, bins: int = 15, **options: Unpack[Common]) -> Result:
+def ece(probs: Given, labels: Array | None = None, bins: int = 15, **options: Unpack[Common]) -> Result:
     """Measure by how much confidence and accuracy differ, averaged over equally wide bins of confidence."""
     return l1_error(histogram(probs, labels, bins, **options), "ECE")
 
 
-def aece(probs: Predictions | Array, labels: Array | None = None, bins: int = 15, **options: Unpack[Common]) -> Result:
+def aece(probs: Given, labels: Array | None = None, bins: int = 15, **options: Unpack[Common]) -> Result:
     """Measure by how much confidence and accuracy differ, averaged over bins that hold equally many samples."""
     return l1_error(histogram(probs, labels, bins, binning="mass", **options), "AECE")
 
 
 def classwise_ece(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     bins: int = 15,
     *,
@@ -111,41 +111,37 @@ def classwise_ece(
 
 
 def over_under(
-    probs: Predictions | Array, labels: Array | None = None, bins: int = 15, **options: Unpack[Options]
+    probs: Given, labels: Array | None = None, bins: int = 15, **options: Unpack[Options]
 ) -> tuple[Result, Result]:
     """Split the calibration error into over-confidence and under-confidence; the two add up to it."""
     filled = histogram(probs, labels, bins, **options)
     return over(filled), under(filled)
 
 
-def signed_ece(
-    probs: Predictions | Array, labels: Array | None = None, bins: int = 15, **options: Unpack[Options]
-) -> Result:
+def signed_ece(probs: Given, labels: Array | None = None, bins: int = 15, **options: Unpack[Options]) -> Result:
     """Measure over-confidence minus under-confidence: positive when the model promises more than it keeps."""
     return signed(histogram(probs, labels, bins, **options))
 
 
-def mce(probs: Predictions | Array, labels: Array | None = None, bins: int = 15, **options: Unpack[Options]) -> Result:
+def mce(probs: Given, labels: Array | None = None, bins: int = 15, **options: Unpack[Options]) -> Result:
     """Measure the largest gap between confidence and accuracy of any bin."""
     return largest(histogram(probs, labels, bins, **options))
 
 
-def rms_error(
-    probs: Predictions | Array, labels: Array | None = None, bins: int = 15, **options: Unpack[Options]
-) -> Result:
+def rms_error(probs: Given, labels: Array | None = None, bins: int = 15, **options: Unpack[Options]) -> Result:
     """Measure the root of the mean squared gap between confidence and accuracy."""
     return power_error(histogram(probs, labels, bins, **options), 2)
 
 
 def lp_error(
-    probs: Predictions | Array, labels: Array | None = None, bins: int = 15, p: float = 2, **options: Unpack[Options]
+    probs: Given, labels: Array | None = None, bins: int = 15, p: float = 2, **options: Unpack[Options]
 ) -> Result:
     """Measure the p-th root of the mean p-th power of the gaps; p = 1 is the ECE, p = 2 the RMS error."""
     return power_error(histogram(probs, labels, bins, **options), p)
 
 
 def debiased_l2(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     bins: int = 15,
     binning: Kind = "mass",

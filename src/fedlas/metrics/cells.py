@@ -55,7 +55,8 @@ class CellStore(AbstractHistogram):
         bins = self.way.bins
         group = torch.searchsorted(last, torch.arange(len(cells.counts), device=last.device)).clamp_max(bins - 1)
         counts = torch.zeros(bins, dtype=torch.int64, device=last.device).scatter_add_(0, group, cells.counts)
-        edges = torch.cat([cells.edges[:1], cells.edges.to(last.device)[last + 1]])
+        places = torch.cat([torch.zeros_like(last[:1]), last + 1])
+        edges = cells.edges.to(last.device)[places]
         sums = (add_up(cells.confidence_sum, group, bins), add_up(cells.correct_sum, group, bins))
         about = self.way.define(self.about)
         return Histogram(Bins(edges, counts, *sums, cells.n), replace(about, edges=f"{about.edges}, of whole cells"))

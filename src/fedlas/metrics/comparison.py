@@ -22,7 +22,7 @@ from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
 from fedlas.metrics.interval import Metric, brier_values, gaps_of, nll_values
 from fedlas.metrics.inversion import confidence_curve, difference_interval, unbiased_totals
-from fedlas.metrics.resampling import Floats, Gaps, mean_deviations, mean_interval, sample_deviations
+from fedlas.metrics.resampling import AbstractGaps, Floats, Gaps, mean_deviations, mean_interval, sample_deviations
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.samples import pairs
 from fedlas.predictions import Array, Predictions, as_tensor, check_rows, optional_module
@@ -108,15 +108,16 @@ def paired_bootstrap(
 
 
 def _gap_difference(
-    gaps: Sequence[Gaps], level: float, resamples: int, rng: np.random.Generator
+    gaps: Sequence[AbstractGaps], level: float, resamples: int, rng: np.random.Generator
 ) -> tuple[float, float, float]:
     """Find the interval of the difference of two sums of absolute gaps, and the p-value of no difference."""
-    if gaps[0].classes > 1:
+    single = [one for one in gaps if isinstance(one, Gaps)]
+    if len(single) < len(gaps):
         raise ValueError("two models are compared by their top-label or binary errors, not by class-wise ones")
-    bins = gaps[0].bins
-    index, gap = np.stack([one.index for one in gaps]), np.stack([one.gap for one in gaps])
+    bins = single[0].bins
+    index, gap = np.stack([one.index for one in single]), np.stack([one.gap for one in single])
     drawn = sample_deviations(index, gap, bins, resamples, rng)
-    worlds = [gaps[0].world(drawn[:, :bins]), gaps[1].world(drawn[:, bins:])]
+    worlds = [single[0].world(drawn[:, :bins]), single[1].world(drawn[:, bins:])]
     first, second = (confidence_curve(world) for world in worlds)
     totals = np.stack([unbiased_totals(world) for world in worlds])
     varied = float(totals.std(1).min()) > 0

@@ -9,13 +9,18 @@ of the time. Here the bootstrap is turned around instead (test inversion):
    away from it, by a multiple of its standard error, such that sum_b |mu_b(t)| = t.
 3. The interval holds every t for which the observed T lies in the middle 95 % of sum_b |mu_b(t) + Z_b|.
 
-Means over samples (NLL, Brier score, signed ECE) get bias-corrected and accelerated intervals, and accuracy a Wilson
-interval, which is right even when every answer is.
+The root of the mean squared gap is treated in the same way, and its interval is that of the debiased error too: both
+estimate one thing.
+
+Means over samples (NLL, Brier score, signed ECE) get bias-corrected and accelerated intervals, and so do the areas
+under risk-coverage curves, as means of what each sample adds to them. Accuracy gets a Wilson interval, which is right
+even when every answer is.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import NormalDist
 from typing import Any, overload
 
@@ -24,29 +29,31 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
-from fedlas.metrics import calibration, scoring
+from fedlas.metrics import calibration, scoring, selective
 from fedlas.metrics.bins import exact
+from fedlas.metrics.class_gaps import ClassGaps
 from fedlas.metrics.inversion import inverted_interval
 from fedlas.metrics.presets import Binning, Compat, Kind
-from fedlas.metrics.resampling import Gaps, Part, World, mean_interval
+from fedlas.metrics.resampling import AbstractGaps, Gaps, Part, mean_interval
 from fedlas.metrics.result import Interval, Result
-from fedlas.metrics.samples import Scope, pairs, rows
-from fedlas.predictions import Array, Predictions, optional_module
+from fedlas.metrics.samples import Given, Scope, pairs, rows
+from fedlas.predictions import Array, optional_module
 
 Metric = Callable[..., Any]
+PARTS: tuple[Part, Part] = ("over", "under")
+ROOTS: set[Metric] = {calibration.rms_error, calibration.debiased_l2}
+FEWEST_ERRORS = 20  # below, an area hangs on so few samples that resampling them says little
 
 
 @overload
-def bootstrap(
-    metric: Callable[..., Result], probs: Predictions | Array, labels: Array | None = ..., **options: Any
-) -> Result: ...
+def bootstrap(metric: Callable[..., Result], probs: Given, labels: Array | None = ..., **options: Any) -> Result: ...
 @overload
 def bootstrap(
-    metric: Callable[..., tuple[Result, Result]], probs: Predictions | Array, labels: Array | None = ..., **options: Any
+    metric: Callable[..., tuple[Result, Result]], probs: Given, labels: Array | None = ..., **options: Any
 ) -> tuple[Result, Result]: ...
 def bootstrap(
     metric: Metric,
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     level: float = 0.95,
@@ -57,7 +64,8 @@ def bootstrap(
     """Measure a metric and find the interval that holds its true value.
 
     Args:
-        metric: `ece`, `aece`, `classwise_ece`, `over_under`, `signed_ece`, `accuracy`, `nll` or `brier`.
+        metric: `ece`, `aece`, `classwise_ece`, `over_under`, `signed_ece`, `rms_error`, `debiased_l2`, `accuracy`,
+            `nll`, `brier`, `aurc`, `e_aurc` or `augrc`.
         probs: predictions, or rows of class probabilities.
         labels: class numbers, or soft labels; not needed with predictions.
         level: how often the interval should hold the true value.
@@ -72,21 +80,31 @@ def bootstrap(
     if isinstance(found, tuple):
         gaps = gaps_of(metric, probs, labels, **options)
         world = gaps.resample(resamples, rng)
-        over, under = _inverted(world, "over", level), _inverted(world, "under", level)
+        over, under = (Interval(*inverted_interval(world, part, level), level, gaps.method) for part in PARTS)
         return found[0].with_interval(over), found[1].with_interval(under)
     if metric is scoring.accuracy:
         return _one(found, wilson(float(found), found.n, level))
     if metric in PER_SAMPLE:
-        values = _numpy(exact(PER_SAMPLE[metric](probs, labels, **options)))
-        low, high = mean_interval(values, level, resamples or 10_000, rng)
-        return _one(found, Interval(low, high, level, "bootstrap, bias-corrected and accelerated"))
+        values = exact(PER_SAMPLE[metric](probs, labels, **options))
+        return mean_with_interval(found, values, level, resamples, rng)
     gaps = gaps_of(metric, probs, labels, **options)
-    interval = _inverted(gaps.resample(resamples, rng), "both", level)
+    world = gaps.resample(resamples, rng)
+    if metric in ROOTS:
+        return _one(found, Interval(*inverted_interval(world, "rms", level), level, gaps.method))
+    interval = Interval(*inverted_interval(world, "both", level), level, gaps.method)
     return _one(found, interval, noise_floor=gaps.noise_floor())
 
 
+def mean_with_interval(
+    found: Result, values: Float64[Tensor, " n"], level: float, resamples: int | None, rng: np.random.Generator
+) -> Result:
+    """Give the mean of some values its interval."""
+    low, high = mean_interval(_numpy(values), level, resamples or 10_000, rng)
+    return _one(found, Interval(low, high, level, "bootstrap, bias-corrected and accelerated"))
+
+
 def noise_floor(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     bins: int = 15,
     *,
@@ -128,21 +146,25 @@ def wilson(share: float, n: int, level: float = 0.95) -> Interval:
 
 def gaps_of(
     metric: Metric,
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     bins: int = 15,
     *,
-    binning: Kind = "width",
+    binning: Kind | None = None,
     scope: Scope = "top-label",
     compat: Compat | None = None,
     ignore_index: int | None = None,
-) -> Gaps:
-    """Find the bin and the gap of every sample, for a metric that is a sum of absolute gaps."""
-    if metric not in {calibration.ece, calibration.aece, calibration.classwise_ece, calibration.over_under}:
+) -> AbstractGaps:
+    """Find the bin and the gap of every sample, for a metric that is a sum of absolute or squared gaps."""
+    sums: set[Metric] = {calibration.ece, calibration.aece, calibration.classwise_ece, calibration.over_under}
+    if metric not in sums | ROOTS:
         raise ValueError(f"no interval with known coverage exists for {getattr(metric, '__name__', metric)}")
-    way = Binning(bins, "mass" if metric is calibration.aece else binning, compat)
+    usual: Kind = "mass" if metric in {calibration.aece, calibration.debiased_l2} else "width"
+    way = Binning(bins, binning or usual, compat)
     scope = "class-wise" if metric is calibration.classwise_ece else scope
     if scope in {"class-wise", "multi-label"}:
+        if metric in ROOTS:
+            raise ValueError("no interval with known coverage exists for the root of class-wise squares")
         return _class_gaps(probs, labels, way, scope, ignore_index)
     found = pairs(probs, labels, scope, ignore_index)
     index = way.index(found.confidence)
@@ -153,25 +175,11 @@ def gaps_of(
     return Gaps(_numpy(index.masked_fill(outside, 0)), _numpy(confidence), _numpy(confidence - correct), bins, soft)
 
 
-def _class_gaps(
-    probs: Predictions | Array, labels: Array | None, way: Binning, scope: Scope, ignore_index: int | None
-) -> Gaps:
+def _class_gaps(probs: Given, labels: Array | None, way: Binning, scope: Scope, ignore_index: int | None) -> ClassGaps:
     if way.kind == "mass" or way.compat is not None:
         raise ValueError("intervals of class-wise errors exist for equal-width bins of our own rule only")
     table = rows(probs, labels, scope, ignore_index)
-    index = way.index(table.probs.reshape(-1)).view(table.probs.shape)
-    gap = exact(table.probs).clone()
-    if table.labels.ndim == 2:
-        gap -= exact(table.labels)
-    else:
-        gap.scatter_add_(1, table.labels[:, None], torch.full_like(gap[:, :1], -1))
-    soft = "soft" in (table.about.scope or "")
-    return Gaps(_numpy(index), _numpy(exact(table.probs)), _numpy(gap), way.bins, soft)
-
-
-def _inverted(world: World, part: Part, level: float) -> Interval:
-    low, high = inverted_interval(world, part, level)
-    return Interval(low, high, level, "bootstrap, test inversion")
+    return ClassGaps(table.probs, table.labels, way.bins, "soft" in (table.about.scope or ""))
 
 
 def _one(found: Any, interval: Interval, **details: float) -> Result:
@@ -179,29 +187,40 @@ def _one(found: Any, interval: Interval, **details: float) -> Result:
     return result
 
 
-def _signed_values(probs: Predictions | Array, labels: Array | None, bins: int = 15, **options: Any) -> Tensor:
+def _signed_values(probs: Given, labels: Array | None, bins: int = 15, **options: Any) -> Tensor:
     gaps = gaps_of(calibration.over_under, probs, labels, bins, **options)
-    return torch.from_numpy(gaps.gap if gaps.gap.ndim == 1 else gaps.gap.mean(1))
+    return torch.from_numpy(gaps.sample_gaps)
 
 
-def nll_values(probs: Predictions | Array, labels: Array | None, **options: Any) -> Tensor:
+def nll_values(probs: Given, labels: Array | None, **options: Any) -> Tensor:
     """Find the negative log-likelihood of each sample."""
     return scoring.losses_of(probs, labels, **options)[0].values
 
 
-def brier_values(
-    probs: Predictions | Array, labels: Array | None, bins: int = 15, ignore_index: int | None = None
-) -> Tensor:
+def brier_values(probs: Given, labels: Array | None, bins: int = 15, ignore_index: int | None = None) -> Tensor:
     """Find the squared error of each sample; only the parts of the score have bins."""
     del bins
     table = rows(probs, labels, ignore_index=ignore_index)
     return scoring.squared_errors(table.probs, table.labels)
 
 
+def _area_values(area: selective.Area, probs: Given, labels: Array | None, **options: Any) -> Tensor:
+    found = pairs(probs, labels, **options)
+    errors = float((1 - exact(found.correct)).sum())
+    if errors < FEWEST_ERRORS:
+        raise ValueError(
+            f"no interval with known coverage exists for the {area} of {errors:g} errors; {FEWEST_ERRORS} are needed"
+        )
+    return selective.area_values(found, area)
+
+
 PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {
     calibration.signed_ece: _signed_values,
     scoring.nll: nll_values,
     scoring.brier: brier_values,
+    selective.aurc: partial(_area_values, "aurc"),
+    selective.e_aurc: partial(_area_values, "e_aurc"),
+    selective.augrc: partial(_area_values, "augrc"),
 }
 
 

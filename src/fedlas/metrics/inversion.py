@@ -1,4 +1,4 @@
-"""From resampling to intervals of a sum of absolute gaps, by test inversion.
+"""From resampling to intervals of a sum of absolute gaps, or of squared ones, by test inversion.
 
 The truth is unknown, but a line of possible truths can be laid through the observed gaps: each gap is moved towards
 zero, or away from it, by the same multiple of its standard error. A possible truth is kept if the observed total is
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedlas.metrics.resampling import Floats, Part, World, total
+from fedlas.metrics.resampling import Floats, Part, World
 
-BISECTIONS = 20
+MOST_STEPS = 40
+PRECISION = 1e-6  # of the observed total
 FURTHEST = 12.0  # standard errors; no truth further away can matter at any usual level
 CURVE_POINTS = 40
 
@@ -32,26 +33,26 @@ class Curve:
 
 def inverted_interval(world: World, part: Part, level: float) -> tuple[float, float]:
     """Find all totals that the observed one does not contradict."""
-    observed = float(total(world.gaps, part))
+    observed = float(world.total(world.gaps, part))
     truth, most = possible_truths(world, part)
 
     def end(share: float) -> float:
         def quantile(shift: float) -> float:
             return float(np.quantile(world.totals(truth(shift), part), share))
 
-        return float(total(truth(_crossing(quantile, observed, -FURTHEST, most)), part))
+        return float(world.total(truth(_crossing(quantile, observed, -FURTHEST, most)), part))
 
     return end((1 + level) / 2), end((1 - level) / 2)
 
 
 def confidence_curve(world: World) -> Curve:
     """Ask of many possible truths how well they agree with the observed total."""
-    observed = float(total(world.gaps, "both"))
+    observed = float(world.total(world.gaps, "both"))
     truth, most = possible_truths(world, "both")
     steps = np.linspace(0, 1, CURVE_POINTS)
     truths = [truth(shift) for shift in np.concatenate([most * (1 - steps), -FURTHEST / 2 * steps[1:]])]
     chances = [float((world.totals(one, "both") <= observed).mean()) for one in truths]
-    totals = np.array([float(total(one, "both")) for one in truths])
+    totals = np.array([float(world.total(one, "both")) for one in truths])
     return Curve(totals, np.minimum.accumulate(np.array(chances)))
 
 
@@ -71,7 +72,7 @@ def difference_interval(first: Curve, second: Curve, correlation: float, level: 
 
 def unbiased_totals(world: World) -> Floats:
     """Resample the total around the truth under which its mean is the observed one."""
-    observed = float(total(world.gaps, "both"))
+    observed = float(world.total(world.gaps, "both"))
     truth, most = possible_truths(world, "both")
 
     def average(shift: float) -> float:
@@ -86,7 +87,7 @@ def possible_truths(world: World, part: Part) -> tuple[Callable[[float], Floats]
     size, sign = np.abs(gaps), np.sign(gaps)
     # A little further than the last gap reaches: rounding would leave 1e-19 of it, and 0 outside the interval.
     most = 1.000001 * float(np.max(size / np.where(error > 0, error, np.inf), initial=0.0))
-    if part == "both":
+    if part in {"both", "rms"}:
         return lambda shift: sign * np.maximum(size - shift * error, 0), most
     way = 1 if part == "over" else -1
     # Gaps of the other sign may be noise: what exceeds a standard error is taken for real, and the truth may lie
@@ -101,10 +102,21 @@ def possible_truths(world: World, part: Part) -> tuple[Callable[[float], Floats]
 
 
 def _crossing(falling: Callable[[float], float], level: float, low: float, high: float) -> float:
-    """Find where a falling function reaches a level; an end of the range where it does not."""
-    if falling(high) >= level:
+    """Find where a falling function reaches a level; an end of the range where it does not (Illinois method)."""
+    above, below = falling(low) - level, falling(high) - level
+    if below >= 0:
         return high
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > level else (low, middle)
+    if above <= 0:
+        return low
+    before = 0.0
+    for _ in range(MOST_STEPS):
+        middle = (low * below - high * above) / (below - above)
+        value = falling(middle) - level
+        if abs(value) <= PRECISION * level:
+            return middle
+        if value > 0:
+            low, above, below = middle, value, below / 2 if before > 0 else below
+        else:
+            high, below, above = middle, value, above / 2 if before < 0 else above
+        before = value
     return (low + high) / 2

@@ -1,14 +1,15 @@
 """The bootstrap behind the intervals: how gaps and means vary when samples are drawn anew.
 
-A sample of gap d in bin b adds d / n to that bin's weighted gap. Resampling is drawn in one of three ways:
+A sample of gap d in bin b adds d / n to that bin's weighted gap. Resampling is drawn in one of two ways:
 
     cells     samples of one bin and nearly one gap form a cell; the counts of the cells are multinomial, and the
               variance inside the cells is added as normal noise. Costs bins x cells, not samples.
     samples   every sample is drawn on its own, for two models at once.
-    classes   the same for the bins of every class; all but the first bin of a class hold few entries of a row.
+
+The bins of every class are resampled in `class_gaps.py`.
 """
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -20,109 +21,162 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Part = Literal["both", "over", "under"]
+Part = Literal["both", "over", "under", "rms"]
 
 LEVELS = 60  # cells per unit of gap; what varies inside a cell is added back, so finer ones only cost time
 AT_ONCE = 20_000_000  # draws held in memory at a time
-CLASSES_AT_ONCE = 32  # resamples of class-wise gaps that share one reading of the table
 RARE = 10  # hits or errors; a bin that expects fewer is not drawn from its own samples
 MOST_DRAWS = 400_000_000  # beyond this the normal limit is as good as drawing, and far quicker
 
 
 @dataclass(frozen=True)
 class World:
-    """Observed weighted gaps, how resampling moves them, and how that depends on the truth."""
+    """Observed weighted gaps, and how resampling moves them.
+
+    Args:
+        gaps: the gap of every bin times its share of samples.
+        deviations: one row of changes for every resample.
+        share: of all samples, in every bin.
+        scale: how the deviations depend on the truth; None if they do not.
+    """
 
     gaps: Floats
     deviations: Floats
-    scale: Callable[[Floats], Floats]
+    share: Floats
+    scale: Callable[[Floats], Floats] | None = None
 
     @property
     def error(self) -> Floats:
         """Standard error of every gap, were the model calibrated."""
-        return np.asarray(self.deviations.std(0) * self.scale(np.zeros_like(self.gaps)))
+        return np.asarray(self._around(np.zeros_like(self.gaps)).std(0))
 
     def totals(self, truth: Floats, part: Part) -> Floats:
         """Resample the total around a possible truth."""
-        return total(truth + self.deviations * self.scale(truth), part)
+        return self.total(truth + self._around(truth), part)
+
+    def total(self, gaps: Floats, part: Part) -> Floats:
+        """Add up gaps: all absolute values, only the positive or the negative ones, or the root of the mean square."""
+        if part == "both":
+            return np.asarray(np.abs(gaps).sum(-1))
+        if part == "rms":
+            return np.asarray(np.sqrt((gaps**2 / np.where(self.share > 0, self.share, 1)).sum(-1)))
+        return np.asarray(np.maximum(gaps if part == "over" else -gaps, 0).sum(-1))
+
+    def _around(self, truth: Floats) -> Floats:
+        return self.deviations if self.scale is None else self.deviations * self.scale(truth)
 
 
 @dataclass(frozen=True)
-class Gaps:
-    """The bin, the confidence and the gap of every sample; of every sample and class for class-wise errors."""
+class Binomial:
+    """The number of samples of every bin, their mean confidence, and how binomial their hits are.
+
+    Hits of unequal confidences have the variance sum c (1 - c), a little less than hits of their mean confidence;
+    `narrower` is the root of that ratio.
+    """
+
+    count: Floats
+    mean: Floats
+    narrower: Floats
+
+    @classmethod
+    def of(cls, count: Floats, sums: Floats, squares: Floats) -> "Binomial":
+        """Find it from the sums of confidences and of their squares."""
+        mean = sums / np.maximum(count, 1)
+        binomial = count * mean * (1 - mean)
+        return cls(count, mean, np.sqrt(np.clip((sums - squares) / np.where(binomial > 0, binomial, 1), 0, 1)))
+
+
+class AbstractGaps(ABC):
+    """What a sum of absolute gaps is made of, and how it varies."""
+
+    method: str
+
+    @property
+    @abstractmethod
+    def weighted(self) -> Floats:
+        """The gap of every bin times its share of samples, so that absolute values add up to the error."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """How many pairs of confidence and correctness there are."""
+
+    @property
+    @abstractmethod
+    def sample_gaps(self) -> Floats:
+        """The gap of every sample, averaged over classes."""
+
+    @abstractmethod
+    def binomial(self) -> Binomial:
+        """Describe the hits that every bin expects."""
+
+    @abstractmethod
+    def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
+        """Draw deviations of the weighted gaps."""
+
+    def noise_floor(self) -> float:
+        """Average the error over labels that are drawn from the confidences themselves."""
+        hits = self.binomial()
+        return float((mean_deviation(hits.count, hits.mean) * hits.narrower).sum() / self.samples)
+
+
+@dataclass(frozen=True)
+class Gaps(AbstractGaps):
+    """The bin, the confidence and the gap of every sample."""
 
     index: Ints
     confidence: Floats
     gap: Floats
     bins: int
     soft: bool = False
-
-    @property
-    def classes(self) -> int:
-        """How many histograms there are."""
-        return 1 if self.gap.ndim == 1 else self.gap.shape[1]
+    method = "bootstrap on fine cells, test inversion"
 
     @property
     def weighted(self) -> Floats:
-        """The gap of every bin times its share of samples, so that absolute values add up to the error."""
-        return self._sums(self.gap) / (len(self.gap) * self.classes)
+        return self._sums(self.gap) / len(self.gap)
+
+    @property
+    def samples(self) -> int:
+        return len(self.gap)
+
+    @property
+    def sample_gaps(self) -> Floats:
+        return self.gap
+
+    def binomial(self) -> Binomial:
+        return Binomial.of(*(self._sums(v) for v in (np.ones_like(self.gap), self.confidence, self.confidence**2)))
 
     def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
-        """Draw deviations of the weighted gaps."""
-        if self.gap.ndim == 1:
-            return self.world(cell_deviations(self.index, self.gap, self.bins, resamples or 10_000, rng), rng)
-        drawn = class_deviations(self.index, self.gap, self.bins, resamples or 1_000, rng) / self.classes
-        return self.world(drawn, rng)
+        return self.world(cell_deviations(self.index, self.gap, self.bins, resamples or 10_000, rng), rng)
 
     def world(self, deviations: Floats, rng: np.random.Generator | None = None) -> World:
         """Say how deviations would be scaled if the truth were another.
 
         Bins that expect few hits, or few errors, mislead the bootstrap: one that happens to have none shows no noise at
-        all. So the deviations of a bin are scaled to the mean deviation of binomial hits of the supposed rate, and in a
-        single histogram those of rare bins are drawn as such, where numbers to draw them are given (drawing them anew
-        would part two models that were resampled together). Of the very many bins of all classes the rates stay as
-        they are: the mean confidence, moved by what of the gap exceeds two standard errors. Soft labels have no rate.
+        all. So the deviations of a bin are scaled to the mean deviation of binomial hits of the supposed rate, and
+        those of rare bins are drawn as such, where numbers to draw them are given (drawing them anew would part two
+        models that were resampled together). Soft labels have no rate.
         """
-        count, mean, narrower = self._binomial()
-        samples = len(self.gap) * self.classes
+        expected = self.binomial()
+        count, mean = expected.count, expected.mean
         if self.soft:
-            return World(self.weighted, deviations, np.ones_like)
-        if self.classes == 1 and rng is not None:
+            return World(self.weighted, deviations, count / self.samples)
+        if rng is not None:
             deviations = deviations.copy()
             rare = count * np.minimum(mean, 1 - mean) < RARE
             hits = rng.binomial(count[rare].astype(np.int64), mean[rare], (len(deviations), int(rare.sum())))
-            deviations[:, rare] = (count[rare] * mean[rare] - hits) / samples
-        shown = np.abs(deviations).mean(0) * samples
+            deviations[:, rare] = (count[rare] * mean[rare] - hits) / self.samples
+        shown = np.abs(deviations).mean(0) * self.samples
 
         def scale(truth: Floats) -> Floats:
-            rate = np.clip(mean - truth * samples / np.maximum(count, 1), 0, 1)
-            wanted = mean_deviation(count, rate) * narrower
+            rate = np.clip(mean - truth * self.samples / np.maximum(count, 1), 0, 1)
+            wanted = mean_deviation(count, rate) * expected.narrower
             return np.where(shown > 0, wanted / np.where(shown > 0, shown, 1), 1.0)
 
-        if self.classes == 1:
-            return World(self.weighted, deviations, scale)
-        error = np.sqrt(count * mean * (1 - mean)) / samples
-        sure = np.sign(self.weighted) * np.maximum(np.abs(self.weighted) - 2 * error, 0)
-        return World(self.weighted, deviations * scale(sure), np.ones_like)
-
-    def noise_floor(self) -> float:
-        """Average the error over labels that are drawn from the confidences themselves."""
-        count, mean, narrower = self._binomial()
-        return float((mean_deviation(count, mean) * narrower).sum() / (len(self.gap) * self.classes))
-
-    def _binomial(self) -> tuple[Floats, Floats, Floats]:
-        """Give the number of samples of every bin, their mean confidence, and how binomial their hits are.
-
-        Hits of unequal confidences have the variance sum c (1 - c), a little less than hits of their mean confidence.
-        """
-        count, sums, squares = (self._sums(v) for v in (np.ones_like(self.gap), self.confidence, self.confidence**2))
-        mean = sums / np.maximum(count, 1)
-        binomial = count * mean * (1 - mean)
-        return count, mean, np.sqrt(np.clip((sums - squares) / np.where(binomial > 0, binomial, 1), 0, 1))
+        return World(self.weighted, deviations, count / self.samples, scale)
 
     def _sums(self, values: Floats) -> Floats:
-        place = self.index if self.gap.ndim == 1 else self.index + self.bins * np.arange(self.classes)
-        return np.bincount(place.ravel(), values.ravel(), self.bins * self.classes).astype(np.float64)
+        return np.bincount(self.index, values, self.bins).astype(np.float64)
 
 
 def mean_deviation(count: Floats, chance: Floats) -> Floats:
@@ -136,12 +190,6 @@ def mean_deviation(count: Floats, chance: Floats) -> Floats:
 
 def _log_factorial(n: Floats) -> Floats:
     return torch.lgamma(torch.from_numpy(n) + 1).numpy()
-
-
-def total(gaps: Floats, part: Part) -> Floats:
-    """Add up gaps: all absolute values, or only the positive or the negative ones."""
-    signed = {"both": np.abs(gaps), "over": gaps, "under": -gaps}[part]
-    return np.asarray(np.maximum(signed, 0).sum(-1))
 
 
 def cell_deviations(index: Ints, gap: Floats, bins: int, resamples: int, rng: np.random.Generator) -> Floats:
@@ -186,25 +234,6 @@ def _normal_deviations(place: Ints, gap: Floats, seen: Floats, resamples: int, r
     values, vectors = np.linalg.eigh(both / n - np.outer(seen, seen))
     root = vectors * np.sqrt(np.maximum(values, 0) / n)
     return np.asarray(rng.standard_normal((resamples, len(seen))) @ root.T)
-
-
-def class_deviations(index: Ints, gap: Floats, bins: int, resamples: int, rng: np.random.Generator) -> Floats:
-    """Resample the weighted gaps of all bins of all classes; `index` and `gap` have one column per class."""
-    n, classes = gap.shape
-    row, column = np.nonzero(index)
-    place = column * bins + index[row, column]
-    order = np.argsort(place, kind="stable")
-    row, place, values = row[order], place[order], gap[row, column][order]
-    starts = np.flatnonzero(np.r_[True, place[1:] != place[:-1]]) if len(place) else np.zeros(0, dtype=np.int64)
-    drawn = np.zeros((resamples, classes * bins))
-    for rows in np.array_split(np.arange(resamples), math.ceil(resamples / CLASSES_AT_ONCE)):
-        weight = rng.multinomial(n, np.full(n, 1 / n), size=len(rows)) - 1.0
-        part = drawn[rows[0] : rows[-1] + 1]
-        if len(place):
-            part[:, place[starts]] = np.add.reduceat(weight[:, row] * values, starts, axis=1)
-        # The first bin of a class is what the others leave of its column.
-        part[:, ::bins] = weight @ gap - part.reshape(len(rows), classes, bins).sum(2)
-    return np.asarray(drawn / n)
 
 
 def mean_interval(values: Floats, level: float, resamples: int, rng: np.random.Generator) -> tuple[float, float]:

@@ -11,15 +11,31 @@ Labels are class numbers, or rows of class probabilities (several annotators), f
 row on that class. Maps `(n, classes, height, width)` with labels `(n, height, width)` are pooled over positions.
 """
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from fedlas.metrics.result import Definition
-from fedlas.predictions import Array, Predictions, as_floats, as_tensor, check_probs, check_rows, softmax
+from fedlas.predictions import (
+    Array,
+    Predictions,
+    as_floats,
+    as_tensor,
+    check_finite,
+    check_probs,
+    check_rows,
+    softmax,
+    top_of_logits,
+)
+
+MANY_ROWS = 10_000  # below, building the kernel costs more than it saves
+MOST_CLASSES = 2**15  # that fit into the registers of one program
 
 Scope = Literal["top-label", "class-wise", "positive", "multi-label"]
 
@@ -31,6 +47,9 @@ class Pairs:
     confidence: Float[Tensor, " n"]
     correct: Bool[Tensor, " n"] | Float[Tensor, " n"]
     about: Definition
+
+
+Given: TypeAlias = Predictions | Array | Pairs
 
 
 @dataclass(frozen=True)
@@ -62,12 +81,16 @@ class Checked(NamedTuple):
 
 
 def pairs(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     scope: Scope = "top-label",
     ignore_index: int | None = None,
 ) -> Pairs:
-    """Reduce predictions to one confidence per sample and whether it was correct."""
+    """Reduce predictions to one confidence per sample and whether it was correct; pairs stay what they are."""
+    if isinstance(probs, Pairs):
+        if not (probs.about.scope or "").startswith(scope):
+            raise ValueError(f"these pairs are {probs.about.scope}, not {scope}")
+        return probs
     if scope == "positive":
         return _positive(probs, labels, ignore_index)
     if scope != "top-label":
@@ -75,24 +98,28 @@ def pairs(
     if isinstance(probs, Predictions):
         soft = probs.labels.ndim == 2
         return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft, probs.split))
-    return _pairs(_checked(probs, labels, ignore_index))
+    given = _checked(probs, labels, ignore_index)
+    return _pairs(given, *given.probs.max(dim=1))
 
 
 def pairs_of_logits(logits: Array, labels: Array, scope: Scope = "top-label", ignore_index: int | None = None) -> Pairs:
-    """Reduce logits to one confidence per sample and whether it was correct."""
-    probs = probs_of(logits, scope)
+    """Reduce logits to one confidence per sample and whether it was correct; for the top label they are read once."""
     if scope != "top-label":
-        return pairs(probs, labels, scope, ignore_index)
-    return _pairs(_with_labels(probs, _labels(labels, probs), ignore_index))
+        return pairs(probs_of(logits, scope), labels, scope, ignore_index)
+    scores = _table_of_logits(as_floats(logits, "logits"))
+    given = _with_labels(scores, _labels(labels, scores), ignore_index)
+    return _pairs(given, *(_in_one_read(scores) or top_of_logits(scores)))
 
 
 def rows(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     scope: Scope = "class-wise",
     ignore_index: int | None = None,
 ) -> Rows:
     """Check predictions and give them one row per sample."""
+    if isinstance(probs, Pairs):
+        raise TypeError("pairs of confidence and correctness know the top class alone; this metric needs every class")
     if scope == "multi-label":
         return _label_rows(probs, labels)
     if isinstance(probs, Predictions):
@@ -121,22 +148,51 @@ def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
     scores = _finite(logits)
     if scope == "multi-label" or (scope == "positive" and scores.shape[1:] in {(), (1,)}):
         return scores.to(torch.promote_types(scores.dtype, torch.float32)).sigmoid()
+    return softmax(_table_of_logits(scores))
+
+
+def _in_one_read(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tensor] | None:
+    """Find what `top_of_logits` finds with a kernel that reads the logits once; None where it cannot run."""
+    if logits.device.type != "cuda" or logits.ndim != 2 or logits.dtype == torch.float64 or len(logits) < MANY_ROWS:
+        return None
+    read = _kernel()
+    if read is None or logits.shape[1] > MOST_CLASSES:
+        return None
+    total, prediction = read(logits)
+    if not bool(torch.isfinite(total).all()):
+        check_finite(logits)
+    return total.reciprocal(), prediction
+
+
+@cache
+def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    """Build the kernel when it is first needed; None where triton, or the compiler it needs, is missing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # triton speaks of its own settings
+            from fedlas.metrics.kernel import top_of_rows  # noqa: PLC0415
+
+            top_of_rows(torch.zeros(2, 2, device="cuda"))
+    except Exception:  # whatever is missing, torch alone gives the same numbers
+        return None
+    return top_of_rows
+
+
+def _table_of_logits(scores: Float[Tensor, "..."]) -> Float[Tensor, "n classes *space"]:
     if scores.ndim < 2:
         raise ValueError(f'logits have shape {tuple(scores.shape)}; for a one-logit head say scope="positive"')
-    return softmax(scores)
+    if len(scores) == 0:
+        check_finite(scores)
+    return scores
 
 
 def _finite(logits: Array) -> Float[Tensor, "..."]:
     scores = as_floats(logits, "logits")
-    # The extremes are NaN or infinite if any number is: one reading, where a mask would be written as well.
-    if scores.numel() == 0 or not bool(torch.isfinite(torch.stack(torch.aminmax(scores))).all()):
-        good = torch.isfinite(scores)
-        check_rows("logits", scores, good if good.ndim == 1 else good.flatten(1).all(dim=1), "holds NaN or infinity")
+    check_finite(scores)
     return scores
 
 
-def _pairs(given: Checked) -> Pairs:
-    confidence, prediction = given.probs.max(dim=1)
+def _pairs(given: Checked, confidence: Tensor, prediction: Tensor) -> Pairs:
     correct = given.labels.gather(1, prediction[:, None])[:, 0] if given.soft else prediction == given.labels
     if given.kept is None:
         confidence, correct = confidence.reshape(-1), correct.reshape(-1)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.result import Definition, Result
-from fedlas.metrics.samples import Scope, pairs, rows
-from fedlas.predictions import Array, Predictions
+from fedlas.metrics.samples import Given, Scope, pairs, rows
+from fedlas.predictions import Array, Predictions, parts_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Losses:
 
 
 def accuracy(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",
@@ -52,9 +52,7 @@ def accuracy(
     return Result(float(hits.mean()), replace(found.about, estimator="accuracy"))
 
 
-def top_k(
-    probs: Predictions | Array, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None
-) -> Result:
+def top_k(probs: Given, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None) -> Result:
     """Measure how often the label is among the k most probable classes."""
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 is needed")
@@ -63,14 +61,12 @@ def top_k(
         best = table.probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
         hits = table.labels.gather(1, best).sum(1)
     else:
-        own = table.probs.gather(1, table.labels[:, None])
-        earlier = torch.arange(table.probs.shape[1], device=own.device) < table.labels[:, None]
-        hits = ((table.probs > own) | ((table.probs == own) & earlier)).sum(1) < k
+        hits = label_ranks(table.probs, table.labels) < k
     about = replace(table.about, estimator=f"top-{k} accuracy", scope=f"top-{k}")
     return Result(float(exact(hits).mean()), about)
 
 
-def nll(probs: Predictions | Array, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
+def nll(probs: Given, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
     """Measure the mean negative log-likelihood of the labels, in nats.
 
     Logits inside `Predictions` are used as they are and need no floor.
@@ -79,14 +75,19 @@ def nll(probs: Predictions | Array, labels: Array | None = None, *, ignore_index
     return nll_result(float(losses.values.mean()), losses.floored, losses.floor, about)
 
 
-def brier(
-    probs: Predictions | Array, labels: Array | None = None, bins: int = 15, *, ignore_index: int | None = None
-) -> Result:
+def brier(probs: Given, labels: Array | None = None, bins: int = 15, *, ignore_index: int | None = None) -> Result:
     """Measure the mean squared distance between probabilities and labels, and what it is made of."""
     table = rows(probs, labels, ignore_index=ignore_index)
     squares = squared_errors(table.probs, table.labels)
     filled = class_statistics(table.probs, table.labels, equal_width_edges(bins), EdgeRule.RIGHT)
     return brier_result(float(squares.sum()), float(label_squares(table.labels).sum()), filled, table.about)
+
+
+def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Count the classes that come before the label; of equal probabilities the first class comes first."""
+    own = probs.gather(1, labels[:, None])
+    earlier = torch.arange(probs.shape[1], device=own.device) < labels[:, None]
+    return ((probs > own) | ((probs == own) & earlier)).sum(1)
 
 
 def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
@@ -97,20 +98,20 @@ def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | F
         return Losses(-own.clamp_min(floor).log(), floor, int((own < floor).sum()))
     wanted = labels > 0
     low = wanted & (probs < floor)
-    logs = torch.where(wanted, exact(probs).clamp_min(floor).log(), 0)
-    return Losses(-(exact(labels) * logs).sum(1), floor, int(low.any(1).sum()))
+    logs = torch.where(wanted, _wide(probs, labels).clamp_min(floor).log(), 0)
+    return Losses(-exact((labels * logs).sum(1)), floor, int(low.any(1).sum()))
 
 
 def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
     """Find the negative log-likelihood of each sample from logits."""
-    logs = logits.log_softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    own = logs.gather(1, labels[:, None])[:, 0] if labels.ndim == 1 else (logs * labels).sum(1)
-    return Losses(-exact(own), 0.0, 0)
+    own = []
+    for scores, truth in zip(parts_of(logits), labels.split([len(part) for part in parts_of(logits)]), strict=True):
+        logs = _wide(scores).log_softmax(dim=1)
+        own.append(logs.gather(1, truth[:, None])[:, 0] if truth.ndim == 1 else (logs * truth).sum(1))
+    return Losses(-exact(torch.cat(own)), 0.0, 0)
 
 
-def losses_of(
-    probs: Predictions | Array, labels: Array | None, ignore_index: int | None = None
-) -> tuple[Losses, Definition]:
+def losses_of(probs: Given, labels: Array | None, ignore_index: int | None = None) -> tuple[Losses, Definition]:
     """Check predictions and find the negative log-likelihood of each sample."""
     table = rows(probs, labels, ignore_index=ignore_index)
     if isinstance(probs, Predictions) and probs.given_probs is None:
@@ -129,7 +130,7 @@ def squared_errors(
 ) -> Float64[Tensor, " n"]:
     """Find the squared distance of each row from its label."""
     if labels.ndim == 2:
-        return exact((exact(probs) - exact(labels)).square().sum(1))
+        return exact((_wide(probs, labels) - labels).square().sum(1))
     own = exact(probs.gather(1, labels[:, None])[:, 0])
     wide = probs.dtype if probs.dtype == torch.float64 else torch.float32
     return exact(torch.linalg.vector_norm(probs, dim=1, dtype=wide)) ** 2 - 2 * own + 1
@@ -137,7 +138,13 @@ def squared_errors(
 
 def label_squares(labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Float64[Tensor, " n"]:
     """Find the squared length of each label as a row."""
-    return exact(labels).square().sum(1) if labels.ndim == 2 else exact(torch.ones_like(labels))
+    return exact(_wide(labels).square().sum(1)) if labels.ndim == 2 else exact(torch.ones_like(labels))
+
+
+def _wide(table: Float[Tensor, "n classes"], other: Tensor | None = None) -> Float[Tensor, "n classes"]:
+    """Take a table in float32 or better; copies of whole tables in float64 are what a device has no room for."""
+    wide = torch.promote_types(table.dtype, torch.float32)
+    return table.to(wide if other is None else torch.promote_types(wide, other.dtype))
 
 
 def brier_result(squares: float, label_length: float, filled: Bins, about: Definition) -> Result:

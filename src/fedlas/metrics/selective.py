@@ -8,19 +8,29 @@ and their generalised risk G_k the number of errors among them divided by n.
     AUGRC   mean of G_k over k = 1 .. n (Traub et al., 2024)
 
 Samples of equal confidence have no order, so R_k and G_k are averages over all orders they could have.
+
+How much each sample moves these areas is its influence. With w_i = 1 for an error, c_i the confidence, q_i the share of
+samples at least as confident, e the mean of w, and the sums over other samples j divided by n:
+
+    AURC    w_i log(1 / q_i) - sum_{c_j < c_i} w_j / q_j + e - AURC
+    E-AURC  that of the AURC, less -log(1 - e) (w_i - e)
+    AUGRC   w_i (1 - q_i) + sum_{c_j > c_i} w_j - 2 AUGRC
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from fedlas.metrics.bins import add_up, exact
+from fedlas.metrics.bins import add_up, count_up, exact
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Pairs, Scope, pairs
-from fedlas.predictions import Array, Predictions
+from fedlas.metrics.samples import Given, Pairs, Scope, pairs
+from fedlas.predictions import Array
+
+Area = Literal["aurc", "e_aurc", "augrc"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class RiskCoverage:
 
 
 def risk_coverage(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",
@@ -50,19 +60,18 @@ def risk_coverage(
 def curve(found: Pairs) -> RiskCoverage:
     """Trace the risk over coverage of samples that are already checked."""
     confidence, order = found.confidence.sort(descending=True)
-    wrong = 1 - exact(found.correct)[order]
+    wrong = 1 - exact(found.correct[order])
     n = len(wrong)
-    new = torch.cat([torch.ones(1, dtype=torch.bool, device=wrong.device), confidence[1:] != confidence[:-1]])
-    group = new.to(wrong.device).long().cumsum(0) - 1
+    group = _groups(confidence).to(wrong.device)
     groups = int(group[-1]) + 1
     # Each sample of a group of equal confidence counts as the group's mean error: the average over all orders.
-    mean = add_up(wrong, group, groups) / torch.bincount(group, minlength=groups)
+    mean = add_up(wrong, group, groups) / count_up(group, groups)
     answered = torch.arange(1, n + 1, dtype=torch.float64, device=wrong.device)
     return RiskCoverage(answered / n, mean[group].cumsum(0) / answered)
 
 
 def aurc(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",
@@ -74,7 +83,7 @@ def aurc(
 
 
 def e_aurc(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",
@@ -88,7 +97,7 @@ def e_aurc(
 
 
 def augrc(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",
@@ -101,7 +110,7 @@ def augrc(
 
 
 def risk_at_coverage(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     coverage: float = 0.8,
     *,
@@ -120,7 +129,7 @@ def risk_at_coverage(
 
 
 def coverage_at_risk(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     risk: float = 0.05,
     *,
@@ -142,6 +151,43 @@ def aurc_result(found: Pairs) -> Result:
     best = _best_aurc(found)
     details = {"e_aurc": value - best, "augrc": float(traced.generalised.mean())}
     return Result(value, replace(found.about, estimator="AURC", norm="mean over k = 1..n"), None, details)
+
+
+def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
+    """Give each sample its influence on an area on top of the area itself, so that their mean is the area."""
+    confidence, order = found.confidence.sort(descending=True)
+    wrong = 1 - exact(found.correct[order])
+    n, share = len(wrong), float(wrong.mean())
+    rank = torch.arange(1, n + 1, dtype=torch.float64, device=wrong.device)
+    group = _groups(confidence).to(wrong.device)
+
+    def averaged(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+        return (add_up(values, group, n) / count_up(group, n).clamp_min(1))[group]
+
+    if area == "augrc":
+        weight = averaged((n - rank + 1) / n)
+        errors = averaged(wrong)
+        influence = wrong * weight + (errors.cumsum(0) - errors / 2) / n
+    else:
+        weight = averaged(_below(1 / rank))
+        errors = averaged(wrong * n / rank)
+        influence = wrong * weight - (_below(errors) - errors / 2) / n
+    value = float((wrong * weight).mean())
+    if area == "e_aurc":
+        value -= _best_aurc(found)
+        influence = influence + math.log(max(1 - share, torch.finfo(torch.float64).tiny)) * (wrong - share)
+    return influence - influence.mean() + value
+
+
+def _below(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    """Add up each value and all that follow it."""
+    return values.flip(0).cumsum(0).flip(0)
+
+
+def _groups(ranked: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
+    """Give each value of a sorted row the number of its group of equal values."""
+    new = torch.cat([torch.zeros_like(ranked[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
+    return new.long().cumsum(0)
 
 
 def _best_aurc(found: Pairs) -> float:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fedlas.metrics.bins import exact
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Pairs, Scope, pairs
-from fedlas.predictions import Array, Predictions
+from fedlas.metrics.samples import Given, Pairs, Scope, pairs
+from fedlas.predictions import Array
 
 
 def ks_test(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",
@@ -40,7 +40,7 @@ def ks_test(
 
 
 def kuiper_test(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",
@@ -55,7 +55,7 @@ def kuiper_test(
 
 
 def spiegelhalter_test(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",

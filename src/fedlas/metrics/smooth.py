@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fedlas.metrics.bins import add_up, exact
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Pairs, Scope, pairs
-from fedlas.predictions import Array, Predictions
+from fedlas.metrics.samples import Given, Pairs, Scope, pairs
+from fedlas.predictions import Array
 
 SMALLEST = 0.001
 MESH = 200
@@ -33,7 +33,7 @@ KDE_POINTS = 2**13 + 1
 
 
 def smooth_ece(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     scope: Scope = "top-label",
@@ -44,7 +44,7 @@ def smooth_ece(
 
 
 def kde_ece(
-    probs: Predictions | Array,
+    probs: Given,
     labels: Array | None = None,
     *,
     bandwidth: float | None = None,

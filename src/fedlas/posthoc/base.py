@@ -202,7 +202,7 @@ def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) ->
     if predictions.top_only:
         raise ValueError("only the top confidence of each sample is known; calibration needs the logits of every class")
     rest = {name: getattr(predictions, name) for name in ("features", "index", "class_names", "split")}
-    return Predictions(logits, predictions.labels, **rest)
+    return Predictions(logits, predictions.given_labels, **rest)
 
 
 def wide(logits: Tensor) -> Tensor:

@@ -1,0 +1,313 @@
+"""Predictions in, one record of numbers out: everything the other rooms can say about them, before and after repair.
+
+`evaluate` reads the logits once. Part by part, while a part is in the cache, they are handed to every calibrator, and
+what comes out to a `Digest`, which keeps the few numbers a sample that all metrics are made of. Foreign data is read
+once too.
+
+A calibrator that is not fitted yet is fitted on `calibration`, other predictions of the same model. Without those it is
+cross-fitted: the samples are dealt into five parts, and each part is repaired by a calibrator that saw the other four,
+so that no sample is judged by a calibrator that knew its label. That costs further readings.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlas.metrics.bins import Bins
+from fedlas.metrics.digest import Digest, Intervals
+from fedlas.metrics.result import Result
+from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
+from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
+from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
+from fedlas.posthoc.base import with_logits
+from fedlas.predictions import Array, Predictions, parts_of, write_whole
+
+FORMAT = "fedlas.report/1"
+AS_GIVEN = "as given"
+FOLDS = 5
+SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece", "classwise_ece", "nll", "brier", "aurc")
+
+
+@dataclass(frozen=True)
+class State:
+    """The numbers of predictions as given, or as one calibrator left them: `state["ece"]`.
+
+    Args:
+        name: "as given", or the calibrator's name.
+        results: every metric, by its name in `fedlas.metrics`; `over_ece` and `under_ece` are the two of `over_under`.
+        bins: what reliability diagrams are drawn from: "width" and "mass".
+        detection: how well foreign data is told apart, where some was given.
+        fits: how the calibrator was fitted: once, or once for each fold.
+        parameters: what it learned, where that is a single number.
+    """
+
+    name: str
+    results: Mapping[str, Result]
+    bins: Mapping[str, Bins]
+    detection: Detection | None = None
+    fits: tuple[Fit, ...] = ()
+    parameters: Mapping[str, float] = field(default_factory=dict)
+
+    def __getitem__(self, metric: str) -> Result:
+        return self.results[metric]
+
+    def to_dict(self) -> dict[str, Any]:
+        """List everything as plain values that JSON knows."""
+        return {
+            "name": self.name,
+            "results": {name: result.to_dict() for name, result in self.results.items()},
+            "bins": {name: bins.to_dict() for name, bins in self.bins.items()},
+            "detection": None if self.detection is None else self.detection.to_dict(),
+            "fits": [asdict(fit) for fit in self.fits],
+            "parameters": dict(self.parameters),
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "State":
+        """Read back what `to_dict` wrote."""
+        found = fields["detection"]
+        return cls(
+            name=fields["name"],
+            results={name: Result.from_dict(one) for name, one in fields["results"].items()},
+            bins={name: Bins.from_dict(one) for name, one in fields["bins"].items()},
+            detection=None if found is None else Detection.from_dict(found),
+            fits=tuple(Fit(**one) for one in fields["fits"]),
+            parameters=fields["parameters"],
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is known about one set of predictions: `report["ece"]`, `report.after["temperature"]["ece"]`.
+
+    Args:
+        before: the numbers of the predictions as given.
+        after: those after each calibrator, by its name.
+        n: how many samples there are.
+        classes: how many classes.
+        split: where the samples come from.
+    """
+
+    before: State
+    after: Mapping[str, State]
+    n: int
+    classes: int
+    split: str | None = None
+
+    def __getitem__(self, metric: str) -> Result:
+        return self.before[metric]
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The numbers before, then those after each calibrator."""
+        return (self.before, *self.after.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """List everything as plain values that JSON knows."""
+        about = {"format": FORMAT, "n": self.n, "classes": self.classes, "split": self.split}
+        return about | {"states": [state.to_dict() for state in self.states]}
+
+    def to_json(self) -> str:
+        """Write everything as one JSON object."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Report":
+        """Read back what `to_dict` wrote."""
+        if fields.get("format") != FORMAT:
+            raise ValueError(f"this is not a report that fedlas wrote: its format is {fields.get('format')!r}")
+        before, *after = (State.from_dict(one) for one in fields["states"])
+        return cls(before, {one.name: one for one in after}, fields["n"], fields["classes"], fields["split"])
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, whole or not at all."""
+        write_whole(Path(path), self.to_json().encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Report":
+        """Read a file that `save` wrote."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    def __str__(self) -> str:
+        names = [name for name in SHOWN if name in self.before.results]
+        head = ["", *(_heading(self.before[name]) for name in names)]
+        body = [[state.name, *(_cell(state[name]) for name in names)] for state in self.states]
+        widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
+        lines = [_line(row, widths) for row in [head, *body]]
+        where = f"split {self.split}, " if self.split else ""
+        title = f"{where}n={self.n:,}, {self.classes} classes"
+        found = [f"\n{state.name}\n{state.detection}" for state in self.states if state.detection is not None]
+        return "\n".join([title, *lines, *found])
+
+
+def evaluate(
+    predictions: Predictions,
+    *,
+    ood: Mapping[str, Predictions | Array] | None = None,
+    posthoc: Sequence[str | AbstractCalibrator] = (),
+    calibration: Predictions | None = None,
+    train_features: Array | None = None,
+    bins: int = 15,
+    intervals: bool = True,
+    level: float = 0.95,
+    resamples: int | None = None,
+    seed: int = 0,
+) -> Report:
+    """Measure everything about predictions: accuracy, calibration, scores, selective prediction, foreign data.
+
+    Args:
+        predictions: what a model said about the samples of one split, and the truth.
+        ood: for the name of every foreign data set, predictions on it, or logits alone.
+        posthoc: calibrators to try, by name or built with options; fitted ones are used as they are.
+        calibration: predictions of the same model on other samples, which calibrators are fitted on; without it they
+            are cross-fitted on the given ones.
+        train_features: features of the training set, for the "knn" score of foreign data.
+        bins: how many bins calibration errors have.
+        intervals: whether numbers come with intervals, where there is a sound method.
+        level: how often an interval should hold the true value.
+        resamples: how many resamples intervals are made from; each method's own number by default.
+        seed: of the random numbers of intervals and of cross-fitting.
+    """
+    if not isinstance(predictions, Predictions):
+        raise TypeError("evaluate takes Predictions(logits=..., labels=...) or Predictions.from_probs(probs, labels)")
+    repairs = _named([_repair(one, predictions, calibration, seed) for one in posthoc])
+    foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
+    every = [predictions, *foreign.values()]
+    scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
+    runs = [
+        _Run(AS_GIVEN, None, Digest(bins), tuple(scores)),
+        # What a calibrator returns are log-probabilities up to a constant, so only scores of those mean anything.
+        *(_Run(name, one, Digest(bins), tuple(s for s in scores if s in OF_PROBS)) for name, one in repairs.items()),
+    ]
+    known = _read(predictions, runs, train_features, judged=True)
+    others = {name: _read(one, runs, train_features, judged=False) for name, one in foreign.items()}
+    chosen = Intervals(level, resamples, seed) if intervals else None
+    states = {}
+    for run in runs:
+        found = None
+        if run.scores:
+            theirs = {name: held[run.name] for name, held in others.items()}
+            split = predictions.split or "ID"
+            found = detect_scores(known[run.name], theirs, level=level, seed=seed, split=split)
+        states[run.name] = run.state(chosen, found)
+    return Report(states.pop(AS_GIVEN), states, len(predictions), predictions.num_classes, predictions.split)
+
+
+@dataclass(frozen=True)
+class _Repair:
+    """A fitted calibrator, or one for each fold of the samples."""
+
+    calibrators: tuple[AbstractCalibrator, ...]
+    fold: Tensor | None = None
+
+    def of(self, part: Predictions, rows: slice | None) -> Predictions:
+        """Repair predictions; `rows` says which of the judged samples they are, None that they are none of those."""
+        if self.fold is None or rows is None:
+            return self.calibrators[0].transform(part)
+        fold = self.fold[rows].to(part.logits.device)
+        fixed = torch.stack([one.transform(part.logits) for one in self.calibrators])
+        logits = fixed.gather(0, fold[None, :, None].expand(1, *part.logits.shape))[0]
+        return with_logits(part, logits)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is gathered for one state while the logits pass by."""
+
+    name: str
+    repair: _Repair | None
+    digest: Digest
+    scores: tuple[str, ...]
+
+    def state(self, intervals: Intervals | None, detection: Detection | None) -> State:
+        """Put together what was gathered."""
+        fitted = () if self.repair is None else self.repair.calibrators
+        single = sorted({name for one in fitted for name, value in one.learned.items() if value.numel() == 1})
+        means = {name: math.fsum(float(one.learned[name]) for one in fitted) / len(fitted) for name in single}
+        fits = tuple(one.fitted for one in fitted if one.fitted is not None)
+        return State(self.name, self.digest.results(intervals), self.digest.histograms(), detection, fits, means)
+
+
+def _read(
+    given: Predictions, runs: Sequence[_Run], train_features: Array | None, *, judged: bool
+) -> dict[str, dict[str, Tensor]]:
+    """Read predictions once: fill the digests where they are to be judged, and find the scores of every run."""
+    kept: dict[str, dict[str, list[Tensor]]] = {
+        run.name: {score: [] for score in run.scores if score in OF_LOGITS} for run in runs
+    }
+    start = 0
+    for logits in parts_of(given.logits):
+        rows = slice(start, start + len(logits))
+        start = rows.stop
+        for run in runs:
+            part = given[rows] if run.repair is None else run.repair.of(given[rows], rows if judged else None)
+            if judged:
+                run.digest.take(part)
+            for score, found in kept[run.name].items():
+                found.append(score_of(part, score))
+    scores = {name: {score: torch.cat(found) for score, found in held.items()} for name, held in kept.items()}
+    for run in runs:
+        scores[run.name] |= {s: score_of(given, s, train_features) for s in run.scores if s not in OF_LOGITS}
+    return scores
+
+
+def _repair(
+    wanted: str | AbstractCalibrator, predictions: Predictions, calibration: Predictions | None, seed: int
+) -> _Repair:
+    calibrator = build_calibrator(wanted) if isinstance(wanted, str) else wanted
+    if calibrator.fitted is not None:
+        split = calibrator.fitted.split
+        if split is not None and split == predictions.split:
+            warnings.warn(
+                f"{calibrator.name} was fitted on {split!r}, the split it is judged on: its numbers are too good",
+                UserWarning,
+                stacklevel=3,
+            )
+        return _Repair((calibrator,))
+    if calibration is not None:
+        return _Repair((_copy(calibrator).fit(calibration),))
+    dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % FOLDS
+    if len(predictions) < 2 * FOLDS:
+        raise ValueError(f"{len(predictions)} samples are too few to cross-fit {calibrator.name}; give calibration=...")
+    place, truth = dealt.to(predictions.logits.device), predictions.labels
+    fitted = [_copy(calibrator).fit(predictions.logits[place != k], truth[place != k]) for k in range(FOLDS)]
+    return _Repair(tuple(fitted), dealt)
+
+
+def _copy(calibrator: AbstractCalibrator) -> AbstractCalibrator:
+    return type(calibrator)(**calibrator.options)
+
+
+def _named(repairs: Sequence[_Repair]) -> dict[str, _Repair]:
+    """Name every calibrator; those of one name are numbered."""
+    found: dict[str, _Repair] = {}
+    for repair in repairs:
+        name, number = repair.calibrators[0].name, 1
+        while (unique := name if number == 1 else f"{name} {number}") in found:
+            number += 1
+        found[unique] = repair
+    return found
+
+
+def _heading(result: Result) -> str:
+    return f"{result.definition.estimator} %" if result.definition.unit == "fraction" else result.definition.estimator
+
+
+def _cell(result: Result) -> str:
+    scale, digits = (100, 2) if result.definition.unit == "fraction" else (1, 3)
+    text = f"{scale * float(result):.{digits}f}"
+    if result.interval is None:
+        return text
+    return f"{text} [{scale * result.interval.low:.{digits}f}, {scale * result.interval.high:.{digits}f}]"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    return "  ".join([first.strip().ljust(widths[0]), *rest]).rstrip()

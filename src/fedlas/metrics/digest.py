@@ -1,0 +1,145 @@
+"""What the metrics of one set of predictions are made of, from one reading of it.
+
+A table of 50,000 x 1,000 numbers is large and its metrics are small. A `Digest` takes predictions part by part, while
+each part is in the cache, and keeps a few numbers a sample (confidence, correctness, log-loss, squared error, whether
+the label is among the first five) and one histogram per class. Every metric is read from those.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from fedlas.metrics import calibration, scoring, selective, significance, smooth
+from fedlas.metrics.bins import Bins, exact
+from fedlas.metrics.interval import bootstrap, mean_with_interval
+from fedlas.metrics.presets import Binning
+from fedlas.metrics.result import Definition, Result
+from fedlas.metrics.samples import Pairs, pairs
+from fedlas.predictions import Predictions
+
+TOP = 5
+
+
+class Intervals:
+    """How intervals are to be made.
+
+    Args:
+        level: how often they should hold the true value.
+        resamples: how many resamples to draw, the method's own number by default.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, level: float = 0.95, resamples: int | None = None, seed: int = 0) -> None:
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+        self.level, self.resamples, self.seed = level, resamples, seed
+
+    def of(self, metric: Callable[..., Any], found: Pairs, **options: Any) -> Any:
+        """Measure a metric of pairs with its interval."""
+        return bootstrap(metric, found, level=self.level, resamples=self.resamples, seed=self.seed, **options)
+
+    def of_mean(self, found: Result, values: Float64[Tensor, " n"]) -> Result:
+        """Give a mean over samples its interval."""
+        return mean_with_interval(found, values, self.level, self.resamples, np.random.default_rng(self.seed))
+
+
+class Digest:
+    """Keeps what metrics need while predictions pass by.
+
+    Args:
+        bins: how many bins calibration errors have.
+    """
+
+    def __init__(self, bins: int = 15) -> None:
+        self.way = Binning(bins)
+        self.classes: Bins | None = None
+        self.floor, self.floored = 0.0, 0
+        self._about: list[Definition] = []
+        self._parts: list[tuple[Tensor, ...]] = []
+
+    def take(self, part: Predictions) -> None:
+        """Take in some predictions."""
+        found = pairs(part)
+        kept: tuple[Tensor, ...] = (found.confidence, found.correct)
+        self._about.append(found.about)
+        if not part.top_only:
+            probs, labels = part.probs, part.labels
+            given = part.given_probs
+            losses = scoring.logit_losses(part.logits, labels) if given is None else scoring.prob_losses(given, labels)
+            filled = self.way.fill_classes(probs, labels)
+            self.classes = filled if self.classes is None else self.classes + filled
+            self.floor, self.floored = losses.floor, self.floored + losses.floored
+            kept += (losses.values, scoring.squared_errors(probs, labels), scoring.label_squares(labels))
+            if labels.ndim == 1 and probs.shape[1] > TOP:
+                kept += (scoring.label_ranks(probs, labels) < TOP,)
+        self._parts.append(kept)
+
+    def histograms(self) -> dict[str, Bins]:
+        """Give the bins of the top label, of equal width and of equal mass, for reliability diagrams."""
+        found = self._pairs()
+        ways = {"width": self.way, "mass": replace(self.way, kind="mass")}
+        return {name: way.fill(found.confidence, found.correct).cpu() for name, way in ways.items()}
+
+    def results(self, intervals: Intervals | None = None) -> dict[str, Result]:
+        """Compute every metric; those for which a sound method exists get an interval if one is asked for."""
+        return _of_pairs(self._pairs(), self.way.bins, intervals) | self._of_rows(intervals)
+
+    def _column(self, place: int) -> Tensor:
+        return torch.cat([part[place] for part in self._parts])
+
+    def _pairs(self) -> Pairs:
+        confidence = self._column(0)
+        return Pairs(confidence, self._column(1), replace(self._about[0], n=len(confidence)))
+
+    def _of_rows(self, intervals: Intervals | None) -> dict[str, Result]:
+        """Compute every metric that asks for the probabilities of all classes."""
+        if self.classes is None:
+            return {}
+        losses, squares, lengths = (self._column(place) for place in (2, 3, 4))
+        scope = (self._about[0].scope or "").replace("top-label", "class-wise")
+        about = replace(self._about[0], scope=scope, n=len(losses))
+        nll = scoring.nll_result(float(losses.mean()), self.floored, self.floor, about)
+        brier = scoring.brier_result(float(squares.sum()), float(lengths.sum()), self.classes, about)
+        if intervals is not None:
+            nll, brier = intervals.of_mean(nll, losses), intervals.of_mean(brier, squares)
+        every_class = calibration.Histogram(self.classes, self.way.define(about))
+        found = {"nll": nll, "brier": brier, "classwise_ece": calibration.l1_error(every_class, "class-wise ECE")}
+        if len(self._parts[0]) > 5:
+            named = replace(about, estimator=f"top-{TOP} accuracy", scope=f"top-{TOP}")
+            found[f"top_{TOP}"] = Result(float(exact(self._column(5)).mean()), named)
+        return found
+
+
+def _of_pairs(found: Pairs, bins: int, intervals: Intervals | None) -> dict[str, Result]:
+    """Compute every metric that asks for the confidence and correctness of the top class alone."""
+
+    def measured(metric: Callable[..., Any], **options: Any) -> Any:
+        return metric(found, **options) if intervals is None else intervals.of(metric, found, **options)
+
+    over, under = measured(calibration.over_under, bins=bins)
+    results: dict[str, Result] = {
+        "accuracy": measured(scoring.accuracy),
+        "ece": measured(calibration.ece, bins=bins),
+        "aece": measured(calibration.aece, bins=bins),
+        "over_ece": over,
+        "under_ece": under,
+        "signed_ece": measured(calibration.signed_ece, bins=bins),
+        "mce": calibration.mce(found, bins=bins),
+        "rms_error": calibration.rms_error(found, bins=bins),
+        "smooth_ece": smooth.smooth_ece(found),
+        "aurc": selective.aurc(found),
+        "e_aurc": selective.e_aurc(found),
+        "augrc": selective.augrc(found),
+    }
+    if found.correct.dtype == torch.bool:
+        # Soft labels vary less than hard ones, and these four count on how much hard ones vary.
+        results["debiased_l2"] = calibration.debiased_l2(found, bins=bins)
+        results["ks_test"] = significance.ks_test(found)
+        results["kuiper_test"] = significance.kuiper_test(found)
+        results["spiegelhalter_test"] = significance.spiegelhalter_test(found)
+    return results

@@ -1,0 +1,97 @@
+"""The top label of logits: by parts on the CPU, and by a kernel that reads them once, here in triton's interpreter."""
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fedlas import metrics, predictions
+from fedlas.metrics import samples
+from fedlas.predictions import Predictions, top_of_logits
+
+INTERPRETED = """
+import math, torch
+from fedlas.metrics.kernel import top_of_rows
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for rows, classes in ((7, 3), (70, 10), (5, 1000), (3, 1024), (2, 5000), (129, 1)):
+        logits = (3 * torch.randn(rows, classes)).to(dtype)
+        total, place = top_of_rows(logits)
+        confidence, prediction = logits.float().softmax(1).max(1)
+        torch.testing.assert_close(1 / total, confidence, rtol=1e-6, atol=0)
+        assert torch.equal(place, prediction), (dtype, rows, classes)
+        assert place.dtype == torch.int64
+across = torch.randn(4, 6).t()
+assert torch.equal(top_of_rows(across)[1], across.argmax(1))
+ties = torch.tensor([[0.0, 0.0, 1e-9, -1.0], [-3.0, 2.0, 2.0, 2.0]])
+assert top_of_rows(ties)[1].tolist() == [0, 1]
+bad = torch.zeros(4, 5)
+bad[0, 1], bad[1, 0], bad[2, 4] = math.nan, math.inf, -math.inf
+assert torch.isnan(top_of_rows(bad)[0]).tolist() == [True, True, True, False]
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernel_gives_the_numbers_of_torch():
+    settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
+    ran = subprocess.run([sys.executable, "-c", INTERPRETED], env=settings, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_without_a_device_the_kernel_is_not_asked_for(monkeypatch):
+    monkeypatch.setattr(samples, "MANY_ROWS", 1)
+    monkeypatch.setattr(samples, "_kernel", lambda: pytest.fail("called"))
+    assert samples._in_one_read(torch.zeros(3, 2)) is None
+
+
+def test_where_the_kernel_cannot_be_built_torch_does_the_work(monkeypatch):
+    """No triton, no compiler, no device: whatever it is, an exception must not reach the user."""
+    samples._kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, "fedlas.metrics.kernel", None)
+    assert samples._kernel() is None
+    samples._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 2**18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(50, 4), (6, 3, 5, 2)])
+def test_parts_give_what_all_rows_at_once_give(monkeypatch, at_once, dtype, shape):
+    monkeypatch.setattr(predictions, "AT_ONCE", at_once)
+    logits = (4 * torch.randn(shape)).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = logits.softmax(1, dtype=wide).max(1)
+    confidence, prediction = top_of_logits(logits)
+    assert torch.equal(confidence, expected.values)
+    assert torch.equal(prediction, expected.indices)
+    if len(shape) == 2:
+        labels = torch.randint(4, (50,))
+        loss = torch.nn.functional.cross_entropy(logits.to(wide), labels)
+        assert metrics.nll(Predictions(logits, labels)) == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_every_kind_of_bad_logit_is_found_with_its_row(value):
+    """Minus infinity leaves no trace in the largest probability of a row."""
+    logits = torch.randn(9, 4)
+    logits[5, 2] = value
+    labels = torch.zeros(9, dtype=torch.long)
+    for feed in (metrics.ECE, metrics.ClasswiseECE, metrics.NLL, metrics.AURC):
+        with pytest.raises(ValueError, match="logits: row 5 holds NaN or infinity"):
+            feed().update_logits(logits, labels)
+    with pytest.raises(ValueError, match="logits: row 5 holds NaN or infinity"):
+        Predictions(logits, labels)
+
+
+def test_huge_but_finite_logits_are_legal():
+    logits = torch.tensor([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38]])
+    found = metrics.ECE().update_logits(logits, torch.tensor([0, 0])).compute()
+    assert found == pytest.approx((0 + 2 / 3) / 2)
+
+
+def test_no_logits_are_an_error():
+    with pytest.raises(ValueError, match="at least one sample"):
+        metrics.ECE().update_logits(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))

@@ -1,0 +1,277 @@
+"""Mistakes that other packages make, each as a test. Those that are not here stand where the thing itself is tested:
+
+confidence 1, 0; edges; number of bins; last bin; bin centres     test_calibration.py, test_bins.py, test_presets.py
+NaN, empty input, rows that do not sum to one, ties of the top    test_calibration.py
+counts beyond 2^24, sums in bf16                                  test_streaming.py, test_bins.py, test_gpu.py
+percent or fraction, definitions                                  test_result.py
+equal mass: least confident sample, constants, order, N < bins    test_calibration.py, test_bins.py
+class-wise: classes that never occur, other defaults              test_calibration.py, test_presets.py
+smooth ECE: kernel, bf16                                          test_smooth.py
+AURC: ties                                                        test_selective.py
+processes that hold unequally many samples                        test_streaming.py
+"""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import fedlas
+from fedlas import metrics
+from fedlas.metrics import (
+    ECE,
+    aece,
+    augrc,
+    aurc,
+    classwise_ece,
+    debiased_l2,
+    ece,
+    histogram,
+    mce,
+    rms_error,
+    smooth_ece,
+)
+from fedlas.predictions import Predictions, as_tensor
+from metrics import cases
+
+
+def positive(confidence: list[float], hits: list[int], **options) -> float:
+    return float(ece(torch.tensor(confidence, dtype=torch.float64), torch.tensor(hits), scope="positive", **options))
+
+
+def test_nan_is_an_error_and_not_a_number():
+    """torchmetrics returns 0.1888 for [nan, 0.5]."""
+    for metric in (ece, aece, mce, smooth_ece, aurc):
+        with pytest.raises(ValueError, match=r"probs: row 0 is not between 0 and 1: nan"):
+            metric(torch.tensor([math.nan, 0.5]), torch.tensor([1, 0]), scope="positive")
+
+
+def test_a_row_of_too_much_probability_is_an_error():
+    """torchmetrics accepts [[0.9, 0.9, 0.2]]."""
+    for metric in (ece, classwise_ece, metrics.nll, metrics.brier, aurc, metrics.top_k):
+        with pytest.raises(ValueError, match=r"row 0 is not a distribution .*: \[0\.9, 0\.9, 0\.2\]"):
+            metric(torch.tensor([[0.9, 0.9, 0.2]]), torch.tensor([0]))
+
+
+def test_logits_inside_zero_to_one_are_still_logits():
+    """torchmetrics guesses batch by batch: such logits gave 0.150 instead of 0.505."""
+    logits = torch.rand(400, 3, generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(400, dtype=torch.long)
+    expected = float(ece(logits.softmax(1), labels))
+    one_way, other = ECE(), ECE()
+    for part in range(0, 400, 100):
+        one_way.update_logits(logits[part : part + 100], labels[part : part + 100])
+    other.update_logits(logits, labels)
+    assert one_way.compute() == pytest.approx(expected, abs=1e-12)
+    assert other.compute() == pytest.approx(expected, abs=1e-12)
+    assert ece(Predictions(logits, labels)) == pytest.approx(expected, abs=1e-12)
+    assert abs(expected - float(ece(logits / logits.sum(1, keepdim=True), labels))) > 0.01
+
+
+def test_a_distribution_as_logits_is_not_taken_for_probabilities():
+    """Rows that sum to one, given as logits, are softened like any others."""
+    rows = torch.tensor([[0.9, 0.1], [0.8, 0.2]])
+    found = ECE().update_logits(rows, torch.tensor([0, 0])).compute()
+    assert found == pytest.approx(1 - float(rows.softmax(1)[:, 0].double().mean()), abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_documented_edge_rule_and_the_other_one(dtype):
+    """(lower, upper] by default, [lower, upper) by `compat`; MONAI's eps made `right=` do nothing at the edges."""
+    for bins in (10, 15, 16):
+        on_edge = (torch.arange(1, bins, dtype=torch.float64) / bins).to(dtype)
+        hits = torch.ones(bins - 1, dtype=torch.long)
+        ours = histogram(on_edge, hits, bins, scope="positive")
+        assert ours.bins.counts.tolist() == [1] * (bins - 1) + [0]
+        assert ours.about.edges == "equal-width bins (lower, upper], lowest edge in the first bin"
+    # Sixteenths are exact in every type, so that no rounding blurs the other rule.
+    theirs = histogram(on_edge, hits, bins, scope="positive", compat="netcal")
+    assert theirs.bins.counts.tolist() == [0] + [1] * 15
+    assert theirs.about.edges == "equal-width bins [lower, upper), highest edge in the last bin"
+
+
+def test_bins_by_arithmetic_would_miss_the_edges():
+    """relplot's int(c / width), and ceil(c * M) - 1 elsewhere, part company with the edges they stand for."""
+    edges = [(k, bins) for bins in range(1, 51) for k in range(1, bins + 1)]
+    assert any(int((k / bins) / (1 / bins)) != k for k, bins in edges)
+    assert any(math.ceil(k / bins * bins) != k for k, bins in edges)
+    for bins in range(1, 51):
+        grid = torch.arange(1, bins + 1, dtype=torch.float64) / bins
+        for dtype in (torch.float32, torch.float64):
+            counts = histogram(grid.to(dtype), torch.ones(bins, dtype=torch.long), bins, scope="positive").bins.counts
+            assert counts.tolist() == [1] * bins, (bins, dtype)
+
+
+def test_half_of_the_samples_at_one_and_zero_are_counted_once():
+    """A saturated binary model: nothing may be dropped at either end, nor counted twice."""
+    assert positive([0.0, 1.0, 0.0, 1.0], [0, 1, 1, 0], bins=10) == 0.5
+    assert positive([0.0, 1.0], [0, 1]) == 0.0
+    found = histogram(torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0, 1, 1]), 2, scope="positive").bins
+    assert found.counts.tolist() == [2, 1]
+
+
+def test_half_precision_logits_saturate_without_harm():
+    """12 % of bf16 probabilities are exactly 1 at modest logits; softened in float32 hardly any are."""
+    source = torch.Generator().manual_seed(0)
+    logits = 6 * torch.randn(5_000, 10, generator=source)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=source)[:, 0]
+    rounded = logits.bfloat16()
+    assert float((rounded.softmax(1).amax(1) == 1).float().mean()) > 0.1
+    assert float((Predictions(rounded, labels).confidence == 1).float().mean()) < 0.01
+    assert ece(Predictions(rounded, labels)) == pytest.approx(ece(Predictions(logits, labels)), abs=3e-3)
+    assert ece(rounded.softmax(1), labels) == pytest.approx(ece(Predictions(logits, labels)), abs=3e-3)
+
+
+@pytest.mark.parametrize("metric", [ece, aece, classwise_ece, mce, rms_error, debiased_l2, smooth_ece, aurc, augrc])
+def test_no_error_is_a_float_in_every_norm(metric):
+    """torchmetrics gives an int64 zero for its L2 norm."""
+    found = metric(torch.eye(4), torch.arange(4))
+    assert isinstance(found, float)
+    assert type(found.value) is float
+    assert found == pytest.approx(0.0, abs=1e-12)
+
+
+def test_debiasing_is_reachable_and_changes_the_value():
+    """torchmetrics and torch-uncertainty have a `debias=` that nothing can turn on."""
+    confidence, hits = cases.binary(1_000)
+    plain = rms_error(confidence, hits, binning="mass", scope="positive")
+    debiased = debiased_l2(confidence, hits, scope="positive")
+    filled = histogram(confidence, hits, binning="mass", scope="positive").bins
+    chance = (filled.share * filled.accuracy * (1 - filled.accuracy) / (filled.counts - 1)).sum()
+    assert debiased**2 == pytest.approx(max(plain**2 - float(chance), 0), abs=1e-12)
+    assert debiased < plain
+    assert "debiased" in debiased.norm
+
+
+def test_the_mean_over_bins_is_another_metric_than_aece():
+    """netcal and MONAI call it ACE: every bin weighs the same, however few samples it holds."""
+    oracle = cases.oracle("netcal.metrics")
+    probs, labels = (part.numpy() for part in cases.saturated())
+    filled = histogram(probs, labels, compat="netcal").bins
+    average = float(filled.gap[filled.counts > 0].abs().mean())
+    assert average == pytest.approx(oracle.ACE(15).measure(probs, labels), abs=1e-6)
+    assert abs(average - float(aece(probs, labels))) > 0.01
+    assert aece(probs, labels).estimator == "AECE"
+    assert not hasattr(metrics, "ace"), "the name means three things"
+
+
+def test_edges_of_a_tied_model_leave_bins_empty_but_lose_no_sample():
+    """The published edges fill 11 of 15 bins on a saturated model; ours fill fewer than 15 too, but with all samples."""
+    probs, labels = cases.saturated()
+    published = histogram(probs, labels, binning="mass", compat="official").bins
+    ours = histogram(probs, labels, binning="mass").bins
+    assert int(published.counts.sum()) == len(labels) - 1
+    assert int((published.counts > 0).sum()) < 15
+    assert int(ours.counts.sum()) == len(labels)
+    assert ours.counts.max() >= int((probs.amax(1) == 1).sum())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("bins", [1, 2, 15])
+def test_a_constant_predictor_has_its_true_error(share, bins):
+    """np.unique of equal quantiles leaves no bin at all, and an error of 0."""
+    hits = (torch.arange(100) < 100 * share).long()
+    confidence = torch.full((100,), 0.6, dtype=torch.float64)
+    for metric in (ece, aece, mce, rms_error):
+        assert metric(confidence, hits, bins, scope="positive") == pytest.approx(abs(0.6 - share), abs=1e-12)
+
+
+def test_rounded_scores_do_not_change_the_estimator():
+    """uncertainty-calibration takes scores for discrete when fewer than a quarter of them are distinct."""
+    confidence, hits = cases.binary(4_000, shift=0.1)
+    rounded = (confidence * 100).round() / 100
+    assert len(rounded.unique()) < len(rounded) / 4
+    exact, coarse = (debiased_l2(c, hits, scope="positive") for c in (confidence, rounded))
+    assert exact.definition == coarse.definition
+    assert coarse == pytest.approx(float(exact), abs=3e-3)
+    halves = debiased_l2(confidence.bfloat16(), hits, scope="positive")
+    assert halves.norm == exact.norm
+    assert halves == pytest.approx(float(exact), abs=3e-3)
+
+
+def test_no_threshold_hides_in_the_class_wise_error():
+    """SCE and TACE drop small probabilities; a number that did would have to say so in its name."""
+    assert "threshold" not in inspect.signature(classwise_ece).parameters
+    probs = torch.full((50, 100), 0.01)
+    found = classwise_ece(probs, torch.zeros(50, dtype=torch.long))
+    assert found == pytest.approx((0.99 + 99 * 0.01) / 100, abs=1e-6)
+    assert found.norm == "L1"
+
+
+def test_class_wise_is_a_mean_over_classes_not_a_sum():
+    probs, labels = cases.saturated(500, 4)
+    found = classwise_ece(probs, labels)
+    assert found == pytest.approx(sum(found.details["per_class"]) / 4, abs=1e-15)
+    wider = torch.cat([probs, torch.zeros(500, 4)], 1)
+    assert classwise_ece(wider, labels) == pytest.approx(float(found) / 2, abs=1e-12)
+
+
+def test_smooth_ece_says_which_kernel_and_takes_every_type():
+    """torch-uncertainty has a logit kernel under the same name (0.105 where this one gives 0.063)."""
+    oracle = cases.oracle("relplot")
+    probs, labels = cases.saturated()
+    confidence, hits = probs.amax(1), probs.argmax(1) == labels
+    found = smooth_ece(probs, labels)
+    assert found.edges == "Gaussian kernel reflected at 0 and 1"
+    assert found == pytest.approx(oracle.smECE(confidence.double().numpy(), hits.double().numpy()), abs=1e-12)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        assert smooth_ece(confidence.to(dtype), hits.long(), scope="positive") == pytest.approx(float(found), abs=3e-3)
+
+
+def test_aurc_is_the_mean_over_all_coverages_not_a_trapezoid():
+    """torch-uncertainty integrates from 1/N and rescales, which leaves the ends half as heavy."""
+    confidence, hits = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5]), torch.tensor([0, 1, 1, 0, 1])
+    risk = np.cumsum(1 - hits.numpy()) / np.arange(1, 6)
+    found = aurc(confidence, hits, scope="positive")
+    assert found == pytest.approx(risk.mean())
+    assert found.norm == "mean over k = 1..n"
+    assert abs(float(np.trapezoid(risk, np.arange(1, 6) / 5) / 0.8) - float(found)) > 0.01
+
+
+def test_arrays_of_other_packages_are_taken():
+    """Keras and JAX users: whatever numpy can read."""
+
+    class Foreign:
+        def __init__(self, values: np.ndarray) -> None:
+            self.values = values
+
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            return self.values
+
+        def __len__(self) -> int:
+            return len(self.values)
+
+    values = np.arange(6.0).reshape(2, 3)
+    assert torch.equal(inspect.unwrap(as_tensor)(Foreign(values), "probs"), torch.from_numpy(values))
+
+
+def test_every_value_says_how_it_was_made():
+    """Six years of "which ECE is this?": estimator, bins, edges, norm, scope, n and type stand beside each number."""
+    probs, labels = cases.saturated(200, 3)
+    text = str(ece(Predictions.from_probs(probs, labels, split="test"), bins=20))
+    for part in ("ECE", "20 equal-width bins (lower, upper]", "L1", "top-label", "split test", "n=200", "float32"):
+        assert part in text
+    assert str(ece(probs, labels, compat="netcal")) != str(ece(probs, labels))
+
+
+def test_mmce_of_a_batch_without_errors_has_a_gradient():
+    """netcal's penalty is a root at 0 there: NaN."""
+    loss = fedlas.build_loss("mmce", num_classes=3)
+    logits = (8 * torch.eye(3)).requires_grad_()
+    loss(logits, torch.arange(3)).backward()
+    assert torch.isfinite(logits.grad).all()
+    assert float(logits.grad.abs().sum()) > 0
+
+
+def test_the_weight_of_a_calibration_penalty_counts():
+    """netcal's DCA ignores its weight: 0.2455 for 1 and for 10. Ours that have one are MMCE and MDCA."""
+    source = torch.Generator().manual_seed(0)
+    logits, labels = 3 * torch.randn(64, 5, generator=source), torch.randint(5, (64,), generator=source)
+    plain = float(torch.nn.functional.cross_entropy(logits, labels))
+    for name, keyword in (("mmce", "lambda_"), ("mdca", "beta")):
+        one, ten = (float(fedlas.build_loss(name, num_classes=5, **{keyword: w})(logits, labels)) for w in (1.0, 10.0))
+        assert one != ten, name
+        if name == "mmce":
+            assert (ten - plain) == pytest.approx(10 * (one - plain), rel=1e-4)

@@ -1,0 +1,247 @@
+"""Scores of foreign data: the formulas again in float64, the edges of floating point, and what is turned away."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedlas import ood
+from fedlas.predictions import Predictions
+
+OF_LOGITS = [ood.max_probability, ood.entropy, ood.max_logit, ood.energy, ood.generalised_entropy]
+EXTREME = torch.tensor(
+    [[3e38, -3e38, 0.0], [200.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-1e30, -1e30, 5.0], [40.0, 39.0, -90.0]]
+)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = np.exp(logits - logits.max(1, keepdims=True))
+    return shifted / shifted.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_formulas(dtype):
+    logits = (3 * torch.randn(50, 7)).to(dtype)
+    z = logits.double().numpy()
+    p = softmax(z)
+    ranked = np.sort(p, 1)[:, ::-1]
+    close = {"rtol": 1e-12}
+    np.testing.assert_allclose(ood.max_probability(logits), 1 - p.max(1), **close)
+    np.testing.assert_allclose(ood.entropy(logits), -(p * np.log(p)).sum(1), **close)
+    np.testing.assert_allclose(ood.max_logit(logits), -z.max(1), **close)
+    np.testing.assert_allclose(ood.energy(logits), -np.log(np.exp(z).sum(1)), **close)
+    np.testing.assert_allclose(ood.energy(logits, 2.5), -2.5 * np.log(np.exp(z / 2.5).sum(1)), **close)
+    for top in (1, 3, 7, 100):
+        expected = ((ranked * (1 - ranked)) ** 0.1)[:, :top].sum(1)
+        np.testing.assert_allclose(ood.generalised_entropy(logits, top=top), expected, **close)
+    half = ((p * (1 - p)) ** 0.5).sum(1)
+    np.testing.assert_allclose(ood.generalised_entropy(logits, gamma=0.5), half, **close)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, math.inf])
+def test_the_norm_of_features_is_turned_around(p):
+    features = torch.randn(20, 6).bfloat16()
+    expected = -np.linalg.norm(features.double().numpy(), p, axis=1)
+    np.testing.assert_allclose(ood.feature_norm(features, p), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_logits_give_finite_scores(score, dtype):
+    found = score(EXTREME.to(dtype))
+    assert found.shape == (5,)
+    assert bool(torch.isfinite(found).all())
+
+
+def test_entropy_and_rest_at_extreme_logits():
+    found = ood.entropy(EXTREME)
+    assert found[0] == 0
+    assert found[2].item() == pytest.approx(math.log(3))
+    assert ood.max_probability(EXTREME)[0] == 0
+    assert ood.max_probability(EXTREME)[2].item() == pytest.approx(2 / 3)
+    assert ood.energy(EXTREME, 1e-30)[1] == -200
+
+
+def test_sure_answers_keep_their_order():
+    """Softmax gives 1.0 for all of these, and log_softmax 0.0: a detector would see nothing but ties."""
+    lead = torch.arange(18.0, 700.0)
+    logits = torch.stack([lead, torch.zeros_like(lead), torch.zeros_like(lead)], 1)
+    assert bool((logits.softmax(1).amax(1) == 1).all())
+    s = 2 * np.exp(-lead.double().numpy())
+    np.testing.assert_allclose(ood.max_probability(logits), s / (1 + s), rtol=1e-10)
+    np.testing.assert_allclose(ood.entropy(logits), np.log1p(s) + s * lead.numpy() / (1 + s), rtol=1e-10)
+    expected = (s / (1 + s) ** 2) ** 0.1 + 2 * (s / 2 / (1 + s) * (1 - s / 2 / (1 + s))) ** 0.1
+    np.testing.assert_allclose(ood.generalised_entropy(logits), expected, rtol=1e-10)
+    for score in (ood.max_probability, ood.entropy, ood.generalised_entropy):
+        assert bool((score(logits).diff() < 0).all())
+
+
+@given(st.lists(st.lists(st.floats(-50, 50), min_size=4, max_size=4), min_size=1, max_size=8), st.floats(-20, 20))
+def test_scores_of_probabilities_know_no_shift(rows, shift):
+    logits = torch.tensor(rows, dtype=torch.float64)
+    for score in (ood.max_probability, ood.entropy, ood.generalised_entropy):
+        torch.testing.assert_close(score(logits + shift), score(logits), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(ood.energy(logits + shift), ood.energy(logits) - shift)
+    assert bool((ood.entropy(logits) <= math.log(4) * (1 + 1e-12)).all())
+    assert bool((ood.max_probability(logits) <= 0.75 * (1 + 1e-12)).all())
+
+
+@pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
+def test_many_rows_are_done_in_parts(score, monkeypatch):
+    logits = torch.randn(23, 4)
+    whole = score(logits)
+    monkeypatch.setattr("fedlas.ood.scores.AT_ONCE", 20)
+    assert torch.equal(score(logits), whole)
+
+
+@pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
+def test_a_single_logit_is_a_binary_head(score):
+    z = torch.randn(9)
+    both = torch.stack([torch.zeros(9), z], 1)
+    assert torch.equal(score(z), score(both))
+    assert torch.equal(score(z[:, None]), score(both))
+
+
+@pytest.mark.parametrize("score", OF_LOGITS, ids=lambda f: f.__name__)
+def test_numpy_goes_in_and_equal_rows_are_equal(score):
+    logits = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    logits[3] = logits[1]
+    found = score(logits)
+    assert found.dtype == torch.float64
+    assert found[3] == found[1]
+    assert torch.equal(found, score(torch.from_numpy(logits)))
+
+
+def brute_force(features: np.ndarray, train: np.ndarray, k: int) -> np.ndarray:
+    unit, known = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (features, train))
+    return np.sort(np.linalg.norm(unit[:, None] - known[None], axis=2), axis=1)[:, k - 1]
+
+
+@pytest.mark.parametrize("k", [1, 5, 300])
+def test_knn_is_the_brute_force_one(k, monkeypatch):
+    monkeypatch.setattr("fedlas.ood.scores.QUERIES", 17)
+    monkeypatch.setattr("fedlas.ood.scores.NEIGHBOURS", 64)
+    features, train = torch.randn(40, 8), torch.randn(300, 8)
+    found = ood.knn(features, train, k)
+    np.testing.assert_allclose(found, brute_force(features.double().numpy(), train.double().numpy(), k), rtol=1e-10)
+    assert found.dtype == torch.float64
+
+
+def test_knn_sees_near_duplicates():
+    """In float32, 2 - 2 cos loses distances below 3e-4."""
+    train = torch.randn(200, 16, dtype=torch.float64)
+    features = train[:10] + 1e-6 * torch.randn(10, 16, dtype=torch.float64)
+    expected = brute_force(features.numpy(), train.numpy(), 1)
+    np.testing.assert_allclose(ood.knn(features, train, 1), expected, rtol=0.02)
+
+
+def test_knn_knows_directions_only_and_takes_zero_rows():
+    features, train = torch.rand(5, 4).half(), torch.rand(60, 4)
+    torch.testing.assert_close(ood.knn(features, train, 7), ood.knn(8 * features, 1e20 * train, 7))
+    assert ood.knn(torch.zeros(1, 4), train, 7).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("score", [*OF_LOGITS, ood.feature_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_first_bad_row_is_named(score, bad):
+    table = torch.zeros(5, 3)
+    table[2, 1] = table[4, 0] = bad
+    with pytest.raises(ValueError, match="row 2 holds NaN or infinity"):
+        score(table)
+
+
+@pytest.mark.parametrize("score", [*OF_LOGITS, ood.feature_norm], ids=lambda f: f.__name__)
+def test_what_is_no_table_of_numbers_is_turned_away(score):
+    with pytest.raises(ValueError, match="no rows"):
+        score(torch.zeros(0, 3))
+    with pytest.raises(ValueError, match=r"shape|columns"):
+        score(torch.zeros(3, 0))
+    with pytest.raises(ValueError, match=r"shape \(2, 3, 4\)"):
+        score(torch.zeros(2, 3, 4))
+    with pytest.raises(TypeError, match="floating-point"):
+        score(torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: ood.energy(x, 0), "temperature is 0"),
+        (lambda x: ood.generalised_entropy(x, gamma=0), "gamma is 0"),
+        (lambda x: ood.generalised_entropy(x, top=0), "top is 0"),
+        (lambda x: ood.feature_norm(x, 0), "p is 0"),
+        (lambda x: ood.knn(x, torch.zeros(4, 2)), "features have 3 columns, train_features have 2"),
+        (lambda x: ood.knn(x, x, 6), "k is 6; there are 5"),
+        (lambda x: ood.knn(x, x, 0), "k is 0"),
+        (lambda x: ood.knn(x, x + math.nan, 1), "train_features: row 0 holds NaN"),
+        (lambda x: ood.feature_norm(x[:, 0]), r"shape \(5,\)"),
+    ],
+)
+def test_bad_options_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(5, 3))
+
+
+def test_scores_by_name():
+    logits, features, train = torch.randn(8, 4), torch.randn(8, 6), torch.randn(30, 6)
+    predictions = Predictions(logits, torch.zeros(8, dtype=torch.long), features=features)
+    expected = {score.__name__: score(logits) for score in OF_LOGITS}
+    expected |= {"l1_norm": ood.feature_norm(features), "l2_norm": ood.feature_norm(features, 2)}
+    expected["knn"] = ood.knn(features, train, 3)
+    assert set(expected) == set(ood.score_names())
+    for name, values in expected.items():
+        assert torch.equal(ood.score_of(predictions, name, train, 3), values)
+
+
+def test_given_probabilities_are_taken_as_they_are():
+    """Equal confidences stay equal: through the logarithm, rounding would part them."""
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.7, 0.15, 0.15], [1.0, 0.0, 0.0], [0.1, 0.2, 0.7]])
+    predictions = Predictions.from_probs(probs, [0, 0, 0, 0])
+    confidence = ood.score_of(predictions, "max_probability")
+    assert confidence[0] == confidence[1] == confidence[3]
+    assert confidence[2] == 0
+    p = probs.double().numpy()
+    entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1)
+    np.testing.assert_allclose(ood.score_of(predictions, "entropy"), entropy, rtol=1e-6)
+    general = ood.score_of(predictions, "generalised_entropy")
+    np.testing.assert_allclose(general, ((p * (1 - p)) ** 0.1).sum(1), rtol=1e-6)
+    for name in ("max_logit", "energy"):
+        with pytest.raises(ValueError, match=f"{name} needs logits, and these predictions were made of probabilities"):
+            ood.score_of(predictions, name)
+
+
+def test_what_predictions_lack_is_said():
+    bare = Predictions(torch.randn(3, 2), [0, 1, 0])
+    with pytest.raises(ValueError, match="l1_norm needs features"):
+        ood.score_of(bare, "l1_norm")
+    with pytest.raises(ValueError, match="knn needs train_features"):
+        ood.score_of(Predictions(torch.randn(3, 2), [0, 1, 0], features=torch.randn(3, 4)), "knn")
+    with pytest.raises(ValueError, match="there is no score 'odin'; there are max_probability, entropy"):
+        ood.score_of(bare, "odin")
+    top = Predictions.from_probs(torch.tensor([[0.6, 0.4]]), [0], top_only=True)
+    assert ood.score_of(top, "max_probability").item() == pytest.approx(0.4)
+    with pytest.raises(ValueError, match="only the top confidence is known"):
+        ood.score_of(top, "entropy")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_gpu_gives_the_same_scores(dtype):
+    logits, features, train = 9 * torch.randn(300, 40), torch.randn(300, 64), torch.randn(900, 64)
+    logits, features, train = (x.to(dtype) for x in (logits, features, train))
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    for score in OF_LOGITS:
+        torch.testing.assert_close(score(logits.cuda()).cpu(), score(logits), **close)
+    torch.testing.assert_close(ood.feature_norm(features.cuda()).cpu(), ood.feature_norm(features), **close)
+    here = ood.knn(features, train)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        for known in (train, train.cuda()):
+            found = ood.knn(features.cuda(), known)
+            assert found.device.type == "cuda"
+            torch.testing.assert_close(found.cpu(), here, **close)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False

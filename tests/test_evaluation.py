@@ -1,0 +1,250 @@
+"""One record of everything: equal to each metric called on its own, honest about fitting, and the same after a file."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedlas
+from fedlas import evaluation, metrics, ood, posthoc
+from fedlas.evaluation import Report, evaluate
+from fedlas.metrics.result import Result
+from fedlas.predictions import Predictions
+
+
+def predictions(n: int = 900, classes: int = 7, seed: int = 0, scale: float = 3.0, **rest: object) -> Predictions:
+    """What a model that is too sure says, and labels drawn from what it should say."""
+    random = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(n, classes, generator=random)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
+    features = torch.rand(n, 5, generator=random)
+    return Predictions(scale * logits, labels, features=features, split="val", **rest)
+
+
+ALONE = {
+    "accuracy": metrics.accuracy,
+    "ece": metrics.ece,
+    "aece": metrics.aece,
+    "over_ece": lambda p: metrics.over_under(p)[0],
+    "under_ece": lambda p: metrics.over_under(p)[1],
+    "signed_ece": metrics.signed_ece,
+    "classwise_ece": metrics.classwise_ece,
+    "mce": metrics.mce,
+    "rms_error": metrics.rms_error,
+    "debiased_l2": metrics.debiased_l2,
+    "smooth_ece": metrics.smooth_ece,
+    "nll": metrics.nll,
+    "brier": metrics.brier,
+    "top_5": metrics.top_k,
+    "aurc": metrics.aurc,
+    "e_aurc": metrics.e_aurc,
+    "augrc": metrics.augrc,
+    "ks_test": metrics.ks_test,
+    "kuiper_test": metrics.kuiper_test,
+    "spiegelhalter_test": metrics.spiegelhalter_test,
+}
+
+
+@pytest.fixture
+def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make parts of 100 samples, so that every number is put together from many."""
+    monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
+
+
+@pytest.mark.usefixtures("in_small_parts")
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_number_is_that_of_the_metric_alone(name: str, dtype: torch.dtype):
+    given = predictions()
+    given = Predictions(given.logits.to(dtype), given.labels, split="val")
+    found, wanted = evaluate(given, intervals=False)[name], ALONE[name](given)
+    assert isinstance(found, Result)
+    assert float(found) == pytest.approx(float(wanted), rel=1e-9, abs=1e-12)
+    assert found.definition == wanted.definition
+    assert set(found.details) == set(wanted.details)
+
+
+def test_the_record_holds_every_metric_that_there_is():
+    assert set(evaluate(predictions(), intervals=False).before.results) == set(ALONE)
+
+
+@pytest.mark.usefixtures("in_small_parts")
+@pytest.mark.parametrize("name", ["accuracy", "ece", "aece", "signed_ece", "nll", "brier"])
+def test_intervals_are_those_of_the_bootstrap(name: str):
+    given = predictions()
+    found = evaluate(given, resamples=500, level=0.9, seed=3)[name]
+    wanted = metrics.bootstrap(ALONE[name], given, resamples=500, level=0.9, seed=3)
+    assert found.interval == wanted.interval
+    assert found.details.get("noise_floor") == wanted.details.get("noise_floor")
+
+
+def test_over_and_under_add_up_and_have_intervals():
+    report = evaluate(predictions(), resamples=200)
+    assert report["over_ece"] + report["under_ece"] == pytest.approx(report["ece"])
+    assert report["over_ece"].interval.high > report["over_ece"]
+
+
+@pytest.mark.usefixtures("in_small_parts")
+@pytest.mark.parametrize("name", ["temperature", "isotonic", "ensemble_temperature"])
+def test_a_fitted_calibrator_is_used_as_it_is(name: str):
+    given, val = predictions(), predictions(seed=1)
+    calibrator = posthoc.build_calibrator(name).fit(val.logits, val.labels, split="other")
+    state = evaluate(given, posthoc=[calibrator], intervals=False).after[name]
+    after = calibrator.transform(given)
+    for metric in ("ece", "nll", "brier", "classwise_ece", "accuracy"):
+        assert float(state[metric]) == pytest.approx(float(ALONE[metric](after)), rel=1e-9)
+    assert state.fits == (calibrator.fitted,)
+
+
+def test_calibration_data_is_what_names_are_fitted_on():
+    given, val = predictions(), predictions(500, seed=1)
+    state = evaluate(given, posthoc=["temperature"], calibration=val, intervals=False).after["temperature"]
+    wanted = posthoc.Temperature().fit(val)
+    assert state.parameters["temperature"] == wanted.temperature
+    assert state.fits[0].n == 500
+    assert float(state["nll"]) == pytest.approx(float(metrics.nll(wanted.transform(given))), rel=1e-9)
+
+
+@pytest.mark.usefixtures("in_small_parts")
+def test_without_calibration_data_no_sample_is_judged_by_who_knew_its_label():
+    """Random labels cannot be predicted; a calibrator that saw them would seem to."""
+    given = predictions(600)
+    random = torch.Generator().manual_seed(5)
+    noise = Predictions(given.logits, torch.randint(7, (600,), generator=random), split="val")
+    state = evaluate(noise, posthoc=["isotonic"], intervals=False).after["isotonic"]
+    leaking = posthoc.Isotonic().fit(noise.logits, noise.labels).transform(noise)
+    assert metrics.nll(leaking) < math.log(7) - 0.02
+    assert state["nll"] > math.log(7) - 0.01
+    assert [fit.n for fit in state.fits] == [480] * 5
+
+
+def test_cross_fitting_finds_the_right_temperature():
+    state = evaluate(predictions(4000), posthoc=["temperature"], intervals=False).after["temperature"]
+    assert state.parameters["temperature"] == pytest.approx(3, rel=0.1)
+    assert state["ece"] < 0.03
+
+
+def test_several_calibrators_of_one_kind_keep_apart():
+    options = [posthoc.Temperature(), posthoc.Temperature(objective="ece", search="grid"), "vector_scaling"]
+    report = evaluate(predictions(), posthoc=options, calibration=predictions(seed=1), intervals=False)
+    assert list(report.after) == ["temperature", "temperature 2", "vector_scaling"]
+    assert options[0].fitted is None  # what is given is left alone
+
+
+def test_judging_where_it_was_fitted_warns():
+    given = predictions()
+    with pytest.warns(UserWarning, match="the split it is judged on"):
+        evaluate(given, posthoc=[posthoc.Temperature().fit(given)], intervals=False)
+
+
+@pytest.mark.usefixtures("in_small_parts")
+def test_foreign_data_is_told_apart_as_on_its_own():
+    given, foreign = predictions(), predictions(400, seed=2, scale=1.0)
+    unlabelled = Predictions(foreign.logits, features=foreign.features)
+    train = torch.rand(50, 5)
+    report = evaluate(given, ood={"a": unlabelled}, train_features=train, posthoc=["temperature"], resamples=100)
+    wanted = ood.detect(given, {"a": unlabelled}, train_features=train)
+    assert report.before.detection.to_dict() == wanted.to_dict()
+    scores = report.after["temperature"].detection["a"]
+    assert set(scores) == {"max_probability", "entropy", "generalised_entropy"}
+    assert scores["entropy"].auroc.n == 1300
+
+
+def test_logits_alone_are_enough_for_foreign_data():
+    given = predictions()
+    report = evaluate(given, ood={"noise": torch.randn(50, 7), "other": np.zeros((20, 7))}, intervals=False)
+    assert set(report.before.detection.sets) == {"noise", "other"}
+    with pytest.raises(ValueError, match="noise has 5 classes"):
+        evaluate(given, ood={"noise": torch.randn(50, 5)})
+
+
+def test_a_report_comes_back_from_its_file(tmp_path: Path):
+    report = evaluate(predictions(), posthoc=["temperature"], ood={"a": torch.randn(60, 7)}, resamples=100)
+    report.save(tmp_path / "report.json")
+    again = Report.load(tmp_path / "report.json")
+    assert again.to_dict() == report.to_dict()
+    assert json.loads((tmp_path / "report.json").read_text())["split"] == "val"
+    assert str(again) == str(report)
+    assert torch.equal(again.before.bins["width"].counts, report.before.bins["width"].counts)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a report"):
+        Report.load(tmp_path / "other.json")
+
+
+def test_bins_are_those_of_reliability_diagrams():
+    given = predictions()
+    bins = evaluate(given, intervals=False).before.bins
+    assert torch.equal(bins["width"].counts, metrics.histogram(given).bins.counts)
+    assert torch.equal(bins["mass"].counts, metrics.histogram(given, binning="mass").bins.counts)
+    assert int(bins["mass"].counts.sum()) == 900
+
+
+def test_it_prints_a_table():
+    text = str(evaluate(predictions(), posthoc=["temperature"], resamples=100, ood={"far": torch.randn(40, 7)}))
+    assert text.startswith("split val, n=900, 7 classes\n")
+    for word in ("accuracy %", "ECE %", "NLL", "as given", "temperature", "far", "AUROC"):
+        assert word in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_soft_labels_and_the_top_class_alone_get_what_they_can():
+    given = predictions()
+    soft = evaluate(Predictions(given.logits, given.logits.softmax(1)), resamples=100)
+    assert float(soft["ece"]) == pytest.approx(0, abs=1e-6)
+    assert "ks_test" not in soft.before.results
+    top = evaluate(Predictions.from_probs(given.probs, given.labels, top_only=True), resamples=100)
+    assert "nll" not in top.before.results
+    assert float(top["ece"]) == pytest.approx(float(metrics.ece(given)), abs=1e-6)
+
+
+def test_probabilities_are_used_as_given():
+    given = predictions()
+    probs = given.probs.round(decimals=2)
+    probs = probs / probs.sum(1, keepdim=True)
+    table = Predictions.from_probs(probs, given.labels)
+    report = evaluate(table, intervals=False)
+    assert float(report["nll"]) == pytest.approx(float(metrics.nll(table)), rel=1e-12)
+    assert report["nll"].details["floored"] == metrics.nll(table).details["floored"] > 0
+
+
+def test_bad_input_is_explained():
+    given = predictions()
+    with pytest.raises(ValueError, match="level is 95"):
+        evaluate(given, level=95)
+    with pytest.raises(ValueError, match="no calibrator is called 'temp'"):
+        evaluate(given, posthoc=["temp"])
+    with pytest.raises(ValueError, match="have no labels"):
+        evaluate(Predictions(given.logits))
+    with pytest.raises(ValueError, match="9 samples are too few to cross-fit temperature"):
+        evaluate(given[:9], posthoc=["temperature"])
+
+
+def test_the_front_door_has_it():
+    assert fedlas.evaluate is evaluate
+    assert fedlas.Report is Report
+    assert evaluation.AS_GIVEN == "as given"
+
+
+def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
+    """Every part is taken from the table once, however many calibrators there are."""
+    given, val = predictions(), predictions(seed=1)
+    monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
+    repairs = [posthoc.build_calibrator(n).fit(val.logits, val.labels) for n in ("temperature", "vector_scaling")]
+    taken: list[slice] = []
+    plain = Predictions.__getitem__
+
+    def watched(self: Predictions, rows: slice) -> Predictions:
+        taken.append(rows)
+        return plain(self, rows)
+
+    def refuse_whole(self: Predictions) -> torch.Tensor:
+        assert len(self) <= 100, "probabilities of the whole table were made"
+        return self.logits.softmax(1)
+
+    monkeypatch.setattr(Predictions, "__getitem__", watched)
+    monkeypatch.setattr(Predictions, "probs", property(refuse_whole))
+    evaluate(given, posthoc=repairs, intervals=True, resamples=100)
+    assert len({(rows.start, rows.stop) for rows in taken}) == 9
