@@ -18,7 +18,8 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,11 @@ FORMAT = "fedlas.predictions/1"
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # How many logits are made probabilities at a time: on a CPU what its cache holds, elsewhere a gigabyte.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**28
+
+
+# Columns that hold numbers in a text file, and the value of the k-th decimal.
+NUMBERS = ("logit_", "prob_", "feature_", "label_")
+UNITS = [10.0**-k for k in range(40)]
 
 
 class Rest(TypedDict, total=False):
@@ -224,24 +230,25 @@ class Predictions:
     def from_csv(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read a table with a header; see the module's text for the names of its columns."""
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.reader(file)
-            header = [name.strip() for name in next(rows, [])]
-            table = [row for row in rows if row]
-        for number, row in enumerate(table):
-            if len(row) != len(header):
-                raise ValueError(f"{path}: row {number} has {len(row)} cells, the header has {len(header)}")
-        columns = dict(zip(header, zip(*table, strict=True), strict=True)) if table else dict.fromkeys(header, ())
-        return cls._from_columns(columns, path, split)
+            columns, tolerance = _read_text(csv.reader(file), path)
+        return cls._from_columns(columns, path, split, tolerance=tolerance)
 
     @classmethod
     def from_parquet(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
         table = optional_module("pyarrow.parquet").read_table(str(path))
-        return cls._from_columns({name: table[name].to_pylist() for name in table.column_names}, path, split)
+        return cls._from_columns(
+            {name: _arrow_column(table[name], name, path) for name in table.column_names}, path, split
+        )
 
     @classmethod
     def _from_columns(
-        cls, columns: Mapping[str, Any], path: str | Path, split: str | None, top_only: bool = False
+        cls,
+        columns: Mapping[str, Any],
+        path: str | Path,
+        split: str | None,
+        top_only: bool = False,
+        tolerance: Tensor | None = None,
     ) -> "Predictions":
         found = [kind for kind in ("logits", "probs") if kind in columns]
         found += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
@@ -267,7 +274,6 @@ class Predictions:
         )
         if kind.startswith("logit"):
             return cls(scores, labels, **rest)
-        tolerance = _text_tolerance([columns[f"prob_{name}"] for name in names or ()]) if kind == "prob_" else None
         return cls.from_probs(scores, labels, tolerance=tolerance, top_only=top_only, **rest)
 
     @classmethod
@@ -430,11 +436,58 @@ def _label(columns: Mapping[str, Any], path: str | Path) -> str:
     return there[0]
 
 
-def _numbers(columns: Mapping[str, Any], kind: str, names: Sequence[str], path: str | Path) -> NDArray[np.float64]:
+def _numbers(columns: Mapping[str, Any], kind: str, names: Sequence[str], path: str | Path) -> NDArray[Any]:
+    arrays = [np.asarray(columns[f"{kind}{name}"]) for name in names]
+    # Columns of one floating-point type keep it, because how far a row may be from one depends on it.
+    kinds = {array.dtype for array in arrays}
+    wide = kinds.pop() if len(kinds) == 1 and arrays[0].dtype.kind == "f" else np.float64
     try:
-        return np.asarray([columns[f"{kind}{name}"] for name in names], dtype=np.float64).T.copy()
+        return np.stack(arrays, axis=1).astype(wide)
     except ValueError as error:
         raise ValueError(f"{path}: a {kind}... column holds something that is not a number ({error})") from error
+
+
+def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, Any], Tensor]:
+    """Read the rows of a csv file: numbers at once as numbers, the rest as text, and how far rows may be from one.
+
+    Each row is allowed half a unit of its last digit for every class. That is looked for only where a row needs it.
+    """
+    header = [name.strip() for name in next(rows, [])]
+    number = [i for i, name in enumerate(header) if name.startswith(NUMBERS) or name == "confidence"]
+    text = [i for i in range(len(header)) if i not in number]
+    probs = [i for i in number if header[i].startswith("prob_")]
+    values, words, units = array("d"), [[] for _ in text], array("d")  # type: ignore[var-annotated]
+    for count, row in enumerate(filter(None, rows)):
+        if len(row) != len(header):
+            raise ValueError(f"{path}: row {count} has {len(row)} cells, the header has {len(header)}")
+        try:
+            values.extend([float(row[i]) for i in number])
+            total = sum([float(row[i]) for i in probs]) if probs else 1.0
+        except ValueError as error:
+            raise ValueError(f"{path}: row {count} holds something that is not a number ({error})") from error
+        units.append(max(_last_digit(row[i]) for i in probs) if abs(total - 1) > 1e-7 and probs else 0.0)
+        for column, i in zip(words, text, strict=True):
+            column.append(row[i])
+    table = np.frombuffer(values, dtype=np.float64).reshape(len(units), len(number))
+    columns: dict[str, Any] = dict.fromkeys(header, ())
+    columns |= {header[i]: table[:, j] for j, i in enumerate(number)}
+    columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
+    # A rounding error more than a half.
+    return columns, torch.tensor(units, dtype=torch.float64) * (len(probs) * 0.500001)
+
+
+def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
+    """Take a column of a parquet table as an array; a column of lists as a table, and text as it is."""
+    types = optional_module("pyarrow").types
+    if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
+        lists = column.combine_chunks()
+        length = optional_module("pyarrow.compute").list_value_length(lists).to_numpy(zero_copy_only=False)
+        for row in np.flatnonzero(length != length[:1])[:1]:
+            raise ValueError(f"{path}: row {row} of {name} has {length[row]} entries, row 0 has {length[0]}")
+        return lists.flatten().to_numpy(zero_copy_only=False).reshape(len(lists), -1)
+    if types.is_integer(column.type) or types.is_floating(column.type):
+        return column.to_numpy()
+    return column.to_pylist()
 
 
 def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path) -> Any:
@@ -452,15 +505,10 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     return torch.as_tensor([number[word] if named else int(word) for word in words])
 
 
-def _text_tolerance(cells: Sequence[Sequence[Any]]) -> Tensor | None:
-    """Allow each row half a unit of its last digit for every class, where the numbers are text."""
-    if not all(isinstance(column[0], str) for column in cells if len(column)):
-        return None
-    units = [max(_last_digit(cell) for cell in row) for row in zip(*cells, strict=True)]
-    return torch.tensor(units, dtype=torch.float64) * (len(cells) * 0.500001)  # a rounding error more than a half
-
-
 def _last_digit(cell: str) -> float:
+    decimals = cell.partition(".")[2]
+    if decimals.isdecimal():
+        return UNITS[min(len(decimals), len(UNITS) - 1)]
     mantissa, _, exponent = cell.strip().lower().partition("e")
-    decimals = len(mantissa.partition(".")[2])
-    return 10.0 ** (int(exponent or 0) - decimals) if decimals else 0.0
+    digits = len(mantissa.partition(".")[2])
+    return 10.0 ** (int(exponent or 0) - digits) if digits else 0.0

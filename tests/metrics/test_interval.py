@@ -68,7 +68,7 @@ MODELS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], Accura
 
 
 def truth(metric: Callable[..., float], name: str) -> float:
-    """The value on very many samples whose labels are the true probabilities; on drawn ones where labels must be hard."""
+    """The value on very many samples whose labels are the true probabilities, or are drawn where they must be hard."""
     draw, accurate, _ = MODELS[name]
     random = np.random.default_rng(12345)
     confidence = draw(random, 300_000 if metric is not e_aurc else 3_000_000)
