@@ -7,9 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedlas import data as data
     from fedlas import losses as losses
     from fedlas import metrics as metrics
     from fedlas import models as models
+    from fedlas.data import build_data as build_data
+    from fedlas.data import list_data as list_data
     from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
     from fedlas.losses import GateHistory as GateHistory
     from fedlas.losses import build_loss as build_loss
@@ -31,8 +34,11 @@ _HOMES = {
     "Predictions": "fedlas.predictions",
     "WithFeatures": "fedlas.models.base",
     "WithLoss": "fedlas.models.base",
+    "build_data": "fedlas.data",
     "build_loss": "fedlas.losses",
     "checks": "fedlas.losses",
+    "data": None,
+    "list_data": "fedlas.data",
     "list_losses": "fedlas.losses",
     "losses": None,
     "metrics": None,
