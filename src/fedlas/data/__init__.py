@@ -4,15 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas.catalog import Catalog, keywords
-from fedlas.data.base import (
-    AbstractDataset,
-    DamagedFileError,
-    MissingFileError,
-    Sample,
-    Split,
-    Transform,
-    data_root,
-)
+from fedlas.data.base import AbstractDataset, Sample, Split, data_root
+from fedlas.data.base.fetching import DamagedFileError, MissingFileError
+from fedlas.data.base.images import Transform
 from fedlas.data.loading import Loader
 from fedlas.data.resident import Resident
 

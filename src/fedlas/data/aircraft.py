@@ -8,17 +8,9 @@ class of it is held out for selection. The published code selects on the test sp
 from functools import cached_property
 from typing import ClassVar, Unpack
 
-from fedlas.data.base import (
-    AbstractDataset,
-    DamagedFileError,
-    FineGrained,
-    Part,
-    Source,
-    as_labels,
-    fine_grained_options,
-    lines_of,
-    there,
-)
+from fedlas.data.base import AbstractDataset, FineGrained, Part, as_labels, fine_grained_options, there
+from fedlas.data.base.fetching import DamagedFileError, Source
+from fedlas.data.base.formats import lines_of
 
 FOLDER = "fgvc-aircraft-2013b"
 
@@ -33,12 +25,12 @@ class Aircraft(AbstractDataset):
     name = "aircraft"
     title = "FGVC-Aircraft"
     citation = "Maji et al., Fine-Grained Visual Classification of Aircraft, 2013."
-    published = {"selection": "official", "antialias": False}  # noqa: RUF012
+    published: ClassVar = {"selection": "official", "antialias": False}
     num_classes = 100
     resident = False
     stratified = True
-    sizes = {"train": 6667, "test": 3333}  # noqa: RUF012
-    per_class = {"train": range(66, 68), "test": range(33, 35)}  # noqa: RUF012
+    sizes: ClassVar = {"train": 6667, "test": 3333}
+    per_class: ClassVar = {"train": range(66, 68), "test": range(33, 35)}
     archive: ClassVar[Source] = Source(
         ("https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/archives/fgvc-aircraft-2013b.tar.gz",),
         "d4acdd33327262359767eeaa97a4f732",

@@ -7,17 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedlas.data.base import (
-    CIFAR,
-    AbstractDataset,
-    Part,
-    Source,
-    Transform,
-    as_images,
-    as_labels,
-    read_cifar_binary,
-    read_cifar_pickle,
-)
+from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
+from fedlas.data.base.fetching import Source
+from fedlas.data.base.formats import read_cifar_binary, read_cifar_pickle
+from fedlas.data.base.images import CIFAR, Transform
 
 
 class CIFAR10(AbstractDataset):
@@ -28,8 +21,8 @@ class CIFAR10(AbstractDataset):
     citation = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009."
     num_classes = 10
     transform = Transform(size=32, channels=3, mean=CIFAR[0], std=CIFAR[1], pad=4, flip=True)
-    sizes = {"train": 50_000, "test": 10_000}  # noqa: RUF012
-    per_class = {"train": (5000,) * 10, "test": (1000,) * 10}  # noqa: RUF012
+    sizes: ClassVar = {"train": 50_000, "test": 10_000}
+    per_class: ClassVar = {"train": (5000,) * 10, "test": (1000,) * 10}
     archive: ClassVar[Source] = Source(
         ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",), "c32a1d4ab5d03f1284b67883e8d87530"
     )

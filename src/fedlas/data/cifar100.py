@@ -6,19 +6,10 @@ The pickles are opened only if their MD5 is the published one, by an unpickler t
 from dataclasses import replace
 from typing import ClassVar, Unpack
 
-from fedlas.data.base import (
-    CIFAR,
-    IMAGENET,
-    AbstractDataset,
-    Common,
-    Part,
-    Source,
-    Transform,
-    as_images,
-    as_labels,
-    read_cifar_binary,
-    read_cifar_pickle,
-)
+from fedlas.data.base import AbstractDataset, Common, Part, as_images, as_labels
+from fedlas.data.base.fetching import Source
+from fedlas.data.base.formats import read_cifar_binary, read_cifar_pickle
+from fedlas.data.base.images import CIFAR, IMAGENET, Transform
 
 NAMES = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
@@ -43,11 +34,11 @@ class CIFAR100(AbstractDataset):
     name = "cifar100"
     title = "CIFAR-100"
     citation = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009."
-    published = {"official_test_normalisation": True}  # noqa: RUF012
+    published: ClassVar = {"official_test_normalisation": True}
     num_classes = 100
     transform = Transform(size=32, channels=3, mean=CIFAR[0], std=CIFAR[1], pad=4, flip=True)
-    sizes = {"train": 50_000, "test": 10_000}  # noqa: RUF012
-    per_class = {"train": (500,) * 100, "test": (100,) * 100}  # noqa: RUF012
+    sizes: ClassVar = {"train": 50_000, "test": 10_000}
+    per_class: ClassVar = {"train": (500,) * 100, "test": (100,) * 100}
     archive: ClassVar[Source] = Source(
         ("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",), "03b5dce01913d631647c71ecec9e9cb8"
     )

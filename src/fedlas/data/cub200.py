@@ -11,17 +11,9 @@ from typing import ClassVar, Unpack
 
 import torch
 
-from fedlas.data.base import (
-    AbstractDataset,
-    DamagedFileError,
-    FineGrained,
-    Part,
-    Source,
-    as_labels,
-    fine_grained_options,
-    lines_of,
-    there,
-)
+from fedlas.data.base import AbstractDataset, FineGrained, Part, as_labels, fine_grained_options, there
+from fedlas.data.base.fetching import DamagedFileError, Source
+from fedlas.data.base.formats import lines_of
 
 FOLDER = "CUB_200_2011"
 
@@ -36,12 +28,12 @@ class CUB200(AbstractDataset):
     name = "cub200"
     title = "CUB-200-2011"
     citation = "Wah et al., The Caltech-UCSD Birds-200-2011 Dataset, California Institute of Technology 2011."
-    published = {"selection": "official", "antialias": False}  # noqa: RUF012
+    published: ClassVar = {"selection": "official", "antialias": False}
     num_classes = 200
     resident = False
     stratified = True
-    sizes = {"train": 5994, "test": 5794}  # noqa: RUF012
-    per_class = {"train": range(29, 31), "test": range(11, 31)}  # noqa: RUF012
+    sizes: ClassVar = {"train": 5994, "test": 5794}
+    per_class: ClassVar = {"train": range(29, 31), "test": range(11, 31)}
     archive: ClassVar[Source] = Source(
         ("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",), "97eceeb196236b17998738112f37df78"
     )

@@ -9,11 +9,12 @@ training split only, so validation and test tell the truth.
 """
 
 from dataclasses import replace
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 import numpy as np
 
-from fedlas.data.base import AbstractDataset, Common, Part, Split, Transform, as_images, as_labels, optional_module
+from fedlas.data.base import AbstractDataset, Common, Part, Split, as_images, as_labels
+from fedlas.data.base.images import Transform, optional_module
 
 TRAINING = 1000
 
@@ -34,7 +35,7 @@ class Digits(AbstractDataset):
     # Mean and deviation of the 1,000 samples. No mirroring: it makes other characters.
     transform = Transform(size=8, channels=1, mean=(0.307,), std=(0.376,), pad=1)
     val_share = 0.2
-    sizes = {"train": 1000, "test": 797}  # noqa: RUF012
+    sizes: ClassVar = {"train": 1000, "test": 797}
 
     def __init__(self, *, train_samples: int | None = None, label_noise: float = 0.0, **common: Unpack[Common]) -> None:
         super().__init__(**common)

@@ -9,7 +9,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlas.data.base import AbstractDataset, Part, Source, Transform, as_images, as_labels, read_idx
+from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
+from fedlas.data.base.fetching import Source
+from fedlas.data.base.formats import read_idx
+from fedlas.data.base.images import Transform
 
 ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 
@@ -22,8 +25,8 @@ class FashionMNIST(AbstractDataset):
     citation = "Xiao et al., Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms, 2017."
     num_classes = 10
     transform = Transform(size=28, channels=1, mean=(0.2860,), std=(0.3530,), pad=2, flip=True)
-    sizes = {"train": 60_000, "test": 10_000}  # noqa: RUF012
-    per_class = {"train": (6000,) * 10, "test": (1000,) * 10}  # noqa: RUF012
+    sizes: ClassVar = {"train": 60_000, "test": 10_000}
+    per_class: ClassVar = {"train": (6000,) * 10, "test": (1000,) * 10}
     # Debian compresses the files again, so only what they hold has the same MD5 everywhere.
     debian: ClassVar[str] = "/usr/share/datasets/fashion-mnist"
     files: ClassVar[dict[str, tuple[str, str]]] = {

@@ -18,8 +18,6 @@ import torch
 from fedlas.data.base import (
     AbstractDataset,
     Common,
-    DamagedFileError,
-    MissingFileError,
     NormalisationName,
     Part,
     Split,
@@ -28,6 +26,7 @@ from fedlas.data.base import (
     large_transform,
     one_of,
 )
+from fedlas.data.base.fetching import DamagedFileError, MissingFileError
 
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 GIVEN = ("train", "val", "test")

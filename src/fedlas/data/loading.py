@@ -17,18 +17,9 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fedlas.data.base import (
-    Sample,
-    Split,
-    Transform,
-    crops,
-    decode,
-    fitted,
-    normalised,
-    optional_module,
-    order,
-    share_of_batch,
-)
+from fedlas.data.base import Sample, Split, share_of_batch
+from fedlas.data.base.images import Transform, decode, fitted, normalised, optional_module
+from fedlas.data.base.keyed import crops, order
 
 Place = tuple[int, int]  # epoch, position in the split: what a worker is asked for
 

@@ -5,7 +5,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlas.data.base import AbstractDataset, Part, Source, Transform, as_images, as_labels, read_idx
+from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
+from fedlas.data.base.fetching import Source
+from fedlas.data.base.formats import read_idx
+from fedlas.data.base.images import Transform
 
 # The author's own address often refuses; the other one is PyTorch's copy.
 ADDRESSES = ("https://ossci-datasets.s3.amazonaws.com/mnist", "http://yann.lecun.com/exdb/mnist")
@@ -19,8 +22,8 @@ class MNIST(AbstractDataset):
     citation = "LeCun et al., Gradient-Based Learning Applied to Document Recognition, Proceedings of the IEEE 1998."
     num_classes = 10
     transform = Transform(size=28, channels=1, mean=(0.1307,), std=(0.3081,), pad=2)
-    sizes = {"train": 60_000, "test": 10_000}  # noqa: RUF012
-    per_class = {  # noqa: RUF012
+    sizes: ClassVar = {"train": 60_000, "test": 10_000}
+    per_class: ClassVar = {
         "train": (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949),
         "test": (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009),
     }

@@ -16,7 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.data.base import Number, Sample, Split, Transform, crops, normalised, order, share_of_batch
+from fedlas.data.base import Sample, Split, share_of_batch
+from fedlas.data.base.images import Transform, normalised
+from fedlas.data.base.keyed import Number, crops, order
 
 
 class Resident:

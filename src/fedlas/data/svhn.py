@@ -12,18 +12,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedlas.data.base import (
-    CIFAR,
-    AbstractDataset,
-    DamagedFileError,
-    Part,
-    Source,
-    Transform,
-    as_images,
-    as_labels,
-    checked_bytes,
-    optional_module,
-)
+from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
+from fedlas.data.base.fetching import DamagedFileError, Source, checked_bytes
+from fedlas.data.base.images import CIFAR, Transform, optional_module
 
 ADDRESS = "http://ufldl.stanford.edu/housenumbers"
 REBUILT = "svhn_rebuilt/test.npz"
@@ -37,8 +28,8 @@ class SVHN(AbstractDataset):
     num_classes = 10
     # CIFAR's constants, as in the code behind the published tables. Digits are not mirrored.
     transform = Transform(size=32, channels=3, mean=CIFAR[0], std=CIFAR[1], pad=4)
-    sizes = {"train": 73_257, "test": 26_032}  # noqa: RUF012
-    per_class = {  # noqa: RUF012
+    sizes: ClassVar = {"train": 73_257, "test": 26_032}
+    per_class: ClassVar = {
         "train": (4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659),
         "test": (1744, 5099, 4149, 2882, 2523, 2384, 1977, 2019, 1660, 1595),
     }

@@ -10,17 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from fedlas.data.base import (
-    IMAGENET,
-    AbstractDataset,
-    DamagedFileError,
-    Part,
-    Source,
-    Transform,
-    as_labels,
-    lines_of,
-    there,
-)
+from fedlas.data.base import AbstractDataset, Part, as_labels, there
+from fedlas.data.base.fetching import DamagedFileError, Source
+from fedlas.data.base.formats import lines_of
+from fedlas.data.base.images import IMAGENET, Transform
 
 FOLDER = "tiny-imagenet-200"
 
@@ -34,8 +27,8 @@ class TinyImageNet(AbstractDataset):
     num_classes = 200
     transform = Transform(size=64, channels=3, mean=IMAGENET[0], std=IMAGENET[1], pad=4, flip=True)
     stratified = True
-    sizes = {"train": 100_000, "test": 10_000}  # noqa: RUF012
-    per_class = {"train": (500,) * 200, "test": (50,) * 200}  # noqa: RUF012
+    sizes: ClassVar = {"train": 100_000, "test": 10_000}
+    per_class: ClassVar = {"train": (500,) * 200, "test": (50,) * 200}
     archive: ClassVar[Source] = Source(
         ("http://cs231n.stanford.edu/tiny-imagenet-200.zip",), "90528d7ca1a48142e341f4ef8d21d0de"
     )

@@ -23,74 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.catalog import nearest
-from fedlas.data.fetching import (
-    DamagedFileError,
-    MissingFileError,
-    Progress,
-    Source,
-    checked_bytes,
-    fetch,
-    unpack,
-)
-from fedlas.data.formats import lines_of, read_cifar_binary, read_cifar_pickle, read_idx
-from fedlas.data.images import (
-    CIFAR,
-    HALF,
-    IMAGENET,
-    Transform,
-    decode,
-    decoded,
-    fitted,
-    normalised,
-    optional_module,
-)
-from fedlas.data.keyed import Number, crops, order
-
-# The entries of this folder import this file and no other, so what they share is passed on here.
-__all__ = [
-    "CIFAR",
-    "HALF",
-    "IMAGENET",
-    "AbstractDataset",
-    "Common",
-    "DamagedFileError",
-    "FineGrained",
-    "Images",
-    "MissingFileError",
-    "NormalisationName",
-    "Number",
-    "Part",
-    "Progress",
-    "Sample",
-    "Selection",
-    "Source",
-    "Split",
-    "Transform",
-    "as_images",
-    "as_labels",
-    "checked_bytes",
-    "crops",
-    "data_root",
-    "decode",
-    "decoded",
-    "fetch",
-    "fine_grained_options",
-    "fitted",
-    "held_out",
-    "held_out_of_each_class",
-    "large_transform",
-    "lines_of",
-    "normalised",
-    "one_of",
-    "optional_module",
-    "order",
-    "read_cifar_binary",
-    "read_cifar_pickle",
-    "read_idx",
-    "share_of_batch",
-    "there",
-    "unpack",
-]
+from fedlas.data.base.fetching import DamagedFileError, Progress, Source, fetch, unpack
+from fedlas.data.base.images import HALF, IMAGENET, Transform, decoded, fitted
 
 NormalisationName: TypeAlias = Literal["imagenet", "half"]
 Images: TypeAlias = UInt8[Tensor, "n channels height width"] | tuple[Path, ...]
@@ -162,12 +96,9 @@ class Split:
 
     def picked(self, positions: Int[Tensor, " m"]) -> "Split":
         """Keep only the samples at some positions of this split, in that order."""
-        return replace(
-            self,
-            images=_picked(self.images, positions),
-            labels=self.labels[positions],
-            index=self.index[positions],
-        )
+        images = self.images
+        chosen = images[positions] if isinstance(images, Tensor) else tuple(images[n] for n in positions.tolist())
+        return replace(self, images=chosen, labels=self.labels[positions], index=self.index[positions])
 
 
 class Common(TypedDict, total=False):
@@ -398,9 +329,3 @@ def one_of(what: str, word: str, known: Sequence[str]) -> str:
     if word not in known:
         raise ValueError(f"no {what} is called {word!r}; {nearest(str(word), list(known))}")
     return word
-
-
-def _picked(images: Images, positions: Int[Tensor, " m"]) -> Images:
-    if isinstance(images, Tensor):
-        return images[positions]
-    return tuple(images[place] for place in positions.tolist())

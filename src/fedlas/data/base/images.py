@@ -21,7 +21,7 @@ from jaxtyping import Float, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.data.fetching import DamagedFileError, locked
+from fedlas.data.base.fetching import DamagedFileError, locked
 
 CHUNK = 512  # images at a time, where a whole split would need too much memory
 

@@ -7,12 +7,12 @@ import math
 import pickle
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlas.data.fetching import DamagedFileError, MissingFileError, checked_bytes
+from fedlas.data.base.fetching import DamagedFileError, MissingFileError, checked_bytes
 
 Bytes = NDArray[np.uint8]
 
@@ -98,7 +98,7 @@ def plain_unpickled(content: bytes, path: Path) -> Any:
 class _PlainUnpickler(pickle.Unpickler):
     # Under which names arrays were pickled by the numpys of the last twenty years. They are looked up here, not in
     # the modules that the file names, so that a file cannot make us import anything.
-    admitted = {  # noqa: RUF012
+    admitted: ClassVar = {
         (module, name): thing
         for name, thing, modules in (
             ("_reconstruct", np.empty(0).__reduce__()[0], ("numpy.core.multiarray", "numpy._core.multiarray")),
