@@ -90,9 +90,7 @@ def pickled_cifar(root: Path, patch: pytest.MonkeyPatch, name: str, protocol: in
     """Turn the binary twin of CIFAR into a pickled one."""
     cls = cls_of(name)
     coarse = name == "cifar100"
-    old, new = (
-        ("cifar-100-binary", "cifar-100-python") if coarse else ("cifar-10-batches-bin", "cifar-10-batches-py")
-    )
+    old, new = ("cifar-100-binary", "cifar-100-python") if coarse else ("cifar-10-batches-bin", "cifar-10-batches-py")
     (root / new).mkdir()
     files = {}
     for key in cls.files:

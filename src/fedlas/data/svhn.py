@@ -67,7 +67,7 @@ class SVHN(AbstractDataset):
         try:
             arrays = optional_module("scipy.io").loadmat(content, variable_names=["X", "y"])
             images, labels = arrays["X"].transpose(3, 2, 0, 1), arrays["y"].reshape(-1).astype(np.int64)
-        except (KeyError, ValueError, TypeError, OSError) as error:
+        except Exception as error:  # what SciPy raises for a damaged file is not written down anywhere
             raise DamagedFileError(f"{path} is damaged: {error!r}") from error
         labels[labels == 10] = 0  # MATLAB counts from 1, and the digit 0 came last
         return Part(as_images(images), as_labels(labels))

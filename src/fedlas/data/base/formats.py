@@ -88,11 +88,21 @@ def plain_unpickled(content: bytes, path: Path) -> Any:
     """Unpickle dictionaries, lists, strings, bytes, numbers and numpy arrays; whatever else is in it is an error."""
     try:
         # CIFAR was pickled by Python 2, whose strings are bytes; numpy takes its array contents back from Latin-1.
-        return _PlainUnpickler(io.BytesIO(content), encoding="latin1").load()
+        made = _PlainUnpickler(io.BytesIO(content), encoding="latin1").load()
     except DamagedFileError as error:
         raise DamagedFileError(f"{path} {error}") from None
     except Exception as error:  # a broken pickle may fail in any way at all
         raise DamagedFileError(f"{path} cannot be unpickled: {error!r}") from error
+    waiting = [made]
+    while waiting:
+        thing = waiting.pop()
+        waiting += [*thing.keys(), *thing.values()] if type(thing) is dict else thing if type(thing) is list else []
+        if type(thing) not in _PLAIN or (isinstance(thing, np.ndarray) and thing.dtype == object):
+            raise DamagedFileError(f"{path} holds a {type(thing).__name__}, which is no plain data")
+    return made
+
+
+_PLAIN = (dict, list, str, bytes, bool, int, float, type(None), np.ndarray)
 
 
 class _PlainUnpickler(pickle.Unpickler):

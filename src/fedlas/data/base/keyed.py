@@ -33,8 +33,8 @@ def bits(sample: Int[Tensor, " n"], purpose: int, seed: Number, epoch: Number) -
     # Two keys, one on either side of a round: with a single one, two epochs could be shifted copies of each other.
     keys = []
     for salt in (0x9E3779B9, 0x3C6EF372):
-        key = mixed((seed + (salt ^ purpose)) & WORD)
-        key = mixed((key + (seed >> 32)) & WORD)
+        key = mixed((seed + salt) & WORD)
+        key = mixed((key + (seed >> 32) + (purpose << 24)) & WORD)
         keys.append(mixed((key + epoch) & WORD))
     return mixed(mixed((sample + keys[0]) & WORD) ^ keys[1])
 
