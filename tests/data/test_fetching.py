@@ -21,6 +21,8 @@ from fedlas.data import DamagedFileError, MissingFileError
 from fedlas.data.base import fetching
 from fedlas.data.base.fetching import Source, fetch, locked, md5_of, unpack
 
+# Python 3.12 and later warn of any fork in a process with threads; the children only fetch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 CONTENT = bytes(range(256)) * 2000
 
 

@@ -13,6 +13,9 @@ from data import twins
 from fedlas.data import DamagedFileError, Loader
 from fedlas.data.loading import _seed_worker
 
+# Python 3.12 and later warn of any fork in a process with threads; the workers do not touch what the threads hold.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
 
 def batches(loader):
     return [tuple(field.clone() for field in batch) for batch in loader]
@@ -137,7 +140,7 @@ def test_workers_seed_other_peoples_generators():
     for number in (0, 0, 1):
         torch.random.default_generator.manual_seed(5)
         _seed_worker(number)
-        draws.append((random.random(), np.random.rand()))
+        draws.append((random.random(), np.random.rand()))  # noqa: NPY002
     assert draws[0] == draws[1] != draws[2]
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import fedlas
+from fedlas.data import Split, Transform
 
 TRAIN, TEST = 20, 6  # samples of each class
 
@@ -207,3 +209,12 @@ def build(name: str, root: Path, patch: pytest.MonkeyPatch, **options: Any) -> A
     """Write a twin and build the data set that reads it."""
     made = TWINS[name](root, patch)
     return fedlas.build_data(name, root=root, download=False, **made, **options)
+
+
+def split_of(transform: Transform, samples: int = 20, seed: int = 0) -> Split:
+    random = np.random.default_rng(seed)
+    shape = (samples, transform.channels, transform.stored, transform.stored)
+    labels = torch.from_numpy(random.integers(0, 10, samples))
+    index = torch.from_numpy(random.permutation(1000)[:samples])
+    images = torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8))
+    return Split("train", images, labels, index, tuple("0123456789"), "made up")

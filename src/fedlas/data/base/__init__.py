@@ -308,7 +308,10 @@ def held_out_of_each_class(labels: Int[Tensor, " n"], seed: int, share: float) -
 
 
 def share_of_batch(places: Int[Tensor, " n"], rank: int, world: int) -> Int[Tensor, " m"]:
-    """Return what one rank works on: a contiguous part, one longer for the first ranks if it does not come out even."""
+    """Return what one rank works on: a contiguous part, one longer for the first ranks if it does not come out even.
+
+    Of fewer places than ranks, the last ranks get none.
+    """
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of {world}")
     return places.tensor_split(world)[rank]
