@@ -4,6 +4,7 @@ import builtins
 import inspect
 import math
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -282,6 +283,49 @@ def test_rounded_text_may_miss_one_by_half_a_digit_per_class(tmp_path):
         Predictions.from_csv(table(tmp_path, "prob_a,prob_b,prob_c,label\n0.330,0.330,0.330,a\n"))
 
 
+def test_a_cell_that_is_no_number_is_named_with_its_row(tmp_path):
+    with pytest.raises(ValueError, match=r"row 1 holds something that is not a number .*'x'"):
+        Predictions.from_csv(table(tmp_path, "prob_a,prob_b,label\n0.5,0.5,a\n\n0.5,x,a\n"))
+
+
+@pytest.mark.parametrize(
+    ("row", "allowed"),
+    [
+        ("0.33,0.33,0.33", True),
+        ("0.330,0.330,0.33", True),
+        ("0.330,0.330,0.330", False),
+        ("1,0.,0.015", False),
+        ("1,.0,0.015", True),
+        (" 0.33 ,0.33,0.33", True),
+        ("3.3e-1,0.33,0.33", True),
+        ("3.30e-1,0.330,0.330", False),
+        ("33e-2,0.330,0.330", False),
+    ],
+)
+def test_the_coarsest_number_of_a_row_sets_its_tolerance(tmp_path, row, allowed):
+    path = table(
+        tmp_path,
+        f"label,prob_a,feature_0,prob_b,prob_c\na,{','.join([row.split(',')[0], '7.5', *row.split(',')[1:]])}\n",
+    )
+    if allowed:
+        assert len(Predictions.from_csv(path)) == 1
+    else:
+        with pytest.raises(ValueError, match="row 0 is not a distribution"):
+            Predictions.from_csv(path)
+
+
+def test_a_large_csv_takes_little_more_than_its_numbers(tmp_path):
+    """Cells kept as text took 300 bytes each; a number takes 8, and a copy or two of it on the way."""
+    rows = "\n".join(["0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,3"] * 5_000)
+    path = table(tmp_path, ",".join(f"prob_{i}" for i in range(8)) + f",label\n{rows}\n")
+    tracemalloc.start()
+    known = Predictions.from_csv(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert known.probs.shape == (5_000, 8)
+    assert most < 60 * 8 * 5_000
+
+
 def test_csv_with_the_top_class_alone(tmp_path):
     text = "confidence,prediction,label\n0.5,dog,dog\n0.9,cat,dog\n0.12,7,cat\n"
     known = Predictions.from_csv(table(tmp_path, text))
@@ -311,6 +355,29 @@ def test_parquet(tmp_path):
     pq.write_table(columns, tmp_path / "b.parquet")
     known = Predictions.from_parquet(tmp_path / "b.parquet", split="s")
     assert (known.class_names, known.labels.tolist(), known.split) == (("x", "y"), [1, 0], "s")
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 3)])
+def test_lists_of_parquet_keep_their_type(tmp_path, kind):
+    """As Python numbers float32 became float64, which allows less rounding than a softmax in float32 has."""
+    rows = LOGITS.softmax(1)
+    table = pa.table({"probs": pa.array(rows.tolist(), kind), "label": ["1", "2"]})
+    pq.write_table(pa.concat_tables([table, table]), tmp_path / "a.parquet", row_group_size=1)
+    known = Predictions.from_parquet(tmp_path / "a.parquet")
+    assert torch.equal(known.probs, rows.repeat(2, 1))
+    assert known.labels.tolist() == [1, 2, 1, 2]
+    columns = pa.table({"prob_a": rows[:, 0].numpy(), "prob_b": (1 - rows[:, 0]).numpy(), "label": ["a", "b"]})
+    pq.write_table(columns, tmp_path / "b.parquet")
+    assert Predictions.from_parquet(tmp_path / "b.parquet").probs.dtype == torch.float32
+
+
+def test_lists_of_parquet_that_are_not_rows(tmp_path):
+    pq.write_table(pa.table({"logits": [[1.0, 2.0], [1.0]], "label": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="row 1 of logits has 1 entries, row 0 has 2"):
+        Predictions.from_parquet(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"logits": [[1.0, 2.0], [1.0, None]], "label": [0, 1]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match="logits: row 1 holds NaN"):
+        Predictions.from_parquet(tmp_path / "b.parquet")
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):

@@ -7,11 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedlas import data as data
     from fedlas import losses as losses
     from fedlas import metrics as metrics
     from fedlas import models as models
     from fedlas import ood as ood
     from fedlas import posthoc as posthoc
+    from fedlas.data import build_data as build_data
+    from fedlas.data import list_data as list_data
     from fedlas.evaluation import Report as Report
     from fedlas.evaluation import evaluate as evaluate
     from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
@@ -43,6 +46,11 @@ _HOMES = {
     "checks": "fedlas.losses",
     "evaluate": "fedlas.evaluation",
     "list_calibrators": "fedlas.posthoc",
+    "build_data": "fedlas.data",
+    "build_loss": "fedlas.losses",
+    "checks": "fedlas.losses",
+    "data": None,
+    "list_data": "fedlas.data",
     "list_losses": "fedlas.losses",
     "losses": None,
     "metrics": None,

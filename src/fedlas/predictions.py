@@ -40,9 +40,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**28
 
 
-# Columns that hold numbers in a text file, and the value of the k-th decimal.
-NUMBERS = ("logit_", "prob_", "feature_", "label_")
-UNITS = [10.0**-k for k in range(40)]
+NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
 
 
 class Rest(TypedDict, total=False):
@@ -454,18 +452,23 @@ def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, A
     """
     header = [name.strip() for name in next(rows, [])]
     number = [i for i, name in enumerate(header) if name.startswith(NUMBERS) or name == "confidence"]
+    # Probabilities come first, so that they are a slice of a row's numbers.
+    number.sort(key=lambda i: not header[i].startswith("prob_"))
+    classes = sum(header[i].startswith("prob_") for i in number)
     text = [i for i in range(len(header)) if i not in number]
-    probs = [i for i in number if header[i].startswith("prob_")]
-    values, words, units = array("d"), [[] for _ in text], array("d")  # type: ignore[var-annotated]
+    values, units = array("d"), array("d")
+    words: list[list[str]] = [[] for _ in text]
     for count, row in enumerate(filter(None, rows)):
         if len(row) != len(header):
             raise ValueError(f"{path}: row {count} has {len(row)} cells, the header has {len(header)}")
+        cells = [row[i] for i in number]
         try:
-            values.extend([float(row[i]) for i in number])
-            total = sum([float(row[i]) for i in probs]) if probs else 1.0
+            found = [float(cell) for cell in cells]
         except ValueError as error:
             raise ValueError(f"{path}: row {count} holds something that is not a number ({error})") from error
-        units.append(max(_last_digit(row[i]) for i in probs) if abs(total - 1) > 1e-7 and probs else 0.0)
+        values.extend(found)
+        far = classes > 0 and abs(sum(found[:classes]) - 1) > 1e-7
+        units.append(_last_digit(cells[:classes]) if far else 0.0)
         for column, i in zip(words, text, strict=True):
             column.append(row[i])
     table = np.frombuffer(values, dtype=np.float64).reshape(len(units), len(number))
@@ -473,7 +476,7 @@ def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, A
     columns |= {header[i]: table[:, j] for j, i in enumerate(number)}
     columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
     # A rounding error more than a half.
-    return columns, torch.tensor(units, dtype=torch.float64) * (len(probs) * 0.500001)
+    return columns, torch.tensor(units, dtype=torch.float64) * (classes * 0.500001)
 
 
 def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
@@ -505,10 +508,15 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     return torch.as_tensor([number[word] if named else int(word) for word in words])
 
 
-def _last_digit(cell: str) -> float:
-    decimals = cell.partition(".")[2]
-    if decimals.isdecimal():
-        return UNITS[min(len(decimals), len(UNITS) - 1)]
+def _last_digit(cells: Sequence[str]) -> float:
+    """Find the value of the last digit of the number in a row that has the fewest decimals."""
+    if not set("eE \t").isdisjoint("".join(cells)):
+        return max(_last_digit_of(cell) for cell in cells)
+    decimals = min((len(cell) - cell.index(".") - 1 for cell in cells if "." in cell), default=0)
+    return 10.0**-decimals if decimals else max(_last_digit_of(cell) for cell in cells)
+
+
+def _last_digit_of(cell: str) -> float:
     mantissa, _, exponent = cell.strip().lower().partition("e")
-    digits = len(mantissa.partition(".")[2])
-    return 10.0 ** (int(exponent or 0) - digits) if digits else 0.0
+    decimals = len(mantissa.partition(".")[2])
+    return 10.0 ** (int(exponent or 0) - decimals) if decimals else 0.0

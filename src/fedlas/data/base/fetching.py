@@ -1,0 +1,197 @@
+"""Files that others publish: finding them, fetching them once, checking and unpacking them.
+
+A fetched file appears under its name only when it is complete and its checksum is right; until then it is `NAME.part`,
+and a fetch that broke off goes on where it stopped. A lock, which dies with its process, keeps two processes from
+fetching the same file.
+"""
+
+import fcntl
+import hashlib
+import http.client
+import shutil
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+# Called while a file is fetched, with its name, the bytes there are, and the bytes there will be if that is known.
+Progress: TypeAlias = Callable[[str, int, int | None], None]
+
+BLOCK = 1 << 20
+TRIES = 3
+PATIENCE = 30.0  # seconds without a byte
+
+
+class MissingFileError(FileNotFoundError):
+    """A data file is not there; the message says which file to put where."""
+
+
+class DamagedFileError(ValueError):
+    """A data file does not hold what was published; the message names it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that others publish: its addresses, best first, and the MD5 of its bytes."""
+
+    urls: tuple[str, ...]
+    md5: str
+
+    @property
+    def name(self) -> str:
+        """What the file is called."""
+        return self.urls[0].rpartition("/")[2]
+
+    def advice(self, folder: Path) -> str:
+        """Tell a person what to do when the file cannot be fetched."""
+        return f"put {self.name} into {folder} by hand: it is at {' or '.join(self.urls)} (MD5 {self.md5})"
+
+
+def md5_of(path: Path) -> str:
+    """Hash a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def checked_bytes(path: Path, md5: str | None) -> bytes:
+    """Read a file, once, and make sure of its MD5."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise MissingFileError(f"{path} is not there: remove {path.parent} and unpack it again") from None
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 is not None and found != md5:
+        raise DamagedFileError(f"{path} is damaged: its MD5 is {found}, the published one {md5}")
+    return content
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock that belongs to a path, waiting for whoever has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def fetch(source: Source, folder: Path, *, download: bool = True, progress: Progress | None = None) -> Path:
+    """Return where a published file lies in a folder, and fetch it first if it is not there."""
+    path = folder / source.name
+    if path.exists():
+        return path
+    if not download:
+        raise MissingFileError(f"{path} is not there and download is off; {source.advice(folder)}")
+    try:
+        with locked(path):
+            if not path.exists():  # another process may have fetched it while we waited
+                _fetch_from_any(source, path, progress)
+    except OSError as error:
+        if isinstance(error, MissingFileError):
+            raise
+        raise MissingFileError(
+            f"{path} is not there and could not be fetched ({error}); {source.advice(folder)}"
+        ) from error
+    return path
+
+
+def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> None:
+    reasons = []
+    for url in source.urls:
+        for _ in range(TRIES):
+            try:
+                part = _fetch_part(url, path, progress)
+            except urllib.error.HTTPError as error:
+                reasons.append(f"{url}: {error}")
+                break  # the server has answered; asking again will not change its mind
+            except (OSError, http.client.HTTPException) as error:
+                reasons.append(f"{url}: {error}")
+                continue
+            found = md5_of(part)
+            if found == source.md5:
+                part.replace(path)
+                return
+            part.unlink()  # nothing to go on from: another try starts anew
+            reasons.append(f"{url}: what came has the MD5 {found}")
+    tried = "; ".join(dict.fromkeys(reasons))
+    raise MissingFileError(f"{path} could not be fetched ({tried}); {source.advice(path.parent)}")
+
+
+def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
+    """Fetch what is still missing of a file, and return the complete `NAME.part`."""
+    if not url.startswith(("https://", "http://")):
+        raise ValueError(f"{url} is no web address")
+    part = path.with_name(f"{path.name}.part")
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310
+    try:
+        reply = urllib.request.urlopen(request, timeout=PATIENCE)  # noqa: S310
+    except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            error.close()
+            return part  # there is nothing after what we have; the checksum tells whether it is the whole
+        raise
+    with reply:
+        goes_on = reply.status == http.HTTPStatus.PARTIAL_CONTENT
+        have = have if goes_on else 0
+        length = reply.headers.get("Content-Length")
+        total = None if length is None else have + int(length)
+        with part.open("ab" if goes_on else "wb") as file:
+            while block := reply.read(BLOCK):
+                file.write(block)
+                have += len(block)
+                if progress is not None:
+                    progress(path.name, have, total)
+    if total is not None and have < total:
+        raise ConnectionError(f"the connection broke off after {have} of {total} bytes")
+    return part
+
+
+def unpack(source: Source, root: Path, inside: str, *, download: bool = True, progress: Progress | None = None) -> Path:
+    """Return a folder that comes in a published archive, and fetch and unpack the archive if it is not there.
+
+    Args:
+        source: the archive.
+        root: where the archive lies and the folder belongs.
+        inside: the folder's name in the archive.
+        download: whether the archive may be fetched.
+        progress: told about the fetching.
+    """
+    folder = root / inside
+    if folder.exists():
+        return folder
+    try:
+        archive = fetch(source, root, download=download, progress=progress)
+    except MissingFileError as error:
+        raise MissingFileError(f"{folder} is not there. {error}; or unpack it to {folder}") from error
+    with locked(folder):
+        if folder.exists():
+            return folder
+        found = md5_of(archive)
+        if found != source.md5:
+            raise DamagedFileError(f"{archive} is damaged: its MD5 is {found}, the published one {source.md5}")
+        room = Path(tempfile.mkdtemp(prefix=f".{inside}.", dir=root))
+        try:
+            _extract(archive, room)
+            if not (room / inside).is_dir():
+                raise DamagedFileError(f"{archive} holds no folder {inside}")
+            (room / inside).replace(folder)
+        finally:
+            shutil.rmtree(room, ignore_errors=True)
+    return folder
+
+
+def _extract(archive: Path, room: Path) -> None:
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(room)  # noqa: S202
+        return
+    with tarfile.open(archive) as packed:
+        # Early 3.11 has no filters; the checksum of the archive has been checked either way.
+        packed.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        packed.extractall(room)  # noqa: S202

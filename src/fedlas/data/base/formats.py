@@ -1,0 +1,124 @@
+"""The file formats of small-image data sets: IDX, CIFAR's binary records, and CIFAR's pickles behind a guard."""
+
+import gzip
+import hashlib
+import io
+import math
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlas.data.base.fetching import DamagedFileError, MissingFileError, checked_bytes
+
+Bytes = NDArray[np.uint8]
+
+
+def lines_of(path: Path) -> list[str]:
+    """Read the lines of a text file that belongs to a data set, without empty ones."""
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise MissingFileError(f"{path} is not there: remove {path.parent} and unpack it again") from None
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(f"{path} is damaged: {error}") from error
+
+
+def read_idx(path: Path, md5: str | None = None) -> Bytes:
+    """Read an IDX file of bytes, compressed or not.
+
+    Args:
+        path: the file; a name that ends in `.gz` is decompressed.
+        md5: of the decompressed content, which has one MD5 while compressed files have many.
+    """
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DamagedFileError(f"{path} is damaged: {error}") from error
+    if content[:3] != b"\x00\x00\x08" or len(content) < 4:  # two zeros, then the code for unsigned bytes
+        raise DamagedFileError(f"{path} is no IDX file of bytes: it starts with {content[:4].hex(' ') or 'nothing'}")
+    dimensions = content[3]
+    start = 4 + 4 * dimensions
+    shape = tuple(int(n) for n in np.frombuffer(content[4:start].ljust(4 * dimensions, b"\x00"), ">u4"))
+    if len(content) != start + math.prod(shape):
+        raise DamagedFileError(
+            f"{path} is damaged: it announces {' x '.join(map(str, shape))} bytes, and {len(content) - start} follow"
+        )
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 is not None and found != md5:
+        raise DamagedFileError(f"{path} is damaged: the MD5 of its content is {found}, the published one {md5}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def read_cifar_binary(path: Path, label_bytes: int, md5: str | None = None) -> tuple[Bytes, Bytes]:
+    """Read records of label bytes, the last of which counts, and 3 x 32 x 32 pixels."""
+    content = np.frombuffer(checked_bytes(path, md5), np.uint8)
+    record = label_bytes + 3072
+    if content.size == 0 or content.size % record:
+        raise DamagedFileError(f"{path} is damaged: {content.size} bytes are no multiple of {record}")
+    rows = content.reshape(-1, record)
+    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
+
+
+def read_cifar_pickle(path: Path, labels: str, md5: str) -> tuple[Bytes, Bytes]:
+    """Read a pickled batch, after its MD5 proved to be the published one and through an unpickler that can do little.
+
+    Args:
+        path: the file.
+        labels: the key under which the labels lie.
+        md5: of the file. It is not optional.
+    """
+    batch = plain_unpickled(checked_bytes(path, md5), path)
+    try:
+        images = np.asarray(batch["data"])
+        truth = np.asarray(batch[labels], np.uint8)
+        if images.dtype != np.uint8 or images.shape != (len(truth), 3072):
+            raise ValueError(f"data is {images.dtype} {images.shape}")  # noqa: TRY301
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedFileError(f"{path} is no CIFAR batch: {error!r}") from error
+    return images.reshape(-1, 3, 32, 32), truth
+
+
+def plain_unpickled(content: bytes, path: Path) -> Any:
+    """Unpickle dictionaries, lists, strings, bytes, numbers and numpy arrays; whatever else is in it is an error."""
+    try:
+        # CIFAR was pickled by Python 2, whose strings are bytes; numpy takes its array contents back from Latin-1.
+        made = _PlainUnpickler(io.BytesIO(content), encoding="latin1").load()
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{path} {error}") from None
+    except Exception as error:  # a broken pickle may fail in any way at all
+        raise DamagedFileError(f"{path} cannot be unpickled: {error!r}") from error
+    waiting = [made]
+    while waiting:
+        thing = waiting.pop()
+        waiting += [*thing.keys(), *thing.values()] if type(thing) is dict else thing if type(thing) is list else []
+        if type(thing) not in _PLAIN or (isinstance(thing, np.ndarray) and thing.dtype == object):
+            raise DamagedFileError(f"{path} holds a {type(thing).__name__}, which is no plain data")
+    return made
+
+
+_PLAIN = (dict, list, str, bytes, bool, int, float, type(None), np.ndarray)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    # Under which names arrays were pickled by the numpys of the last twenty years. They are looked up here, not in
+    # the modules that the file names, so that a file cannot make us import anything.
+    admitted: ClassVar = {
+        (module, name): thing
+        for name, thing, modules in (
+            ("_reconstruct", np.empty(0).__reduce__()[0], ("numpy.core.multiarray", "numpy._core.multiarray")),
+            ("ndarray", np.ndarray, ("numpy",)),
+            ("dtype", np.dtype, ("numpy",)),
+        )
+        for module in modules
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.admitted:
+            raise DamagedFileError(f"asks for {module}.{name}, which plain data does not need; it is not unpickled")
+        return self.admitted[module, name]

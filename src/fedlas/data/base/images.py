@@ -1,0 +1,206 @@
+"""From image files to what a network sees: decoding, resizing, normalisation, and what is kept of it on disk.
+
+    file ─► decoded ─► resized ("stored", uint8) ─► padded, cropped, mirrored ─► normalised
+
+Everything up to "stored" depends on the image alone and may be kept; the rest is done anew in each epoch.
+"""
+
+import hashlib
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedlas.data.base.fetching import DamagedFileError, locked
+
+CHUNK = 512  # images at a time, where a whole split would need too much memory
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+
+
+def optional_module(name: str) -> Any:
+    """Import a package that only some functions need, or say how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[train]'") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """What happens to an image before the network sees it; images from elsewhere go the same way.
+
+    Args:
+        size: side of the square that the network sees.
+        channels: 3 for colour, 1 for grey.
+        mean: of each channel, in units where white is 1.
+        std: of each channel.
+        resize: side of the square to which each image is brought first, whatever its shape; by default `size`.
+        pad: black pixels around the image, before normalisation, when training.
+        flip: whether training mirrors every other image.
+        antialias: whether resizing blurs before it makes images smaller.
+    """
+
+    size: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resize: int | None = None
+    pad: int = 0
+    flip: bool = False
+    antialias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels is 1 or 3, not {self.channels}")
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise ValueError(f"mean and std need one number for each of {self.channels} channels")
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be positive, not {self.std}")
+        if self.size < 1 or self.pad < 0 or self.stored < self.size:
+            raise ValueError(f"cannot see {self.size} pixels of {self.stored}, padded by {self.pad}")
+
+    @property
+    def stored(self) -> int:
+        """Side of an image as it is kept, before padding and cropping."""
+        return self.size if self.resize is None else self.resize
+
+    @property
+    def room(self) -> int:
+        """How far a training crop can move."""
+        return self.stored + 2 * self.pad - self.size
+
+    @property
+    def centre(self) -> int:
+        """Where the crop begins that evaluation looks at."""
+        return round((self.stored - self.size) / 2)
+
+    def constants(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Scale and shift that normalise an image of bytes: scale * image + shift."""
+        mean, std = (torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1) for values in (self.mean, self.std))
+        return (1 / (255 * std)).to(device, torch.float32), (-mean / std).to(device, torch.float32)
+
+
+def normalised(
+    images: UInt8[Tensor, "n channels height width"],
+    constants: tuple[Tensor, Tensor],
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+) -> Float[Tensor, "n channels height width"]:
+    """Turn bytes into the numbers that a network sees; the arithmetic is float32 whatever comes out."""
+    scale, shift = constants
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.addcmul(shift, images.contiguous(memory_format=layout), scale).to(dtype)
+
+
+def fitted(
+    images: UInt8[Tensor, "n channels height width"], transform: Transform
+) -> UInt8[Tensor, "n seen stored stored"]:
+    """Bring images of any size, grey or coloured, to the size and channels that a transform starts from."""
+    if images.shape[1] == transform.channels and images.shape[2:] == (transform.stored, transform.stored):
+        return images
+    if not len(images):
+        return images.new_empty(0, transform.channels, transform.stored, transform.stored)
+    return torch.cat([_fitted(part, transform) for part in images.split(CHUNK)])
+
+
+def _fitted(images: Tensor, transform: Transform) -> Tensor:
+    if images.shape[1] != transform.channels:
+        if images.shape[1] == 1:
+            images = images.expand(-1, transform.channels, -1, -1)
+        else:
+            images = optional_module("torchvision.transforms.v2.functional").rgb_to_grayscale(images)
+    if images.shape[2:] != (transform.stored, transform.stored):
+        resize = optional_module("torchvision.transforms.v2.functional").resize
+        images = resize(images, [transform.stored, transform.stored], antialias=transform.antialias)
+    return images
+
+
+def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored stored"]:
+    """Read an image file and bring it to the size and channels that a transform starts from."""
+    pillow = optional_module("PIL.Image")
+    try:
+        with pillow.open(path) as picture:
+            pixels = np.array(picture.convert("RGB" if transform.channels == 3 else "L"))
+    except FileNotFoundError:
+        raise
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files of various formats
+        raise DamagedFileError(f"{path} is damaged: {error}") from error
+    image = torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1)
+    return fitted(image[None].contiguous(), transform)[0]
+
+
+def decoded(
+    paths: Sequence[Path], transform: Transform, cache: Path | None = None, workers: int | None = None
+) -> UInt8[Tensor, "n channels stored stored"]:
+    """Decode and resize many image files.
+
+    Args:
+        paths: the files.
+        transform: says what they are brought to.
+        cache: a folder that keeps the result; the next time it is mapped into memory instead of decoded. The name of
+            the kept file depends on names, sizes and times of the images, so changed images are decoded again.
+        workers: threads; by default one for each processor.
+    """
+    shape = (len(paths), transform.channels, transform.stored, transform.stored)
+    if cache is None:
+        images = np.empty(shape, np.uint8)
+        _decode_into(images, paths, transform, workers)
+        return torch.from_numpy(images)
+    kept = cache / f"{_fingerprint(paths, transform)}.npy"
+    if not kept.exists():
+        with locked(kept):
+            if not kept.exists():
+                with _written_whole(kept) as temporary:
+                    images = np.lib.format.open_memmap(temporary, "w+", np.uint8, shape)
+                    _decode_into(images, paths, transform, workers)
+                    images.flush()
+    try:
+        # Copy on write: torch wants memory that may be written to, and the file stays as it is.
+        images = np.load(kept, mmap_mode="c", allow_pickle=False)
+        if images.shape != shape or images.dtype != np.uint8:
+            raise ValueError(f"it holds {images.dtype} {images.shape}")  # noqa: TRY301
+    except (ValueError, EOFError, OSError) as error:
+        raise DamagedFileError(f"{kept} is damaged ({error}); remove it and it will be made again") from error
+    return torch.from_numpy(images)
+
+
+def _decode_into(images: NDArray[np.uint8], paths: Sequence[Path], transform: Transform, workers: int | None) -> None:
+    def place(number: int) -> None:
+        images[number] = decode(paths[number], transform).numpy()
+
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:  # Pillow and torch let other threads run meanwhile
+        list(pool.map(place, range(len(paths))))
+
+
+def _fingerprint(paths: Sequence[Path], transform: Transform) -> str:
+    digest = hashlib.sha256(f"1 {transform.stored} {transform.channels} {transform.antialias}".encode())
+    for path in paths:
+        about = path.stat()
+        digest.update(f"\n{path.absolute()} {about.st_size} {about.st_mtime_ns}".encode())
+    return digest.hexdigest()[:24]
+
+
+@contextmanager
+def _written_whole(path: Path) -> Iterator[Path]:
+    """Give a temporary name to write under; the file gets its own name when all of it is on disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,54 @@
+"""Fashion-MNIST: clothes in MNIST's format.
+
+The IDX files, compressed or not, lie in `fashion-mnist/`, in torchvision's `FashionMNIST/raw/`, or where the Debian
+package `dataset-fashion-mnist` puts them.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
+from fedlas.data.base.fetching import Source
+from fedlas.data.base.formats import read_idx
+from fedlas.data.base.images import Transform
+
+ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+
+
+class FashionMNIST(AbstractDataset):
+    """Clothes, 28 x 28, grey: 60,000 for training and 10,000 for testing."""
+
+    name = "fashion_mnist"
+    title = "Fashion-MNIST"
+    citation = "Xiao et al., Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms, 2017."
+    num_classes = 10
+    transform = Transform(size=28, channels=1, mean=(0.2860,), std=(0.3530,), pad=2, flip=True)
+    sizes: ClassVar = {"train": 60_000, "test": 10_000}
+    per_class: ClassVar = {"train": (6000,) * 10, "test": (1000,) * 10}
+    # Debian compresses the files again, so only what they hold has the same MD5 everywhere.
+    debian: ClassVar[str] = "/usr/share/datasets/fashion-mnist"
+    files: ClassVar[dict[str, tuple[str, str]]] = {
+        "train-images-idx3-ubyte": ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+        "train-labels-idx1-ubyte": ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
+        "t10k-images-idx3-ubyte": ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
+        "t10k-labels-idx1-ubyte": ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
+    }
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        words = "T-shirt/top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
+        return tuple(words.split(","))
+
+    def read(self, part: str) -> Part:
+        prefix = "train" if part == "train" else "t10k"
+        images, labels = (self._array(f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+        return Part(as_images(images[:, None]), as_labels(labels))
+
+    def _array(self, name: str) -> NDArray[np.uint8]:
+        published, content = self.files[name]
+        folders = ("fashion-mnist", "FashionMNIST/raw", self.debian)
+        places = [f"{folder}/{name}{end}" for folder in folders for end in ("", ".gz")]
+        path = self.first_file(places, Source((f"{ADDRESS}/{name}.gz",), published), "fashion-mnist")
+        return read_idx(path, content)

@@ -1,0 +1,171 @@
+"""Anyone's own images: a class per directory, or a table of paths and labels.
+
+    PATH/cat/1.png, PATH/dog/2.png ...          a seed holds out a tenth of each class; a fixed tenth is for testing
+    PATH/train/cat/1.png, PATH/test/dog/2.png   the splits are as given; without `val/` a tenth of `train/` is held out
+    PATH.csv with columns path, label and perhaps split; paths are relative to the file
+
+Classes are numbered in the order of their names, or of `class_names` if it is given. The split "all" holds every image.
+"""
+
+import csv
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, NamedTuple, Unpack
+
+import torch
+
+from fedlas.data.base import (
+    AbstractDataset,
+    Common,
+    NormalisationName,
+    Part,
+    Split,
+    as_labels,
+    held_out_of_each_class,
+    large_transform,
+    one_of,
+)
+from fedlas.data.base.fetching import DamagedFileError, MissingFileError
+
+IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+GIVEN = ("train", "val", "test")
+
+
+class _Row(NamedTuple):
+    path: Path
+    label: str
+    split: str
+
+
+class Folder(AbstractDataset):
+    """Images of your own: a class per directory, or a CSV file with path and label.
+
+    Args:
+        path: the directory or the CSV file; relative ones are looked for here first, then below the root.
+        class_names: names in the order of their class numbers, for a network that knows more classes than are here.
+        image_size: side of the square that the network sees.
+        resize: side of the square that images are brought to before they are cropped; by default a little larger.
+        normalisation: "imagenet", or "half" for networks that expect values from -1 to 1.
+        flip: whether training mirrors every other image.
+        antialias: whether resizing blurs before it makes images smaller.
+        common: root, seed, download and progress, as for every data set.
+    """
+
+    name = "folder"
+    citation = "Your own data."
+    splits = (*GIVEN, "all")
+    resident = False
+    stratified: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        path: str | Path,
+        class_names: Sequence[str] | None = None,
+        image_size: int = 224,
+        resize: int | None = None,
+        normalisation: NormalisationName = "imagenet",
+        flip: bool = True,
+        antialias: bool = True,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        here = Path(path).expanduser()
+        self.path = here.absolute() if here.exists() else self.root / here
+        self.transform = large_transform(image_size, resize, normalisation, antialias, flip)
+        self._names = None if class_names is None else tuple(map(str, class_names))
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        """What tables call it."""
+        return self.path.stem
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        """How many classes there are, or were named."""
+        return len(self.class_names)
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """The names given, or those found, in order."""
+        found = {row.label for row in self._rows}
+        if self._names is None:
+            return tuple(sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found))
+        strangers = sorted(found - set(self._names))
+        if strangers:
+            raise ValueError(f"{self.path} has classes that class_names lacks: {', '.join(strangers)}")
+        return self._names
+
+    @cached_property
+    def _rows(self) -> list[_Row]:
+        if not self.path.exists():
+            raise MissingFileError(f"{self.path} is not there: give a directory with a class per directory, or a CSV")
+        rows = _rows_of_table(self.path) if self.path.is_file() else _rows_of_directory(self.path)
+        if not rows:
+            raise MissingFileError(f"{self.path} has no images in it: put them into a directory for each class")
+        missing = [row.path for row in rows if not row.path.exists()]
+        if missing:
+            raise MissingFileError(f"{len(missing)} images of {self.path} are not there, such as {missing[0]}")
+        return rows
+
+    def read(self, part: str) -> Part:
+        """Read the rows that a split was given, or all of them."""
+        chosen = [n for n, row in enumerate(self._rows) if part in {row.split, "all"}]
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        labels = as_labels([numbers[self._rows[n].label] for n in chosen])
+        return Part(tuple(self._rows[n].path for n in chosen), labels, torch.tensor(chosen, dtype=torch.int64))
+
+    def split(self, name: str) -> Split:
+        one_of("split", name, self.splits)
+        given = {row.split for row in self._rows}
+        pooled = given == {""}
+        wanted = "all" if pooled or name == "all" else "train" if name == "val" and "val" not in given else name
+        if not pooled and wanted != "all" and wanted not in given:
+            raise MissingFileError(f"{self.path} has no {wanted} split; it has {', '.join(sorted(given))}")
+        part = self.part(wanted)
+        assert part.index is not None
+        whole = Split(name, part.images, part.labels, part.index, self.class_names, self.name)
+        if name == "all" or wanted in {"val", "test"} or (wanted == "train" and "val" in given):
+            return whole
+        rest = whole
+        if pooled:
+            # The seed of a run does not change what it is tested on.
+            places, test = held_out_of_each_class(whole.labels, 0, self.val_share)
+            if name == "test":
+                return whole.picked(test)
+            rest = whole.picked(places)
+        train, val = self.halves(rest.labels)
+        return rest.picked(train if name == "train" else val)
+
+
+def _rows_of_directory(folder: Path) -> list[_Row]:
+    if any(inside.is_dir() for name in GIVEN for inside in (folder / name).glob("*")):
+        return [row._replace(split=name) for name in GIVEN for row in _rows_below(folder / name)]
+    return _rows_below(folder)
+
+
+def _rows_below(folder: Path) -> list[_Row]:
+    classes = sorted(inside for inside in folder.glob("*") if inside.is_dir() and not inside.name.startswith("."))
+    files = [(path, inside.name) for inside in classes for path in sorted(inside.rglob("*"))]
+    return [_Row(path, label, "") for path, label in files if path.suffix.lower() in IMAGES]
+
+
+def _rows_of_table(file: Path) -> list[_Row]:
+    with file.open(newline="", encoding="utf-8-sig") as text:
+        table = csv.DictReader(text, skipinitialspace=True)
+        columns = table.fieldnames or []
+        if not {"path", "label"} <= set(columns):
+            raise DamagedFileError(f"{file} needs the columns path and label; it has {', '.join(columns) or 'none'}")
+        rows = []
+        for number, row in enumerate(table, 2):
+            path, label, split = row["path"], row["label"], (row.get("split") or "").strip()
+            if not path or not label or None in row:
+                raise DamagedFileError(f"{file}: line {number} does not have a cell for each column")
+            rows.append(_Row(file.parent / path.strip(), label.strip(), split))
+    strangers = sorted({row.split for row in rows} - {*GIVEN, ""})
+    if strangers or len({bool(row.split) for row in rows}) > 1:
+        raise DamagedFileError(
+            f"{file}: split is train, val or test in every row, or in none; found {strangers or 'gaps'}"
+        )
+    return rows

@@ -1,0 +1,171 @@
+"""Large images, read from files while the network trains: torchvision, worker processes, pinned memory.
+
+Workers decode, resize, crop and mirror bytes; normalisation happens on the device, so that a quarter of the memory
+travels. The draws are those of `Resident`: functions of (seed, epoch, sample), whatever the number of workers, so both
+ways to the same image give the same image.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from fedlas.data.base import Sample, Split, share_of_batch
+from fedlas.data.base.images import Transform, decode, fitted, normalised, optional_module
+from fedlas.data.base.keyed import crops, order
+
+Place = tuple[int, int]  # epoch, position in the split: what a worker is asked for
+
+
+class Loader:
+    """Batches of a split, read in the background.
+
+    `index` in a batch is the position in the split when training, and in the data set's own order otherwise.
+    In training, `world` ranks share each batch; otherwise they share the samples, none of which is seen twice.
+
+    Args:
+        split: image files, or images as bytes.
+        transform: of the data set that the network is trained on, also for images from elsewhere.
+        batch_size: samples in a batch of all ranks together when training, of one rank otherwise.
+        train: whether to augment, and to visit the samples in a new order each epoch.
+        seed: decides augmentation and order.
+        device: where batches go.
+        dtype: of the images that come out.
+        channels_last: memory layout of the images that come out.
+        drop_last: leave out a last batch that is not full.
+        rank: which of the ranks this is.
+        world: how many ranks there are.
+        workers: processes that read; 0 reads in this one.
+        cache: a folder that keeps decoded and resized images; workers then read those.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        transform: Transform,
+        *,
+        batch_size: int,
+        train: bool,
+        seed: int = 1,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        drop_last: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        workers: int | None = None,
+        cache: str | Path | None = None,
+    ) -> None:
+        if cache is not None:
+            split = split.decoded(transform, cache=cache)
+        self.split, self.transform, self.train = split, transform, train
+        self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
+        self._constants = transform.constants(device)
+        self._places = _Places(
+            len(split), batch_size=batch_size, train=train, seed=seed, drop_last=drop_last, rank=rank, world=world
+        )
+        workers = (os.cpu_count() or 1) if workers is None else workers
+        pinned = self.device.type == "cuda"
+        self._loader: DataLoader[Any] = DataLoader(
+            _Crops(split, transform, train, seed),
+            batch_sampler=self._places,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            pin_memory=pinned,
+            persistent_workers=workers > 0,
+            worker_init_fn=_seed_worker,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass."""
+        self._places.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Sample]:
+        for images, labels, index in self._loader:
+            there = [tensor.to(self.device, non_blocking=True) for tensor in (images, labels, index)]
+            seen = normalised(there[0], self._constants, self.dtype, self.channels_last)
+            yield Sample(seen, there[1], there[2])
+
+
+class _Places(Sampler[list[Place]]):
+    """Which samples make up which batch; the epoch travels with them, so workers may live on."""
+
+    def __init__(
+        self, samples: int, *, batch_size: int, train: bool, seed: int, drop_last: bool, rank: int, world: int
+    ) -> None:
+        self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
+        self.train, self.seed = train, seed
+        self.rank, self.world, self.epoch = rank, world, 0
+
+    def _batches(self) -> tuple[Tensor, ...]:
+        if self.train:
+            places = order(self.samples, self.seed, self.epoch)
+        else:
+            places = share_of_batch(torch.arange(self.samples), self.rank, self.world)
+        batches = places.split(self.batch_size) if len(places) else ()
+        if self.drop_last and batches and len(batches[-1]) < self.batch_size:
+            batches = batches[:-1]
+        return batches
+
+    def __len__(self) -> int:
+        return len(self._batches())
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        epoch = self.epoch
+        for whole in self._batches():
+            part = share_of_batch(whole, self.rank, self.world) if self.train else whole
+            yield [(epoch, place) for place in part.tolist()]
+
+
+class _Crops(Dataset[Any]):
+    """Cropped and mirrored bytes, a whole batch at a time."""
+
+    def __init__(self, split: Split, transform: Transform, train: bool, seed: int) -> None:
+        self.split, self.transform, self.train, self.seed = split, transform, train, seed
+
+    def __getitems__(self, places: list[Place]) -> tuple[Tensor, Tensor, Tensor]:
+        index = torch.tensor([place for _, place in places], dtype=torch.int64)
+        size, centre = self.transform.size, self.transform.centre
+        if self.train and places:
+            drawn = crops(index, self.seed, places[0][0], self.transform.room, self.transform.flip)
+            tops, lefts, mirrored = (values.tolist() for values in drawn)
+        else:
+            tops, lefts, mirrored = [centre] * len(index), [centre] * len(index), [False] * len(index)
+        images = torch.empty(len(index), self.transform.channels, size, size, dtype=torch.uint8)
+        for number, place in enumerate(index.tolist()):
+            images[number] = self._cropped(place, tops[number], lefts[number], mirrored[number])
+        return images, self.split.labels[index], index if self.train else self.split.index[index]
+
+    def _cropped(self, place: int, top: int, left: int, mirrored: bool) -> UInt8[Tensor, "channels size size"]:
+        tools = optional_module("torchvision.transforms.v2.functional")
+        images = self.split.images
+        if isinstance(images, Tensor):
+            image = fitted(images[place : place + 1], self.transform)[0]
+        else:
+            image = decode(images[place], self.transform)
+        # The crop of a padded image begins outside of it; torchvision's crop fills with black there.
+        border = self.transform.pad if self.train else 0
+        cropped: Tensor = tools.crop(image, top - border, left - border, self.transform.size, self.transform.size)
+        return cropped.flip(-1) if mirrored else cropped
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _seed_worker(number: int) -> None:
+    """Seed the generators that code running in a worker might use; torch has seeded its own."""
+    seed = torch.initial_seed() % (1 << 32)
+    random.seed(seed + number)
+    np.random.seed((seed + number) % (1 << 32))  # noqa: NPY002

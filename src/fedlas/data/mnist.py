@@ -1,0 +1,51 @@
+"""MNIST: handwritten digits in IDX files, compressed or not, in `mnist/` or torchvision's `MNIST/raw/`."""
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
+from fedlas.data.base.fetching import Source
+from fedlas.data.base.formats import read_idx
+from fedlas.data.base.images import Transform
+
+# The author's own address often refuses; the other one is PyTorch's copy.
+ADDRESSES = ("https://ossci-datasets.s3.amazonaws.com/mnist", "http://yann.lecun.com/exdb/mnist")
+
+
+class MNIST(AbstractDataset):
+    """Handwritten digits, 28 x 28, grey: 60,000 for training and 10,000 for testing."""
+
+    name = "mnist"
+    title = "MNIST"
+    citation = "LeCun et al., Gradient-Based Learning Applied to Document Recognition, Proceedings of the IEEE 1998."
+    num_classes = 10
+    transform = Transform(size=28, channels=1, mean=(0.1307,), std=(0.3081,), pad=2)
+    sizes: ClassVar = {"train": 60_000, "test": 10_000}
+    per_class: ClassVar = {
+        "train": (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949),
+        "test": (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009),
+    }
+    # MD5 of the file as it is published, and of what it holds.
+    files: ClassVar[dict[str, tuple[str, str]]] = {
+        "train-images-idx3-ubyte": ("f68b3c2dcbeaaa9fbdd348bbdeb94873", "6bbc9ace898e44ae57da46a324031adb"),
+        "train-labels-idx1-ubyte": ("d53e105ee54ea40749a09fcbcd1e9432", "a25bea736e30d166cdddb491f175f624"),
+        "t10k-images-idx3-ubyte": ("9fb629c4189551a2d022fa330f9573f3", "2646ac647ad5339dbf082846283269ea"),
+        "t10k-labels-idx1-ubyte": ("ec29112dd5afa0611ce80d1b7f02629c", "27ae3e4e09519cfbb04c329615203637"),
+    }
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return tuple("0123456789")
+
+    def read(self, part: str) -> Part:
+        prefix = "train" if part == "train" else "t10k"
+        images, labels = (self._array(f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+        return Part(as_images(images[:, None]), as_labels(labels))
+
+    def _array(self, name: str) -> NDArray[np.uint8]:
+        published, content = self.files[name]
+        places = [f"{folder}/{name}{end}" for folder in ("mnist", "MNIST/raw") for end in ("", ".gz")]
+        source = Source(tuple(f"{address}/{name}.gz" for address in ADDRESSES), published)
+        return read_idx(self.first_file(places, source, "mnist"), content)

@@ -1,0 +1,139 @@
+"""A split that lives on the training device as bytes, and gives augmented, normalised batches from there.
+
+    bytes on the device, black border around them ─► rows and columns of each crop ─► scale, shift
+
+The augmentation is torchvision's RandomCrop(size, padding) and RandomHorizontalFlip in distribution, but a function of
+(seed, epoch, sample): no batch, rank or device changes it. The draws of an epoch are made for all samples at once by
+`set_epoch`, in place, so that `batch` is six small kernels, has fixed shapes, never waits for the device, and can be
+compiled or captured in a CUDA graph; a captured `batch` follows when `set_epoch` or `refill` is called outside.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from fedlas.data.base import Sample, Split, share_of_batch
+from fedlas.data.base.images import Transform, normalised
+from fedlas.data.base.keyed import Number, crops, order
+
+
+class Resident:
+    """A split on a device, ready to be taken in batches.
+
+    Args:
+        split: images as bytes, or image files, which are then decoded.
+        transform: of the data set that the network is trained on, also for images from elsewhere.
+        train: whether to augment, and to visit the samples in a new order each epoch.
+        seed: decides augmentation and order.
+        device: where the images live.
+        dtype: of the images that come out.
+        channels_last: memory layout of the images that come out.
+        cache: a folder that keeps decoded image files for the next time.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        transform: Transform,
+        *,
+        train: bool,
+        seed: int = 1,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        cache: str | Path | None = None,
+    ) -> None:
+        self.transform, self.train, self.cache = transform, train, cache
+        self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
+        self.seed = torch.full((), seed, dtype=torch.int64, device=device)
+        self.epoch = torch.zeros((), dtype=torch.int64, device=device)
+        self.images, self.labels, self.index = self._placed(split)
+        self._steps = torch.arange(transform.size, device=device)
+        self._constants = transform.constants(device)
+        # Of each sample: first row, first column, and the direction in which columns are read.
+        self._crops = torch.full((len(split), 3), transform.centre, dtype=torch.int64, device=device)
+        self._crops[:, 2] = 1
+        self.set_epoch(0)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def _placed(self, split: Split) -> tuple[Tensor, Tensor, Tensor]:
+        images = split.decoded(self.transform, cache=self.cache).images
+        assert isinstance(images, Tensor)
+        # Channels last: a crop then copies whole pixels.
+        images = images.to(self.device).permute(0, 2, 3, 1)
+        border = self.transform.pad if self.train else 0
+        images = functional.pad(images, (0, 0, border, border, border, border)).contiguous()
+        return images, split.labels.to(self.device), split.index.to(self.device)
+
+    def set_epoch(self, epoch: Number, seed: Number | None = None) -> None:
+        """Draw the crops of an epoch; numbers that are tensors on the device stay there.
+
+        Args:
+            epoch: number of the epoch.
+            seed: another seed from now on.
+        """
+        _set(self.epoch, epoch)
+        if seed is not None:
+            _set(self.seed, seed)
+        if not self.train:
+            return
+        places = torch.arange(len(self), device=self.device)
+        top, left, mirrored = crops(places, self.seed, self.epoch, self.transform.room, self.transform.flip)
+        last = self.transform.size - 1
+        self._crops.copy_(torch.stack([top, left + last * mirrored, 1 - 2 * mirrored.long()], dim=1))
+
+    def refill(self, split: Split, seed: int) -> None:
+        """Put another split of the same size in the place of this one, for another run with the same captured graph."""
+        if len(split) != len(self):
+            raise ValueError(f"{len(split)} samples cannot take the place of {len(self)}")
+        for here, there in zip((self.images, self.labels, self.index), self._placed(split), strict=True):
+            here.copy_(there)
+        self.set_epoch(0, seed)
+
+    def batch(self, index: Int[Tensor, " n"]) -> Float[Tensor, "n channels size size"]:
+        """Return the images at some positions of the split, as the network sees them in this epoch."""
+        top, left, direction = self._crops[index].unbind(1)
+        rows = top[:, None] + self._steps
+        columns = torch.addcmul(left[:, None], direction[:, None], self._steps)
+        pixels = self.images[index[:, None, None], rows[:, :, None], columns[:, None, :]]
+        return normalised(pixels.permute(0, 3, 1, 2), self._constants, self.dtype, self.channels_last)
+
+    def order(self) -> Int[Tensor, " n"]:
+        """Return the positions of all samples in the order of this epoch; in evaluation that is their own."""
+        if not self.train:
+            return torch.arange(len(self), device=self.device)
+        return order(len(self), self.seed, self.epoch, self.device)
+
+    def batches(self, batch_size: int, *, drop_last: bool = False, rank: int = 0, world: int = 1) -> Iterator[Sample]:
+        """Go through the split once.
+
+        `index` in a batch is the position in the split when training, and in the data set's own order otherwise.
+        In training, `world` ranks share each batch; otherwise they share the samples, none of which is seen twice.
+
+        Args:
+            batch_size: samples in a batch of all ranks together when training, of one rank otherwise.
+            drop_last: leave out a last batch that is not full.
+            rank: which of the ranks this is.
+            world: how many ranks there are.
+        """
+        places = self.order()
+        if not self.train:
+            places = share_of_batch(places, rank, world)
+        for whole in places.split(batch_size):
+            if drop_last and len(whole) < batch_size:
+                return
+            part = share_of_batch(whole, rank, world) if self.train else whole
+            yield Sample(self.batch(part), self.labels[part], part if self.train else self.index[part])
+
+
+def _set(tensor: Tensor, value: Number) -> None:
+    if isinstance(value, Tensor):
+        tensor.copy_(value)
+    else:
+        tensor.fill_(value)

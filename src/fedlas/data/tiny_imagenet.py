@@ -1,0 +1,70 @@
+"""Tiny ImageNet: 200 of ImageNet's classes at 64 x 64 pixels, as unpacked to `tiny-imagenet-200/`.
+
+The labels of its test images were never published, so its validation images are used for testing, as everywhere. They
+lie in one folder, and `val_annotations.txt` says what they show: a reader that takes folders for classes gets half a
+percent right. Class numbers are ranks of the WordNet numbers in `wnids.txt`; training images are ordered by class, then
+by name as text, on which the published splits depend.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+from fedlas.data.base import AbstractDataset, Part, as_labels, there
+from fedlas.data.base.fetching import DamagedFileError, Source
+from fedlas.data.base.formats import lines_of
+from fedlas.data.base.images import IMAGENET, Transform
+
+FOLDER = "tiny-imagenet-200"
+
+
+class TinyImageNet(AbstractDataset):
+    """Two hundred kinds of things, 64 x 64, coloured: 100,000 for training and 10,000 for testing."""
+
+    name = "tiny_imagenet"
+    title = "Tiny-ImageNet"
+    citation = "Le and Yang, Tiny ImageNet Visual Recognition Challenge, Stanford CS 231N 2015."
+    num_classes = 200
+    transform = Transform(size=64, channels=3, mean=IMAGENET[0], std=IMAGENET[1], pad=4, flip=True)
+    stratified = True
+    sizes: ClassVar = {"train": 100_000, "test": 10_000}
+    per_class: ClassVar = {"train": (500,) * 200, "test": (50,) * 200}
+    archive: ClassVar[Source] = Source(
+        ("http://cs231n.stanford.edu/tiny-imagenet-200.zip",), "90528d7ca1a48142e341f4ef8d21d0de"
+    )
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """WordNet numbers in their order; `words.txt` beside them explains each."""
+        file = self.unpacked(self.archive, FOLDER) / "wnids.txt"
+        names = sorted(lines_of(file))
+        if len(set(names)) != self.num_classes or len(names) != self.num_classes:
+            raise DamagedFileError(
+                f"{file} is damaged: {len(set(names))} classes, where {self.num_classes} are expected"
+            )
+        return tuple(names)
+
+    def read(self, part: str) -> Part:
+        folder = self.unpacked(self.archive, FOLDER)
+        return self._train(folder / "train") if part == "train" else self._test(folder / "val")
+
+    def _train(self, folder: Path) -> Part:
+        images, labels = [], []
+        for number, name in enumerate(self.class_names):
+            inside = sorted((folder / name / "images").glob("*.JPEG"), key=lambda path: path.name)
+            images += inside
+            labels += [number] * len(inside)
+        return Part(tuple(images), as_labels(labels))
+
+    def _test(self, folder: Path) -> Part:
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        file = folder / "val_annotations.txt"
+        images, labels = [], []
+        for line in lines_of(file):
+            name, _, rest = line.partition("\t")
+            wnid = rest.partition("\t")[0]
+            if wnid not in numbers:
+                raise DamagedFileError(f"{file} is damaged: the line {line!r} names no known class")
+            images.append(folder / "images" / name)
+            labels.append(numbers[wnid])
+        return Part(there(images, file), as_labels(labels))

@@ -1,0 +1,451 @@
+"""The official layouts are read as published, and what is damaged or malicious is named and refused."""
+
+import builtins
+import gzip
+import hashlib
+import pickle
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fedlas
+from data import twins
+from fedlas.data import DamagedFileError, MissingFileError, Resident
+from fedlas.data.base.formats import read_cifar_binary, read_cifar_pickle, read_idx
+
+
+def named(path: Path) -> str:
+    return re.escape(str(path))
+
+
+# IDX
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("shape", [(7,), (3, 4, 5)])
+def test_idx_is_read(tmp_path, compressed, shape):
+    array = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    path = tmp_path / ("a.gz" if compressed else "a")
+    twins.idx(path, array, compressed)
+    assert np.array_equal(read_idx(path), array)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 4, 9, 16, 40, 75])
+def test_a_truncated_idx_file_is_named(tmp_path, keep):
+    path = tmp_path / "images"
+    twins.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DamagedFileError, match=named(path)):
+        read_idx(path)
+
+
+def test_what_comes_after_an_idx_array_is_noticed(tmp_path):
+    path = tmp_path / "images"
+    twins.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(DamagedFileError, match="announces 3 x 4 x 5 bytes, and 61 follow"):
+        read_idx(path)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b[:30] + b"xxxx" + b[34:], lambda _: b"no gzip"])
+def test_a_damaged_compressed_file_is_named(tmp_path, damage):
+    path = tmp_path / "images.gz"
+    twins.idx(path, np.random.default_rng(0).integers(0, 256, (30, 40), np.uint8), compressed=True)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DamagedFileError, match=named(path)):
+        read_idx(path)
+
+
+def test_idx_of_other_numbers_is_refused(tmp_path):
+    (tmp_path / "a").write_bytes(struct.pack(">BBBBI", 0, 0, 13, 1, 1) + b"\0\0\0\0")
+    with pytest.raises(DamagedFileError, match="starts with 00 00 0d 01"):
+        read_idx(tmp_path / "a")
+
+
+def test_the_checksum_is_that_of_the_content(tmp_path, monkeypatch):
+    """Debian compresses the files anew, so the compressed bytes have another checksum there."""
+    data = twins.build("fashion_mnist", tmp_path, monkeypatch)
+    path = tmp_path / "fashion-mnist" / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), compresslevel=1, mtime=1))
+    assert len(data.split("train"))
+
+
+@pytest.mark.parametrize("folder", ["FashionMNIST/raw", "debian"])
+def test_other_places_are_searched(tmp_path, monkeypatch, folder):
+    data = twins.build("fashion_mnist", tmp_path, monkeypatch)
+    monkeypatch.setattr(type(data), "debian", str(tmp_path / "debian"))
+    (tmp_path / folder).parent.mkdir(exist_ok=True)
+    (tmp_path / "fashion-mnist").rename(tmp_path / folder)
+    assert len(data.split("test")) == 10 * twins.TEST
+
+
+def test_debians_folder_is_the_real_one():
+    """Seen in the file list of the package dataset-fashion-mnist 0.0~git20200523; conftest points it elsewhere."""
+    source = Path(fedlas.data.__file__).with_name("fashion_mnist.py").read_text(encoding="utf-8")
+    assert '"/usr/share/datasets/fashion-mnist"' in source
+
+
+def test_changed_pixels_are_noticed(tmp_path, monkeypatch):
+    data = twins.build("mnist", tmp_path, monkeypatch)
+    path = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(DamagedFileError, match=f"{named(path)} is damaged: the MD5 of its content"):
+        data.split("test")
+
+
+# CIFAR
+
+
+def test_cifar_records_are_red_green_blue_planes(tmp_path):
+    record = bytes([9, 7]) + bytes([1] * 1024) + bytes([2] * 1024) + bytes([3] * 1023) + b"\xff"
+    (tmp_path / "a").write_bytes(record * 2)
+    images, labels = read_cifar_binary(tmp_path / "a", 2)
+    assert labels.tolist() == [7, 7]
+    assert images.shape == (2, 3, 32, 32)
+    assert images[1, :, 0, 0].tolist() == [1, 2, 3]
+    assert images[1, 2, 31, 31] == 255
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 3073 + b"y"])
+def test_records_that_do_not_add_up_are_noticed(tmp_path, content):
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(DamagedFileError, match="no multiple of 3073"):
+        read_cifar_binary(tmp_path / "a", 1)
+
+
+def test_a_truncated_batch_is_named(tmp_path, monkeypatch):
+    data = twins.build("cifar10", tmp_path, monkeypatch)
+    path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
+    path.write_bytes(path.read_bytes()[:-3073])
+    with pytest.raises(DamagedFileError, match=f"{named(path)} is damaged: its MD5"):
+        data.split("train")
+    assert len(data.split("test"))
+
+
+def test_a_batch_that_is_missing_is_named(tmp_path, monkeypatch):
+    data = twins.build("cifar10", tmp_path, monkeypatch)
+    (tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin").unlink()
+    with pytest.raises(MissingFileError, match=r"data_batch_3\.bin is not there: remove .* and unpack it again"):
+        data.split("train")
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_the_pickled_version_equals_the_binary_one(tmp_path, monkeypatch, name):
+    binary = twins.build(name, tmp_path, monkeypatch).part("train")
+    twins.pickled_cifar(tmp_path, monkeypatch, name, protocol=4)
+    pickled = fedlas.build_data(name, root=tmp_path).part("train")
+    assert torch.equal(binary.images, pickled.images)
+    assert torch.equal(binary.labels, pickled.labels)
+
+
+def python2_pickle(images: np.ndarray, labels: list[int]) -> bytes:
+    """A batch as the Python 2 of 2009 pickled it: strings are bytes, numpy's module has its old name."""
+
+    def text(word: bytes) -> bytes:
+        return b"U" + bytes([len(word)]) + word
+
+    def number(n: int) -> bytes:
+        return b"J" + struct.pack("<i", n)
+
+    dtype = b"cnumpy\ndtype\n" + text(b"u1") + number(0) + number(1) + b"\x87R"
+    dtype += b"(" + number(3) + text(b"|") + b"NNN" + number(-1) + number(-1) + number(0) + b"tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n" + number(0) + b"\x85" + text(b"b") + b"\x87R"
+    content = b"T" + struct.pack("<i", images.size) + images.tobytes()
+    shape = b"".join(map(number, images.shape)) + b"\x86"
+    array += b"(" + number(1) + shape + dtype + b"\x89" + content + b"tb"
+    items = text(b"data") + array + text(b"labels") + b"](" + b"".join(map(number, labels)) + b"e"
+    return b"\x80\x02}(" + items + b"u."
+
+
+def test_a_pickle_of_python_2_is_read(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (4, 3072), np.uint8)
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(python2_pickle(images, [3, 1, 4, 1]))
+    read, labels = read_cifar_pickle(path, "labels", twins.md5(path))
+    assert np.array_equal(read.reshape(4, 3072), images)
+    assert labels.tolist() == [3, 1, 4, 1]
+
+
+class Evil:
+    """Runs a function when it is unpickled."""
+
+    def __init__(self, function, *arguments):
+        self.made = function, arguments
+
+    def __reduce__(self):
+        return self.made
+
+
+EVIL = {
+    "exec": Evil(builtins.exec, "raise SystemExit('ran')"),
+    "open": Evil(builtins.open, "/dev/null", "w"),
+    "getattr": Evil(builtins.getattr, "a", "upper"),
+    "numpy function": Evil(np.fromfile, "/dev/null"),
+    "class": np.random.default_rng,
+    "inside": {"data": [Evil(builtins.exec, "raise SystemExit('ran')")]},
+    "set": {1, 2},
+    "object array": np.array([Evil(builtins.exec, "raise SystemExit('ran')")], dtype=object),
+}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("payload", EVIL)
+def test_a_malicious_pickle_does_nothing(tmp_path, payload, protocol):
+    """Even when its checksum is the one we expect."""
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps(EVIL[payload], protocol))
+    with pytest.raises(DamagedFileError, match=f"{named(path)} (asks for .* it is not unpickled|holds a set)"):
+        read_cifar_pickle(path, "labels", twins.md5(path))
+
+
+def test_a_pickle_with_another_checksum_is_not_even_opened(tmp_path, monkeypatch):
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps({"data": 1}))
+    monkeypatch.setattr("fedlas.data.base.formats.plain_unpickled", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(DamagedFileError, match="its MD5 is"):
+        read_cifar_pickle(path, "labels", "0" * 32)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no pickle",
+        pickle.dumps([1, 2]),
+        pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}),
+        pickle.dumps({"data": np.zeros((2, 3072), np.float32), "labels": [1, 2]}),
+        pickle.dumps({"data": np.zeros((2, 3071), np.uint8), "labels": [1, 2]}),
+        pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2, 3]}),
+        pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": ["a", "b"]}),
+        pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 2]})[:-40],
+    ],
+)
+def test_a_pickle_that_is_no_batch_is_named(tmp_path, content):
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=named(path)):
+        read_cifar_pickle(path, "labels", twins.md5(path))
+
+
+# SVHN
+
+
+def test_ten_is_the_digit_zero(tmp_path, monkeypatch):
+    images, labels = twins.labelled(twins.TEST, 10, (32, 32, 3), 1)
+    test = twins.build("svhn", tmp_path, monkeypatch).split("test")
+    assert test.labels.tolist() == labels.tolist()
+    assert np.array_equal(test.images.permute(0, 2, 3, 1).numpy(), images)
+
+
+def test_a_changed_mat_file_is_named(tmp_path, monkeypatch):
+    data = twins.build("svhn", tmp_path, monkeypatch)
+    path = tmp_path / "svhn" / "test_32x32.mat"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DamagedFileError, match=f"{named(path)} is damaged: its MD5"):
+        data.split("test")
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 500])
+def test_a_mat_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, content):
+    data = twins.build("svhn", tmp_path, monkeypatch)
+    path = tmp_path / "svhn" / "test_32x32.mat"
+    path.write_bytes(content)
+    monkeypatch.setattr(type(data), "files", {path.name: twins.md5(path)})
+    with pytest.raises(DamagedFileError, match=named(path)):
+        data.split("test")
+
+
+def rebuilt(tmp_path, monkeypatch, **changes):
+    cls = twins.expect(monkeypatch, "svhn", 10)
+    images, labels = twins.labelled(twins.TEST, 10, (32, 32, 3), 1)
+    monkeypatch.setattr(cls, "rebuilt_md5", hashlib.md5(images.tobytes()).hexdigest())
+    (tmp_path / "svhn_rebuilt").mkdir()
+    np.savez(tmp_path / "svhn_rebuilt" / "test.npz", **({"images": images, "labels": labels} | changes))
+    return images, labels, fedlas.build_data("svhn", root=tmp_path, download=False)
+
+
+def test_the_rebuilt_crops_are_read_and_called_so(tmp_path, monkeypatch):
+    images, labels, data = rebuilt(tmp_path, monkeypatch)
+    assert data.title == "SVHN (rebuilt crops)"
+    assert np.array_equal(data.split("test").images.permute(0, 2, 3, 1).numpy(), images)
+    assert data.split("test").labels.tolist() == labels.tolist()
+    with pytest.raises(MissingFileError, match=r"put train_32x32\.mat into"):
+        data.split("train")
+
+
+def test_the_official_file_goes_before_the_rebuilt_crops(tmp_path, monkeypatch):
+    _, _, data = rebuilt(tmp_path, monkeypatch)
+    twins.svhn(tmp_path, monkeypatch)
+    (tmp_path / "svhn_rebuilt" / "test.npz").write_bytes(b"")
+    assert data.title == "SVHN"
+    assert len(data.split("test"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"images": np.zeros((60, 32, 32, 3), np.uint8)},
+        {"images": np.zeros((60, 3, 32, 32), np.uint8)},
+        {"images": np.zeros((60, 32, 32, 3), np.float32)},
+        {"images": np.array([None] * 60)},
+    ],
+)
+def test_damaged_rebuilt_crops_are_named(tmp_path, monkeypatch, changes):
+    _, _, data = rebuilt(tmp_path, monkeypatch, **changes)
+    with pytest.raises(DamagedFileError, match=named(tmp_path / "svhn_rebuilt" / "test.npz")):
+        data.split("test")
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing"])
+def test_an_archive_that_is_none_is_named(tmp_path, monkeypatch, content):
+    _, _, data = rebuilt(tmp_path, monkeypatch)
+    (tmp_path / "svhn_rebuilt" / "test.npz").write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"test\.npz is damaged"):
+        data.split("test")
+
+
+# Tiny ImageNet
+
+
+def test_tiny_classes_are_ranks_of_their_names(tmp_path, monkeypatch):
+    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    assert data.class_names == ("n01", "n02", "n03")
+    part = data.part("train")
+    assert part.labels.tolist() == sorted(part.labels.tolist())
+    for path, label in zip(part.images, part.labels.tolist(), strict=True):
+        assert path.parts[-3] == data.class_names[label]
+    # As text, 10 comes before 2; the published splits count in this order.
+    assert [path.stem for path in part.images[:4]] == ["n01_0", "n01_1", "n01_10", "n01_11"]
+
+
+def test_tiny_test_labels_come_from_the_annotations(tmp_path, monkeypatch):
+    """Someone who takes the folder `val/images` for a class gets one class, and 0.5 % right."""
+    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    test = data.split("test")
+    assert test.labels.tolist() == [1, 0, 2] * twins.TEST
+    assert [path.stem for path in test.images[:3]] == ["val_0", "val_1", "val_2"]
+
+
+def test_grey_images_become_coloured(tmp_path, monkeypatch):
+    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    split = data.split("train").decoded(data.transform)
+    assert split.images.shape[1:] == (3, 64, 64)
+    grey = [n for n, path in enumerate(data.split("train").images) if path.stem.endswith("_3")]
+    for n in grey:
+        assert torch.equal(split.images[n, 0], split.images[n, 2])
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda _: b"", lambda _: b"no image"])
+def test_a_damaged_image_is_named(tmp_path, monkeypatch, damage):
+    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    path = tmp_path / "tiny-imagenet-200" / "val" / "images" / "val_4.JPEG"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DamagedFileError, match=f"{named(path)} is damaged"):
+        Resident(data.split("test"), data.transform, train=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "val" / "images" / "val_4.JPEG").unlink(), r"1 images of .*val_4\.JPEG"),
+        (lambda f: (f / "val" / "val_annotations.txt").unlink(), r"val_annotations\.txt is not there"),
+        (lambda f: (f / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn99\t0\n"), "names no known class"),
+        (lambda f: (f / "val" / "val_annotations.txt").write_bytes(b"\xff\xfe"), r"val_annotations\.txt is damaged"),
+        (lambda f: (f / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn01\t0\n"), "1 samples, where 18"),
+        (lambda f: (f / "wnids.txt").write_text("n01\nn02\nn02\n"), r"wnids\.txt is damaged: 2 classes, where 3"),
+    ],
+)
+def test_damage_to_tiny_imagenet_is_named(tmp_path, monkeypatch, change, message):
+    data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
+    change(tmp_path / "tiny-imagenet-200")
+    with pytest.raises((DamagedFileError, MissingFileError), match=message):
+        data.split("test")
+
+
+# CUB and Aircraft
+
+
+def test_cub_follows_its_lists(tmp_path, monkeypatch):
+    data = twins.build("cub200", tmp_path, monkeypatch)
+    assert data.class_names == ("Bird_0", "Bird_1", "Bird_2")
+    each = twins.TRAIN + twins.TEST
+    test = data.split("test")
+    assert test.index.tolist() == [c * each + n for c in range(3) for n in range(twins.TEST)]
+    assert test.labels.tolist() == [n // each for n in test.index.tolist()]
+    assert all(path.stem == f"bird_{n}" for path, n in zip(test.images, test.index.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "train_test_split.txt").write_text("1 1\n"), "do not list the same images"),
+        (lambda f: (f / "classes.txt").write_text("one\n"), r"classes\.txt is damaged: the line 'one'"),
+        (lambda f: (f / "images.txt").unlink(), r"images\.txt is not there"),
+        (lambda f: (f / "images" / "002.Bird_1" / "bird_40.jpg").unlink(), r"1 images of .*bird_40\.jpg"),
+    ],
+)
+def test_damage_to_cub_is_named(tmp_path, monkeypatch, change, message):
+    data = twins.build("cub200", tmp_path, monkeypatch)
+    change(tmp_path / "CUB_200_2011")
+    with pytest.raises((DamagedFileError, MissingFileError), match=message):
+        data.split("train")
+
+
+def test_aircraft_variants_are_in_order(tmp_path, monkeypatch):
+    data = twins.build("aircraft", tmp_path, monkeypatch)
+    assert data.class_names == ("707-320", "A300B4", "F/A-18 x")
+    assert data.part("train").labels[:3].tolist() == [1, 0, 2]
+    assert len(data.split("train")) + len(data.split("val")) == 3 * twins.TRAIN
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "images_variant_trainval.txt").write_text("0000000 Concorde\n"), "names no known variant"),
+        (lambda f: (f / "variants.txt").write_text("a\nb\n"), r"variants\.txt is damaged: 2 variants, where 3"),
+        (lambda f: (f / "images" / "0000004.jpg").unlink(), r"1 images of .*0000004\.jpg"),
+    ],
+)
+def test_damage_to_aircraft_is_named(tmp_path, monkeypatch, change, message):
+    data = twins.build("aircraft", tmp_path, monkeypatch)
+    change(tmp_path / "fgvc-aircraft-2013b" / "data")
+    with pytest.raises(DamagedFileError, match=message):
+        data.split("train")
+
+
+@pytest.mark.parametrize("name", ["cub200", "aircraft"])
+def test_selection_on_test_has_to_be_asked_for(tmp_path, monkeypatch, name):
+    data = twins.build(name, tmp_path, monkeypatch)
+    assert data.split("val").labels.bincount().tolist() == [twins.TRAIN // 10] * 3
+    assert not set(data.split("val").images) & set(data.split("test").images)
+    options = {"image_size": 24, "resize": 28, "root": tmp_path}
+    official = fedlas.build_data(name, selection="official", **options)
+    assert official.split("val").images == official.split("test").images
+    assert len(official.split("train")) == 3 * twins.TRAIN
+    with pytest.raises(ValueError, match="no selection is called 'test'"):
+        fedlas.build_data(name, selection="test", **options)
+    with pytest.raises(ValueError, match="no normalisation is called 'halve'; did you mean 'half'"):
+        fedlas.build_data(name, normalisation="halve", **options)
+
+
+@pytest.mark.parametrize("name", ["cub200", "aircraft"])
+def test_photographs_are_cropped_as_published(name):
+    default = fedlas.build_data(name).transform
+    assert (default.size, default.resize, default.pad, default.flip) == (384, 448, 0, True)
+    assert default.mean == (0.485, 0.456, 0.406)
+    small = fedlas.build_data(name, image_size=224).transform
+    assert (small.size, small.resize, small.centre) == (224, 256, 16)
+    assert fedlas.build_data(name, normalisation="half").transform.std == (0.5, 0.5, 0.5)
+
+
+def test_images_are_resized_whatever_their_shape(tmp_path):
+    Image.fromarray(np.full((10, 40, 3), 200, np.uint8)).save(tmp_path / "a.png")
+    from fedlas.data.base.images import Transform, decode
+
+    transform = Transform(size=6, resize=8, channels=1, mean=(0.5,), std=(0.5,))
+    assert torch.equal(decode(tmp_path / "a.png", transform), torch.full((1, 8, 8), 200, dtype=torch.uint8))

@@ -1,0 +1,316 @@
+"""Files are fetched once, whole, and checked; what goes wrong says what to do."""
+
+import gzip
+import hashlib
+import http.server
+import io
+import multiprocessing
+import re
+import socket
+import tarfile
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fedlas
+from data import twins
+from fedlas.data import DamagedFileError, MissingFileError
+from fedlas.data.base import fetching
+from fedlas.data.base.fetching import Source, fetch, locked, md5_of, unpack
+
+# Python 3.12 and later warn of any fork in a process with threads; the children only fetch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+CONTENT = bytes(range(256)) * 2000
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves bytes, with ranges if wanted, and breaks off when told to."""
+
+    def do_GET(self):
+        server = self.server
+        server.asked.append((self.path, self.headers.get("Range")))
+        content = server.files.get(self.path)
+        if content is None:
+            self.send_error(404)
+            return
+        start = 0
+        if server.ranges and (wanted := self.headers.get("Range")):
+            start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])
+            if start >= len(content):
+                self.send_error(416)
+                return
+        self.send_response(206 if start else 200)
+        if server.lengths:
+            self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        time.sleep(server.delay)
+        stop = start + server.break_after.pop(0) if server.break_after else len(content)
+        self.wfile.write(content[start:stop])
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.files, made.asked, made.break_after = {"/a.bin": CONTENT}, [], []
+    made.ranges, made.lengths, made.delay = True, True, 0.0
+    made.url = f"http://127.0.0.1:{made.server_port}"
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def source(server, path="/a.bin", md5=None):
+    return Source((server.url + path,), md5 or hashlib.md5(server.files.get(path, b"")).hexdigest())
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+def test_a_file_is_fetched_with_progress_and_only_once(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetching, "BLOCK", 100_000)
+    told = []
+    for _ in range(2):
+        path = fetch(source(server), tmp_path / "new", progress=lambda *seen: told.append(seen))
+    assert path.read_bytes() == CONTENT
+    assert [seen[1] for seen in told] == [100_000, 200_000, 300_000, 400_000, 500_000, 512_000]
+    assert {(seen[0], seen[2]) for seen in told} == {("a.bin", 512_000)}
+    assert len(server.asked) == 1
+    assert left_in(tmp_path / "new") == ["a.bin"]
+
+
+def test_a_broken_fetch_goes_on_where_it_stopped(server, tmp_path):
+    (tmp_path / "a.bin.part").write_bytes(CONTENT[:1000])
+    assert fetch(source(server), tmp_path).read_bytes() == CONTENT
+    assert server.asked == [("/a.bin", "bytes=1000-")]
+    assert left_in(tmp_path) == ["a.bin"]
+
+
+def test_a_connection_that_breaks_is_taken_up_again(server, tmp_path):
+    server.break_after = [1000, 2000]
+    assert fetch(source(server), tmp_path).read_bytes() == CONTENT
+    assert [wanted for _, wanted in server.asked] == [None, "bytes=1000-", "bytes=3000-"]
+
+
+def test_after_many_breaks_what_came_is_kept(server, tmp_path):
+    server.break_after = [1000] * 3
+    with pytest.raises(MissingFileError, match=r"broke off after 1000 of 512000 bytes.*put a\.bin into"):
+        fetch(source(server), tmp_path)
+    assert (tmp_path / "a.bin.part").stat().st_size == 3000
+    assert fetch(source(server), tmp_path).read_bytes() == CONTENT
+
+
+def test_a_server_without_ranges_starts_over(server, tmp_path):
+    server.ranges = False
+    (tmp_path / "a.bin.part").write_bytes(b"something else")
+    assert fetch(source(server), tmp_path).read_bytes() == CONTENT
+
+
+def test_a_server_that_does_not_tell_the_length(server, tmp_path):
+    server.lengths = False
+    told = []
+    assert fetch(source(server), tmp_path, progress=lambda *seen: told.append(seen[2])).read_bytes() == CONTENT
+    assert set(told) == {None}
+
+
+def test_a_part_that_is_already_complete(server, tmp_path):
+    (tmp_path / "a.bin.part").write_bytes(CONTENT)
+    assert fetch(source(server), tmp_path).read_bytes() == CONTENT
+
+
+def test_a_wrong_part_is_thrown_away(server, tmp_path):
+    (tmp_path / "a.bin.part").write_bytes(b"x" * 1000)
+    assert fetch(source(server), tmp_path).read_bytes() == CONTENT
+    assert [wanted for _, wanted in server.asked] == ["bytes=1000-", None]
+
+
+def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
+    with pytest.raises(MissingFileError, match=f"what came has the MD5 {hashlib.md5(CONTENT).hexdigest()}"):
+        fetch(source(server, md5="0" * 32), tmp_path)
+    assert left_in(tmp_path) == []
+
+
+def test_another_address_is_tried(server, tmp_path):
+    server.files["/b/a.bin"] = CONTENT
+    both = Source((f"{server.url}/gone/a.bin", f"{server.url}/b/a.bin"), hashlib.md5(CONTENT).hexdigest())
+    assert fetch(both, tmp_path).read_bytes() == CONTENT
+    assert [path for path, _ in server.asked] == ["/gone/a.bin", "/b/a.bin"]
+
+
+def test_a_file_that_is_gone(server, tmp_path):
+    with pytest.raises(MissingFileError, match=r"HTTP Error 404.*put gone\.bin into .* by hand: it is at http"):
+        fetch(source(server, "/gone.bin"), tmp_path)
+    assert len(server.asked) == 1
+
+
+def test_offline(tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    lonely = Source((f"http://127.0.0.1:{port}/a.bin",), "0" * 32)
+    message = rf"{tmp_path}/a\.bin could not be fetched .*refused.*; put a\.bin into {tmp_path} by hand: it is at "
+    with pytest.raises(MissingFileError, match=message):
+        fetch(lonely, tmp_path)
+
+
+def test_download_may_be_off(server, tmp_path):
+    with pytest.raises(MissingFileError, match="download is off"):
+        fetch(source(server), tmp_path, download=False)
+    assert server.asked == []
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_to(server, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MissingFileError, match="could not be fetched"):
+        fetch(source(server), tmp_path / "file")
+
+
+def test_other_addresses_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no web address"):
+        fetch(Source(("file:///etc/passwd",), "0" * 32), tmp_path)
+
+
+def fetch_in_process(url, md5, folder, done):
+    done.put(str(fetch(Source((url,), md5), Path(folder))))
+
+
+def test_two_processes_fetch_once(server, tmp_path):
+    server.delay = 0.3
+    context = multiprocessing.get_context("fork")
+    done = context.Queue()
+    wanted = source(server)
+    arguments = (wanted.urls[0], wanted.md5, str(tmp_path), done)
+    processes = [context.Process(target=fetch_in_process, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert {done.get(timeout=20) for _ in processes} == {str(tmp_path / "a.bin")}
+    for process in processes:
+        process.join()
+    assert len(server.asked) == 1
+
+
+def hold(path, ready, go):
+    with locked(Path(path)):
+        ready.set()
+        go.wait(20)
+
+
+def test_a_lock_dies_with_its_process(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready, go = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(str(tmp_path / "a"), ready, go))
+    process.start()
+    assert ready.wait(20)
+    process.kill()
+    process.join()
+    with locked(tmp_path / "a"):
+        pass
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as packed:
+        for name, content in files.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            packed.addfile(about, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def zip_of(files: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as packed:
+        for name, content in files.items():
+            packed.writestr(name, content)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("pack", "name"), [(tar_of, "/x.tar.gz"), (zip_of, "/x.zip")])
+def test_an_archive_is_fetched_and_unpacked_once(server, tmp_path, pack, name):
+    server.files[name] = pack({"inside/a/b.txt": b"hello", "other.txt": b""})
+    for _ in range(2):
+        folder = unpack(source(server, name), tmp_path, "inside")
+    assert (folder / "a" / "b.txt").read_bytes() == b"hello"
+    assert left_in(tmp_path) == ["inside", name[1:]]
+    assert len(server.asked) == 1
+
+
+def test_an_archive_put_there_by_hand_is_used(server, tmp_path):
+    content = tar_of({"inside/b.txt": b"hello"})
+    (tmp_path / "x.tar.gz").write_bytes(content)
+    wanted = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
+    assert (unpack(wanted, tmp_path, "inside", download=False) / "b.txt").exists()
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    content = tar_of({"inside/b.txt": b"hello"})
+    (tmp_path / "x.tar.gz").write_bytes(content[:-4])
+    wanted = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
+    with pytest.raises(DamagedFileError, match=rf"{tmp_path}/x\.tar\.gz is damaged: its MD5 is"):
+        unpack(wanted, tmp_path, "inside")
+    assert left_in(tmp_path) == ["x.tar.gz"]
+
+
+def test_an_archive_of_something_else(tmp_path):
+    (tmp_path / "x.tar.gz").write_bytes(tar_of({"outside/b.txt": b"hello"}))
+    wanted = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"))
+    with pytest.raises(DamagedFileError, match="holds no folder inside"):
+        unpack(wanted, tmp_path, "inside")
+    assert left_in(tmp_path) == ["x.tar.gz"]
+
+
+def test_an_archive_cannot_write_elsewhere(tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "x.tar.gz").write_bytes(tar_of({"inside/a": b"", "../../evil.txt": b"hello"}))
+    wanted = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "root" / "x.tar.gz"))
+    with pytest.raises(tarfile.FilterError):
+        unpack(wanted, tmp_path / "root", "inside")
+    assert left_in(tmp_path / "root") == ["x.tar.gz"]
+    assert not list(tmp_path.rglob("evil.txt"))
+
+
+def test_what_to_do_about_a_missing_archive(tmp_path):
+    wanted = Source(("https://example.org/x.tar.gz",), "0" * 32)
+    message = rf"{tmp_path}/inside is not there\. .*put x\.tar\.gz into {tmp_path} by hand.*or unpack it to"
+    with pytest.raises(MissingFileError, match=message):
+        unpack(wanted, tmp_path, "inside", download=False)
+
+
+def test_a_data_set_comes_from_its_address(server, tmp_path, monkeypatch):
+    twins.cifar(tmp_path / "made", monkeypatch, "cifar10")
+    folder = tmp_path / "made" / "cifar-10-batches-bin"
+    server.files["/cifar-10-binary.tar.gz"] = tar_of(
+        {f"{folder.name}/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    )
+    monkeypatch.setattr("fedlas.data.cifar10.CIFAR10.archive", source(server, "/cifar-10-binary.tar.gz"))
+    told = []
+    data = fedlas.build_data("cifar10", root=tmp_path / "root", progress=lambda *seen: told.append(seen))
+    assert len(data.split("test")) == 10 * twins.TEST
+    assert told[-1][1] == told[-1][2]
+    assert left_in(tmp_path / "root") == ["cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
+
+
+def test_single_files_come_from_their_address(server, tmp_path, monkeypatch):
+    twins.TWINS["mnist"](tmp_path / "made", monkeypatch)
+    cls, files = fedlas.data.MNIST, {}
+    for name, (_, content) in cls.files.items():
+        path = tmp_path / "made" / "mnist" / name
+        twin = path.with_name(f"{name}.gz")
+        packed = twin.read_bytes() if twin.exists() else gzip.compress(path.read_bytes())
+        server.files[f"/{name}.gz"] = packed
+        files[name] = (hashlib.md5(packed).hexdigest(), content)
+    monkeypatch.setattr(cls, "files", files)
+    monkeypatch.setattr("fedlas.data.mnist.ADDRESSES", (server.url,))
+    data = fedlas.build_data("mnist", root=tmp_path / "root")
+    assert len(data.split("test")) == 10 * twins.TEST
+    assert left_in(tmp_path / "root" / "mnist") == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]

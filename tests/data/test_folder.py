@@ -1,0 +1,134 @@
+"""Anyone's own images."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedlas
+from data import twins
+from fedlas.data import DamagedFileError, MissingFileError
+
+
+def pictures(folder: Path, counts: dict[str, int]) -> None:
+    random = np.random.default_rng(0)
+    for name, count in counts.items():
+        for n in range(count):
+            twins.picture(folder / name / f"{n}.png", (20, 20), random)
+
+
+def test_a_class_per_directory(tmp_path):
+    pictures(tmp_path, {"dog": 30, "cat": 20, "deep/er": 10, ".hidden": 2})
+    (tmp_path / "dog" / "notes.txt").write_text("no image")
+    data = fedlas.build_data("folder", path=tmp_path, image_size=16)
+    assert data.class_names == ("cat", "deep", "dog")
+    assert data.num_classes == 3
+    assert data.split("train").labels.bincount().tolist() == [16, 8, 24]
+    assert data.split("val").labels.bincount().tolist() == [2, 1, 3]
+    assert data.split("test").labels.bincount().tolist() == [2, 1, 3]
+    assert len(data.split("all")) == 60
+    assert data.title == tmp_path.name
+
+
+def test_splits_that_are_given(tmp_path):
+    pictures(tmp_path / "train", {"a": 20, "b": 20})
+    pictures(tmp_path / "test", {"a": 3, "c": 4})
+    data = fedlas.build_data("folder", path=tmp_path)
+    assert data.class_names == ("a", "b", "c")
+    assert {split: len(data.split(split)) for split in data.splits} == {"train": 36, "val": 4, "test": 7, "all": 47}
+    pictures(tmp_path / "val", {"a": 5})
+    data = fedlas.build_data("folder", path=tmp_path)
+    assert {split: len(data.split(split)) for split in data.splits} == {"train": 40, "val": 5, "test": 7, "all": 52}
+    assert "train" in data.split("train").images[0].parts
+
+
+def test_a_split_that_is_not_given(tmp_path):
+    pictures(tmp_path / "test", {"a": 3, "c": 4})
+    data = fedlas.build_data("folder", path=tmp_path)
+    assert len(data.split("test")) == 7
+    for split in ("train", "val"):
+        with pytest.raises(MissingFileError, match="has no train split; it has test"):
+            data.split(split)
+
+
+def table(folder: Path, text: str) -> Path:
+    pictures(folder, {"x": 4})
+    (folder / "list.csv").write_text(text)
+    return folder / "list.csv"
+
+
+def test_a_table(tmp_path):
+    path = table(tmp_path, "path,label,split\nx/0.png,10,train\nx/1.png,9,train\nx/2.png,9,test\n")
+    data = fedlas.build_data("folder", path=path)
+    assert data.class_names == ("9", "10")  # as numbers
+    assert data.split("test").labels.tolist() == [0]
+    assert data.split("test").index.tolist() == [2]
+    assert data.split("all").labels.tolist() == [1, 0, 0]
+    assert data.title == "list"
+
+
+def test_a_table_without_splits_whose_path_is_absolute(tmp_path):
+    path = table(tmp_path, f"label,path\nb,{tmp_path}/x/0.png\na,x/1.png\n")
+    data = fedlas.build_data("folder", path=path)
+    assert data.split("all").labels.tolist() == [1, 0]
+    assert data.split("all").images[0] == tmp_path / "x" / "0.png"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file,label\nx/0.png,a\n", "needs the columns path and label; it has file, label"),
+        ("", "needs the columns path and label; it has none"),
+        ("path,label\nx/0.png\n", "line 2 does not have a cell for each column"),
+        ("path,label\nx/0.png,a\nx/1.png,a,b\n", "line 3 does not have a cell for each column"),
+        ("path,label,split\nx/0.png,a,training\n", "split is train, val or test .* found .'training'"),
+        ("path,label,split\nx/0.png,a,train\nx/1.png,a,\n", "in every row, or in none; found gaps"),
+    ],
+)
+def test_a_table_that_cannot_be_understood(tmp_path, text, message):
+    with pytest.raises(DamagedFileError, match=message):
+        fedlas.build_data("folder", path=table(tmp_path, text)).split("all")
+
+
+def test_what_is_missing_is_named(tmp_path):
+    path = table(tmp_path, "path,label\nx/0.png,a\nx/77.png,a\n")
+    with pytest.raises(MissingFileError, match=r"1 images of .*list\.csv are not there, such as .*77\.png"):
+        fedlas.build_data("folder", path=path).split("all")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MissingFileError, match="has no images in it"):
+        fedlas.build_data("folder", path=tmp_path / "empty").split("all")
+
+
+def test_classes_may_be_named(tmp_path):
+    pictures(tmp_path, {"dog": 3, "cat": 3})
+    data = fedlas.build_data("folder", path=tmp_path, class_names=["dog", "bird", "cat"])
+    assert data.num_classes == 3
+    assert data.split("all").labels.tolist() == [2, 2, 2, 0, 0, 0]
+    with pytest.raises(ValueError, match="classes that class_names lacks: dog"):
+        fedlas.build_data("folder", path=tmp_path, class_names=["cat"]).split("all")
+
+
+def test_a_relative_path_is_below_the_root_unless_it_is_here(tmp_path, monkeypatch):
+    pictures(tmp_path / "root" / "pets", {"a": 3, "b": 3})
+    monkeypatch.chdir(tmp_path)
+    assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 6
+    pictures(tmp_path / "pets", {"a": 1, "b": 1})
+    assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 2
+
+
+def test_options(tmp_path):
+    transform = fedlas.build_data(
+        "folder", path=tmp_path, image_size=32, resize=40, normalisation="half", flip=False, antialias=False
+    ).transform
+    assert (transform.size, transform.resize, transform.flip, transform.antialias) == (32, 40, False, False)
+    assert transform.mean == (0.5, 0.5, 0.5)
+    with pytest.raises(TypeError, match="path"):
+        fedlas.build_data("folder")
+
+
+def test_the_test_split_does_not_depend_on_the_seed(tmp_path):
+    pictures(tmp_path, {"dog": 20, "cat": 20})
+    one, two = (fedlas.build_data("folder", path=tmp_path, seed=seed) for seed in (1, 2))
+    assert torch.equal(one.split("test").index, two.split("test").index)
+    assert not set(one.split("test").index.tolist()) & set(two.split("val").index.tolist())

@@ -1,0 +1,158 @@
+"""Loaders of large images: the same batches whatever the number of workers, and what is kept on disk."""
+
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import fedlas
+from data import twins
+from fedlas.data import DamagedFileError, Loader
+from fedlas.data.loading import _seed_worker
+
+# Python 3.12 and later warn of any fork in a process with threads; the workers do not touch what the threads hold.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+def batches(loader):
+    return [tuple(field.clone() for field in batch) for batch in loader]
+
+
+def same(one, two):
+    return len(one) == len(two) and all(
+        torch.equal(x, y) for a, b in zip(one, two, strict=True) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.fixture
+def birds(tmp_path, monkeypatch):
+    return twins.build("cub200", tmp_path / "root", monkeypatch)
+
+
+def test_workers_change_nothing(birds):
+    split = birds.split("train")
+    plain, forked = (
+        Loader(split, birds.transform, batch_size=8, train=True, seed=3, workers=workers) for workers in (0, 2)
+    )
+    epochs = []
+    for epoch in range(2):  # the second with the same workers
+        plain.set_epoch(epoch)
+        forked.set_epoch(epoch)
+        epochs.append(batches(plain))
+        assert same(epochs[-1], batches(forked))
+    assert not same(*epochs)
+    plain.set_epoch(0)
+    assert same(epochs[0], batches(plain))
+
+
+def test_ranks_share_a_batch(birds):
+    split = birds.split("train")
+    options = {"batch_size": 8, "train": True, "workers": 0}
+    alone = batches(Loader(split, birds.transform, **options))
+    ranks = [batches(Loader(split, birds.transform, **options, rank=rank, world=2)) for rank in range(2)]
+    both = [tuple(torch.cat(pair) for pair in zip(*steps, strict=True)) for steps in zip(*ranks, strict=True)]
+    assert same(alone, both)
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_evaluation_counts_no_sample_twice(birds, world):
+    split = birds.split("test")
+    loaders = [
+        Loader(split, birds.transform, batch_size=4, train=False, workers=0, rank=rank, world=world)
+        for rank in range(world)
+    ]
+    seen = torch.cat([batch.index for loader in loaders for batch in loader])
+    assert torch.equal(seen, split.index)
+
+
+def test_more_ranks_than_samples(birds):
+    split = birds.split("test").picked(torch.tensor([0]))
+    loader = Loader(split, birds.transform, batch_size=4, train=False, workers=0, rank=1, world=2)
+    assert len(loader) == len(list(loader)) == 0
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [20, 20, 14]), (True, [20, 20])])
+def test_the_last_batch(birds, drop_last, sizes):
+    loader = Loader(birds.split("train"), birds.transform, batch_size=20, train=True, workers=0, drop_last=drop_last)
+    assert [len(batch.labels) for batch in loader] == sizes
+    assert len(loader) == len(sizes)
+
+
+def test_dtype_and_layout(birds):
+    loader = Loader(
+        birds.split("val"),
+        birds.transform,
+        batch_size=4,
+        train=False,
+        workers=0,
+        dtype=torch.bfloat16,
+        channels_last=True,
+    )
+    images = next(iter(loader)).images
+    assert images.dtype == torch.bfloat16
+    assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_decoded_images_are_kept(birds, tmp_path, monkeypatch):
+    split, cache = birds.split("train"), tmp_path / "kept"
+    plain = batches(Loader(split, birds.transform, batch_size=9, train=True, workers=0))
+    assert same(plain, batches(Loader(split, birds.transform, batch_size=9, train=True, workers=0, cache=cache)))
+    files = [path for path in cache.iterdir() if path.suffix == ".npy"]
+    assert len(files) == 1
+    monkeypatch.setattr("fedlas.data.base.images.decode", lambda *_: pytest.fail("decoded again"))
+    assert same(plain, batches(Loader(split, birds.transform, batch_size=9, train=True, workers=2, cache=cache)))
+    files[0].write_bytes(files[0].read_bytes()[:-100])
+    with pytest.raises(DamagedFileError, match=f"{files[0]} is damaged"):
+        split.decoded(birds.transform, cache=cache)
+
+
+def test_a_changed_image_is_decoded_again(birds, tmp_path):
+    split, cache = birds.split("val"), tmp_path / "kept"
+    before = split.decoded(birds.transform, cache=cache).images
+    twins.picture(split.images[0], (33, 44), np.random.default_rng(9))
+    os.utime(split.images[0], (time.time() + 5,) * 2)
+    after = split.decoded(birds.transform, cache=cache).images
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1:], after[1:])
+
+
+def test_a_failed_cache_leaves_nothing_behind(birds, tmp_path):
+    split, cache = birds.split("val"), tmp_path / "kept"
+    split.images[1].write_bytes(b"no image")
+    with pytest.raises(DamagedFileError, match=str(split.images[1])):
+        split.decoded(birds.transform, cache=cache)
+    assert [path.name for path in cache.iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_a_damaged_image_is_named_by_a_worker(birds):
+    split = birds.split("val")
+    split.images[1].write_bytes(b"no image")
+    loader = Loader(split, birds.transform, batch_size=4, train=False, workers=1)
+    with pytest.raises(DamagedFileError, match=str(split.images[1])):
+        list(loader)
+
+
+def test_workers_seed_other_peoples_generators():
+    draws = []
+    for number in (0, 0, 1):
+        torch.random.default_generator.manual_seed(5)
+        _seed_worker(number)
+        draws.append((random.random(), np.random.rand()))  # noqa: NPY002
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_small_images_may_be_loaded_too():
+    data = fedlas.build_data("digits")
+    loader = Loader(data.split("train"), data.transform, batch_size=100, train=True, workers=0)
+    assert sum(len(batch.labels) for batch in loader) == 800
+
+
+def test_no_antialias_is_another_image(birds):
+    from dataclasses import replace
+
+    sharp = replace(birds.transform, antialias=False)
+    split = birds.split("val")
+    assert not torch.equal(split.decoded(birds.transform).images, split.decoded(sharp).images)

@@ -1,0 +1,248 @@
+"""A split on the device: augmented as torchvision would, whatever the batch, the rank and the device."""
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+import torch._dynamo
+from torchvision.transforms import v2
+
+import fedlas
+from data import twins
+from fedlas.data import Resident, Transform
+from fedlas.data.base.keyed import bits, crops, mixed, order
+
+CIFAR = Transform(size=32, channels=3, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010), pad=4, flip=True)
+PHOTO = Transform(size=6, resize=9, channels=3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), flip=True)
+
+
+def by_torchvision(image, transform: Transform, top: int, left: int, mirrored: bool):
+    """One image, with the crop that torchvision's random transforms would have drawn."""
+    image = v2.functional.pad(image, [transform.pad] * 4, fill=0)
+    image = v2.functional.crop(image, top, left, transform.size, transform.size)
+    image = v2.functional.horizontal_flip(image) if mirrored else image
+    return v2.functional.normalize(image.float().div(255), list(transform.mean), list(transform.std))
+
+
+@pytest.mark.parametrize("transform", [CIFAR, PHOTO], ids=["pad", "resize"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_images_are_torchvisions(transform, channels_last):
+    split = twins.split_of(transform)
+    data = Resident(split, transform, train=True, seed=3, channels_last=channels_last)
+    for epoch in range(4):
+        data.set_epoch(epoch)
+        top, left, mirrored = crops(torch.arange(20), 3, epoch, transform.room, flip=True)
+        images = data.batch(torch.arange(20))
+        for n in range(20):
+            wanted = by_torchvision(split.images[n], transform, int(top[n]), int(left[n]), bool(mirrored[n]))
+            torch.testing.assert_close(images[n], wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("transform", [CIFAR, PHOTO], ids=["pad", "resize"])
+def test_crops_are_distributed_as_torchvisions(transform):
+    """Every corner and direction is as frequent as torchvision makes it."""
+    side, samples = transform.room + 1, 40_000
+    top, left, mirrored = crops(torch.arange(samples), 1, 0, transform.room, flip=True)
+    ours = np.bincount(((top * side + left) * 2 + mirrored).numpy(), minlength=2 * side * side)
+    assert len(ours) == 2 * side * side
+    assert scipy.stats.chisquare(ours).pvalue > 1e-3
+    # torchvision: an image whose pixels tell their own place shows where a crop was taken.
+    grid = torch.arange(transform.stored**2).view(1, transform.stored, transform.stored) + 1
+    random = v2.Compose([v2.RandomCrop(transform.size, padding=transform.pad or None), v2.RandomHorizontalFlip()])
+    shift = transform.stored + 2 * transform.pad
+    places = v2.functional.pad(torch.arange(1, transform.stored**2 + 1).view_as(grid), [transform.pad] * 4)[0]
+    theirs = np.zeros((side, side, 2), int)
+    for _ in range(4000):
+        seen = random(grid)[0]
+        middle = int(seen[transform.size // 2, transform.size // 2])
+        row, column = (int(v) for v in (places == middle).nonzero()[0])
+        flipped = int(seen[transform.size // 2, transform.size // 2 - 1] > middle)
+        offset = transform.size - 1 - transform.size // 2 if flipped else transform.size // 2
+        theirs[row - transform.size // 2, column - offset, flipped] += 1
+    assert shift - transform.size == transform.room
+    two = np.stack([ours.reshape(side, side, 2).sum(2).ravel(), theirs.sum(2).ravel()])
+    assert scipy.stats.chi2_contingency(two).pvalue > 1e-3
+    assert abs(theirs[..., 1].sum() / 4000 - ours.reshape(side, side, 2)[..., 1].sum() / samples) < 0.03
+
+
+def test_draws_do_not_hang_together():
+    """Between samples, epochs, seeds and purposes: what a generator would give."""
+    places = torch.arange(20_000)
+    one = bits(places, 2, 1, 0)
+    assert one.min() >= 0
+    assert one.max() < 1 << 32
+    assert len(one.unique()) == len(one)
+    others = [bits(places, 2, 1, 1), bits(places, 2, 2, 0), bits(places, 1, 1, 0), one.roll(1), one.roll(2)]
+    others += [bits(places, 2, 1 << 32, 0), bits(places, 2, 1 + (1 << 32), 0)]
+    for other in others:
+        assert abs(np.corrcoef(one.numpy(), other.numpy())[0, 1]) < 0.03
+        table = np.histogram2d(one.numpy() >> 29, other.numpy() >> 29, 8)[0]
+        assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
+    for bit in range(32):
+        assert abs(((one >> bit) & 1).float().mean() - 0.5) < 0.02
+    # One sample over many epochs and seeds.
+    drawn = torch.cat([bits(torch.tensor([5]), 2, seed, epoch) for seed in range(20) for epoch in range(50)])
+    assert scipy.stats.kstest(drawn.numpy() / 2**32, "uniform").pvalue > 1e-3
+
+
+def test_no_product_overflows():
+    """The same in Python's integers, which have no end."""
+
+    def exact(word: int) -> int:
+        word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
+        word = (word ^ word >> 15) * 0x735A2D97 % 2**32
+        return word ^ word >> 15
+
+    words = [0, 1, 2**31, 2**32 - 1, 123456789, 0x9E3779B9]
+    assert mixed(torch.tensor(words)).tolist() == [exact(word) for word in words]
+
+
+def test_numbers_stay_what_they_are():
+    """Runs are repeatable only as long as nobody changes the hash."""
+    assert bits(torch.arange(3), 2, 1, 0).tolist() == [2681283421, 2042754636, 1404774542]
+    assert order(8, 1, 0).tolist() == [6, 0, 3, 1, 7, 4, 2, 5]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 1000])
+def test_an_order_is_a_permutation(samples):
+    places = order(samples, 1, 0)
+    assert places.sort().values.tolist() == list(range(samples))
+    if samples > 2:
+        assert places.tolist() != order(samples, 1, 1).tolist()
+        assert places.tolist() != order(samples, 2, 0).tolist()
+        assert places.tolist() == order(samples, torch.tensor(1), torch.tensor(0)).tolist()
+
+
+def test_orders_are_uniform():
+    first = torch.stack([order(6, 1, epoch) for epoch in range(1200)])
+    for place in range(6):
+        assert scipy.stats.chisquare(first[:, place].bincount(minlength=6).numpy()).pvalue > 1e-3
+
+
+def test_an_image_does_not_depend_on_its_batch():
+    split = twins.split_of(CIFAR)
+    data = Resident(split, CIFAR, train=True, seed=1)
+    data.set_epoch(3)
+    whole = data.batch(torch.arange(20))
+    for index in ([7], [7, 3], [0, 7, 7, 19], list(range(19, -1, -1))):
+        assert torch.equal(data.batch(torch.tensor(index)), whole[index])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("train", [True, False])
+def test_ranks_share_the_samples(world, train):
+    split = twins.split_of(CIFAR)
+    data = [Resident(split, CIFAR, train=train, seed=1) for _ in range(world + 1)]
+    for one in data:
+        one.set_epoch(1)
+    alone = list(data[-1].batches(8))
+    shared = [list(data[rank].batches(8, rank=rank, world=world)) for rank in range(world)]
+    if train:  # the same steps, and together the same batch
+        for step, batch in enumerate(alone):
+            for field in range(3):
+                assert torch.equal(torch.cat([shared[rank][step][field] for rank in range(world)]), batch[field])
+    else:
+        index = torch.cat([batch.index for rank in shared for batch in rank])
+        assert torch.equal(index, split.index)
+
+
+def test_a_rank_that_does_not_exist():
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        next(Resident(twins.split_of(CIFAR), CIFAR, train=True).batches(8, rank=2, world=2))
+
+
+def test_an_epoch_visits_every_sample_once_and_training_gives_positions():
+    split = twins.split_of(CIFAR)
+    data = Resident(split, CIFAR, train=True, seed=1)
+    epochs = []
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        batches = list(data.batches(8))
+        assert [len(batch.labels) for batch in batches] == [8, 8, 4]
+        assert [len(batch.labels) for batch in data.batches(8, drop_last=True)] == [8, 8]
+        epochs.append(torch.cat([batch.index for batch in batches]))
+        assert epochs[-1].sort().values.tolist() == list(range(20))
+        assert torch.equal(torch.cat([batch.labels for batch in batches]), split.labels[epochs[-1]])
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_evaluation_looks_at_the_middle():
+    split = twins.split_of(PHOTO)
+    data = Resident(split, PHOTO, train=False)
+    before = data.batch(torch.arange(20))
+    data.set_epoch(5)
+    assert torch.equal(data.batch(torch.arange(20)), before)
+    for n in range(20):
+        wanted = v2.functional.center_crop(split.images[n], [6, 6]).float() / 255
+        torch.testing.assert_close(before[n], v2.functional.normalize(wanted, list(PHOTO.mean), list(PHOTO.std)))
+
+
+def test_padding_is_black_before_normalisation():
+    split = twins.split_of(CIFAR, 60)
+    split.images.fill_(255)
+    data = Resident(split, CIFAR, train=True, seed=1)
+    images = data.batch(torch.arange(60))
+    for channel in range(3):
+        black, white = (torch.tensor((v - CIFAR.mean[channel]) / CIFAR.std[channel]) for v in (0, 1))
+        near = (images[:, channel] - black).abs().minimum((images[:, channel] - white).abs())
+        assert near.max() < 1e-6
+        assert ((images[:, channel] - black).abs() < 1e-6).any()
+
+
+def test_without_flip_nothing_is_mirrored():
+    assert not crops(torch.arange(1000), 1, 0, 8, flip=False)[2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_dtype_and_layout(dtype, channels_last):
+    data = Resident(twins.split_of(CIFAR), CIFAR, train=True, dtype=dtype, channels_last=channels_last)
+    exact = Resident(twins.split_of(CIFAR), CIFAR, train=True)
+    images = data.batch(torch.arange(8))
+    assert images.dtype == dtype
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert images.is_contiguous(memory_format=layout)
+    assert torch.equal(images, exact.batch(torch.arange(8)).to(dtype))
+
+
+def test_the_epoch_and_the_seed_may_be_tensors():
+    one, two = (Resident(twins.split_of(CIFAR), CIFAR, train=True, seed=seed) for seed in (1, 4))
+    one.set_epoch(torch.tensor(6), torch.tensor(4))
+    two.set_epoch(6)
+    assert torch.equal(one.batch(torch.arange(20)), two.batch(torch.arange(20)))
+    assert torch.equal(one.order(), two.order())
+
+
+def test_another_split_can_take_the_place_of_one():
+    first, second = twins.split_of(CIFAR), twins.split_of(CIFAR, seed=1)
+    data, wanted = Resident(first, CIFAR, train=True, seed=1), Resident(second, CIFAR, train=True, seed=2)
+    where = data.images.data_ptr()
+    data.set_epoch(3)
+    data.refill(second, seed=2)
+    assert data.images.data_ptr() == where
+    for a, b in zip(next(data.batches(20)), next(wanted.batches(20)), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(data.index, second.index)
+    with pytest.raises(ValueError, match="3 samples cannot take the place of 20"):
+        data.refill(twins.split_of(CIFAR, 3), seed=1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_batch_compiles_as_one_graph_and_once(backend):
+    torch._dynamo.reset()
+    data = Resident(twins.split_of(CIFAR), CIFAR, train=True, channels_last=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        batch = torch.compile(data.batch, fullgraph=True, backend=backend)
+        for epoch in range(3):
+            data.set_epoch(epoch)
+            index = data.order()[:8]
+            torch.testing.assert_close(batch(index), data.batch(index), rtol=0, atol=1e-6)
+
+
+def test_foreign_images_are_resized():
+    """What is foreign is seen as the network's own images are: same size, same channels, same constants."""
+    digits = fedlas.build_data("digits").split("test")
+    seen = Resident(digits, CIFAR, train=False).batch(torch.arange(5))
+    enlarged = v2.functional.resize(digits.images[:5].expand(-1, 3, -1, -1), [32, 32], antialias=True)
+    wanted = v2.functional.normalize(enlarged / 255, list(CIFAR.mean), list(CIFAR.std))
+    torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-6)
