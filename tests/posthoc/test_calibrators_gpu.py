@@ -1,0 +1,46 @@
+"""On a GPU calibrators find what they find on the CPU, and leave logits where they are."""
+
+import pytest
+import torch
+from calibrator_cases import problem
+
+from fedlas import evaluation, posthoc
+from fedlas.predictions import Predictions
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NAMES = [record.name for record in posthoc.list_calibrators() if record.name not in {"platt", "probmetrics"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gpu_finds_what_the_cpu_finds(name: str, dtype: torch.dtype):
+    logits, labels = problem(2000)
+    logits = logits.to(dtype)
+    here = posthoc.build_calibrator(name).fit(logits, labels)
+    there = posthoc.build_calibrator(name).fit(logits.cuda(), labels.cuda())
+    found = there.transform(logits.cuda())
+    assert found.device.type == "cuda"
+    torch.testing.assert_close(found.cpu(), here.transform(logits), atol=2e-3, rtol=2e-3)
+    # Fitted on one device, used on the other.
+    torch.testing.assert_close(there.transform(logits), here.transform(logits), atol=2e-3, rtol=2e-3)
+
+
+def test_evaluate_gives_the_same_record():
+    logits, labels = problem(2000)
+    foreign = torch.randn(500, 4)
+    reports = [
+        evaluation.evaluate(
+            Predictions(logits.float().to(device), labels.to(device)),
+            ood={"noise": foreign.to(device)},
+            posthoc=["temperature"],
+            resamples=200,
+        )
+        for device in ("cpu", "cuda")
+    ]
+    for here, there in zip(*(report.states for report in reports), strict=True):
+        for name, result in here.results.items():
+            assert float(there[name]) == pytest.approx(float(result), rel=1e-4, abs=1e-6), name
+        assert there.detection["noise"]["entropy"].auroc == pytest.approx(here.detection["noise"]["entropy"].auroc)
