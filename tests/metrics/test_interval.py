@@ -114,7 +114,9 @@ def test_areas_under_risk_and_coverage_are_covered(metric):
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2, aurc, e_aurc, augrc])
 def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
-    assert 0.92 <= coverage(metric, name, trials=1_000, resamples=1_000) <= 0.98
+    # A true error of zero is the lower end itself, and cannot be missed from below: 97.5 % is then what to expect.
+    most = 0.99 if metric is rms_error and "calibrated" in name else 0.98
+    assert 0.92 <= coverage(metric, name, trials=1_000, resamples=1_000) <= most
 
 
 def test_the_interval_of_a_calibrated_model_starts_at_zero_itself():

@@ -158,7 +158,7 @@ def test_the_mean_over_bins_is_another_metric_than_aece():
 
 
 def test_edges_of_a_tied_model_leave_bins_empty_but_lose_no_sample():
-    """The published edges fill 11 of 15 bins of a saturated model; ours fill fewer than 15 too, but with all samples."""
+    """The published edges fill 11 of 15 bins of a saturated model; ours fill fewer than 15 too, with all samples."""
     probs, labels = cases.saturated()
     published = histogram(probs, labels, binning="mass", compat="official").bins
     ours = histogram(probs, labels, binning="mass").bins

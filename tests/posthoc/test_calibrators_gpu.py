@@ -23,9 +23,11 @@ def test_the_gpu_finds_what_the_cpu_finds(name: str, dtype: torch.dtype):
     there = posthoc.build_calibrator(name).fit(logits.cuda(), labels.cuda())
     found = there.transform(logits.cuda())
     assert found.device.type == "cuda"
-    torch.testing.assert_close(found.cpu(), here.transform(logits), atol=2e-3, rtol=2e-3)
+    # Probabilities, because an isotonic curve that starts at zero has logarithms that a last digit decides.
+    wanted = here.transform(logits).softmax(1)
+    torch.testing.assert_close(found.cpu().softmax(1), wanted, atol=1e-3, rtol=1e-3)
     # Fitted on one device, used on the other.
-    torch.testing.assert_close(there.transform(logits), here.transform(logits), atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(there.transform(logits).softmax(1), wanted, atol=1e-3, rtol=1e-3)
 
 
 def test_evaluate_gives_the_same_record():

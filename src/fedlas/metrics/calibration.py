@@ -17,7 +17,7 @@ Class-wise errors compare the probability of each class with how often it is the
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from jaxtyping import Float64
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.presets import Binning, Compat, Kind
 from fedlas.metrics.result import Definition, Result
-from fedlas.metrics.samples import Given, Pairs, Rows, Scope, pairs, rows
+from fedlas.metrics.samples import Given, Pairs, Rows, Scope, Which, pairs, rows
 from fedlas.predictions import Array, as_tensor
 
 EVERY_CLASS: set[Scope] = {"class-wise", "multi-label"}
@@ -38,12 +38,10 @@ class Histogram(NamedTuple):
     about: Definition
 
 
-class Common(TypedDict, total=False):
+class Common(Which, total=False):
     """What every binned error takes besides the number of bins; `histogram` explains it."""
 
-    scope: Scope
     compat: Compat | None
-    ignore_index: int | None
 
 
 class Options(Common, total=False):

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -65,6 +65,13 @@ class Rows:
     probs: Float[Tensor, "n classes"]
     labels: Int64[Tensor, " n"] | Float[Tensor, "n classes"]
     about: Definition
+
+
+class Which(TypedDict, total=False):
+    """Which pairs of confidence and correctness a metric looks at."""
+
+    scope: Scope
+    ignore_index: int | None
 
 
 class Checked(NamedTuple):

@@ -19,7 +19,7 @@ samples at least as confident, e the mean of w, and the sums over other samples 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedlas.metrics.bins import add_up, count_up, exact
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Given, Pairs, Scope, pairs
+from fedlas.metrics.samples import Given, Pairs, Which, pairs
 from fedlas.predictions import Array
 
 Area = Literal["aurc", "e_aurc", "augrc"]
@@ -49,12 +49,10 @@ class RiskCoverage:
 def risk_coverage(
     probs: Given,
     labels: Array | None = None,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> RiskCoverage:
     """Trace the share of errors while the model answers ever more samples, most confident first."""
-    return curve(pairs(probs, labels, scope, ignore_index))
+    return curve(pairs(probs, labels, **which))
 
 
 def curve(found: Pairs) -> RiskCoverage:
@@ -73,24 +71,20 @@ def curve(found: Pairs) -> RiskCoverage:
 def aurc(
     probs: Given,
     labels: Array | None = None,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Measure the mean risk over all coverages: how often the model is wrong, and whether it knows when."""
-    found = pairs(probs, labels, scope, ignore_index)
+    found = pairs(probs, labels, **which)
     return aurc_result(found)
 
 
 def e_aurc(
     probs: Given,
     labels: Array | None = None,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Measure how much of the AURC is due to the ranking alone, beyond what this accuracy makes unavoidable."""
-    found = pairs(probs, labels, scope, ignore_index)
+    found = pairs(probs, labels, **which)
     best = _best_aurc(found)
     value = float(curve(found).risk.mean()) - best
     return Result(value, replace(found.about, estimator="E-AURC", norm="mean over k = 1..n"), None, {"best_aurc": best})
@@ -99,12 +93,10 @@ def e_aurc(
 def augrc(
     probs: Given,
     labels: Array | None = None,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Measure the mean number of silent failures over all coverages, as a share of all samples."""
-    found = pairs(probs, labels, scope, ignore_index)
+    found = pairs(probs, labels, **which)
     value = float(curve(found).generalised.mean())
     return Result(value, replace(found.about, estimator="AUGRC", norm="mean over k = 1..n"))
 
@@ -113,14 +105,12 @@ def risk_at_coverage(
     probs: Given,
     labels: Array | None = None,
     coverage: float = 0.8,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Measure the share of errors among the most confident samples that make up a given share of all."""
     if not 0 < coverage <= 1:
         raise ValueError(f"coverage is {coverage}; a share above 0 and up to 1 is needed")
-    found = pairs(probs, labels, scope, ignore_index)
+    found = pairs(probs, labels, **which)
     # 0.7 * 10 is 7.000000000000001, which would round up to 8 samples.
     place = max(math.ceil(coverage * len(found.confidence) - 1e-9), 1) - 1
     traced = curve(found)
@@ -132,12 +122,10 @@ def coverage_at_risk(
     probs: Given,
     labels: Array | None = None,
     risk: float = 0.05,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Measure the largest share of samples that can be answered while at most a given share of them is wrong."""
-    found = pairs(probs, labels, scope, ignore_index)
+    found = pairs(probs, labels, **which)
     traced = curve(found)
     enough = (traced.risk <= risk + 1e-12).nonzero()
     value = float(traced.coverage[enough[-1]]) if len(enough) else 0.0

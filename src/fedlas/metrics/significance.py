@@ -13,6 +13,7 @@ Samples of equal confidence enter together, so that their order does not matter.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from jaxtyping import Float64
@@ -20,19 +21,17 @@ from torch import Tensor
 
 from fedlas.metrics.bins import exact
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Given, Pairs, Scope, pairs
+from fedlas.metrics.samples import Given, Pairs, Which, pairs
 from fedlas.predictions import Array
 
 
 def ks_test(
     probs: Given,
     labels: Array | None = None,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Measure the largest cumulative gap between confidence and accuracy; `details` hold its p-value."""
-    found = _hard(pairs(probs, labels, scope, ignore_index))
+    found = _hard(pairs(probs, labels, **which))
     walk, scale = _walk(found)
     value = float(walk.abs().max())
     about = replace(found.about, estimator="KS calibration error", norm="maximum")
@@ -42,12 +41,10 @@ def ks_test(
 def kuiper_test(
     probs: Given,
     labels: Array | None = None,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Measure the largest gap between confidence and accuracy over any range of confidence, with its p-value."""
-    found = _hard(pairs(probs, labels, scope, ignore_index))
+    found = _hard(pairs(probs, labels, **which))
     walk, scale = _walk(found)
     value = float(walk.max() - walk.min())
     about = replace(found.about, estimator="Kuiper calibration error", norm="range")
@@ -57,12 +54,10 @@ def kuiper_test(
 def spiegelhalter_test(
     probs: Given,
     labels: Array | None = None,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Test calibration by the Brier score that calibrated confidences would have; the value is a z-score."""
-    found = _hard(pairs(probs, labels, scope, ignore_index))
+    found = _hard(pairs(probs, labels, **which))
     c, correct = exact(found.confidence), exact(found.correct)
     spread = float(((1 - 2 * c).square() * c * (1 - c)).sum().sqrt())
     total = float(((correct - c) * (1 - 2 * c)).sum())

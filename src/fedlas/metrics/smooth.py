@@ -16,6 +16,7 @@ Both put the samples on a fine grid and convolve there, so they cost O(n) and a 
 
 import math
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from jaxtyping import Float64
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fedlas.metrics.bins import add_up, exact
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Given, Pairs, Scope, pairs
+from fedlas.metrics.samples import Given, Pairs, Scope, Which, pairs
 from fedlas.predictions import Array
 
 SMALLEST = 0.001
@@ -35,12 +36,10 @@ KDE_POINTS = 2**13 + 1
 def smooth_ece(
     probs: Given,
     labels: Array | None = None,
-    *,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
+    **which: Unpack[Which],
 ) -> Result:
     """Measure the calibration error with a kernel whose width the data choose; no bins, no edges."""
-    return smooth_result(pairs(probs, labels, scope, ignore_index))
+    return smooth_result(pairs(probs, labels, **which))
 
 
 def kde_ece(

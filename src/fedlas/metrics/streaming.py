@@ -70,6 +70,21 @@ class AbstractStream(ABC, Generic[Kept_co]):
         """Give the metric of all samples so far."""
 
 
+class AbstractBinned(AbstractStream[AbstractHistogram]):
+    """A metric of bins of equal width or of equal mass; `calibration.histogram` explains its arguments."""
+
+    def __init__(
+        self,
+        bins: int = 15,
+        *,
+        binning: Kind = "width",
+        scope: Scope = "top-label",
+        compat: Compat | None = None,
+        ignore_index: int | None = None,
+    ) -> None:
+        super().__init__(histogram_store(Binning(bins, binning, compat), scope, ignore_index))
+
+
 class ECE(AbstractStream[AbstractHistogram]):
     """Expected calibration error over equally wide bins."""
 
@@ -129,19 +144,8 @@ class AECE(AbstractStream[AbstractHistogram]):
         return Result(float(found), found.definition, None, details)
 
 
-class OverUnder(AbstractStream[AbstractHistogram]):
+class OverUnder(AbstractBinned):
     """Over-confidence and under-confidence, which add up to the calibration error."""
-
-    def __init__(
-        self,
-        bins: int = 15,
-        *,
-        binning: Kind = "width",
-        scope: Scope = "top-label",
-        compat: Compat | None = None,
-        ignore_index: int | None = None,
-    ) -> None:
-        super().__init__(histogram_store(Binning(bins, binning, compat), scope, ignore_index))
 
     def compute(self) -> tuple[Result, Result]:
         """Add up the gaps of over-confident and of under-confident bins."""
@@ -149,60 +153,39 @@ class OverUnder(AbstractStream[AbstractHistogram]):
         return calibration.over(filled), calibration.under(filled)
 
 
-class SignedECE(AbstractStream[AbstractHistogram]):
+class SignedECE(AbstractBinned):
     """Over-confidence minus under-confidence."""
-
-    def __init__(
-        self,
-        bins: int = 15,
-        *,
-        binning: Kind = "width",
-        scope: Scope = "top-label",
-        compat: Compat | None = None,
-        ignore_index: int | None = None,
-    ) -> None:
-        super().__init__(histogram_store(Binning(bins, binning, compat), scope, ignore_index))
 
     def compute(self) -> Result:
         """Add up the gaps with their signs."""
         return calibration.signed(self.store.histogram())
 
 
-class MCE(AbstractStream[AbstractHistogram]):
+class MCE(AbstractBinned):
     """The largest gap between confidence and accuracy of any bin."""
-
-    def __init__(
-        self,
-        bins: int = 15,
-        *,
-        binning: Kind = "width",
-        scope: Scope = "top-label",
-        compat: Compat | None = None,
-        ignore_index: int | None = None,
-    ) -> None:
-        super().__init__(histogram_store(Binning(bins, binning, compat), scope, ignore_index))
 
     def compute(self) -> Result:
         """Find the largest gap."""
         return calibration.largest(self.store.histogram())
 
 
-class SmoothECE(AbstractStream[PairStore]):
-    """Calibration error with a kernel instead of bins."""
+class AbstractOrdered(AbstractStream[PairStore]):
+    """A metric that needs the order of all confidences."""
 
     def __init__(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
         super().__init__(PairStore(scope, ignore_index))
+
+
+class SmoothECE(AbstractOrdered):
+    """Calibration error with a kernel instead of bins."""
 
     def compute(self) -> Result:
         """Choose the kernel's width and measure the error there."""
         return smooth.smooth_result(self.store.pairs())
 
 
-class AURC(AbstractStream[PairStore]):
+class AURC(AbstractOrdered):
     """Mean risk over all coverages."""
-
-    def __init__(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
-        super().__init__(PairStore(scope, ignore_index))
 
     def compute(self) -> Result:
         """Order all samples by confidence and average the risk."""
