@@ -89,7 +89,7 @@ def _entry(name: str) -> tuple[str, dict[str, str]]:
         raise ValueError(f"{' and '.join(owners)} both have a network {name!r}; write {choices}")
     hint = nearest(name, [record.name for record in list_models()])
     if not hint.startswith("did you mean"):
-        others = closest(name, {other for cls in installed.values() for other in cls.networks()})
+        others = closest(name, sorted({other for cls in installed.values() for other in cls.networks()}))
         hint = f"{others.removeprefix('; ')} {hint}".lstrip()
     words = [f"'{word}:NAME'" + ("" if word in installed else " (not installed)") for word in libraries]
     raise ValueError(f"no network is called {name!r}; {hint} Those of libraries: {', '.join(words)}.")

@@ -198,15 +198,17 @@ class AbstractNetwork(ABC):
 
     def build(self) -> nn.Module:
         """Make the network, with the weights that were asked for."""
+        if self.pretrained is False:
+            return self.drawn()
+        path = self.source().fetched() if self.pretrained is True else Path(self.pretrained)
+        weights = read_weights(path)
         model = self.drawn()
-        if self.pretrained is not False:
-            path = self.source().fetched() if self.pretrained is True else Path(self.pretrained)
-            weights, head = read_weights(path), _found_head(model)
-            if misfit(model, weights, head):
-                weights = self.converted(weights, model)
-            if fault := misfit(model, weights, head):
-                raise ValueError(f"{path} does not fit the network {self.name!r}: {fault}")
-            load_weights(model, weights, head)
+        head = _found_head(model)
+        if misfit(model, weights, head):
+            weights = self.converted(weights, model)
+        if fault := misfit(model, weights, head):
+            raise ValueError(f"{path} does not fit the network {self.name!r}: {fault}")
+        load_weights(model, weights, head)
         return model
 
 

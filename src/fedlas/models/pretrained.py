@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +40,9 @@ class Source:
     repository: str | None = None
 
     @classmethod
-    def of_torchvision(cls, network: str, tag: str | None = None) -> Self:
+    def of_torchvision(cls, network: str, tag: str | None = None) -> "Source":
         """Say where torchvision publishes the weights of a network; the default tag is torchvision's own."""
-        try:
-            known = library("torchvision.models").get_model_weights(network)
-        except ValueError:  # torchvision has no list of weights for it, not even an empty one
-            known = ()
+        known = library("torchvision.models").get_model_weights(network)
         names = [weights.name for weights in known]
         if not names:
             raise ValueError(f"torchvision has no weights for {network!r}")
@@ -55,7 +52,7 @@ class Source:
         return cls(url, url.rsplit("/", 1)[-1])
 
     @classmethod
-    def of_timm(cls, network: str) -> Self:
+    def of_timm(cls, network: str) -> "Source":
         """Say where timm publishes the weights of a network; a tag may follow the name after a dot."""
         about = library("timm").get_pretrained_cfg(network)
         if about is not None and about.hf_hub_id:
@@ -87,7 +84,9 @@ class Source:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if not found.startswith(self.checksum):
                 fault = f"its SHA-256 is {found} and should begin with {self.checksum}"
-                raise ValueError(f"{self.path} is damaged ({fault}); delete it, and it is fetched again from {self.url}")
+                raise ValueError(
+                    f"{self.path} is damaged ({fault}); delete it, and it is fetched again from {self.url}"
+                )
         return self.path
 
     def _in_cache(self) -> Path | None:
