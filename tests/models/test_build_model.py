@@ -1,8 +1,10 @@
 """`build_model` and `list_models`: which network a name means, and what is said when it means none."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import timm
@@ -123,3 +125,22 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.models.resnet", None)
     with pytest.raises(ImportError, match=r"torchvision is needed for this: pip install 'fedlas\[train\]'"):
         build_model("resnet18_cifar", 10)
+
+
+def described(record):
+    """What the documentation should say about a network."""
+    side = record.image_size or 28
+    with torch.device("meta"):
+        model = build_model(record.name, 10)
+        channels = next(m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
+        width = WithFeatures(model)(torch.empty(2, channels, side, side)).features.shape[1]
+    size = sum(p.numel() for p in model.parameters())
+    return f"| `{record.name}` | {record.image_size or 'any'} | {width:,} | {size:,} | {record.summary} |"
+
+
+def test_what_the_documentation_says_of_a_network_is_what_it_is():
+    """A row that has grown old fails here; a new network needs no row."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\| `\w+` \| \w+ \| [\d,]+ \|.*$", text, re.MULTILINE))
+    assert shown, "the documentation shows no networks"
+    assert shown <= {described(record) for record in list_models()}
