@@ -115,7 +115,7 @@ def pairs_of_logits(logits: Array, labels: Array, scope: Scope = "top-label", ig
         return pairs(probs_of(logits, scope), labels, scope, ignore_index)
     scores = _table_of_logits(as_floats(logits, "logits"))
     given = _with_labels(scores, _labels(labels, scores), ignore_index)
-    return _pairs(given, *(_in_one_read(scores) or top_of_logits(scores)))
+    return _pairs(given, *(in_one_read(scores) or top_of_logits(scores)))
 
 
 def rows(
@@ -158,7 +158,7 @@ def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
     return softmax(_table_of_logits(scores))
 
 
-def _in_one_read(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tensor] | None:
+def in_one_read(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tensor] | None:
     """Find what `top_of_logits` finds with a kernel that reads the logits once; None where it cannot run."""
     if logits.device.type != "cuda" or logits.ndim != 2 or logits.dtype == torch.float64 or len(logits) < MANY_ROWS:
         return None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.result import Definition, Result
-from fedlas.metrics.samples import Given, Scope, pairs, rows
+from fedlas.metrics.samples import Given, Scope, in_one_read, pairs, rows
 from fedlas.predictions import Array, Predictions, parts_of
 
 
@@ -104,6 +104,11 @@ def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | F
 
 def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
     """Find the negative log-likelihood of each sample from logits."""
+    read = in_one_read(logits) if labels.ndim == 1 else None
+    if read is not None:
+        # log p of the label is log p of the top class less the lead of that one.
+        top, label = (exact(logits.gather(1, place[:, None])[:, 0]) for place in (read[1], labels))
+        return Losses(top - label - exact(read[0]).log(), 0.0, 0)
     own = []
     for scores, truth in zip(parts_of(logits), labels.split([len(part) for part in parts_of(logits)]), strict=True):
         logs = _wide(scores).log_softmax(dim=1)
