@@ -175,7 +175,7 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     logits[3] = 0
     logits[4, :2] = logits[4].amax() + 1
     expected = logits.softmax(1, dtype=torch.float32).max(1)
-    found = samples._in_one_read(logits)
+    found = samples.in_one_read(logits)
     if classes > samples.MOST_CLASSES:
         assert found is None
         found = top_of_logits(logits)
@@ -186,7 +186,7 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     assert found[1][4] == 0
     wide = torch.randn(rows, 2 * classes, device="cuda").to(dtype)
     for view in (wide[:, ::2], wide[:, :classes]):
-        cut = samples._in_one_read(view) or top_of_logits(view)
+        cut = samples.in_one_read(view) or top_of_logits(view)
         assert torch.equal(cut[1], view.softmax(1, dtype=torch.float32).max(1).indices)
 
 

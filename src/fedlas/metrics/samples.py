@@ -283,6 +283,11 @@ def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignor
             f"soft labels of shape {tuple(scores.shape)}"
         )
     truth = truth.long()
+    if ignore_index is None and truth.numel():
+        # Two numbers are looked at, where a mask would be written and read: most labels are right.
+        low, high = torch.stack(torch.aminmax(truth)).tolist()
+        if low >= 0 and high < scores.shape[1]:
+            return Checked(scores, truth, None)
     kept = None if ignore_index is None else truth != ignore_index
     valid = (truth >= 0) & (truth < scores.shape[1])
     check_rows("labels", truth, valid if kept is None else valid | ~kept, f"is outside 0..{scores.shape[1] - 1}")
