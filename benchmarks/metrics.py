@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shapes")
     parser.add_argument("--only", default="", help="comma-separated metrics; default: all")
-    parser.add_argument("--chunk", type=int, default=1_000_000, help="rows of a chunk on the GPU")
+    parser.add_argument("--chunk", type=int, default=2_000_000, help="rows of a chunk on the GPU")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
