@@ -32,6 +32,7 @@ from fedlas.predictions import (
     check_rows,
     softmax,
     top_of_logits,
+    top_of_probs,
 )
 
 MANY_ROWS = 10_000  # below, building the kernel costs more than it saves
@@ -82,6 +83,11 @@ class Checked(NamedTuple):
     kept: Tensor | None
 
     @property
+    def ignored(self) -> Tensor | None:
+        """Which positions do not count (None: all do)."""
+        return None if self.kept is None else ~self.kept
+
+    @property
     def soft(self) -> bool:
         """Whether labels are class probabilities rather than class numbers."""
         return self.labels.ndim == self.probs.ndim
@@ -105,8 +111,8 @@ def pairs(
     if isinstance(probs, Predictions):
         soft = probs.labels.ndim == 2
         return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft, probs.split))
-    given = _checked(probs, labels, ignore_index)
-    return _pairs(given, *given.probs.max(dim=1))
+    given = _tables(probs, labels, ignore_index)
+    return _pairs(given, *top_of_probs(given.probs, ignored=given.ignored))
 
 
 def pairs_of_logits(logits: Array, labels: Array, scope: Scope = "top-label", ignore_index: int | None = None) -> Pairs:
@@ -133,7 +139,9 @@ def rows(
         if probs.top_only:
             raise ValueError("only the top confidence of each sample is known; this metric needs every class")
         return Rows(probs.probs, probs.labels, _about(probs.probs, scope, probs.labels.ndim == 2, probs.split))
-    return _rows(_checked(probs, labels, ignore_index), scope)
+    given = _tables(probs, labels, ignore_index)
+    check_probs(given.probs, ignored=given.ignored)
+    return _rows(given, scope)
 
 
 def rows_of_logits(logits: Array, labels: Array, scope: Scope = "class-wise", ignore_index: int | None = None) -> Rows:
@@ -263,13 +271,11 @@ def _labels(labels: Array, scores: Tensor) -> Tensor:
     return as_tensor(labels, "labels").to(scores.device)
 
 
-def _checked(probs: Array, labels: Array | None, ignore_index: int | None) -> Checked:
+def _tables(probs: Array, labels: Array | None, ignore_index: int | None) -> Checked:
     scores, truth = _arrays(probs, labels)
     if scores.ndim < 2:
         raise ValueError(f'probs have shape {tuple(scores.shape)}; for a binary probability say scope="positive"')
-    given = _with_labels(scores, truth, ignore_index)
-    check_probs(scores, ignored=None if given.kept is None else ~given.kept)
-    return given
+    return _with_labels(scores, truth, ignore_index)
 
 
 def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignore_index: int | None) -> Checked:
