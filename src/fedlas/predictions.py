@@ -325,11 +325,16 @@ def softmax(logits: Float[Tensor, "n classes *space"]) -> Float[Tensor, "n class
     return logits.softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def parts_of(table: Tensor) -> tuple[Tensor, ...]:
-    """Cut a table into parts that are small enough for a copy of each in another type."""
+def slices_of(table: Tensor) -> list[slice]:
+    """Cut the rows of a table into parts that are small enough for a copy of each in another type."""
     at_once = AT_ONCE if table.device.type == "cpu" else AT_ONCE_ON_DEVICE
-    parts: tuple[Tensor, ...] = table.split(max(1, at_once // max(1, table[:1].numel())))
-    return parts
+    size = max(1, at_once // max(1, table[:1].numel()))
+    return [slice(start, min(start + size, len(table))) for start in range(0, max(1, len(table)), size)]
+
+
+def parts_of(table: Tensor) -> list[Tensor]:
+    """Give a table in parts that are small enough for a copy of each in another type."""
+    return [table[rows] for rows in slices_of(table)]
 
 
 def top_of_logits(logits: Float[Tensor, "n classes *space"]) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."]]:
