@@ -1,7 +1,10 @@
 """One record of everything: equal to each metric called on its own, honest about fitting, and the same after a file."""
 
+import copy
+import inspect
 import json
 import math
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +18,13 @@ from fedlas.metrics.result import Result
 from fedlas.predictions import Predictions
 
 
-def predictions(n: int = 900, classes: int = 7, seed: int = 0, scale: float = 3.0, **rest: object) -> Predictions:
+def predictions(n: int = 900, classes: int = 7, seed: int = 0, scale: float = 3.0, split: str = "val") -> Predictions:
     """What a model that is too sure says, and labels drawn from what it should say."""
     random = torch.Generator().manual_seed(seed)
     logits = 1.5 * torch.randn(n, classes, generator=random)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
     features = torch.rand(n, 5, generator=random)
-    return Predictions(scale * logits, labels, features=features, split="val", **rest)
+    return Predictions(scale * logits, labels, features=features, split=split)
 
 
 ALONE = {
@@ -100,7 +103,7 @@ def test_a_fitted_calibrator_is_used_as_it_is(name: str):
 
 
 def test_calibration_data_is_what_names_are_fitted_on():
-    given, val = predictions(), predictions(500, seed=1)
+    given, val = predictions(), predictions(500, seed=1, split="other")
     state = evaluate(given, posthoc=["temperature"], calibration=val, intervals=False).after["temperature"]
     wanted = posthoc.Temperature().fit(val)
     assert state.parameters["temperature"] == wanted.temperature
@@ -118,7 +121,7 @@ def test_without_calibration_data_no_sample_is_judged_by_who_knew_its_label():
     leaking = posthoc.Isotonic().fit(noise.logits, noise.labels).transform(noise)
     assert metrics.nll(leaking) < math.log(7) - 0.02
     assert state["nll"] > math.log(7) - 0.01
-    assert [fit.n for fit in state.fits] == [480] * 5
+    assert [(fit.n, fit.split) for fit in state.fits] == [(480, "val, other folds")] * 5
 
 
 def test_cross_fitting_finds_the_right_temperature():
@@ -129,15 +132,20 @@ def test_cross_fitting_finds_the_right_temperature():
 
 def test_several_calibrators_of_one_kind_keep_apart():
     options = [posthoc.Temperature(), posthoc.Temperature(objective="ece", search="grid"), "vector_scaling"]
-    report = evaluate(predictions(), posthoc=options, calibration=predictions(seed=1), intervals=False)
+    report = evaluate(predictions(), posthoc=options, calibration=predictions(seed=1, split="other"), intervals=False)
     assert list(report.after) == ["temperature", "temperature 2", "vector_scaling"]
     assert options[0].fitted is None  # what is given is left alone
 
 
 def test_judging_where_it_was_fitted_warns():
     given = predictions()
-    with pytest.warns(UserWarning, match="the split it is judged on"):
-        evaluate(given, posthoc=[posthoc.Temperature().fit(given)], intervals=False)
+    for options in (
+        {"posthoc": [posthoc.Temperature().fit(given)]},
+        {"posthoc": ["temperature"], "calibration": given},
+        {"posthoc": ["temperature"], "calibration": predictions(seed=1)},
+    ):
+        with pytest.warns(UserWarning, match="the split it is judged on"):
+            evaluate(given, intervals=False, **options)
 
 
 @pytest.mark.usefixtures("in_small_parts")
@@ -247,4 +255,36 @@ def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Predictions, "__getitem__", watched)
     monkeypatch.setattr(Predictions, "probs", property(refuse_whole))
     evaluate(given, posthoc=repairs, intervals=True, resamples=100)
-    assert len({(rows.start, rows.stop) for rows in taken}) == 9
+    assert [(rows.start, rows.stop) for rows in taken] == [(100 * i, 100 * i + 100) for i in range(9)]
+
+
+def test_cross_fitting_does_not_tell_foreign_data_apart_by_itself():
+    """Known and foreign samples of one kind: calibrators that differ between them would seem to separate them."""
+    held = []
+    for seed in range(30):
+        both = predictions(400, seed=seed)
+        report = evaluate(both[:200], ood={"same": both[200:].logits}, posthoc=["isotonic"], intervals=False)
+        held.append(0.5 in report.after["isotonic"].detection["same"]["max_probability"].auroc.interval)
+    assert sum(held) >= 25
+
+
+def test_a_report_can_be_sent_and_copied():
+    report = evaluate(predictions(100), ood={"a": torch.randn(60, 7)}, resamples=100)
+    for again in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report)):
+        assert again.to_dict() == report.to_dict()
+    assert report != pickle.loads(pickle.dumps(report))
+
+
+def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
+    given = predictions(200)
+    for one in ("temperature", posthoc.Temperature()):
+        assert list(evaluate(given, posthoc=one, intervals=False).after) == ["temperature"]
+    unchecked = inspect.unwrap(evaluate)
+    with pytest.raises(TypeError, match="such as Temperature\\(\\)"):
+        unchecked(given, posthoc=[posthoc.Temperature], intervals=False)
+    with pytest.raises(TypeError, match="ood is a mapping"):
+        unchecked(given, ood=[given.logits])
+    with pytest.raises(TypeError, match="evaluate takes Predictions"):
+        unchecked(given.logits)
+    with pytest.raises(KeyError, match="did you mean 'accuracy'"):
+        evaluate(given, intervals=False)["acuracy"]

@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"predictions", "ranks"},
     "posthoc": {"predictions", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
-    "evaluation": {"predictions", "metrics", "posthoc", "ood"},
+    "evaluation": {"predictions", "catalog", "metrics", "posthoc", "ood"},
     "data": {"catalog"},
     "models": {"catalog"},
     "train": {

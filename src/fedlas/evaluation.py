@@ -6,20 +6,25 @@ once too.
 
 A calibrator that is not fitted yet is fitted on `calibration`, other predictions of the same model. Without those it is
 cross-fitted: the samples are dealt into five parts, and each part is repaired by a calibrator that saw the other four,
-so that no sample is judged by a calibrator that knew its label. That costs further readings.
+so that no sample is judged by a calibrator that knew its label. That costs five fits, so further readings. Foreign data
+is told apart by one calibrator of all samples, since no label is looked at there.
+
+An interval is about the samples that are judged: it takes the calibrator as given, and does not know that another
+calibration set would have made another one.
 """
 
 import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedlas.catalog import nearest
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.digest import Digest, Intervals
 from fedlas.metrics.result import Result
@@ -35,7 +40,7 @@ FOLDS = 5
 SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece", "classwise_ece", "nll", "brier", "aurc")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """The numbers of predictions as given, or as one calibrator left them: `state["ece"]`.
 
@@ -56,6 +61,8 @@ class State:
     parameters: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, metric: str) -> Result:
+        if metric not in self.results:
+            raise KeyError(f"there is no {metric!r} here; {nearest(str(metric), list(self.results))}")
         return self.results[metric]
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +90,7 @@ class State:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Report:
     """All that is known about one set of predictions: `report["ece"]`, `report.after["temperature"]["ece"]`.
 
@@ -151,7 +158,7 @@ def evaluate(
     predictions: Predictions,
     *,
     ood: Mapping[str, Predictions | Array] | None = None,
-    posthoc: Sequence[str | AbstractCalibrator] = (),
+    posthoc: str | AbstractCalibrator | Sequence[str | AbstractCalibrator] = (),
     calibration: Predictions | None = None,
     train_features: Array | None = None,
     bins: int = 15,
@@ -177,7 +184,13 @@ def evaluate(
     """
     if not isinstance(predictions, Predictions):
         raise TypeError("evaluate takes Predictions(logits=..., labels=...) or Predictions.from_probs(probs, labels)")
-    repairs = _named([_repair(one, predictions, calibration, seed) for one in posthoc])
+    chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
+    for one in chosen:
+        if not isinstance(one, str | AbstractCalibrator):
+            raise TypeError(f"posthoc holds names or built calibrators, such as Temperature(), not {one!r}")
+    if ood is not None and not isinstance(ood, Mapping):
+        raise TypeError('ood is a mapping from names to predictions or logits, such as {"svhn": logits}')
+    repairs = _named([_repair(one, predictions, calibration, seed, whole=bool(ood)) for one in chosen])
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
@@ -188,7 +201,7 @@ def evaluate(
     ]
     known = _read(predictions, runs, train_features, judged=True)
     others = {name: _read(one, runs, train_features, judged=False) for name, one in foreign.items()}
-    chosen = Intervals(level, resamples, seed) if intervals else None
+    way = Intervals(level, resamples, seed) if intervals else None
     states = {}
     for run in runs:
         found = None
@@ -196,21 +209,22 @@ def evaluate(
             theirs = {name: held[run.name] for name, held in others.items()}
             split = predictions.split or "ID"
             found = detect_scores(known[run.name], theirs, level=level, seed=seed, split=split)
-        states[run.name] = run.state(chosen, found)
+        states[run.name] = run.state(way, found)
     return Report(states.pop(AS_GIVEN), states, len(predictions), predictions.num_classes, predictions.split)
 
 
 @dataclass(frozen=True)
 class _Repair:
-    """A fitted calibrator, or one for each fold of the samples."""
+    """A fitted calibrator, or one for each fold of the samples and one of all of them."""
 
     calibrators: tuple[AbstractCalibrator, ...]
+    whole: AbstractCalibrator
     fold: Tensor | None = None
 
-    def of(self, part: Predictions, rows: slice | None) -> Predictions:
-        """Repair predictions; `rows` says which of the judged samples they are, None that they are none of those."""
-        if self.fold is None or rows is None:
-            return self.calibrators[0].transform(part)
+    def judged(self, part: Predictions, rows: slice) -> Predictions:
+        """Repair samples whose labels are looked at, each by a calibrator that does not know its label."""
+        if self.fold is None:
+            return self.whole.transform(part)
         fold = self.fold[rows].to(part.logits.device)
         fixed = torch.stack([one.transform(part.logits) for one in self.calibrators])
         logits = fixed.gather(0, fold[None, :, None].expand(1, *part.logits.shape))[0]
@@ -243,12 +257,15 @@ def _read(
         run.name: {score: [] for score in run.scores if score in OF_LOGITS} for run in runs
     }
     for rows in slices_of(given.logits):
+        taken = given[rows]
         for run in runs:
-            part = given[rows] if run.repair is None else run.repair.of(given[rows], rows if judged else None)
             if judged:
-                run.digest.take(part)
-            for score, found in kept[run.name].items():
-                found.append(score_of(part, score))
+                run.digest.take(taken if run.repair is None else run.repair.judged(taken, rows))
+            if kept[run.name]:
+                # One calibrator for known and foreign samples: no label is looked at, and two would differ.
+                part = taken if run.repair is None else run.repair.whole.transform(taken)
+                for score, found in kept[run.name].items():
+                    found.append(score_of(part, score))
     scores = {name: {score: torch.cat(found) for score, found in held.items()} for name, held in kept.items()}
     for run in runs:
         scores[run.name] |= {s: score_of(given, s, train_features) for s in run.scores if s not in OF_LOGITS}
@@ -256,26 +273,35 @@ def _read(
 
 
 def _repair(
-    wanted: str | AbstractCalibrator, predictions: Predictions, calibration: Predictions | None, seed: int
+    wanted: str | AbstractCalibrator,
+    predictions: Predictions,
+    calibration: Predictions | None,
+    seed: int,
+    *,
+    whole: bool,
 ) -> _Repair:
     calibrator = build_calibrator(wanted) if isinstance(wanted, str) else wanted
+    if calibrator.fitted is None and calibration is not None:
+        calibrator = _copy(calibrator).fit(calibration)
     if calibrator.fitted is not None:
         split = calibrator.fitted.split
-        if split is not None and split == predictions.split:
+        if calibration is predictions or (split is not None and split == predictions.split):
             warnings.warn(
                 f"{calibrator.name} was fitted on {split!r}, the split it is judged on: its numbers are too good",
                 UserWarning,
                 stacklevel=3,
             )
-        return _Repair((calibrator,))
-    if calibration is not None:
-        return _Repair((_copy(calibrator).fit(calibration),))
+        return _Repair((calibrator,), calibrator)
     dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % FOLDS
     if len(predictions) < 2 * FOLDS:
         raise ValueError(f"{len(predictions)} samples are too few to cross-fit {calibrator.name}; give calibration=...")
     place, truth = dealt.to(predictions.logits.device), predictions.labels
     fitted = [_copy(calibrator).fit(predictions.logits[place != k], truth[place != k]) for k in range(FOLDS)]
-    return _Repair(tuple(fitted), dealt)
+    for one in fitted:
+        assert one.fitted is not None
+        one.fitted = replace(one.fitted, split=f"{predictions.split or 'the same split'}, other folds")
+    every = _copy(calibrator).fit(predictions.logits, truth) if whole else fitted[0]
+    return _Repair(tuple(fitted), every, dealt)
 
 
 def _copy(calibrator: AbstractCalibrator) -> AbstractCalibrator:

@@ -16,10 +16,12 @@ and the columns of a file are recognised by their names:
 import csv
 import importlib
 import json
+import math
 import os
 import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -138,19 +140,22 @@ class Predictions:
     def __len__(self) -> int:
         return len(self.logits)
 
-    def __getitem__(self, rows: slice | Int[Tensor, " some"] | Bool[Tensor, " n"]) -> "Predictions":
+    def __getitem__(self, rows: slice | Tensor | NDArray[Any] | list[Any]) -> "Predictions":
         """Take some of the samples, by a slice, their numbers or a mask."""
-        if not isinstance(rows, slice | Tensor):
-            raise TypeError(f"rows of predictions are taken by a slice or a tensor, not {type(rows).__name__}")
+        if isinstance(rows, slice):
+            place = rows if (rows.step or 1) > 0 else torch.arange(len(self))[list(range(*rows.indices(len(self))))]
+        elif isinstance(rows, Tensor | np.ndarray | list):
+            place = torch.as_tensor(rows)
+        else:
+            raise TypeError(f"samples are taken by a slice, their numbers or a mask, not by {type(rows).__name__}")
         made = type(self).__new__(type(self))
         for field in type(self).__dataclass_fields__:
             value = getattr(self, field)
-            taken = (
-                value[rows.to(value.device) if isinstance(rows, Tensor) else rows]
-                if isinstance(value, Tensor)
-                else value
-            )
+            where = place.to(value.device) if isinstance(value, Tensor) and isinstance(place, Tensor) else place
+            taken = value[where] if isinstance(value, Tensor) else value
             object.__setattr__(made, field, taken)
+        if not len(made):
+            raise ValueError("no sample is left")
         return made
 
     def __repr__(self) -> str:
@@ -210,9 +215,8 @@ class Predictions:
     @classmethod
     def load(cls, path: str | Path) -> "Predictions":
         """Read a file that `save` wrote."""
-        with optional_module("safetensors").safe_open(str(path), framework="pt") as file:
-            words: dict[str, str] = file.metadata() or {}
-            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        words, tensors = read_safetensors(path)
+        columns: dict[str, Any] = dict(tensors)
         about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
         columns["class_names"] = about.get("class_names")
         return cls._from_columns(columns, path, about.get("split"), about.get("top_only", False))
@@ -220,7 +224,7 @@ class Predictions:
     @classmethod
     def from_npz(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
-        with np.load(path, allow_pickle=False) as file:
+        with readable(path), np.load(path, allow_pickle=False) as file:
             columns = dict(file)
         return cls._from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
 
@@ -234,7 +238,9 @@ class Predictions:
     @classmethod
     def from_parquet(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
-        table = optional_module("pyarrow.parquet").read_table(str(path))
+        reader = optional_module("pyarrow.parquet")
+        with readable(path):
+            table = reader.read_table(str(path))
         return cls._from_columns(
             {name: _arrow_column(table[name], name, path) for name in table.column_names}, path, split
         )
@@ -261,6 +267,8 @@ class Predictions:
         if scores is None:
             names = [name.removeprefix(kind) for name in columns if name.startswith(kind)]
             scores = _numbers(columns, kind, names, path)
+            if len(names) == 1:  # a binary classifier, of which one column says everything
+                names = [f"not {names[0]}", names[0]]
         soft = names is not None and all(f"label_{name}" in columns for name in names)
         labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path)
         wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
@@ -296,9 +304,18 @@ def as_tensor(values: Array, name: str) -> Tensor:
     """Take a torch, numpy or other array as a tensor, without a copy where that is possible."""
     if isinstance(values, Tensor):
         return values.detach()
-    array = np.asarray(values)
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise TypeError(f"{name} is a masked array; leave out what is masked before, or it would count")
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} is no table of numbers ({error})") from error
+    if array.dtype == np.longdouble and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"{name} holds {array.dtype}, not numbers")
+    plain = array.dtype.isnative and all(stride >= 0 for stride in array.strides)  # what torch can share
+    array = array if plain else np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -401,7 +418,12 @@ def check_probs(
     good = ((_row_sums(probs) - 1).abs() <= _allowed(probs, tolerance)) & (probs.amin(dim=1) >= 0)
     if ignored is not None:
         good |= ignored
-    check_rows(name, probs, good, "is not a distribution (no negative entry, sum 1)")
+    if bool(good.all()) and good.numel():
+        return
+    place = tuple(int(i) for i in (~good).nonzero()[0]) if good.numel() else ()
+    total = f"it sums to {float(_row_sums(probs)[place]):.6g}" if place else ""
+    advice = "logits enter by Predictions(logits=...), rounded probabilities by from_probs(..., tolerance=...)"
+    check_rows(name, probs, good, f"is not a distribution (no negative entry, sum 1): {total}; {advice}")
 
 
 def _allowed(probs: Tensor, tolerance: float | Tensor | None) -> float | Tensor:
@@ -432,6 +454,24 @@ def optional_module(name: str, extra: str = "report") -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[{extra}]'") from error
+
+
+@contextmanager
+def readable(path: str | Path) -> Iterator[None]:
+    """Name the file in whatever error a reader raises about it."""
+    try:
+        yield
+    except OSError:
+        raise  # a file that is not there says so itself
+    except Exception as error:
+        raise ValueError(f"{path} is damaged, or not a file of this kind: {error}") from error
+
+
+def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Read the words and the tensors of a safetensors file."""
+    opened = optional_module("safetensors").safe_open
+    with readable(path), opened(str(path), framework="pt") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -480,6 +520,9 @@ def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, A
     Each row is allowed half a unit of its last digit for every class. That is looked for only where a row needs it.
     """
     header = [name.strip() for name in next(rows, [])]
+    for name in header:
+        if header.count(name) > 1:
+            raise ValueError(f"{path}: {header.count(name)} columns are called {name!r}; each needs a name of its own")
     number = [i for i, name in enumerate(header) if name.startswith(NUMBERS) or name == "confidence"]
     # Probabilities come first, so that they are a slice of a row's numbers.
     number.sort(key=lambda i: not header[i].startswith("prob_"))
@@ -497,15 +540,14 @@ def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, A
             raise ValueError(f"{path}: row {count} holds something that is not a number ({error})") from error
         values.extend(found)
         far = classes > 0 and abs(sum(found[:classes]) - 1) > 1e-7
-        units.append(_last_digit(cells[:classes]) if far else 0.0)
+        units.append(_rounding(cells[:classes]) if far else 0.0)
         for column, i in zip(words, text, strict=True):
             column.append(row[i])
     table = np.frombuffer(values, dtype=np.float64).reshape(len(units), len(number))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: table[:, j] for j, i in enumerate(number)}
     columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
-    # A rounding error more than a half.
-    return columns, torch.tensor(units, dtype=torch.float64) * (classes * 0.500001)
+    return columns, torch.tensor(units, dtype=torch.float64) * 1.000002  # a rounding error more
 
 
 def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
@@ -537,15 +579,18 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     return torch.as_tensor([number[word] if named else int(word) for word in words])
 
 
-def _last_digit(cells: Sequence[str]) -> float:
-    """Find the value of the last digit of the number in a row that has the fewest decimals."""
-    if not set("eE \t").isdisjoint("".join(cells)):
-        return max(_last_digit_of(cell) for cell in cells)
-    decimals = min((len(cell) - cell.index(".") - 1 for cell in cells if "." in cell), default=0)
-    return 10.0**-decimals if decimals else max(_last_digit_of(cell) for cell in cells)
+def _rounding(cells: Sequence[str]) -> float:
+    """Find how far rounding can move the sum of a row: half a unit of the last digit of every number.
+
+    A zero may be written with fewer digits than it is known with, so it counts like the finest number of the row.
+    """
+    units = {cell: _last_digit(cell) for cell in cells}
+    finest = min((unit for unit in units.values() if unit), default=0.0)
+    return 0.5 * math.fsum(units[cell] if float(cell) else finest for cell in cells)
 
 
-def _last_digit_of(cell: str) -> float:
-    mantissa, _, exponent = cell.strip().lower().partition("e")
+def _last_digit(cell: str) -> float:
+    """Find the value of a number's last digit; a whole number is taken as exact."""
+    mantissa, exponent, power = cell.strip().lower().partition("e")
     decimals = len(mantissa.partition(".")[2])
-    return 10.0 ** (int(exponent or 0) - decimals) if decimals else 0.0
+    return 10.0 ** (int(power or 0) - decimals) if decimals or exponent else 0.0

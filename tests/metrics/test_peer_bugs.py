@@ -224,7 +224,7 @@ def test_aurc_is_the_mean_over_all_coverages_not_a_trapezoid():
     """torch-uncertainty integrates from 1/N and rescales, which leaves the ends half as heavy."""
     confidence, hits = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5]), torch.tensor([0, 1, 1, 0, 1])
     risk = np.cumsum(1 - hits.numpy()) / np.arange(1, 6)
-    found = aurc(confidence, hits, scope="positive")
+    found = aurc(confidence, hits, scope="confidence")
     assert found == pytest.approx(risk.mean())
     assert found.norm == "mean over k = 1..n"
     assert abs(float(np.trapezoid(risk, np.arange(1, 6) / 5) / 0.8) - float(found)) > 0.01

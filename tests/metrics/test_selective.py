@@ -23,12 +23,12 @@ def test_without_ties():
     confidence = torch.tensor([0.9, 0.8, 0.7, 0.6])
     hits = torch.tensor([1, 0, 1, 0])
     area, general = by_hand([1, 0, 1, 0])
-    found = aurc(confidence, hits, scope="positive")
+    found = aurc(confidence, hits, scope="confidence")
     assert found == pytest.approx(area)
-    assert augrc(confidence, hits, scope="positive") == pytest.approx(general)
+    assert augrc(confidence, hits, scope="confidence") == pytest.approx(general)
     assert found.details["augrc"] == pytest.approx(general)
     best, _ = by_hand([1, 1, 0, 0])
-    assert e_aurc(confidence, hits, scope="positive") == pytest.approx(area - best)
+    assert e_aurc(confidence, hits, scope="confidence") == pytest.approx(area - best)
     assert found.details["e_aurc"] == pytest.approx(area - best)
 
 
@@ -39,8 +39,8 @@ def test_ties_are_averaged_over_all_orders():
     orders = [by_hand([1, *middle, 0]) for middle in itertools.permutations([1, 0, 0, 1])]
     expected = [sum(values) / len(orders) for values in zip(*orders, strict=True)]
     for order in (torch.arange(6), torch.tensor([5, 3, 1, 4, 0, 2])):
-        assert aurc(confidence[order], hits[order], scope="positive") == pytest.approx(expected[0])
-        assert augrc(confidence[order], hits[order], scope="positive") == pytest.approx(expected[1])
+        assert aurc(confidence[order], hits[order], scope="confidence") == pytest.approx(expected[0])
+        assert augrc(confidence[order], hits[order], scope="confidence") == pytest.approx(expected[1])
 
 
 def test_bf16_scores_give_one_value_in_any_order(golden):
@@ -51,15 +51,15 @@ def test_bf16_scores_give_one_value_in_any_order(golden):
 
 def test_a_constant_confidence_has_the_error_rate_everywhere():
     confidence, hits = torch.full((8,), 0.5), torch.tensor([1, 0, 0, 1, 1, 1, 0, 1])
-    curve = risk_coverage(confidence, hits, scope="positive")
+    curve = risk_coverage(confidence, hits, scope="confidence")
     assert curve.risk.tolist() == pytest.approx([3 / 8] * 8)
     assert curve.coverage.tolist() == [k / 8 for k in range(1, 9)]
     assert curve.generalised.tolist() == pytest.approx([3 / 8 * k / 8 for k in range(1, 9)])
 
 
 def test_a_single_sample():
-    assert aurc(torch.tensor([0.3]), torch.tensor([0]), scope="positive") == 1.0
-    assert e_aurc(torch.tensor([0.3]), torch.tensor([0]), scope="positive") == 0.0
+    assert aurc(torch.tensor([0.3]), torch.tensor([0]), scope="confidence") == 1.0
+    assert e_aurc(torch.tensor([0.3]), torch.tensor([0]), scope="confidence") == 0.0
 
 
 def test_the_curve_ends_at_the_error_rate(golden):
@@ -71,24 +71,24 @@ def test_the_curve_ends_at_the_error_rate(golden):
 def test_risk_at_coverage_and_coverage_at_risk():
     confidence = torch.arange(10, 0, -1) / 10
     hits = torch.tensor([1, 1, 1, 1, 0, 1, 1, 0, 0, 0])
-    assert risk_at_coverage(confidence, hits, 0.4, scope="positive") == 0.0
-    assert risk_at_coverage(confidence, hits, 0.5, scope="positive") == pytest.approx(0.2)
-    assert risk_at_coverage(confidence, hits, 0.7, scope="positive").details["coverage"] == 0.7
-    assert risk_at_coverage(confidence, hits, 0.71, scope="positive").details["coverage"] == 0.8
-    assert coverage_at_risk(confidence, hits, 0.0, scope="positive") == 0.4
-    assert coverage_at_risk(confidence, hits, 1 / 7, scope="positive") == 0.7
-    assert coverage_at_risk(confidence, hits, 0.4, scope="positive") == 1.0
-    assert coverage_at_risk(confidence, 1 - hits, 0.1, scope="positive") == 0.0
+    assert risk_at_coverage(confidence, hits, 0.4, scope="confidence") == 0.0
+    assert risk_at_coverage(confidence, hits, 0.5, scope="confidence") == pytest.approx(0.2)
+    assert risk_at_coverage(confidence, hits, 0.7, scope="confidence").details["coverage"] == 0.7
+    assert risk_at_coverage(confidence, hits, 0.71, scope="confidence").details["coverage"] == 0.8
+    assert coverage_at_risk(confidence, hits, 0.0, scope="confidence") == 0.4
+    assert coverage_at_risk(confidence, hits, 1 / 7, scope="confidence") == 0.7
+    assert coverage_at_risk(confidence, hits, 0.4, scope="confidence") == 1.0
+    assert coverage_at_risk(confidence, 1 - hits, 0.1, scope="confidence") == 0.0
     with pytest.raises(ValueError, match="coverage"):
-        risk_at_coverage(confidence, hits, 0.0, scope="positive")
+        risk_at_coverage(confidence, hits, 0.0, scope="confidence")
 
 
 def test_soft_labels_count_as_shares_of_errors():
     confidence, soft = torch.tensor([0.9, 0.1]), torch.tensor([0.75, 0.5])
-    assert aurc(confidence, soft, scope="positive") == pytest.approx((0.25 + 0.375) / 2)
+    assert aurc(confidence, soft, scope="confidence") == pytest.approx((0.25 + 0.375) / 2)
 
 
 def test_a_better_ranking_has_a_smaller_area():
     confidence, hits = cases.binary(1_000)
-    assert aurc(confidence, hits, scope="positive") < aurc(1 - confidence, hits, scope="positive")
-    assert e_aurc(hits.float(), hits, scope="positive") == pytest.approx(0, abs=1e-15)
+    assert aurc(confidence, hits, scope="confidence") < aurc(1 - confidence, hits, scope="positive")
+    assert e_aurc(hits.float(), hits, scope="confidence") == pytest.approx(0, abs=1e-15)

@@ -115,7 +115,7 @@ def test_derivatives_are_those_of_the_nll():
 
 def test_separable_samples_end_at_the_bound_with_a_warning():
     logits = torch.randn(100, 3, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="every sample is classified correctly"):
+    with pytest.warns(UserWarning, match="every one is classified correctly"):
         assert Temperature().fit(logits, logits.argmax(1)).temperature == pytest.approx(1e-3)
     with pytest.warns(UserWarning, match="beyond the bound 0.05"):
         assert Temperature(low=0.05).fit(logits, logits.argmax(1)).temperature == pytest.approx(0.05)

@@ -17,7 +17,6 @@ Counts are int64 and sums float64, so that they are right beyond 2^24 samples an
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +65,9 @@ class Bins:
     def __add__(self, other: "Bins") -> "Bins":
         if self.rule != other.rule or not torch.equal(self.edges, other.edges.to(self.edges.device)):
             raise ValueError("bins with different edges cannot be added")
+        if self.counts.shape != other.counts.shape:
+            before, now = self.counts.shape[0], other.counts.shape[0]
+            raise ValueError(f"there were {before} classes before and there are {now} now")
         device = self.counts.device
         return type(self)(
             self.edges,
@@ -127,7 +129,6 @@ class Entries(NamedTuple):
     values: Float[Tensor, " found"]
 
 
-@cache
 def equal_width_edges(bins: int) -> Float64[Tensor, " edges"]:
     """Cut the interval from 0 to 1 into bins of one width."""
     if bins < 1:
@@ -167,16 +168,10 @@ def bin_index(
     Where both outermost edges belong to a bin, so does what rounding has put beyond them.
     """
     compared = (confidence if confidence.dtype == torch.float64 else confidence.float()).contiguous()
-    rounded = _rounded(edges, confidence.device, confidence.dtype).to(compared.dtype)
+    rounded = edges.to(confidence.device, confidence.dtype).to(compared.dtype)
     if rule in {EdgeRule.RIGHT, EdgeRule.LEFT}:
         return torch.bucketize(compared, rounded[1:-1], right=rule in LEFT_CLOSED)
     return torch.bucketize(compared, rounded, right=rule in LEFT_CLOSED) - 1
-
-
-@lru_cache(maxsize=32)
-def _rounded(edges: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Round edges to another type; kept, because the way to a device is long and a stream goes it at every update."""
-    return edges.to(device, dtype)
 
 
 def bin_statistics(
@@ -311,7 +306,7 @@ def _column_sums(table: Float[Tensor, "n classes"]) -> Float64[Tensor, " classes
 
 def _positions(mask: Bool[Tensor, "n classes"]) -> tuple[Int64[Tensor, " found"], Int64[Tensor, " found"]]:
     # The same on the CPU: numpy finds sparse hits several times faster.
-    flat = mask.view(-1)
+    flat = mask.reshape(-1)
     found = torch.from_numpy(np.flatnonzero(flat.numpy())) if flat.device.type == "cpu" else flat.nonzero()[:, 0]
     return found // mask.shape[1], found % mask.shape[1]
 

@@ -15,6 +15,7 @@ Class-wise errors compare the probability of each class with how often it is the
 (before the root is taken; MCE takes the maximum). A class without samples counts like any other.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
@@ -158,8 +159,8 @@ def debiased_l2(
 
 def power_error(filled: Histogram, p: float) -> Result:
     """Take the p-th root of the mean p-th power of the gaps."""
-    if p < 1:
-        raise ValueError(f"p is {p}; at least 1 is needed")
+    if not 1 <= p < math.inf:
+        raise ValueError(f"p is {p}; at least 1 is needed, and for the largest gap take mce")
     each = (filled.bins.share * filled.bins.gap.abs() ** p).sum(-1)
     name = "RMS calibration error" if p == 2 else f"L{p:g} calibration error"
     return _result(filled, name, f"L{p:g}", float(each.mean()) ** (1 / p), each ** (1 / p))

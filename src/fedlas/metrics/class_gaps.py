@@ -24,7 +24,7 @@ from fedlas.metrics.bins import (
     exact,
     upper_entries,
 )
-from fedlas.metrics.resampling import AbstractGaps, Binomial, Floats, World, mean_deviation
+from fedlas.metrics.resampling import RARE, AbstractGaps, Binomial, Floats, World, few_range, mean_deviation
 from fedlas.predictions import parts_of
 
 MOST_AT_ONCE = 256  # resamples that share one reading of the table
@@ -99,6 +99,23 @@ class ClassGaps(AbstractGaps):
             wanted = mean_deviation(count, rate) * expected.narrower
             deviations *= np.where(shown > 0, wanted / np.where(shown > 0, shown, 1), 1.0)
         return World(weighted[there], deviations[:, there], count[there] / self.samples)
+
+    def unseen(self, level: float) -> tuple[float, float]:
+        """Find what wrong answers may add that are too few to show in resampling.
+
+        A wrong answer moves two gaps by at most one each; one of several labels moves only its own.
+        """
+        if self.soft:
+            return 0.0, 0.0
+        if self.labels.ndim == 2:
+            wrong, each = (self.probs > 0.5) != (self.labels > 0.5), 1.0
+        else:
+            wrong, each = self.probs.argmax(1) != self.labels, 2 / self.classes
+        count, n = int(wrong.sum()), wrong.numel()
+        if min(count, n - count) >= RARE:
+            return 0.0, 0.0
+        most = few_range(count, n, level)[1]
+        return 1.0 if len(self.probs) < RARE else 0.0, each * (most - count / n)
 
     def deviations(self, resamples: int, rng: np.random.Generator) -> Floats:
         """Draw how far the weighted gaps of all bins of all classes are from the observed ones."""

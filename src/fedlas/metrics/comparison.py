@@ -20,9 +20,17 @@ from torch import Tensor
 
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
-from fedlas.metrics.interval import Metric, brier_values, gaps_of, nll_values
+from fedlas.metrics.interval import Metric, brier_values, check_level, gaps_of, nll_values
 from fedlas.metrics.inversion import confidence_curve, difference_interval, unbiased_totals
-from fedlas.metrics.resampling import AbstractGaps, Floats, Gaps, mean_deviations, mean_interval, sample_deviations
+from fedlas.metrics.resampling import (
+    AbstractGaps,
+    Floats,
+    Gaps,
+    mean_deviations,
+    mean_interval,
+    sample_deviations,
+    signed_range,
+)
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.samples import pairs
 from fedlas.predictions import Array, Predictions, as_tensor, check_rows, optional_module
@@ -87,6 +95,7 @@ def paired_bootstrap(
         seed: of the random numbers; equal seeds give equal answers.
         options: passed on to the metric.
     """
+    check_level(level)
     _check_same_samples(first, second)
     values = metric(first, labels, **options), metric(second, labels, **options)
     rng = np.random.default_rng(seed)
@@ -98,6 +107,10 @@ def paired_bootstrap(
         # One more draw than there are, so that a finite number of draws never claims certainty.
         tails = [(1 + int((side * noise >= side * observed).sum())) / (1 + resamples) for side in (1, -1)]
         p_value = min(1.0, 2 * min(tails))
+        # Few differences, or none, are no sign that the next sample will show none.
+        least, most = signed_range(difference, level, LARGEST.get(metric, 0.0))
+        low, high = min(low, least), max(high, most)
+        p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
     else:
         gaps = [gaps_of(metric, model, labels, **options) for model in (first, second)]
         low, high, p_value = _gap_difference(gaps, level, resamples, rng)
@@ -117,7 +130,8 @@ def _gap_difference(
     bins = single[0].bins
     index, gap = np.stack([one.index for one in single]), np.stack([one.gap for one in single])
     drawn = sample_deviations(index, gap, bins, resamples, rng)
-    worlds = [single[0].world(drawn[:, :bins]), single[1].world(drawn[:, bins:])]
+    parts = (drawn[:, :bins], drawn[:, bins:])
+    worlds = [one.world(part, rng, joint=True) for one, part in zip(single, parts, strict=True)]
     first, second = (confidence_curve(world) for world in worlds)
     totals = np.stack([unbiased_totals(world) for world in worlds])
     varied = float(totals.std(1).min()) > 0
@@ -136,6 +150,7 @@ def _correct(probs: Predictions | Array, labels: Array | None, **options: Any) -
     return pairs(probs, labels, **options).correct
 
 
+LARGEST: dict[Metric, float] = {scoring.accuracy: 1.0, scoring.brier: 2.0}  # difference of one sample
 PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {
     scoring.accuracy: _correct,
     scoring.nll: nll_values,

@@ -18,7 +18,7 @@ even when every answer is.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import NormalDist
@@ -30,11 +30,11 @@ from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from fedlas.metrics import calibration, scoring, selective
-from fedlas.metrics.bins import exact
+from fedlas.metrics.bins import EdgeRule, exact
 from fedlas.metrics.class_gaps import ClassGaps
 from fedlas.metrics.inversion import inverted_interval
 from fedlas.metrics.presets import Binning, Compat, Kind
-from fedlas.metrics.resampling import AbstractGaps, Gaps, Part, mean_interval
+from fedlas.metrics.resampling import AbstractGaps, Bounds, Gaps, Part, World, mean_interval
 from fedlas.metrics.result import Interval, Result
 from fedlas.metrics.samples import Given, Scope, pairs, rows
 from fedlas.predictions import Array, optional_module
@@ -42,6 +42,13 @@ from fedlas.predictions import Array, optional_module
 Metric = Callable[..., Any]
 PARTS: tuple[Part, Part] = ("over", "under")
 ROOTS: set[Metric] = {calibration.rms_error, calibration.debiased_l2}
+# A loss above log 2 is that of a label with less than half of the probability; there is no largest one, so that of the
+# smallest float32 stands for losses never seen.
+BOUNDS = {
+    "NLL": Bounds(0.0, math.log(2), -math.log(torch.finfo(torch.float32).tiny)),
+    "Brier score": Bounds(0.0, 0.5, 2.0),
+    "signed ECE": Bounds(-1.0, 0.0, 1.0),
+}
 FEWEST_ERRORS = 20  # below, an area hangs on so few samples that resampling them says little
 
 
@@ -73,14 +80,13 @@ def bootstrap(
         seed: of the random numbers; equal seeds give equal intervals.
         options: passed on to the metric.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+    check_level(level)
     found = metric(probs, labels, **options)
     rng = np.random.default_rng(seed)
     if isinstance(found, tuple):
         gaps = gaps_of(metric, probs, labels, **options)
-        world = gaps.resample(resamples, rng)
-        over, under = (Interval(*inverted_interval(world, part, level), level, gaps.method) for part in PARTS)
+        worlds = gaps.worlds(resamples, rng)
+        over, under = (_inverted(gaps, worlds, part, level) for part in PARTS)
         return found[0].with_interval(over), found[1].with_interval(under)
     if metric is scoring.accuracy:
         return _one(found, wilson(float(found), found.n, level))
@@ -88,18 +94,31 @@ def bootstrap(
         values = exact(PER_SAMPLE[metric](probs, labels, **options))
         return mean_with_interval(found, values, level, resamples, rng)
     gaps = gaps_of(metric, probs, labels, **options)
-    world = gaps.resample(resamples, rng)
+    worlds = gaps.worlds(resamples, rng)
     if metric in ROOTS:
-        return _one(found, Interval(*inverted_interval(world, "rms", level), level, gaps.method))
-    interval = Interval(*inverted_interval(world, "both", level), level, gaps.method)
-    return _one(found, interval, noise_floor=gaps.noise_floor())
+        return _one(found, _inverted(gaps, worlds, "rms", level))
+    return _one(found, _inverted(gaps, worlds, "both", level), noise_floor=gaps.noise_floor())
+
+
+def _inverted(gaps: AbstractGaps, worlds: Sequence[World], part: Part, level: float) -> Interval:
+    ends = [inverted_interval(world, part, level) for world in worlds]
+    below, above = gaps.unseen(level)
+    low, high = min(low for low, _ in ends) - below, max(high for _, high in ends) + above
+    return Interval(max(0.0, low), min(1.0, high), level, gaps.method)
+
+
+def check_level(level: float) -> None:
+    """Refuse a level in percent, or no level at all."""
+    if not 0 < level < 1:
+        raise ValueError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
 
 
 def mean_with_interval(
     found: Result, values: Float64[Tensor, " n"], level: float, resamples: int | None, rng: np.random.Generator
 ) -> Result:
     """Give the mean of some values its interval."""
-    low, high = mean_interval(_numpy(values), level, resamples or 10_000, rng)
+    bounds = BOUNDS.get(found.definition.estimator)
+    low, high = mean_interval(_numpy(values), level, resamples or 10_000, rng, bounds)
     return _one(found, Interval(low, high, level, "bootstrap, bias-corrected and accelerated"))
 
 
@@ -128,6 +147,7 @@ def clopper_pearson(
     hits: Shaped[Tensor, " bins"], counts: Shaped[Tensor, " bins"], level: float = 0.95
 ) -> tuple[Float64[Tensor, " bins"], Float64[Tensor, " bins"]]:
     """Find for each bin the range of accuracies that its hits do not contradict; 0 to 1 where a bin is empty."""
+    check_level(level)
     quantile = optional_module("scipy.special").betaincinv
     k, n = _numpy(exact(hits)), _numpy(exact(counts))
     tail = (1 - level) / 2
@@ -138,6 +158,7 @@ def clopper_pearson(
 
 def wilson(share: float, n: int, level: float = 0.95) -> Interval:
     """Find the interval of a share of n samples."""
+    check_level(level)
     z = NormalDist().inv_cdf((1 + level) / 2)
     centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
@@ -168,11 +189,14 @@ def gaps_of(
         return _class_gaps(probs, labels, way, scope, ignore_index)
     found = pairs(probs, labels, scope, ignore_index)
     index = way.index(found.confidence)
-    outside = (index < 0) | (index >= bins)
-    confidence = exact(found.confidence).masked_fill(outside.to(index.device), 0)
-    correct = exact(found.correct).masked_fill(outside, 0)
+    confidence, correct = exact(found.confidence), exact(found.correct)
+    # Where a device has no float64, the values are on the CPU by now, but the index is not.
+    index = index.to(confidence.device)
+    filled = bins + (way.rule == EdgeRule.LEFT_OPEN)
+    outside = (index < 0) | (index >= filled)
+    confidence, correct = confidence.masked_fill(outside, 0), correct.masked_fill(outside, 0)
     soft = found.correct.dtype != torch.bool
-    return Gaps(_numpy(index.masked_fill(outside, 0)), _numpy(confidence), _numpy(confidence - correct), bins, soft)
+    return Gaps(_numpy(index.masked_fill(outside, 0)), _numpy(confidence), _numpy(confidence - correct), filled, soft)
 
 
 def _class_gaps(probs: Given, labels: Array | None, way: Binning, scope: Scope, ignore_index: int | None) -> ClassGaps:
@@ -205,7 +229,7 @@ def brier_values(probs: Given, labels: Array | None, bins: int = 15, ignore_inde
 
 
 def _area_values(area: selective.Area, probs: Given, labels: Array | None, **options: Any) -> Tensor:
-    found = pairs(probs, labels, **options)
+    found = selective.answers(pairs(probs, labels, **options))
     errors = float((1 - exact(found.correct)).sum())
     if errors < FEWEST_ERRORS:
         raise ValueError(

@@ -8,6 +8,7 @@ nothing unusual among the totals that resampling shows around it.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -15,45 +16,64 @@ from fedlas.metrics.resampling import Floats, Part, World
 
 MOST_STEPS = 40
 PRECISION = 1e-6  # of the observed total
+BISECTIONS = 16  # of some 15 standard errors, which leaves less than a thousandth of one
+SAME = 1e-9  # totals that differ by less, relatively, are equal but for rounding
+TINY = 1e-15
 FURTHEST = 12.0  # standard errors; no truth further away can matter at any usual level
 CURVE_POINTS = 40
 
 
+Line = Callable[[float], Floats]
+
+
 @dataclass(frozen=True)
 class Curve:
-    """For a rising row of possible true totals, the chance of a total no larger than the observed one."""
+    """For rising rows of possible true totals, the chance of a total no larger than the observed one."""
 
-    totals: Floats
-    chance: Floats
+    totals: list[Floats]
+    chance: list[Floats]
 
     def at(self, share: float) -> float:
         """Find the true total at which the observed one is the given quantile; 0 where none is that small."""
-        return float(np.interp(-share, -self.chance, self.totals))
+        rows = zip(self.totals, self.chance, strict=True)
+        found = [float(np.interp(-share, -chance, totals)) for totals, chance in rows]
+        return fmean(found) if share == 0.5 else min(found) if share > 0.5 else max(found)
 
 
 def inverted_interval(world: World, part: Part, level: float) -> tuple[float, float]:
     """Find all totals that the observed one does not contradict."""
-    observed = float(world.total(world.gaps, part))
-    truth, most = possible_truths(world, part)
+    observed, tail = float(world.total(world.gaps, part)), (1 - level) / 2
+    slack = SAME * observed + TINY
+    lows, highs = [], []
+    for truth, most in possible_truths(world, part):
 
-    def end(share: float) -> float:
-        def quantile(shift: float) -> float:
-            return float(np.quantile(world.totals(truth(shift), part), share))
+        def large(shift: float, truth: Line = truth) -> bool:
+            return bool((world.totals(truth(shift), part) >= observed - slack).mean() >= tail)
 
-        return float(world.total(truth(_crossing(quantile, observed, -FURTHEST, most)), part))
+        def small(shift: float, truth: Line = truth) -> bool:
+            return bool((world.totals(truth(shift), part) <= observed + slack).mean() < tail)
 
-    return end((1 + level) / 2), end((1 - level) / 2)
+        lows.append(float(world.total(truth(_last(large, -FURTHEST, most)), part)))
+        highs.append(float(world.total(truth(_last(small, -FURTHEST, most)), part)))
+    return min(lows), max(highs)
 
 
 def confidence_curve(world: World) -> Curve:
     """Ask of many possible truths how well they agree with the observed total."""
     observed = float(world.total(world.gaps, "both"))
-    truth, most = possible_truths(world, "both")
+    slack = SAME * observed + TINY
     steps = np.linspace(0, 1, CURVE_POINTS)
-    truths = [truth(shift) for shift in np.concatenate([most * (1 - steps), -FURTHEST / 2 * steps[1:]])]
-    chances = [float((world.totals(one, "both") <= observed).mean()) for one in truths]
-    totals = np.array([float(world.total(one, "both")) for one in truths])
-    return Curve(totals, np.minimum.accumulate(np.array(chances)))
+    curve = Curve([], [])
+    for truth, most in possible_truths(world, "both"):
+        truths = [truth(shift) for shift in np.concatenate([most * (1 - steps), -FURTHEST / 2 * steps[1:]])]
+        chances = []
+        for one in truths:
+            totals = world.totals(one, "both")
+            # Of equal totals half count, so that the middle of the curve is in the middle.
+            chances.append(float((totals <= observed + slack).mean() + (totals < observed - slack).mean()) / 2)
+        curve.totals.append(np.array([float(world.total(one, "both")) for one in truths]))
+        curve.chance.append(np.minimum.accumulate(np.array(chances)))
+    return curve
 
 
 def difference_interval(first: Curve, second: Curve, correlation: float, level: float) -> tuple[float, float]:
@@ -73,7 +93,7 @@ def difference_interval(first: Curve, second: Curve, correlation: float, level: 
 def unbiased_totals(world: World) -> Floats:
     """Resample the total around the truth under which its mean is the observed one."""
     observed = float(world.total(world.gaps, "both"))
-    truth, most = possible_truths(world, "both")
+    truth, most = possible_truths(world, "both")[0]
 
     def average(shift: float) -> float:
         return float(world.totals(truth(shift), "both").mean())
@@ -81,14 +101,30 @@ def unbiased_totals(world: World) -> Floats:
     return world.totals(truth(_crossing(average, observed, 0.0, most)), "both")
 
 
-def possible_truths(world: World, part: Part) -> tuple[Callable[[float], Floats], float]:
-    """Lay a line of possible truths through the observed gaps; also say how far along it all gaps are zero."""
+def possible_truths(world: World, part: Part) -> list[tuple[Line, float]]:
+    """Lay lines of possible truths through the observed gaps; also say how far along them all gaps are zero.
+
+    A second line is laid where gaps of rare bins may be noise: ten right answers in a bin of confidence 0.98 look
+    under-confident, but the truth is more likely to lie far on the other side, where there is room.
+    """
     gaps, error = world.gaps, world.error
     size, sign = np.abs(gaps), np.sign(gaps)
     # A little further than the last gap reaches: rounding would leave 1e-19 of it, and 0 outside the interval.
     most = 1.000001 * float(np.max(size / np.where(error > 0, error, np.inf), initial=0.0))
+    least, largest = (-np.inf, np.inf) if world.noise is None else world.noise.bounds
+
     if part in {"both", "rms"}:
-        return lambda shift: sign * np.maximum(size - shift * error, 0), most
+        sides = [sign]
+        if world.noise is not None:
+            roomier = np.where(world.noise.bins.mean > 0.5, 1.0, -1.0)
+            sides[0] = np.where(sign == 0, roomier, sign)
+            unsure = world.noise.rare & (size <= error) & (sides[0] != roomier)
+            sides += [np.where(unsure, roomier, sides[0])] if unsure.any() else []
+
+        def line(side: Floats) -> Line:
+            return lambda shift: np.asarray(np.clip(side * np.maximum(size - shift * error, 0), least, largest))
+
+        return [(line(side), most) for side in sides]
     way = 1 if part == "over" else -1
     # Gaps of the other sign may be noise: what exceeds a standard error is taken for real, and the truth may lie
     # beyond zero once it is moved further than the gap.
@@ -96,9 +132,20 @@ def possible_truths(world: World, part: Part) -> tuple[Callable[[float], Floats]
 
     def truth(shift: float) -> Floats:
         moved = way * gaps - shift * error
-        return way * np.where(sign == way, np.maximum(moved, 0), np.maximum(others, moved if shift < 0 else others))
+        found = np.where(sign == way, np.maximum(moved, 0), np.maximum(others, moved if shift < 0 else others))
+        return np.asarray(np.clip(way * found, least, largest))
 
-    return truth, most
+    return [(truth, most)]
+
+
+def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Find the last point up to which something holds; the first one where it never does (bisection)."""
+    if holds(high):
+        return high
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def _crossing(falling: Callable[[float], float], level: float, low: float, high: float) -> float:

@@ -60,8 +60,8 @@ class Binning:
     compat: Compat | None = None
 
     def __post_init__(self) -> None:
-        if self.bins < 1:
-            raise ValueError(f"bins is {self.bins}; at least one is needed")
+        if not isinstance(self.bins, int) or isinstance(self.bins, bool) or self.bins < 1:
+            raise ValueError(f"bins is {self.bins!r}; a whole number of at least one is needed")
         if self.kind not in get_args(Kind):
             raise ValueError(f'binning is {self.kind!r}; expected "width" or "mass"')
         if self.compat not in RULES:
@@ -83,13 +83,11 @@ class Binning:
 
     def index(self, confidence: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
         """Say which bin each confidence falls into; -1 or the number of bins means none."""
-        values = exact(confidence) if self.compat in IN_FLOAT64 else confidence
-        return bin_index(values, self.edges(confidence), self.rule)
+        return bin_index(self._compared(confidence), self.edges(confidence), self.rule)
 
     def fill(self, confidence: Float[Tensor, " n"], correct: Bool[Tensor, " n"] | Float[Tensor, " n"]) -> Bins:
         """Sort samples into bins."""
-        values = exact(confidence) if self.compat in IN_FLOAT64 else confidence
-        return bin_statistics(values, correct, self.edges(confidence), self.rule)
+        return bin_statistics(self._compared(confidence), correct, self.edges(confidence), self.rule)
 
     def fill_classes(
         self, probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]
@@ -99,8 +97,7 @@ class Binning:
             # The published code counts only the classes up to the largest label that occurs.
             probs = probs[:, : int(labels.max()) + 1]
         if self.kind == "width":
-            values = exact(probs) if self.compat in IN_FLOAT64 else probs
-            return class_statistics(values, labels, self.edges(probs[:0, 0]), self.rule)
+            return class_statistics(self._compared(probs), labels, self.edges(probs[:0, 0]), self.rule)
         if self.compat is None:
             return class_mass_statistics(probs, labels, self.bins)
         soft = labels.ndim == 2
@@ -108,10 +105,16 @@ class Binning:
             [self.fill(probs[:, k], labels[:, k] if soft else labels == k) for k in range(probs.shape[1])],
         )
 
+    def _compared(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Take confidences in the type that the other code compares them in."""
+        if self.compat == "torchmetrics":
+            return values.float()
+        return exact(values) if self.compat in IN_FLOAT64 else values
+
     def edges(self, confidence: Float[Tensor, " n"]) -> Float64[Tensor, " edges"]:
         """Find the edges of the bins; only equal-mass ones depend on the confidences."""
         if self.kind == "width":
-            return self._width_edges(confidence.dtype)
+            return self._width_edges()
         if self.compat == "official":
             return interpolated_edges(confidence, self.bins)
         if self.compat == "netcal":
@@ -120,11 +123,11 @@ class Binning:
             return _midpoint_edges(confidence, self.bins)
         return equal_mass_edges(confidence, self.bins)
 
-    def _width_edges(self, dtype: torch.dtype) -> Float64[Tensor, " edges"]:
+    def _width_edges(self) -> Float64[Tensor, " edges"]:
         if self.compat == "official":
             return torch.linspace(0, 1, self.bins + 1).double()
         if self.compat == "torchmetrics":
-            return torch.linspace(0, 1, self.bins + 1, dtype=dtype).double()
+            return torch.linspace(0, 1, self.bins + 1, dtype=torch.float32).double()
         if self.compat == "netcal":
             steps = torch.arange(self.bins + 1, dtype=torch.float64) * (1 / self.bins)
             return torch.cat([steps[:-1], torch.ones(1, dtype=torch.float64)])

@@ -9,11 +9,12 @@ A sample of gap d in bin b adds d / n to that bin's weighted gap. Resampling is 
 The bins of every class are resampled in `class_gaps.py`.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,17 @@ Part = Literal["both", "over", "under", "rms"]
 LEVELS = 60  # cells per unit of gap; what varies inside a cell is added back, so finer ones only cost time
 AT_ONCE = 20_000_000  # draws held in memory at a time
 RARE = 10  # hits or errors; a bin that expects fewer is not drawn from its own samples
+CERTAIN = 1e-6  # expected variance of hits, below which a bin's confidences are all 0 or 1 but for rounding
+NORMAL = 400.0  # variance of hits from which the normal limit stands for them
 MOST_DRAWS = 400_000_000  # beyond this the normal limit is as good as drawing, and far quicker
+
+
+class Bounds(NamedTuple):
+    """What values of a mean can be at most and at least, and what tells the large from the small ones."""
+
+    low: float
+    split: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -37,18 +48,19 @@ class World:
         gaps: the gap of every bin times its share of samples.
         deviations: one row of changes for every resample.
         share: of all samples, in every bin.
-        scale: how the deviations depend on the truth; None if they do not.
+        noise: how the deviations depend on the truth; None if they do not.
     """
 
     gaps: Floats
     deviations: Floats
     share: Floats
-    scale: Callable[[Floats], Floats] | None = None
+    noise: "Noise | None" = None
 
     @property
     def error(self) -> Floats:
-        """Standard error of every gap, were the model calibrated."""
-        return np.asarray(self._around(np.zeros_like(self.gaps)).std(0))
+        """Standard error of every gap, were the model calibrated; no less than few samples can know."""
+        shown = np.asarray(self._around(np.zeros_like(self.gaps)).std(0))
+        return shown if self.noise is None else np.maximum(shown, self.noise.least_error)
 
     def totals(self, truth: Floats, part: Part) -> Floats:
         """Resample the total around a possible truth."""
@@ -63,7 +75,7 @@ class World:
         return np.asarray(np.maximum(gaps if part == "over" else -gaps, 0).sum(-1))
 
     def _around(self, truth: Floats) -> Floats:
-        return self.deviations if self.scale is None else self.deviations * self.scale(truth)
+        return self.deviations if self.noise is None else self.noise.around(self.deviations, truth)
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,63 @@ class Binomial:
         """Find it from the sums of confidences and of their squares."""
         mean = sums / np.maximum(count, 1)
         binomial = count * mean * (1 - mean)
-        return cls(count, mean, np.sqrt(np.clip((sums - squares) / np.where(binomial > 0, binomial, 1), 0, 1)))
+        # Confidences of exactly 0 or 1 have no variance to compare with; their hits vary as soon as the truth differs.
+        known = binomial > CERTAIN
+        ratio = np.where(known, (sums - squares) / np.where(known, binomial, 1), 1.0)
+        return cls(count, mean, np.sqrt(np.clip(ratio, 0, 1)))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How the gaps of bins of hits vary around a possible truth.
+
+    Bins that expect few hits or few errors, or that have shown few, mislead the bootstrap: one that happens to have
+    none shows no noise at all. So the deviations of a bin are scaled to the mean deviation of binomial hits of the
+    supposed rate, and those of rare bins are replaced by such hits themselves, in a given order of resamples.
+
+    Args:
+        bins: samples and mean confidence of every bin.
+        hits: in every bin.
+        samples: how many there are in all bins.
+        rare: which bins are replaced.
+        order: for each of those, the resamples from the smallest to the largest gap.
+        shown: the mean deviation of every bin.
+    """
+
+    bins: Binomial
+    hits: Floats
+    samples: int
+    rare: NDArray[np.bool_]
+    order: Ints
+    shown: Floats
+
+    @property
+    def least_error(self) -> Floats:
+        """Standard error of rare gaps at the observed rate, half a hit and half an error added (Jeffreys)."""
+        count = self.bins.count
+        rate = (self.hits + 0.5) / (count + 1)
+        return np.where(self.rare, np.sqrt(count * rate * (1 - rate)) / self.samples, 0.0)
+
+    @property
+    def bounds(self) -> tuple[Floats, Floats]:
+        """The gaps of bins without a hit, and without an error; no truth lies beyond."""
+        share = self.bins.count / self.samples
+        return share * (self.bins.mean - 1), share * self.bins.mean
+
+    def around(self, deviations: Floats, truth: Floats) -> Floats:
+        """Make the deviations those of a possible truth."""
+        count, mean = self.bins.count, self.bins.mean
+        rate = np.clip(mean - truth * self.samples / np.maximum(count, 1), 0, 1)
+        # Not only hits vary but also how many samples there are of each bin, which moves a sum of unequal gaps.
+        size, binomial = np.abs(mean - rate), rate * (1 - rate)
+        unequal = (size - np.abs(truth).sum()) ** 2 / np.where(binomial > 0, binomial, 1)
+        width = self.bins.narrower * np.sqrt(1 + np.minimum(unequal, 1))
+        wanted = mean_deviation(count, rate) * width
+        made = deviations * np.where(self.shown > 0, wanted / np.where(self.shown > 0, self.shown, 1), 1.0)
+        drawn = ranked_errors(count[self.rare], 1 - rate[self.rare], len(made))
+        # Not widened: three samples of one confidence can show four gaps and no others, and totals are compared.
+        made[self.order, np.flatnonzero(self.rare)[:, None]] = drawn / self.samples
+        return np.asarray(made)
 
 
 class AbstractGaps(ABC):
@@ -113,6 +181,15 @@ class AbstractGaps(ABC):
     @abstractmethod
     def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
         """Draw deviations of the weighted gaps."""
+
+    def worlds(self, resamples: int | None, rng: np.random.Generator) -> list[World]:
+        """Give every view of the noise that has to be reckoned with."""
+        return [self.resample(resamples, rng)]
+
+    def unseen(self, level: float) -> tuple[float, float]:
+        """Say how far the total may lie below and above what resampling shows, where that says little."""
+        del level
+        return 0.0, 0.0
 
     def noise_floor(self) -> float:
         """Average the error over labels that are drawn from the confidences themselves."""
@@ -149,31 +226,37 @@ class Gaps(AbstractGaps):
     def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
         return self.world(cell_deviations(self.index, self.gap, self.bins, resamples or 10_000, rng), rng)
 
-    def world(self, deviations: Floats, rng: np.random.Generator | None = None) -> World:
-        """Say how deviations would be scaled if the truth were another.
+    def worlds(self, resamples: int | None, rng: np.random.Generator) -> list[World]:
+        """Soft labels may vary less than hits, but few of them do not show how much: rare bins are seen both ways."""
+        hard = replace(self, soft=False).resample(resamples, rng)
+        if not self.soft:
+            return [hard]
+        plain = World(
+            hard.gaps, cell_deviations(self.index, self.gap, self.bins, len(hard.deviations), rng), hard.share
+        )
+        return [plain, hard] if hard.noise is not None and hard.noise.rare.any() else [plain]
 
-        Bins that expect few hits, or few errors, mislead the bootstrap: one that happens to have none shows no noise at
-        all. So the deviations of a bin are scaled to the mean deviation of binomial hits of the supposed rate, and
-        those of rare bins are drawn as such, where numbers to draw them are given (drawing them anew would part two
-        models that were resampled together). Soft labels have no rate.
+    def world(self, deviations: Floats, rng: np.random.Generator, joint: bool = False) -> World:
+        """Say how deviations would change if the truth were another.
+
+        Rare bins are drawn anew; those of a model that was resampled together with another keep the order of their
+        deviations, so that the two stay together. Soft labels have no rate.
         """
         expected = self.binomial()
         count, mean = expected.count, expected.mean
         if self.soft:
             return World(self.weighted, deviations, count / self.samples)
-        if rng is not None:
-            deviations = deviations.copy()
-            rare = count * np.minimum(mean, 1 - mean) < RARE
-            hits = rng.binomial(count[rare].astype(np.int64), mean[rare], (len(deviations), int(rare.sum())))
-            deviations[:, rare] = (count[rare] * mean[rare] - hits) / self.samples
+        hits = np.clip(count * mean - self._sums(self.gap), 0, count)
+        fewest = np.minimum(count * np.minimum(mean, 1 - mean), np.minimum(hits, count - hits))
+        rare = (count > 0) & (np.round(fewest, 6) < RARE)
+        mixed = rng.random((int(rare.sum()), len(deviations)))
+        order = mixed.argsort(1)
+        if joint:
+            # Rounded, so that what is equal but for its last digits is in random order.
+            order = np.lexsort((mixed, np.round(deviations[:, rare].T * self.samples, 9)), axis=1)
         shown = np.abs(deviations).mean(0) * self.samples
-
-        def scale(truth: Floats) -> Floats:
-            rate = np.clip(mean - truth * self.samples / np.maximum(count, 1), 0, 1)
-            wanted = mean_deviation(count, rate) * expected.narrower
-            return np.where(shown > 0, wanted / np.where(shown > 0, shown, 1), 1.0)
-
-        return World(self.weighted, deviations, count / self.samples, scale)
+        noise = Noise(expected, hits, self.samples, rare, order, shown)
+        return World(self.weighted, deviations, count / self.samples, noise)
 
     def _sums(self, values: Floats) -> Floats:
         return np.bincount(self.index, values, self.bins).astype(np.float64)
@@ -186,6 +269,34 @@ def mean_deviation(count: Floats, chance: Floats) -> Floats:
     n, k, p = np.where(possible, count, 1), np.where(possible, above, 1), np.where(possible, chance, 0.5)
     ways = _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k)
     return np.where(possible, 2 * k * np.exp(ways + k * np.log(p) + (n - k + 1) * np.log1p(-p)), 0.0)
+
+
+def ranked_errors(count: Floats, chance: Floats, resamples: int) -> Floats:
+    """List for every bin binomial errors less their mean, from few to many, as often as each is expected."""
+    mean, variance = count * chance, count * chance * (1 - chance)
+    ranked: Floats = _normal_ranks(resamples) * np.sqrt(variance)[:, None]
+    few = np.flatnonzero((variance > 0) & (variance <= NORMAL))
+    if not len(few):
+        return ranked
+    n, odds = count[few], chance[few] / (1 - chance[few])
+    # Far enough to leave nothing out, and the same for all bins, so that they are computed together.
+    reach = 9 * np.sqrt(variance[few]) + 10
+    first = np.maximum(np.floor(mean[few] - reach), 0)
+    errors = first[:, None] + np.arange(int((2 * reach).max()) + 2)
+    # One error more multiplies the chance by (n - k) / (k + 1) times the odds, and by nothing beyond n.
+    steps = np.log(np.maximum(n[:, None] - errors[:, :-1], 1e-300) / (errors[:, :-1] + 1) * odds[:, None])
+    logs = np.concatenate([np.zeros((len(few), 1)), steps.cumsum(1)], 1)
+    below = np.exp(logs - logs.max(1, keepdims=True)).cumsum(1)
+    until = np.rint(below / below[:, -1:] * resamples).astype(np.int64)
+    times = np.concatenate([until[:, :1], until[:, 1:] - until[:, :-1]], 1)
+    ranked[few] = np.repeat(errors.ravel(), times.ravel()).reshape(len(few), resamples) - mean[few, None]
+    return ranked
+
+
+@lru_cache(maxsize=4)
+def _normal_ranks(resamples: int) -> Floats:
+    share = (torch.arange(resamples, dtype=torch.float64) + 0.5) / resamples
+    return np.asarray(torch.special.ndtri(share).numpy())
 
 
 def _log_factorial(n: Floats) -> Floats:
@@ -236,13 +347,20 @@ def _normal_deviations(place: Ints, gap: Floats, seen: Floats, resamples: int, r
     return np.asarray(rng.standard_normal((resamples, len(seen))) @ root.T)
 
 
-def mean_interval(values: Floats, level: float, resamples: int, rng: np.random.Generator) -> tuple[float, float]:
-    """Find the bias-corrected and accelerated interval of a mean."""
+def mean_interval(
+    values: Floats, level: float, resamples: int, rng: np.random.Generator, bounds: Bounds | None = None
+) -> tuple[float, float]:
+    """Find the bias-corrected and accelerated interval of a mean.
+
+    Where few values are large, or few small, the interval holds what the exact range of their share allows as well:
+    a bootstrap of fifty right answers knows nothing but right answers. Without bounds nothing is known of such values.
+    """
     mean = float(values.mean())
+    low, high = (mean, mean) if bounds is None else few_large_range(values, level, bounds)
     centred = values - mean
     spread = float((centred**2).sum())
     if spread == 0:
-        return mean, mean
+        return low, high
     means = mean + mean_deviations(values, resamples, rng)
     normal = NormalDist()
     share = float(np.clip((np.sum(means < mean) + np.sum(means <= mean)) / (2 * resamples), 1e-4, 1 - 1e-4))
@@ -252,8 +370,54 @@ def mean_interval(values: Floats, level: float, resamples: int, rng: np.random.G
     for tail in ((1 - level) / 2, (1 + level) / 2):
         z = shift + normal.inv_cdf(tail)
         ends.append(normal.cdf(shift + z / (1 - acceleration * z)))
-    low, high = np.quantile(means, ends)
-    return float(low), float(high)
+    found = np.quantile(means, ends)
+    return min(low, float(found[0])), max(high, float(found[1]))
+
+
+def few_large_range(values: Floats, level: float, bounds: Bounds) -> tuple[float, float]:
+    """Find how far a mean may lie off when values above a split are few, or those below; else the mean itself."""
+    mean, large = float(values.mean()), values > bounds.split
+    n, count = len(values), int(large.sum())
+    if min(count, n - count) >= RARE:
+        return mean, mean
+    least, most = few_range(count, n, level)
+    below = float(values[~large].mean()) if count < n else bounds.low
+    above = float(values[large].mean()) if count else bounds.high
+    return (1 - least) * below + least * above, (1 - most) * below + most * above
+
+
+def signed_range(values: Floats, level: float, most: float) -> tuple[float, float]:
+    """Find how far a mean difference may lie off when few differences have one sign; else the mean itself."""
+    ends = []
+    for side in (-1, 1):
+        signed = side * values
+        ours = signed > 0
+        n, count = len(values), int(ours.sum())
+        share = few_range(count, n, level)[1] if count < RARE else count / n
+        size = float(signed[ours].mean()) if count else most
+        ends.append(side * (share * size + float(signed[~ours].sum()) / n))
+    return ends[0], ends[1]
+
+
+def few_range(count: int, n: int, level: float) -> tuple[float, float]:
+    """Find the exact range of a share (Clopper and Pearson), where few of n samples are in it, or few are not."""
+    if 2 * count > n:
+        low, high = few_range(n - count, n, level)
+        return 1 - high, 1 - low
+    tail = (1 - level) / 2
+    low = 0.0 if count == 0 else _share_at(count - 1, n, 1 - tail)
+    return low, _share_at(count, n, tail)
+
+
+def _share_at(count: int, n: int, chance: float) -> float:
+    """Find the share of which at most `count` of n samples are seen with the given chance."""
+    ways = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(count + 1)]
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        share = (low + high) / 2
+        logs = (way + k * math.log(share) + (n - k) * math.log1p(-share) for k, way in enumerate(ways))
+        low, high = (share, high) if math.fsum(map(math.exp, logs)) > chance else (low, share)
+    return high
 
 
 def mean_deviations(values: Floats, resamples: int, rng: np.random.Generator) -> Floats:

@@ -5,6 +5,7 @@ A calibration error compares a *confidence* with whether it was *correct*. The s
     "top-label"    the largest probability of a row; correct if that class is the label
     "class-wise"   every probability of a row, class by class; correct for the label's class
     "positive"     the probability of class 1 of a binary classifier; correct if the label is 1
+    "confidence"   confidences and whether they were correct, as given: where no more is known
     "multi-label"  every probability of a row, label by label; rows need not sum to one
 
 Labels are class numbers, or rows of class probabilities (several annotators), for which "correct" is the share of the
@@ -38,7 +39,7 @@ from fedlas.predictions import (
 MANY_ROWS = 10_000  # below, building the kernel costs more than it saves
 MOST_CLASSES = 2**15  # that fit into the registers of one program
 
-Scope = Literal["top-label", "class-wise", "positive", "multi-label"]
+Scope = Literal["top-label", "class-wise", "positive", "confidence", "multi-label"]
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,18 @@ def pairs(
 ) -> Pairs:
     """Reduce predictions to one confidence per sample and whether it was correct; pairs stay what they are."""
     if isinstance(probs, Pairs):
+        if labels is not None or ignore_index is not None:
+            raise TypeError("pairs carry their own correctness; give neither labels nor ignore_index with them")
         if not (probs.about.scope or "").startswith(scope):
             raise ValueError(f"these pairs are {probs.about.scope}, not {scope}")
         return probs
-    if scope == "positive":
-        return _positive(probs, labels, ignore_index)
+    if isinstance(probs, Predictions):
+        probs, labels, ignore_index = _counted(probs, labels, ignore_index), None, None
+    if scope in {"positive", "confidence"}:
+        return _positive(probs, labels, ignore_index, scope)
     if scope != "top-label":
-        raise ValueError(f'scope {scope!r} has no single confidence per sample; expected "top-label" or "positive"')
+        known = '"top-label", "positive" or "confidence"'
+        raise ValueError(f"scope {scope!r} has no single confidence per sample; expected {known}")
     if isinstance(probs, Predictions):
         soft = probs.labels.ndim == 2
         return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft, probs.split))
@@ -134,8 +140,11 @@ def rows(
     if isinstance(probs, Pairs):
         raise TypeError("pairs of confidence and correctness know the top class alone; this metric needs every class")
     if scope == "multi-label":
+        if ignore_index is not None:
+            raise ValueError('scope "multi-label" has no single label to ignore; leave rows out before')
         return _label_rows(probs, labels)
     if isinstance(probs, Predictions):
+        probs = _counted(probs, labels, ignore_index)
         if probs.top_only:
             raise ValueError("only the top confidence of each sample is known; this metric needs every class")
         return Rows(probs.probs, probs.labels, _about(probs.probs, scope, probs.labels.ndim == 2, probs.split))
@@ -238,16 +247,24 @@ def _label_rows(probs: Predictions | Array, labels: Array | None) -> Rows:
     return Rows(scores, truth.to(scores.dtype), _about(scores, "multi-label", truth.is_floating_point()))
 
 
-def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: int | None) -> Pairs:
+def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: int | None, scope: Scope) -> Pairs:
     split = None
     if isinstance(probs, Predictions):
+        if scope == "confidence":
+            raise TypeError('Predictions know their classes; scope "confidence" is for confidences alone')
         scores, truth, split = probs.probs, probs.labels, probs.split
     else:
         scores, truth = _arrays(probs, labels)
         if scores.shape[1:] == (2,):
             check_probs(scores)
-    if scores.ndim > 2 or scores.shape[1:] not in {(), (1,), (2,)}:
-        raise ValueError(f'scope "positive" needs the probability of class 1, or of two classes, not {scores.shape}')
+    if scores.ndim > 2 and scores.shape[1] in {1, 2}:  # maps
+        scores = scores.movedim(1, -1).reshape(-1, scores.shape[1])
+        truth = truth.reshape(-1)
+    if scores.ndim > 2 or scores.shape[1:] not in ({()} if scope == "confidence" else {(), (1,), (2,)}):
+        needed = (
+            "one confidence per sample" if scope == "confidence" else "the probability of class 1, or of two classes"
+        )
+        raise ValueError(f'scope "{scope}" needs {needed}, not a table of shape {tuple(scores.shape)}')
     confidence = scores if scores.ndim == 1 else scores[:, -1]
     truth = truth if truth.ndim == 1 else truth[:, -1]
     if len(truth) != len(confidence):
@@ -257,7 +274,21 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
     _check_range("probs", confidence)
     _check_range("labels", truth)
     soft = truth.is_floating_point()
-    return Pairs(confidence, truth if soft else truth == 1, _about(confidence, "positive", soft, split))
+    return Pairs(confidence, truth if soft else truth == 1, _about(confidence, scope, soft, split))
+
+
+def _counted(predictions: Predictions, labels: Array | None, ignore_index: int | None) -> Predictions:
+    """Leave out of predictions what does not count."""
+    if labels is not None:
+        raise TypeError("Predictions carry their own labels; give one or the other")
+    if ignore_index is None:
+        return predictions
+    if predictions.labels.ndim == 2:
+        raise ValueError("soft labels have no class to ignore; leave samples out by predictions[mask]")
+    kept = predictions.labels != ignore_index
+    if not bool(kept.any()):
+        raise ValueError(f"every label is {ignore_index}, the ignored one; at least one sample is needed")
+    return predictions[kept]
 
 
 def _arrays(probs: Array, labels: Array | None) -> tuple[Tensor, Tensor]:
@@ -274,13 +305,16 @@ def _labels(labels: Array, scores: Tensor) -> Tensor:
 def _tables(probs: Array, labels: Array | None, ignore_index: int | None) -> Checked:
     scores, truth = _arrays(probs, labels)
     if scores.ndim < 2:
-        raise ValueError(f'probs have shape {tuple(scores.shape)}; for a binary probability say scope="positive"')
+        advice = 'scope="positive" where there is one, else Predictions.from_probs(probs, labels)'
+        raise ValueError(f"probs have shape {tuple(scores.shape)}; for a binary probability say {advice}")
     return _with_labels(scores, truth, ignore_index)
 
 
 def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignore_index: int | None) -> Checked:
     space = (len(scores), *scores.shape[2:])
     if truth.shape == scores.shape and truth.is_floating_point():
+        if ignore_index is not None:
+            raise ValueError("soft labels have no class to ignore; leave samples out before")
         check_probs(truth, name="labels")
         return Checked(scores, truth, None)
     if truth.shape != space or truth.is_floating_point():

@@ -54,9 +54,9 @@ def accuracy(
 
 def top_k(probs: Given, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None) -> Result:
     """Measure how often the label is among the k most probable classes."""
+    table = rows(probs, labels, ignore_index=ignore_index)
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 is needed")
-    table = rows(probs, labels, ignore_index=ignore_index)
     if table.labels.ndim == 2:
         best = table.probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
         hits = table.labels.gather(1, best).sum(1)
@@ -92,7 +92,7 @@ def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) ->
 
 def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
     """Find the negative log-likelihood of each sample from probabilities."""
-    floor = torch.finfo(probs.dtype).tiny
+    floor = torch.finfo(probs.dtype).tiny * torch.finfo(probs.dtype).eps  # the smallest number that is not zero
     if labels.ndim == 1:
         own = exact(probs.gather(1, labels[:, None])[:, 0])
         return Losses(-own.clamp_min(floor).log(), floor, int((own < floor).sum()))
@@ -136,9 +136,14 @@ def squared_errors(
     """Find the squared distance of each row from its label."""
     if labels.ndim == 2:
         return exact((_wide(probs, labels) - labels).square().sum(1))
-    own = exact(probs.gather(1, labels[:, None])[:, 0])
-    wide = probs.dtype if probs.dtype == torch.float64 else torch.float32
-    return exact(torch.linalg.vector_norm(probs, dim=1, dtype=wide)) ** 2 - 2 * own + 1
+    found = []
+    for part in slices_of(probs):
+        place = labels[part, None]
+        own = exact(probs[part].gather(1, place)[:, 0])
+        # The label's own probability is set apart: next to its square, those of the others would be lost in rounding.
+        others = torch.linalg.vector_norm(_wide(probs[part]).scatter(1, place, 0), dim=1)
+        found.append(exact(others) ** 2 + (1 - own) ** 2)
+    return torch.cat(found)
 
 
 def label_squares(labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Float64[Tensor, " n"]:

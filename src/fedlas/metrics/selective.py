@@ -52,7 +52,7 @@ def risk_coverage(
     **which: Unpack[Which],
 ) -> RiskCoverage:
     """Trace the share of errors while the model answers ever more samples, most confident first."""
-    return curve(pairs(probs, labels, **which))
+    return curve(answers(pairs(probs, labels, **which)))
 
 
 def curve(found: Pairs) -> RiskCoverage:
@@ -74,7 +74,7 @@ def aurc(
     **which: Unpack[Which],
 ) -> Result:
     """Measure the mean risk over all coverages: how often the model is wrong, and whether it knows when."""
-    found = pairs(probs, labels, **which)
+    found = answers(pairs(probs, labels, **which))
     return aurc_result(found)
 
 
@@ -84,7 +84,7 @@ def e_aurc(
     **which: Unpack[Which],
 ) -> Result:
     """Measure how much of the AURC is due to the ranking alone, beyond what this accuracy makes unavoidable."""
-    found = pairs(probs, labels, **which)
+    found = answers(pairs(probs, labels, **which))
     best = _best_aurc(found)
     value = float(curve(found).risk.mean()) - best
     return Result(value, replace(found.about, estimator="E-AURC", norm="mean over k = 1..n"), None, {"best_aurc": best})
@@ -96,7 +96,7 @@ def augrc(
     **which: Unpack[Which],
 ) -> Result:
     """Measure the mean number of silent failures over all coverages, as a share of all samples."""
-    found = pairs(probs, labels, **which)
+    found = answers(pairs(probs, labels, **which))
     value = float(curve(found).generalised.mean())
     return Result(value, replace(found.about, estimator="AUGRC", norm="mean over k = 1..n"))
 
@@ -110,7 +110,7 @@ def risk_at_coverage(
     """Measure the share of errors among the most confident samples that make up a given share of all."""
     if not 0 < coverage <= 1:
         raise ValueError(f"coverage is {coverage}; a share above 0 and up to 1 is needed")
-    found = pairs(probs, labels, **which)
+    found = answers(pairs(probs, labels, **which))
     # 0.7 * 10 is 7.000000000000001, which would round up to 8 samples.
     place = max(math.ceil(coverage * len(found.confidence) - 1e-9), 1) - 1
     traced = curve(found)
@@ -125,11 +125,23 @@ def coverage_at_risk(
     **which: Unpack[Which],
 ) -> Result:
     """Measure the largest share of samples that can be answered while at most a given share of them is wrong."""
-    found = pairs(probs, labels, **which)
+    found = answers(pairs(probs, labels, **which))
     traced = curve(found)
     enough = (traced.risk <= risk + 1e-12).nonzero()
     value = float(traced.coverage[enough[-1]]) if len(enough) else 0.0
     return Result(value, replace(found.about, estimator=f"coverage at {100 * risk:g} % risk"))
+
+
+def answers(found: Pairs) -> Pairs:
+    """Take the answer that a binary probability stands for: class 1 above one half, with that much confidence, or 0."""
+    if not (found.about.scope or "").startswith("positive"):
+        return found
+    yes = found.confidence > 0.5
+    confidence = torch.where(yes, found.confidence, 1 - found.confidence)
+    correct = found.correct if found.correct.is_floating_point() else found.correct.to(confidence.dtype)
+    hits = torch.where(yes, correct, 1 - correct)
+    about = replace(found.about, scope=(found.about.scope or "").replace("positive", "binary answers"))
+    return Pairs(confidence, hits if found.correct.is_floating_point() else hits > 0.5, about)
 
 
 def aurc_result(found: Pairs) -> Result:
@@ -143,6 +155,7 @@ def aurc_result(found: Pairs) -> Result:
 
 def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
     """Give each sample its influence on an area on top of the area itself, so that their mean is the area."""
+    found = answers(found)
     confidence, order = found.confidence.sort(descending=True)
     wrong = 1 - exact(found.correct[order])
     n, share = len(wrong), float(wrong.mean())
@@ -155,11 +168,11 @@ def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
     if area == "augrc":
         weight = averaged((n - rank + 1) / n)
         errors = averaged(wrong)
-        influence = wrong * weight + (errors.cumsum(0) - errors / 2) / n
+        influence = wrong * weight + averaged(errors.cumsum(0) - errors / 2) / n
     else:
         weight = averaged(_below(1 / rank))
         errors = averaged(wrong * n / rank)
-        influence = wrong * weight - (_below(errors) - errors / 2) / n
+        influence = wrong * weight - averaged(_below(errors) - errors / 2) / n
     value = float((wrong * weight).mean())
     if area == "e_aurc":
         value -= _best_aurc(found)

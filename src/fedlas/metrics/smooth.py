@@ -61,7 +61,7 @@ def kde_ece(
     offsets = torch.linspace(-1, 1, 2 * KDE_POINTS - 1, dtype=torch.float64, device=confidence.device)
     kernel = 35 / 32 * (1 - (offsets / width).square()).clamp_min(0) ** 3 / width
     density, hits = (
-        _reflected(_on_grid(confidence, weights, KDE_POINTS), kernel) / n
+        _reflected(_ends_twice(_on_grid(confidence, weights, KDE_POINTS)), kernel) / n
         for weights in (torch.ones_like(correct), correct)
     )
     value = float(torch.trapezoid((grid * density - hits).abs(), grid))
@@ -108,6 +108,14 @@ def _on_grid(place: Float64[Tensor, " n"], weights: Float64[Tensor, " n"], point
     left = scaled.long().clamp(0, points - 2)
     share = scaled - left
     return add_up((1 - share) * weights, left, points) + add_up(share * weights, left + 1, points)
+
+
+def _ends_twice(values: Float64[Tensor, " points"]) -> Float64[Tensor, " points"]:
+    """Double what lies on the ends of a grid: half of its kernel is outside, and no mirror image brings it back."""
+    doubled = values.clone()
+    doubled[0] *= 2
+    doubled[-1] *= 2
+    return doubled
 
 
 def _reflected(values: Float64[Tensor, " points"], kernel: Float64[Tensor, " width"]) -> Float64[Tensor, " points"]:

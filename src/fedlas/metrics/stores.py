@@ -11,7 +11,7 @@ Every store takes in samples (`add`, `add_logits`), those of another store (`mer
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition
 from fedlas.metrics.samples import Pairs, Rows, Scope, logit_rows, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.scoring import Losses, label_squares, logit_losses, losses_of, prob_losses, squared_errors
-from fedlas.predictions import Array, Predictions
+from fedlas.predictions import Array, Predictions, as_tensor
 
 Store = TypeVar("Store", bound="AbstractStore")
 
@@ -80,6 +80,13 @@ class AbstractStore(ABC):
         """Add samples, given as logits."""
         read = rows_of_logits if self.scope in EVERY_CLASS else pairs_of_logits
         self.take(read(logits, labels, self.scope, self.ignore_index))
+
+    def skips(self, labels: Array | None) -> bool:
+        """Say whether none of some labels counts, as happens to a piece of a stream."""
+        if labels is None:
+            return False
+        truth = as_tensor(labels, "labels")
+        return not len(truth) or (self.ignore_index is not None and bool((truth == self.ignore_index).all()))
 
     def settings(self) -> tuple[object, ...]:
         """Name what has to be equal for two stores to be merged."""
@@ -147,8 +154,9 @@ class PairStore(AbstractStore):
     def take(self, found: Pairs | Rows) -> None:
         found = as_pairs(found)
         half = found.confidence.dtype not in {torch.float32, torch.float64}
-        self.confidence.append(found.confidence.float() if half else found.confidence)
-        self.correct.append(found.correct)
+        # Copies, because a caller may fill the same buffers again.
+        self.confidence.append(found.confidence.float() if half else found.confidence.clone())
+        self.correct.append(found.correct.clone())
         self.about = joined(self.about, found.about)
 
     def merge(self, other: AbstractStore) -> None:
@@ -262,8 +270,14 @@ def joined(mine: Definition, other: Definition) -> Definition:
     """Describe the samples of two stores together."""
     if mine.n == 0 or other.n == 0:
         return other if mine.n == 0 else mine
-    types = dict.fromkeys([*mine.dtype.split(" and "), *other.dtype.split(" and ")])
-    return replace(mine, n=mine.n + other.n, dtype=" and ".join(types))
+    words = {name: _both(getattr(mine, name), getattr(other, name)) for name in ("dtype", "split", "scope")}
+    return replace(mine, n=mine.n + other.n, **words)
+
+
+def _both(mine: str | None, other: str | None) -> Any:
+    """Join two lists of words, each word once."""
+    words = dict.fromkeys(word for text in (mine, other) if text for word in text.split(" and "))
+    return " and ".join(words) or None
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:

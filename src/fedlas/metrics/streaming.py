@@ -44,13 +44,15 @@ class AbstractStream(ABC, Generic[Kept_co]):
         self.store = store
 
     def update(self: Stream, probs: Predictions | Array, labels: Array | None = None) -> Stream:
-        """Add samples, given as probabilities."""
-        self.store.add(probs, labels)
+        """Add samples, given as probabilities; a piece without any that counts is left out."""
+        if not self.store.skips(labels):
+            self.store.add(probs, labels)
         return self
 
     def update_logits(self: Stream, logits: Array, labels: Array) -> Stream:
-        """Add samples, given as logits."""
-        self.store.add_logits(logits, labels)
+        """Add samples, given as logits; a piece without any that counts is left out."""
+        if not self.store.skips(labels):
+            self.store.add_logits(logits, labels)
         return self
 
     def merge(self: Stream, other: Stream) -> Stream:
@@ -189,7 +191,7 @@ class AURC(AbstractOrdered):
 
     def compute(self) -> Result:
         """Order all samples by confidence and average the risk."""
-        return selective.aurc_result(self.store.pairs())
+        return selective.aurc_result(selective.answers(self.store.pairs()))
 
 
 class Accuracy(AbstractStream[AbstractHistogram]):

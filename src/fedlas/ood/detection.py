@@ -28,7 +28,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import NormalDist, fmean
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -245,9 +244,7 @@ class Detection:
 
         The sets share their known samples, so their intervals cannot be averaged; these results have none.
         """
-        return MappingProxyType(
-            {score: _mean({name: held[score] for name, held in self.sets.items()}) for score in self.scores}
-        )
+        return {score: _mean({name: held[score] for name, held in self.sets.items()}) for score in self.scores}
 
     def to_dict(self) -> dict[str, Any]:
         """List everything as plain values that JSON knows."""
@@ -368,8 +365,8 @@ def detect_scores(
                 fpr_of(out if positive == "ood" else turned, tpr, level, seed),
             )
             rows[score] = Separation(*(_labelled(one, score, f"{split} against {name}") for one in four))
-        sets[name] = MappingProxyType(rows)
-    return Detection(MappingProxyType(sets))
+        sets[name] = rows
+    return Detection(sets)
 
 
 def _scores(values: Array, name: str) -> Float[Tensor, " n"]:

@@ -14,6 +14,7 @@ makes probabilities returns their logarithms; probabilities below its `floor` ar
 
 import json
 import math
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ from fedlas.predictions import (
     check_labels,
     check_rows,
     optional_module,
+    read_safetensors,
     slices_of,
     two_columns,
     write_whole,
@@ -124,7 +126,7 @@ class AbstractCalibrator(ABC):
             ignore_index: label of samples that do not count.
         """
         samples, split = _samples(logits, labels, split, ignore_index)
-        if split is not None and "test" in split.lower():
+        if split is not None and re.search(r"(?<![a-z])test(?![a-z])", split.lower()):
             warnings.warn(
                 f"{self.name} is fitted on the split {split!r}: what is measured there afterwards is too good. "
                 "Fit on held-out validation data.",
@@ -190,9 +192,7 @@ class AbstractCalibrator(ABC):
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read what a calibrator's file says about it, and its numbers."""
-    with optional_module("safetensors").safe_open(str(path), framework="pt") as file:
-        words: dict[str, str] = file.metadata() or {}
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    words, tensors = read_safetensors(path)
     if words.get("format") != json.dumps(FORMAT):
         raise ValueError(f"{path} is not a calibrator that fedlas saved")
     return {key: json.loads(value) for key, value in words.items()}, tensors
@@ -368,8 +368,8 @@ def _samples(
     logits: Predictions | Array, labels: Array | None, split: str | None, ignore_index: int | None
 ) -> tuple[Samples, str | None]:
     if isinstance(logits, Predictions):
-        if labels is not None:
-            raise TypeError("Predictions carry their own labels; give one or the other")
+        if labels is not None or ignore_index is not None:
+            raise TypeError("Predictions carry their own labels; give neither labels nor ignore_index with them")
         if logits.top_only:
             raise ValueError(
                 "only the top confidence of each sample is known; calibration needs the logits of every class"

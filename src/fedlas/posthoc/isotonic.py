@@ -49,7 +49,7 @@ def _curve(probs: NDArray[np.float64], shares: NDArray[np.float64]) -> tuple[NDA
     """Find the corners of the rising curve; equal probabilities are one point."""
     place, inverse, count = np.unique(probs, return_inverse=True, return_counts=True)
     mean = np.bincount(inverse, weights=shares) / count
-    height = optional_module("scipy.optimize").isotonic_regression(mean, weights=count).x
+    height = optional_module("scipy.optimize", extra="posthoc").isotonic_regression(mean, weights=count).x
     # Inside a flat piece the points say nothing: only its two ends are kept.
     step = np.diff(height) != 0
     corner = np.concatenate([[True], step]) | np.concatenate([step, [True]])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
@@ -44,7 +45,7 @@ class Probmetrics(AbstractCalibrator):
             # It uses what torch and scikit-learn have deprecated; nobody who calls us can do anything about that.
             warnings.simplefilter("ignore", FutureWarning)
             self._inner = self._build(optional_module("probmetrics.calibrators", extra="posthoc"))
-            self._inner.fit(samples.logits.softmax(1).cpu().numpy(), samples.labels.cpu().numpy())
+            self._inner.fit(_probs(samples.logits), samples.labels.cpu().numpy())
         return {}
 
     def _build(self, package: Any) -> Any:
@@ -59,12 +60,16 @@ class Probmetrics(AbstractCalibrator):
             raise ValueError(f"probmetrics has no calibrator {self.method!r}; its classes are {known}") from error
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
-        probs = logits.softmax(1)
-        found = torch.from_numpy(np.asarray(self._inner.predict_proba(probs.cpu().numpy())))
-        return log_probs_of(found.to(probs).clamp_min(0), probs, self.floor)
+        found = torch.from_numpy(np.asarray(self._inner.predict_proba(_probs(logits))))
+        return log_probs_of(found.to(logits).clamp_min(0), logits.softmax(1), self.floor)
 
     def save(self, path: str | Path) -> None:
         """Refuse: there is no way to save it that is safe to load."""
         raise NotImplementedError(
             f"a calibrator of probmetrics cannot be written to {path} without pickle; fit it again instead"
         )
+
+
+def _probs(logits: Float[Tensor, "n classes"]) -> NDArray[np.float64]:
+    """Make the probabilities that the package is given: in one type, because some of its calibrators cannot mix."""
+    return logits.double().softmax(1).cpu().numpy()

@@ -79,10 +79,9 @@ class Temperature(AbstractCalibrator):
         if scaled_nll(samples, factor)[0] > scaled_nll(samples, 1.0)[0]:
             factor = 1.0
         if factor in (1 / self.low, 1 / self.high):
-            way = "every sample is classified correctly" if factor > 1 else "the logits say less than nothing"
             warnings.warn(
-                f"the best temperature lies beyond the bound {1 / factor:g}: {way} on these "
-                f"{len(samples.logits):,} samples. Fit on more, held-out samples.",
+                f"the best temperature of these {len(samples.logits):,} samples lies beyond the bound {1 / factor:g}: "
+                f"{_reason(samples, factor)}",
                 UserWarning,
                 stacklevel=4,
             )
@@ -122,6 +121,16 @@ def _confidence(samples: Samples, temperature: float) -> Float[Tensor, " n"]:
         logits = samples.logits[rows]
         parts.append(1 / ((logits - logits.amax(1, keepdim=True)) / temperature).exp().sum(1))
     return torch.cat(parts).float()
+
+
+def _reason(samples: Samples, factor: float) -> str:
+    """Say why there is no optimum between the bounds."""
+    prediction, labels = samples.logits.argmax(1), samples.shares.argmax(1)
+    if factor > 1 and bool((prediction == labels).all()):
+        return "every one is classified correctly, so no confidence is too high. Fit on more, held-out samples."
+    if factor < 1 and scaled_nll(samples, 0.0)[1] >= 0:
+        return "the logits point away from the labels. Are they of the same samples, in the same order?"
+    return f"the logits are very {'small' if factor > 1 else 'large'}. Set `{'low' if factor > 1 else 'high'}`."
 
 
 def _standard_error(samples: Samples, factor: float) -> float:
