@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fedlas.losses import checks as checks
     from fedlas.losses import list_losses as list_losses
     from fedlas.losses import smoothed_cross_entropy as smoothed_cross_entropy
+    from fedlas.models import build_model as build_model
+    from fedlas.models import list_models as list_models
     from fedlas.models.base import Output as Output
     from fedlas.models.base import WithFeatures as WithFeatures
     from fedlas.models.base import WithLoss as WithLoss
@@ -44,12 +46,14 @@ _HOMES = {
     "build_calibrator": "fedlas.posthoc",
     "build_data": "fedlas.data",
     "build_loss": "fedlas.losses",
+    "build_model": "fedlas.models",
     "checks": "fedlas.losses",
     "data": None,
     "evaluate": "fedlas.evaluation",
     "list_calibrators": "fedlas.posthoc",
     "list_data": "fedlas.data",
     "list_losses": "fedlas.losses",
+    "list_models": "fedlas.models",
     "losses": None,
     "metrics": None,
     "models": None,

@@ -7,10 +7,17 @@ layers; where two layers could be it, nothing is guessed. A hook on the head giv
 around it is seen by a torch function mode, active only while the wrapper runs: a dropout right before the head is
 undone, be it a module or a function, and where the network picks rows of the head's output (the last token of a
 decoder), the same rows of the features are picked. Nothing stays behind after the call.
+
+The networks of this package are plain modules that return logits, made by entries of the catalogue: an entry derives
+from `AbstractNetwork` and knows how to build one network.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import difflib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +25,20 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fedlas.catalog import nearest
+from fedlas.models.pretrained import Source, library, load_weights, misfit, read_weights
+
+__all__ = [
+    "AbstractLibrary",
+    "AbstractNetwork",
+    "Common",
+    "Head",
+    "Output",
+    "Source",
+    "WithFeatures",
+    "WithLoss",
+    "closest",
+    "library",
+]
 
 # Words in attribute names by which libraries and people call the part that ends in the logits.
 _HEAD_WORDS = {"fc", "head", "heads", "classifier", "score", "logits"}
@@ -133,6 +154,125 @@ class WithLoss(nn.Module):
         else:
             output = self.net(inputs)
         return self.loss(output.logits, labels, features=output.features, index=index), output
+
+
+class Common(TypedDict, total=False):
+    """Keywords that every network takes."""
+
+    in_channels: int
+    pretrained: bool | str | Path
+
+
+class AbstractNetwork(ABC):
+    """An entry of the catalogue: a network of one name, with the keywords that it can be built with.
+
+    Args:
+        num_classes: number of logits.
+        in_channels: number of channels of an image: 3 for colour, 1 for grey.
+        pretrained: True for the weights that the network's makers publish, or the path of a file of weights. Of a file
+            for another number of classes, all but the last layer is taken.
+    """
+
+    name: ClassVar[str]
+    citation: ClassVar[str]
+    image_size: ClassVar[int | None] = None
+    """Height and width of the images that it is made for; None if it takes any."""
+
+    def __init__(self, num_classes: int, *, in_channels: int = 3, pretrained: bool | str | Path = False) -> None:
+        for word, count in {"num_classes": num_classes, "in_channels": in_channels}.items():
+            if count < 1:
+                raise ValueError(f"{word} is {count}; at least 1 is needed")
+        self.num_classes, self.in_channels, self.pretrained = num_classes, in_channels, pretrained
+
+    @abstractmethod
+    def drawn(self) -> nn.Module:
+        """Make the network with weights drawn at random."""
+
+    def source(self) -> Source:
+        """Say where its weights are published."""
+        raise ValueError(f"nobody publishes weights of {self.name!r}; pass pretrained='path/to/a/file'")
+
+    def converted(self, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
+        """Rename or resize published weights that do not fit as they are."""
+        return weights
+
+    def build(self) -> nn.Module:
+        """Make the network, with the weights that were asked for."""
+        if self.pretrained is False:
+            return self.drawn()
+        path = self.source().fetched() if self.pretrained is True else Path(self.pretrained)
+        weights = read_weights(path)
+        model = self.drawn()
+        head = _found_head(model)
+        if misfit(model, weights, head):
+            weights = self.converted(weights, model)
+        if fault := misfit(model, weights, head):
+            raise ValueError(f"{path} does not fit the network {self.name!r}: {fault}")
+        load_weights(model, weights, head)
+        return model
+
+
+class AbstractLibrary(AbstractNetwork):
+    """An entry that stands for all networks of a library; its name and a colon come before the network's.
+
+    Args:
+        num_classes: number of logits.
+        network: the network's name in the library.
+        settings: passed on to the library; `build_model` gathers here what it does not know itself.
+        common: see `AbstractNetwork`.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        network: str,
+        settings: Mapping[str, Any] | None = None,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(num_classes, **common)
+        if not self.has(network):
+            raise ValueError(f"{self.name} has no network {network!r}{closest(network, self.networks())}")
+        self.network, self.settings = network, dict(settings or {})
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Say whether the library, whose package has the entry's name, is there."""
+        return importlib.util.find_spec(cls.name) is not None
+
+    @classmethod
+    @abstractmethod
+    def networks(cls) -> Collection[str]:
+        """List the names of the library's networks."""
+
+    @classmethod
+    def has(cls, network: str) -> bool:
+        """Say whether the library has a network of this name."""
+        return network in cls.networks()
+
+
+class Head(nn.Linear):
+    """A last linear layer that prepares its input itself, so that features are what comes in: before a dropout, say.
+
+    Args:
+        in_features: width of the features.
+        out_features: number of classes.
+        before: what happens to the features first.
+    """
+
+    def __init__(self, in_features: int, out_features: int, before: nn.Module) -> None:
+        super().__init__(in_features, out_features)
+        self.before = before
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Make logits of features."""
+        return super().forward(self.before(features))
+
+
+def closest(word: str, known: Collection[str]) -> str:
+    """End an error message with those of many known words that look like an unknown one."""
+    close = difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 class _Watch(TorchFunctionMode):

@@ -1,0 +1,176 @@
+"""Weights that others trained: where they lie, how they are fetched, and how they get into a network.
+
+A file is looked for in the folder of torch's hub (`~/.cache/torch/hub/checkpoints`, or below `TORCH_HOME`), then in the
+cache of Hugging Face, and fetched into the first of them if it is in neither. Nothing in it is unpickled but tensors.
+All weights have to fit by name and shape; only the last layer may be missing or have another number of classes, and
+then stays as it was drawn.
+"""
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Where people put the weights in a checkpoint that holds more than them.
+_PLACES = ("state_dict", "model_state_dict", "model")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights of a network are published.
+
+    Args:
+        url: the address of the file.
+        file: its name in the folder of torch's hub; `-` and eight or more hexadecimal digits at its end are the
+            beginning of its SHA-256.
+        repository: the repository on the hub of Hugging Face that it belongs to, if any.
+    """
+
+    url: str
+    file: str
+    repository: str | None = None
+
+    @classmethod
+    def of_torchvision(cls, network: str, tag: str | None = None) -> "Source":
+        """Say where torchvision publishes the weights of a network; the default tag is torchvision's own."""
+        known = library("torchvision.models").get_model_weights(network)
+        names = [weights.name for weights in known]
+        if not names:
+            raise ValueError(f"torchvision has no weights for {network!r}")
+        if tag is not None and tag not in names:
+            raise ValueError(f"torchvision has no weights {tag!r} for {network!r}, only {', '.join(names)}")
+        url: str = (known.DEFAULT if tag is None else known[tag]).url
+        return cls(url, url.rsplit("/", 1)[-1])
+
+    @classmethod
+    def of_timm(cls, network: str) -> "Source":
+        """Say where timm publishes the weights of a network; a tag may follow the name after a dot."""
+        about = library("timm").get_pretrained_cfg(network)
+        if about is not None and about.hf_hub_id:
+            name = about.hf_hub_filename or "model.safetensors"
+            hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+            file = f"{about.hf_hub_id.rsplit('/', 1)[-1]}{Path(name).suffix}"
+            return cls(f"{hub}/{about.hf_hub_id}/resolve/main/{name}", file, about.hf_hub_id)
+        if about is not None and about.url:
+            return cls(about.url, about.url.rsplit("/", 1)[-1])
+        raise ValueError(f"timm has no weights for {network!r}")
+
+    @property
+    def path(self) -> Path:
+        """Where the file belongs on this machine."""
+        return Path(torch.hub.get_dir()) / "checkpoints" / self.file
+
+    @property
+    def checksum(self) -> str | None:
+        """The beginning of the file's SHA-256, if its name tells."""
+        digits = re.search(r"-([0-9a-f]{8,})\.", self.file)
+        return None if digits is None else digits[1]
+
+    def fetched(self) -> Path:
+        """Find the file on this machine, or fetch it."""
+        if not self.path.exists():
+            return self._in_cache() or self._download()
+        if self.checksum is not None:
+            with self.path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if not found.startswith(self.checksum):
+                fault = f"its SHA-256 is {found} and should begin with {self.checksum}"
+                raise ValueError(
+                    f"{self.path} is damaged ({fault}); delete it, and it is fetched again from {self.url}"
+                )
+        return self.path
+
+    def _in_cache(self) -> Path | None:
+        if self.repository is None:
+            return None
+        try:
+            cached = library("huggingface_hub").try_to_load_from_cache(self.repository, self.url.rsplit("/", 1)[-1])
+        except ImportError:
+            return None
+        return Path(cached) if isinstance(cached, str) else None
+
+    def _download(self) -> Path:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(self.url, str(self.path), self.checksum, progress=sys.stderr.isatty())
+        except (OSError, HTTPException, RuntimeError) as error:  # the last of them for a wrong checksum
+            raise OSError(
+                f"the weights are not on this machine and could not be fetched ({error}). Fetch {self.url} elsewhere "
+                f"and put it at {self.path}, or say where it is: pretrained='path/to/{self.path.name}'"
+            ) from error
+        return self.path
+
+
+def library(name: str) -> Any:
+    """Import a library that only some networks need, or say how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[train]'") from error
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Read the weights in a safetensors file or in one that `torch.save` wrote."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file of weights at {path}")
+    try:
+        if path.suffix == ".safetensors":
+            content = library("safetensors.torch").load_file(str(path))
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise
+    except Exception as error:  # each format has errors of its own, none of which names the file
+        raise ValueError(f"{path} is damaged, or holds more than tensors: {error}") from error
+    weights = next((content[place] for place in _PLACES if _is_mapping(content, place)), content)
+    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f"{path} holds no state_dict, neither itself nor under {', '.join(_PLACES)}")
+    return dict(weights)
+
+
+def misfit(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> str:
+    """Say which weights do not fit a network; nothing if only the number of classes differs."""
+    own, skipped = model.state_dict(), _left_out(model, weights, head)
+    # Files of old versions of torch do not count the batches that a BatchNorm has seen.
+    missing = [n for n in own if n not in weights and n not in skipped and not n.endswith("num_batches_tracked")]
+    strange = [n for n in weights if n not in own]
+    reshaped = [
+        f"{n} {tuple(weights[n].shape)} instead of {tuple(own[n].shape)}"
+        for n in own
+        if n in weights and n not in skipped and weights[n].shape != own[n].shape
+    ]
+    faults = {"missing": missing, "unknown": strange, "of another shape": reshaped}
+    return "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> None:
+    """Copy weights that fit into a network, all but a last layer of another number of classes."""
+    skipped = _left_out(model, weights, head)
+    model.load_state_dict({name: value for name, value in weights.items() if name not in skipped}, strict=False)
+
+
+def _left_out(model: nn.Module, weights: Mapping[str, Tensor], head: str) -> set[str]:
+    """Name the weights of the last layer if a file has none for it, or those of other classes."""
+    layer = {f"{head}.{name}": value for name, value in model.get_submodule(head).named_parameters(recurse=False)}
+    given = {name: weights[name] for name in layer if name in weights}
+    widths_agree = all(value.shape[1:] == layer[name].shape[1:] for name, value in given.items())
+    classes_agree = given and all(len(value) == len(layer[name]) for name, value in given.items())
+    return set(layer) if widths_agree and not classes_agree else set()
+
+
+def _is_mapping(content: Any, place: str) -> bool:
+    return isinstance(content, Mapping) and isinstance(content.get(place), Mapping)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,40 @@
+"""Networks through torchvision: any of its classifiers by its name."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from fedlas.models.base import AbstractLibrary, Source, library
+
+
+class Torchvision(AbstractLibrary):
+    """Any network of torchvision, as "torchvision:NAME"."""
+
+    name = "torchvision"
+    citation = "TorchVision maintainers and contributors, TorchVision, 2016."
+
+    @classmethod
+    def networks(cls) -> Collection[str]:
+        models = library("torchvision.models")
+        names: list[str] = models.list_models(module=models)  # without those for detection, video and the like
+        return names
+
+    def drawn(self) -> nn.Module:
+        models = library("torchvision.models")
+        model: nn.Module = models.get_model(self.network, num_classes=self.num_classes, **self.settings)
+        if self.in_channels != 3:
+            _take_channels(model, self.in_channels)
+        return model
+
+    def source(self) -> Source:
+        return Source.of_torchvision(self.network)
+
+
+def _take_channels(model: nn.Module, in_channels: int) -> None:
+    """Replace the first convolution, which is the one that sees the image, by one for other channels."""
+    path, first = next((path, part) for path, part in model.named_modules() if isinstance(part, nn.Conv2d))
+    sizes: dict[str, Any] = {word: getattr(first, word) for word in ("kernel_size", "stride", "padding", "dilation")}
+    parent, _, word = path.rpartition(".")
+    other = nn.Conv2d(in_channels, first.out_channels, bias=first.bias is not None, **sizes)
+    setattr(model.get_submodule(parent), word, other)

@@ -1,0 +1,146 @@
+"""`build_model` and `list_models`: which network a name means, and what is said when it means none."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+import fedlas
+from fedlas.models import CATALOG, AbstractLibrary, WithFeatures, build_model, list_models
+
+
+def test_every_network_tells_about_itself():
+    records = list_models()
+    assert {"resnet50_cifar", "resnet101_tiny", "resnet101", "vit_base_patch16_384", "small_cnn"} <= {
+        r.name for r in records
+    }
+    for record in records:
+        assert record.summary
+        assert record.citation
+        assert {"num_classes", "in_channels", "pretrained"} <= set(record.keywords)
+    assert fedlas.list_models() == records
+    assert fedlas.build_model is build_model
+
+
+def test_libraries_stand_in_the_catalogue_but_are_no_networks():
+    libraries = {name for name, cls in CATALOG.entries.items() if issubclass(cls, AbstractLibrary)}
+    assert libraries == CATALOG.entries.keys() - {r.name for r in list_models()}
+    assert "timm" in libraries
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("timm:resnet18", timm.models.ResNet),
+        ("torchvision:resnet18", torchvision.models.ResNet),
+        ("timm:test_vit.r160_in1k", timm.models.VisionTransformer),
+        ("resnet26", timm.models.ResNet),
+        ("swin_t", torchvision.models.SwinTransformer),
+        ("resnet50", torchvision.models.ResNet),  # ours comes first
+    ],
+)
+def test_a_name_means_a_network(name, cls):
+    with torch.device("meta"):
+        model = build_model(name, 5)
+        assert isinstance(model, cls)
+        assert WithFeatures(model)(torch.empty(2, 3, 160, 160)).logits.shape == (2, 5)
+
+
+def test_what_we_do_not_know_goes_to_the_library():
+    model = build_model("timm:test_vit", num_classes=5, in_channels=1, drop_rate=0.3, settings={"depth": 1})
+    assert model.head_drop.p == 0.3
+    assert len(model.blocks) == 1
+    assert model(torch.randn(1, 1, 160, 160)).shape == (1, 5)
+    with torch.device("meta"):
+        assert build_model("torchvision:mobilenet_v3_small", 5, dropout=0.7).classifier[2].p == 0.7
+    with pytest.raises(TypeError, match="nonsense"):
+        build_model("timm:test_vit", 5, nonsense=1)
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "vit_b_16", "squeezenet1_1"])
+def test_networks_of_torchvision_take_other_channels(name):
+    with torch.device("meta"):
+        model = build_model(f"torchvision:{name}", 5, in_channels=2)
+        plain = build_model(f"torchvision:{name}", 5)
+        assert model(torch.empty(2, 2, 224, 224)).shape == (2, 5)
+    first, before = (next(m for m in x.modules() if isinstance(m, nn.Conv2d)) for x in (model, plain))
+    assert repr(first) == repr(before).replace("(3,", "(2,", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("resnet50_cifr", "no network is called 'resnet50_cifr'; did you mean 'resnet50_cifar'?"),
+        ("ResNet50-CIFAR", "did you mean 'resnet50_cifar'?"),
+        ("xyz", "Known: resnet101, .*small_cnn.* Those of libraries: 'timm:NAME', 'torchvision:NAME'."),
+        ("mobilenetv3_smal_100", "did you mean 'mobilenetv3_small_100'"),
+        ("resnet18", "timm and torchvision both .*; write 'timm:resnet18' or 'torchvision:resnet18'"),
+        ("timm", "timm is a library of networks; say which of them: 'timm:NAME'"),
+        ("timm:", "say which of them"),
+        ("timm:resnt50", "timm has no network 'resnt50'; did you mean 'resnet50'"),
+        ("torchvision:swin_tt", "torchvision has no network 'swin_tt'; did you mean .*'swin_t'"),
+        ("jax:resnet18", "no network is called 'jax:resnet18'"),
+    ],
+)
+def test_a_name_that_means_nothing_is_answered_with_names_that_do(name, said):
+    with pytest.raises(ValueError, match=said.replace("?", r"\?")):
+        build_model(name, 10)
+
+
+def test_wrong_keywords_are_named():
+    with pytest.raises(TypeError, match="network 'small_cnn' takes no 'channels'; did you mean 'in_channels'"):
+        build_model("small_cnn", 10, channels=1)
+    with pytest.raises(ValueError, match="num_classes is 0; at least 1 is needed"):
+        build_model("small_cnn", 0)
+    with pytest.raises(ValueError, match="in_channels is -1"):
+        build_model("small_cnn", 10, in_channels=-1)
+
+
+def test_a_library_that_is_not_installed_is_no_reason_to_fail(monkeypatch):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else there(name))
+    with pytest.raises(ValueError, match=r"did you mean 'small_cnn'.*'timm:NAME' \(not installed\)"):
+        build_model("smal_cnn", 10)
+    with torch.device("meta"):
+        assert isinstance(build_model("resnet18", 10), torchvision.models.ResNet)  # no longer in two libraries
+
+
+def test_listing_networks_loads_no_library():
+    code = (
+        "import sys, fedlas; fedlas.list_models(); fedlas.build_model('small_cnn', 10); "
+        "print({'timm', 'torchvision', 'safetensors'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision.models.resnet", None)
+    with pytest.raises(ImportError, match=r"torchvision is needed for this: pip install 'fedlas\[train\]'"):
+        build_model("resnet18_cifar", 10)
+
+
+def described(record):
+    """What the documentation should say about a network."""
+    side = record.image_size or 28
+    with torch.device("meta"):
+        model = build_model(record.name, 10)
+        channels = next(m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
+        width = WithFeatures(model)(torch.empty(2, channels, side, side)).features.shape[1]
+    size = sum(p.numel() for p in model.parameters())
+    return f"| `{record.name}` | {record.image_size or 'any'} | {width:,} | {size:,} | {record.summary} |"
+
+
+def test_what_the_documentation_says_of_a_network_is_what_it_is():
+    """A row that has grown old fails here; a new network needs no row."""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\| `\w+` \| \w+ \| [\d,]+ \|.*$", text, re.MULTILINE))
+    assert shown, "the documentation shows no networks"
+    assert shown <= {described(record) for record in list_models()}

@@ -1,0 +1,237 @@
+"""Weights from files: what fits is loaded, what does not is named, and what is not there is said where to put."""
+
+import hashlib
+import urllib.error
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fedlas.models import build_model, resnet
+from fedlas.models.pretrained import Source
+
+VIT = {"img_size": 32, "depth": 1}
+
+
+@pytest.fixture(autouse=True)
+def thin(monkeypatch):
+    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch, tmp_path):
+    """A machine without weights and without a network."""
+
+    def refuse(url, path, *args, **kwargs):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    return tmp_path / "hub" / "checkpoints"
+
+
+def saved(model, path):
+    if path.suffix == ".safetensors":
+        save_file(model.state_dict(), path)
+    else:
+        torch.save(model.state_dict(), path)
+    return path
+
+
+def same(model, weights, but=()):
+    own = model.state_dict()
+    return {key for key in own if key not in weights or not torch.equal(own[key], weights[key])} == set(but)
+
+
+CASES = {
+    "small_cnn": {},
+    "resnet18_cifar": {},
+    "resnet18_tiny": {},
+    "resnet101": {},
+    "vit_base_patch16_384": VIT,
+    "timm:test_vit": {},
+    "torchvision:mobilenet_v3_small": {},
+}
+HEADS = {"vit_base_patch16_384": "head", "timm:test_vit": "head", "torchvision:mobilenet_v3_small": "classifier.3"}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_makes_the_network_again(name, kind, tmp_path):
+    model = build_model(name, 7, **CASES[name])
+    path = saved(model, tmp_path / f"weights.{kind}")
+    assert same(build_model(name, 7, pretrained=path, **CASES[name]), model.state_dict())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_classes_get_a_new_head_and_all_the_rest(name, tmp_path):
+    path = saved(build_model(name, 7, **CASES[name]), tmp_path / "weights.pth")
+    torch.manual_seed(5)
+    drawn = build_model(name, 9, **CASES[name])
+    torch.manual_seed(5)
+    model = build_model(name, 9, pretrained=str(path), **CASES[name])
+    head = HEADS.get(name, "fc")
+    assert same(model, torch.load(path, weights_only=True), but=[f"{head}.weight", f"{head}.bias"])
+    assert torch.equal(model.get_submodule(head).weight, drawn.get_submodule(head).weight)
+
+
+def test_a_file_without_a_head_will_do(tmp_path):
+    weights = build_model("small_cnn", 7).state_dict()
+    body = {key: value for key, value in weights.items() if not key.startswith("fc.")}
+    torch.save({"epoch": 3, "state_dict": body}, tmp_path / "body.pt")
+    model = build_model("small_cnn", 7, pretrained=tmp_path / "body.pt")
+    assert same(model, weights, but=["fc.weight", "fc.bias"])
+
+
+def test_files_of_old_versions_of_torch_will_do(tmp_path):
+    weights = build_model("small_cnn", 7).state_dict()
+    old = {key: value for key, value in weights.items() if not key.endswith("num_batches_tracked")}
+    torch.save(old, tmp_path / "old.pth")
+    assert same(build_model("small_cnn", 7, pretrained=tmp_path / "old.pth"), weights)
+
+
+def without(weights, name):
+    return {key: value for key, value in weights.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: without(w, "conv2.weight"), "missing: conv2.weight$"),
+        (lambda w: without(w, "fc.bias"), "missing: fc.bias$"),
+        (lambda w: w | {"extra": torch.ones(1)}, "unknown: extra$"),
+        (
+            lambda w: w | {"conv1.weight": torch.ones(32, 3, 3, 3)},
+            r"of another shape: conv1.weight \(32, 3, 3, 3\) instead of \(32, 1, 3, 3\)$",
+        ),
+        (lambda w: w | {"fc.weight": torch.ones(7, 64)}, r"fc.weight \(7, 64\) instead of \(7, 128\)"),
+        (lambda w: w | {"fc.weight": torch.ones(9, 64), "fc.bias": torch.ones(9)}, r"fc.weight \(9, 64\)"),
+        (
+            lambda w: {f"module.{k}": v for k, v in w.items()},
+            "missing: conv1.weight, norm1.weight, norm1.bias, norm1.running_mean and 11 more; unknown: module.conv1.*",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(change, said, tmp_path):
+    torch.save(change(build_model("small_cnn", 7).state_dict()), tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=f"w.pth does not fit the network 'small_cnn': .*{said}"):
+        build_model("small_cnn", 7, pretrained=tmp_path / "w.pth")
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no file of weights at .*nowhere\.pth"):
+        build_model("small_cnn", 7, pretrained=tmp_path / "nowhere.pth")
+    for name in ("broken.pth", "broken.safetensors"):
+        (tmp_path / name).write_bytes(b"not weights")
+        with pytest.raises(ValueError, match=f"{name} is damaged, or holds more than tensors"):
+            build_model("small_cnn", 7, pretrained=tmp_path / name)
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pth")  # a pickle of code
+    with pytest.raises(ValueError, match=r"module\.pth is damaged, or holds more than tensors"):
+        build_model("small_cnn", 7, pretrained=tmp_path / "module.pth")
+    torch.save({"epoch": 3}, tmp_path / "epoch.pth")
+    with pytest.raises(ValueError, match=r"epoch\.pth holds no state_dict"):
+        build_model("small_cnn", 7, pretrained=tmp_path / "epoch.pth")
+
+
+def test_pretrained_transformers_may_give_features_before_the_norm(tmp_path):
+    plain = build_model("vit_base_patch16_384", 7, **VIT)
+    path = saved(plain, tmp_path / "vit.safetensors")
+    model = build_model("vit_base_patch16_384", 7, pre_norm=True, pretrained=path, **VIT)
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(model.eval()(images), plain.eval()(images))
+    again = saved(model, tmp_path / "pre_norm.safetensors")
+    assert same(
+        build_model("vit_base_patch16_384", 7, pre_norm=True, pretrained=again, **VIT), model.state_dict()
+    )  # and files of its own
+
+
+def test_positions_of_a_transformer_are_resized_by_timm(tmp_path):
+    path = saved(build_model("vit_base_patch16_384", 7, **VIT), tmp_path / "vit.pth")
+    model = build_model("vit_base_patch16_384", 7, pretrained=path, img_size=64, depth=1)
+    assert same(model, torch.load(path, weights_only=True), but=["pos_embed"])
+
+
+TORCH = "https://download.pytorch.org/models"
+TIMM = "https://huggingface.co/timm"
+PUBLISHED = {  # network, tag: address, name on this machine
+    ("resnet101", ""): (f"{TORCH}/resnet101-63fe2227.pth", "resnet101-63fe2227.pth"),
+    ("resnet50", "IMAGENET1K_V2"): (f"{TORCH}/resnet50-11ad3fa6.pth", "resnet50-11ad3fa6.pth"),
+    ("torchvision:swin_t", ""): (f"{TORCH}/swin_t-704ceda3.pth", "swin_t-704ceda3.pth"),
+    ("vit_base_patch16_384", ""): (
+        f"{TIMM}/vit_base_patch16_384.augreg_in21k_ft_in1k/resolve/main/model.safetensors",
+        "vit_base_patch16_384.augreg_in21k_ft_in1k.safetensors",
+    ),
+    ("vit_base_patch16_384", "augreg_in1k"): (
+        f"{TIMM}/vit_base_patch16_384.augreg_in1k/resolve/main/model.safetensors",
+        "vit_base_patch16_384.augreg_in1k.safetensors",
+    ),
+    ("timm:resnet18", ""): (f"{TIMM}/resnet18.a1_in1k/resolve/main/model.safetensors", "resnet18.a1_in1k.safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=" ".join)
+def test_offline_it_says_what_to_fetch_and_where_to_put_it(case, hub, monkeypatch):
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    name, tag = case
+    url, file = PUBLISHED[case]
+    with pytest.raises(OSError, match="no route to host") as error:
+        build_model(name, 10, pretrained=True, **({"tag": tag} if tag else {}))
+    assert f"Fetch {url} elsewhere and put it at {hub / file}, or say where it is: pretrained=" in str(error.value)
+
+
+def test_a_file_that_was_put_there_is_found(hub):
+    hub.mkdir(parents=True)
+    model = build_model("timm:test_vit", 1000)
+    save_file(model.state_dict(), hub / "test_vit.r160_in1k.safetensors")
+    loaded = build_model("timm:test_vit", 10, pretrained=True)
+    assert same(loaded, model.state_dict(), but=["head.weight", "head.bias"])
+
+
+def test_the_cache_of_hugging_face_is_looked_into(tmp_path, monkeypatch):
+    path = saved(build_model("timm:test_vit", 1000), tmp_path / "model.safetensors")
+    asked = []
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args: asked.append(args) or str(path))
+    build_model("timm:test_vit", 10, pretrained=True)
+    assert asked == [("timm/test_vit.r160_in1k", "model.safetensors")]
+
+
+def test_weights_are_fetched_once_and_checked(hub, tmp_path, monkeypatch):
+    monkeypatch.undo()  # the real function, with a folder for an address
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    content = b"some weights"
+    digest = hashlib.sha256(content).hexdigest()
+    (tmp_path / "there.pth").write_bytes(content)
+    source = Source(f"file://{tmp_path}/there.pth", f"net-{digest[:8]}.pth")
+    assert source.fetched() == hub / f"net-{digest[:8]}.pth"
+    (tmp_path / "there.pth").unlink()
+    assert source.fetched().read_bytes() == content
+    source.path.write_bytes(content[:-1])
+    with pytest.raises(
+        ValueError, match=rf"is damaged \(its SHA-256 is .* should begin with {digest[:8]}\); delete it"
+    ):
+        source.fetched()
+
+
+def test_a_wrong_file_is_not_kept(hub, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    (tmp_path / "there.pth").write_bytes(b"something else")
+    source = Source(f"file://{tmp_path}/there.pth", "net-01234567.pth")
+    with pytest.raises(OSError, match=r"could not be fetched \(invalid hash value"):
+        source.fetched()
+    assert not list(hub.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("resnet50_cifar", {}, "nobody publishes weights of 'resnet50_cifar'; pass pretrained='path/to/a/file'"),
+        ("resnet101", {"tag": "V9"}, "no weights 'V9' for 'resnet101', only IMAGENET1K_V1, IMAGENET1K_V2"),
+        ("timm:botnet50ts_256", {}, "timm has no weights for 'botnet50ts_256'"),
+    ],
+)
+def test_where_nothing_is_published_it_says_so(name, options, said):
+    with pytest.raises(ValueError, match=said):
+        build_model(name, 10, pretrained=True, **options)
