@@ -444,3 +444,13 @@ def test_some_of_the_samples(rows):
 def test_a_number_is_not_some_of_the_samples():
     with pytest.raises(TypeError, match="by a slice or a tensor, not str"):
         inspect.unwrap(Predictions.__getitem__)(Predictions(LOGITS, LABELS), "a")
+
+
+def test_equal_predictions_are_equal_bytes(tmp_path):
+    given = Predictions(torch.eye(3), [0, 1, 2], class_names=("a", "b", "ä"), split="test", index=[5, 6, 7])
+    written = set()
+    for number in range(8):  # the order of words in the file is drawn anew each time that one is made
+        given.save(tmp_path / f"{number}.safetensors")
+        written.add((tmp_path / f"{number}.safetensors").read_bytes())
+    assert len(written) == 1
+    assert Predictions.load(tmp_path / "0.safetensors").class_names == ("a", "b", "ä")

@@ -6,6 +6,7 @@ in place, so a captured step stays valid. The copy to the host is made at once, 
 """
 
 import io
+import pickle
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -76,7 +77,7 @@ def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint."""
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")

@@ -193,7 +193,7 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, Plain]) -> "Recipe":
         """Read back what `to_dict` wrote."""
         _known(values)
-        return cls(**values)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
@@ -280,7 +280,9 @@ def _parsed(name: str, kind: Any, text: str) -> Plain:
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
             raise ValueError(f"{name} must be {wanted}, not {text!r}") from None
-    if kind is str or get_origin(kind) is Literal:
+    if get_origin(kind) is Literal:
+        return _fitting(name, kind, text)
+    if kind is str:
         return text
     value = _value(text)
     if not isinstance(value, dict):
