@@ -100,7 +100,7 @@ def test_a_finished_run_is_found_and_not_repeated(finished):
 
 
 def test_another_recipe_in_the_folder_is_an_error(finished, tmp_path):
-    with pytest.raises(RunError, match="another recipe \\(lr: 0.1 and 0.3\\)"):
+    with pytest.raises(RunError, match=r"another recipe \(lr: 0.1 and 0.3\)"):
         fit(short(lr=0.3), out=finished.folder, resume=True)
     (tmp_path / "photo.jpg").touch()
     with pytest.raises(RunError, match="is not empty and holds no run"):
@@ -196,7 +196,7 @@ def test_tensorboard_gets_the_log(tmp_path):
 
 def test_a_diverging_run_names_the_step_and_its_samples(tmp_path):
     recipe = short("ce", lr=1e30, clip=None, schedule="constant")
-    with pytest.raises(DivergedError, match="not finite in step \\d+ \\(epoch 1") as caught:
+    with pytest.raises(DivergedError, match=r"not finite in step \d+ \(epoch 1") as caught:
         fit(recipe, out=tmp_path / "run")
     error = caught.value
     assert len(error.index) == 50
@@ -218,7 +218,7 @@ class Poison(AbstractCallback):
 
 
 def test_the_last_good_checkpoint_is_named_and_can_be_resumed(tmp_path, finished):
-    with pytest.raises(DivergedError, match="step 17 .*the last good checkpoint is .*checkpoint.pt"):
+    with pytest.raises(DivergedError, match=r"step 17 .*the last good checkpoint is .*checkpoint.pt"):
         fit(short(), out=tmp_path / "run", callbacks=[Poison(16)])
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
     assert (saved["epoch"], saved["position"]) == (2, 0)

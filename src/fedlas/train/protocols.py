@@ -180,6 +180,13 @@ def list_recipes(losses: list[str] | None = None) -> Iterator[tuple[str, Recipe]
                     yield protocol.name, recipe_for(data, model, loss, protocol=protocol.name)
 
 
+def compared_losses() -> dict[str, str]:
+    """Name plain cross-entropy, and each FeDLaS loss after the one that it makes adaptive; with the papers' spelling."""
+    ours = [name for name in LOSSES.entries if name.startswith("fedlas_")]
+    names = ["ce", *(word for name in ours for word in (name.removeprefix("fedlas_"), name))]
+    return {name: LOSSES.find(name).__name__.replace("FeDLaS", "FeDLaS-") for name in names}
+
+
 def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
     by_name = {one.name: one for one in PROTOCOLS}
     if name is not None:

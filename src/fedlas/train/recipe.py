@@ -193,7 +193,8 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, Plain]) -> "Recipe":
         """Read back what `to_dict` wrote."""
         _known(values)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        return cls(**given)
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
@@ -251,7 +252,7 @@ def _fitting(name: str, kind: Any, value: Plain) -> Plain:
     return _plain(value)
 
 
-def _parsed(name: str, kind: Any, text: str) -> Plain:
+def _parsed(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one for each type)
     """Read the text of one setting by the type of its field."""
     if get_origin(kind) in (Union, types.UnionType):
         if text.lower() in ("none", ""):
