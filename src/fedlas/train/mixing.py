@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from fedlas.train.optim import row_of
 from fedlas.train.recipe import Recipe
 
 
@@ -37,7 +38,7 @@ class Mixer:
         """Give mixed images and soft labels, without waiting for the device."""
         if not self.used:
             return images, labels
-        keep, cuts, x, y = self.table[step.clamp_max(len(self.table) - 1)].unbind()
+        keep, cuts, x, y = row_of(self.table, step).unbind()
         other = images.roll(-1, 0)
         share, inside = _rectangle(keep, x, y, *images.shape[2:])
         pasted = torch.where(inside, other, images)

@@ -76,9 +76,15 @@ class Rates:
 
     def set(self, step: Int[Tensor, ""]) -> None:
         """Write the rates of a step to where the optimizer reads them, without waiting."""
-        rate = self.table[step.clamp_max(len(self.table) - 1)]
+        rate = row_of(self.table, step)
         for group, factor in zip(self.groups, self.factors, strict=True):
             group.copy_(rate if factor == 1 else rate * factor)
+
+
+def row_of(table: Float[Tensor, "steps *rest"], step: Int[Tensor, ""]) -> Float[Tensor, " *rest"]:
+    """Look a step up in a table; `table[step]` would fetch the number from the device first, and wait for it."""
+    place = step.clamp_max(len(table) - 1).reshape(1)
+    return table.index_select(0, place).squeeze(0)
 
 
 def build_optimizer(

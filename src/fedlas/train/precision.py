@@ -51,10 +51,10 @@ class Scale:
         """Learn whether the gradients of a step were finite."""
         if not self.used:
             return
-        good = torch.where(overflow, 0, self.good_steps + 1)
+        good = (self.good_steps + 1) * ~overflow
         grown = good >= GROWTH_INTERVAL
-        self.value.mul_(torch.where(overflow, 0.5, torch.where(grown, 2.0, 1.0)))
-        self.good_steps.copy_(torch.where(grown, 0, good))
+        self.value.mul_(1 + grown.float() - overflow.float() / 2)
+        self.good_steps.copy_(good * ~grown)
 
     def of(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """Scale a loss."""

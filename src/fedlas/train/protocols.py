@@ -181,7 +181,7 @@ def list_recipes(losses: list[str] | None = None) -> Iterator[tuple[str, Recipe]
 
 
 def compared_losses() -> dict[str, str]:
-    """Name plain cross-entropy, and each FeDLaS loss after the one that it makes adaptive; with the papers' spelling."""
+    """Name plain cross-entropy, and each FeDLaS loss after the one that it makes adaptive; with the papers' names."""
     ours = [name for name in LOSSES.entries if name.startswith("fedlas_")]
     names = ["ce", *(word for name in ours for word in (name.removeprefix("fedlas_"), name))]
     return {name: LOSSES.find(name).__name__.replace("FeDLaS", "FeDLaS-") for name in names}

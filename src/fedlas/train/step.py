@@ -15,6 +15,8 @@ A step whose loss or gradient is not finite sets a flag on the device and from t
 the host finds the flag when it next reads the sums.
 """
 
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,25 +82,40 @@ class TrainStep:
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         self.capture = capture and device.type == "cuda"
+        self._started = False
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._graphs: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Inputs]] = {}
 
     def __call__(self, *inputs: Tensor) -> None:
         """Train on a batch; the inputs are what the feed takes."""
-        if not self.capture:
-            self.eager(*inputs)
+        if not self._started:
+            self._started = True
+            self._first(*inputs)
             return
         kind = tuple((tuple(value.shape), value.dtype) for value in inputs)
-        if kind not in self._graphs and self._seen[kind] < WARM:
+        if self.capture and kind not in self._graphs and self._seen[kind] >= WARM:
+            self._capture(kind, inputs)
+        if kind not in self._graphs:
             self._seen[kind] += 1
             self.eager(*inputs)
             return
-        if kind not in self._graphs:
-            self._graphs[kind] = self._captured(inputs)
         graph, places = self._graphs[kind]
         for place, value in zip(places, inputs, strict=True):
             place.copy_(value, non_blocking=True)
         graph.replay()
+
+    def _first(self, *inputs: Tensor) -> None:
+        """Do the first step; what cannot be compiled runs as it is from then on."""
+        compiled = [m for m in (self.parts.net, self.parts.loss) if m._compiled_call_impl is not None]
+        try:
+            self.eager(*inputs)
+        except _compiler_errors() as error:
+            if not compiled:
+                raise
+            warnings.warn(f"not compiled: {_first_line(error)}", UserWarning, stacklevel=3)
+            for module in compiled:
+                module._compiled_call_impl = None
+            self.eager(*inputs)
 
     def eager(self, *inputs: Tensor) -> None:
         """Do one step; nothing in here may wait for the device."""
@@ -158,15 +175,20 @@ class TrainStep:
         elif self.scale.used:
             scale_gradients(loss, unscaled)
 
-    def _captured(self, inputs: Inputs) -> tuple[torch.cuda.CUDAGraph, Inputs]:
-        """Record a step without doing it."""
+    def _capture(self, kind: tuple[Any, ...], inputs: Inputs) -> None:
+        """Record a step without doing it; where that is impossible, all steps stay eager."""
         places = tuple(value.clone() for value in inputs)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.device)
-        # Other threads may use the device meanwhile: one of a loader pins memory, for example.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self.eager(*places)
-        return graph, places
+        try:
+            # Other threads may use the device meanwhile: one of a loader pins memory, for example.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.eager(*places)
+        except RuntimeError as error:
+            self.capture = False
+            warnings.warn(f"not captured: {_first_line(error)}", UserWarning, stacklevel=3)
+        else:
+            self._graphs[kind] = graph, places
 
     def bad_step(self) -> int | None:
         """Wait for the device, and give the first step whose loss or gradient was not finite."""
@@ -199,3 +221,13 @@ class TrainStep:
         self.meter.reset()
         self.watch.reset()
         self.first_bad.fill_(-1)
+
+
+def _compiler_errors() -> tuple[type[BaseException], ...]:
+    """Name what the compiler raises, if it was loaded; loading it takes a second."""
+    module = sys.modules.get("torch._dynamo.exc")
+    return (RuntimeError,) if module is None else (RuntimeError, module.TorchDynamoException)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
