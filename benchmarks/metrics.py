@@ -102,7 +102,8 @@ def errors(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     mass: dict[str, Candidate] = {"fedlas": lambda: metrics.aece(probs, labels)}
     every: dict[str, Candidate] = {"fedlas": lambda: metrics.classwise_ece(probs, labels)}
     debiased: dict[str, Candidate] = {"fedlas": lambda: metrics.debiased_l2(probs, labels, scope="class-wise")}
-    smooth: dict[str, Candidate] = {"fedlas": lambda: metrics.smooth_ece(probs, labels)}
+    confidence, correct = torch.from_numpy(data.confidence), torch.from_numpy(data.correct)
+    smooth: dict[str, Candidate] = {"fedlas": lambda: metrics.smooth_ece(confidence, correct, scope="positive")}
     if installed("torchmetrics"):
         from torchmetrics.functional.classification import multiclass_calibration_error as theirs
 
@@ -144,7 +145,7 @@ def errors(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     yield "aece", mass
     yield "classwise_ece", every
     yield "debiased_l2, class-wise", debiased
-    yield "smooth_ece", smooth
+    yield "smooth_ece of given confidences", smooth
 
 
 def fed(metric: Any, probs: Tensor, labels: Tensor) -> Any:
@@ -326,7 +327,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shapes")
     parser.add_argument("--only", default="", help="comma-separated metrics; default: all")
-    parser.add_argument("--chunk", type=int, default=500_000, help="rows of a chunk on the GPU")
+    parser.add_argument("--chunk", type=int, default=2_000_000, help="rows of a chunk on the GPU")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -27,7 +27,7 @@ from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import with_logits
-from fedlas.predictions import Array, Predictions, parts_of, write_whole
+from fedlas.predictions import Array, Predictions, slices_of, write_whole
 
 FORMAT = "fedlas.report/1"
 AS_GIVEN = "as given"
@@ -242,10 +242,7 @@ def _read(
     kept: dict[str, dict[str, list[Tensor]]] = {
         run.name: {score: [] for score in run.scores if score in OF_LOGITS} for run in runs
     }
-    start = 0
-    for logits in parts_of(given.logits):
-        rows = slice(start, start + len(logits))
-        start = rows.stop
+    for rows in slices_of(given.logits):
         for run in runs:
             part = given[rows] if run.repair is None else run.repair.of(given[rows], rows if judged else None)
             if judged:

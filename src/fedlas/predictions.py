@@ -325,11 +325,16 @@ def softmax(logits: Float[Tensor, "n classes *space"]) -> Float[Tensor, "n class
     return logits.softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def parts_of(table: Tensor) -> tuple[Tensor, ...]:
-    """Cut a table into parts that are small enough for a copy of each in another type."""
+def slices_of(table: Tensor) -> list[slice]:
+    """Cut the rows of a table into parts that are small enough for a copy of each in another type."""
     at_once = AT_ONCE if table.device.type == "cpu" else AT_ONCE_ON_DEVICE
-    parts: tuple[Tensor, ...] = table.split(max(1, at_once // max(1, table[:1].numel())))
-    return parts
+    size = max(1, at_once // max(1, table[:1].numel()))
+    return [slice(start, min(start + size, len(table))) for start in range(0, max(1, len(table)), size)]
+
+
+def parts_of(table: Tensor) -> list[Tensor]:
+    """Give a table in parts that are small enough for a copy of each in another type."""
+    return [table[rows] for rows in slices_of(table)]
 
 
 def top_of_logits(logits: Float[Tensor, "n classes *space"]) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."]]:
@@ -345,6 +350,26 @@ def top_of_logits(logits: Float[Tensor, "n classes *space"]) -> tuple[Float[Tens
     if not bool(torch.isfinite(largest).all() & torch.isfinite(torch.stack(lowest)).all()):
         check_finite(logits)
     return largest, torch.cat(prediction)
+
+
+def top_of_probs(
+    probs: Float[Tensor, "n classes *space"],
+    tolerance: float | Tensor | None = None,
+    ignored: Bool[Tensor, "n *space"] | None = None,
+) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."]]:
+    """Find the largest probability of every row and its class, and check that rows are distributions while at it."""
+    confidence, prediction, sums, lowest = [], [], [], []
+    for part in parts_of(probs):
+        top = part.max(dim=1)
+        confidence.append(top.values)
+        prediction.append(top.indices)
+        sums.append(_row_sums(part))
+        lowest.append(part.amin() if part.numel() else part.new_zeros(()))
+    # The reason of a failure is looked for in a second reading; most tables are right.
+    near_one = ((torch.cat(sums) - 1).abs() <= _allowed(probs, tolerance)).all()
+    if not len(probs) or not bool(near_one & (torch.stack(lowest) >= 0).all()):
+        check_probs(probs, tolerance, ignored)
+    return torch.cat(confidence), torch.cat(prediction)
 
 
 def check_finite(logits: Float[Tensor, "..."]) -> None:
@@ -373,14 +398,18 @@ def check_probs(
     name: str = "probs",
 ) -> None:
     """Raise an error unless every row is a probability distribution, up to rounding."""
-    allowed = (
-        TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).to(probs.device).clamp_min(1e-6)
-    )
-    sums = probs.sum(dim=1, dtype=torch.float64 if probs.dtype == torch.float64 else torch.float32)
-    good = ((sums - 1).abs() <= allowed) & (probs.amin(dim=1) >= 0)
+    good = ((_row_sums(probs) - 1).abs() <= _allowed(probs, tolerance)) & (probs.amin(dim=1) >= 0)
     if ignored is not None:
         good |= ignored
     check_rows(name, probs, good, "is not a distribution (no negative entry, sum 1)")
+
+
+def _allowed(probs: Tensor, tolerance: float | Tensor | None) -> float | Tensor:
+    return TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).to(probs.device).clamp_min(1e-6)
+
+
+def _row_sums(probs: Tensor) -> Tensor:
+    return probs.sum(dim=1, dtype=torch.float64 if probs.dtype == torch.float64 else torch.float32)
 
 
 def check_labels(labels: Tensor, n: int, classes: int) -> Labels:

@@ -149,8 +149,8 @@ def test_streams_equal_the_cpu(name: str, dtype: torch.dtype) -> None:
         here.update(probs[part], labels[part])
         there.update(probs[part].cuda(), labels[part].cuda())
         mixed.update(*((probs[part].cuda(), labels[part]) if start else (probs[part], labels[part])))
-    assert numbers(there.compute()) == pytest.approx(numbers(here.compute()), abs=1e-9)
-    assert numbers(mixed.compute()) == pytest.approx(numbers(here.compute()), abs=1e-9)
+    assert numbers(there.compute()) == pytest.approx(numbers(here.compute()), abs=1e-8)
+    assert numbers(mixed.compute()) == pytest.approx(numbers(here.compute()), abs=1e-8)
     assert numbers(there.merge(here).compute()) == pytest.approx(
         numbers(STREAMS[name]().update(probs.repeat(2, 1), labels.repeat(2)).compute()), abs=1e-6
     )
@@ -175,7 +175,7 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     logits[3] = 0
     logits[4, :2] = logits[4].amax() + 1
     expected = logits.softmax(1, dtype=torch.float32).max(1)
-    found = samples._in_one_read(logits)
+    found = samples.in_one_read(logits)
     if classes > samples.MOST_CLASSES:
         assert found is None
         found = top_of_logits(logits)
@@ -186,7 +186,7 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     assert found[1][4] == 0
     wide = torch.randn(rows, 2 * classes, device="cuda").to(dtype)
     for view in (wide[:, ::2], wide[:, :classes]):
-        cut = samples._in_one_read(view) or top_of_logits(view)
+        cut = samples.in_one_read(view) or top_of_logits(view)
         assert torch.equal(cut[1], view.softmax(1, dtype=torch.float32).max(1).indices)
 
 
@@ -240,9 +240,7 @@ def test_logits_never_leave_the_device(name: str) -> None:
     stream = STREAMS[name]()
     with moves() as sizes:
         stream.update_logits(logits, labels)
-    # What needs the order of samples keeps one confidence and one answer of each; the others only their sums.
-    keeps_samples = name in {"AECE", "SmoothECE", "AURC"}
-    assert max(sizes, default=0) <= (rows if keeps_samples else 1)
+    assert max(sizes, default=0) <= 2  # the smallest and the largest label
 
 
 def test_the_top_label_of_logits_needs_no_table_of_its_own() -> None:

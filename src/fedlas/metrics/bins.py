@@ -17,6 +17,7 @@ Counts are int64 and sums float64, so that they are right beyond 2^24 samples an
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +127,7 @@ class Entries(NamedTuple):
     values: Float[Tensor, " found"]
 
 
+@cache
 def equal_width_edges(bins: int) -> Float64[Tensor, " edges"]:
     """Cut the interval from 0 to 1 into bins of one width."""
     if bins < 1:
@@ -160,16 +162,21 @@ def interpolated_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Te
 def bin_index(
     confidence: Float[Tensor, " n"], edges: Float[Tensor, " edges"], rule: EdgeRule = EdgeRule.RIGHT_OPEN
 ) -> Int64[Tensor, " n"]:
-    """Say which bin each confidence falls into; -1 or the number of bins means none."""
+    """Say which bin each confidence falls into; -1 or the number of bins means none.
+
+    Where both outermost edges belong to a bin, so does what rounding has put beyond them.
+    """
     compared = (confidence if confidence.dtype == torch.float64 else confidence.float()).contiguous()
-    rounded = edges.to(confidence.device, confidence.dtype).to(compared.dtype)
-    last = len(edges) - 2
-    index = torch.bucketize(compared, rounded, right=rule in LEFT_CLOSED) - 1
-    if rule == EdgeRule.RIGHT:
-        return index + ((index < 0) & (compared == rounded[0])).long()
-    if rule == EdgeRule.LEFT:
-        return index - ((index > last) & (compared == rounded[-1])).long()
-    return index
+    rounded = _rounded(edges, confidence.device, confidence.dtype).to(compared.dtype)
+    if rule in {EdgeRule.RIGHT, EdgeRule.LEFT}:
+        return torch.bucketize(compared, rounded[1:-1], right=rule in LEFT_CLOSED)
+    return torch.bucketize(compared, rounded, right=rule in LEFT_CLOSED) - 1
+
+
+@lru_cache(maxsize=32)
+def _rounded(edges: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Round edges to another type; kept, because the way to a device is long and a stream goes it at every update."""
+    return edges.to(device, dtype)
 
 
 def bin_statistics(
@@ -185,14 +192,16 @@ def bin_statistics(
     index = index.clamp(-1, bins) + 1
     values, hits = exact(confidence), exact(correct)
     index = index.to(values.device)
-    return Bins(
-        edges=exact(edges),
-        counts=count_up(index, bins + 2)[1:-1],
-        confidence_sum=add_up(values, index, bins + 2)[1:-1],
-        correct_sum=add_up(hits, index, bins + 2)[1:-1],
-        n=len(confidence),
-        rule=rule,
-    )
+    if index.device.type == "cpu":
+        count, confidence_sum, correct_sum = (
+            count_up(index, bins + 2),
+            add_up(values, index, bins + 2),
+            add_up(hits, index, bins + 2),
+        )
+    else:  # all at once, because every call to a device costs
+        sums = _scattered(torch.stack([torch.ones_like(values), values, hits]), index, bins + 2)
+        count, confidence_sum, correct_sum = sums[0].long(), sums[1], sums[2]
+    return Bins(exact(edges), count[1:-1], confidence_sum[1:-1], correct_sum[1:-1], len(confidence), rule)
 
 
 def class_statistics(
@@ -276,14 +285,16 @@ def count_up(index: Int64[Tensor, " n"], cells: int) -> Int64[Tensor, " cells"]:
     return _scattered(torch.ones_like(index), index, cells)  # `bincount` would make the host wait
 
 
-def _scattered(values: Shaped[Tensor, " n"], index: Int64[Tensor, " n"], cells: int) -> Shaped[Tensor, " cells"]:
+def _scattered(
+    values: Shaped[Tensor, "*rows n"], index: Int64[Tensor, " n"], cells: int
+) -> Shaped[Tensor, "*rows cells"]:
     # A device adds to one cell at a time: thousands of threads that meet in a few bins would queue, so each cell has
     # many copies there, which are added up in the end.
     copies = 1 if index.device.type == "cpu" else max(1, COPIES_OF_CELLS // cells)
     if copies > 1:
         index = index + cells * (torch.arange(len(index), device=index.device) % copies)
-    sums = torch.zeros(copies * cells, dtype=values.dtype, device=values.device).scatter_add_(0, index, values)
-    return sums.view(copies, cells).sum(0) if copies > 1 else sums
+    sums = values.new_zeros(*values.shape[:-1], copies * cells).scatter_add_(-1, index.expand_as(values), values)
+    return sums.view(*values.shape[:-1], copies, cells).sum(-2) if copies > 1 else sums
 
 
 def exact(values: Tensor) -> Float64[Tensor, "..."]:

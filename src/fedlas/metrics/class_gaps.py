@@ -111,7 +111,9 @@ class ClassGaps(AbstractGaps):
             for one in counts:
                 one[:] = np.bincount(rng.integers(0, n, n, dtype=np.int32), minlength=n)
             weights = (torch.from_numpy(counts) - 1).to(table.device).T.contiguous()
-            moved = torch.sparse.mm(sparse, weights)
+            # On a device torch makes another layout of the sparse table, and warns unless told not to check that one.
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):
+                moved = torch.sparse.mm(sparse, weights)
             moved[:: self.bins] += table.T @ weights
             part[:] = _numpy(moved.T)
         return drawn / self.samples
@@ -137,7 +139,9 @@ class ClassGaps(AbstractGaps):
         place = torch.cat([cell, column * self.bins, hit_column * self.bins])
         entries = torch.cat([gap.float(), -gap.float(), -torch.ones_like(hit_row, dtype=torch.float32)])
         index = torch.stack([place, torch.cat([row, row, hit_row])])
-        return torch.sparse_coo_tensor(index, entries, (self.classes * self.bins, n), check_invariants=True).coalesce()
+        shape = (self.classes * self.bins, n)
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+            return torch.sparse_coo_tensor(index, entries, shape).coalesce()
 
 
 def _numpy(values: Tensor) -> Floats:

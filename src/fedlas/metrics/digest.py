@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedlas.metrics import calibration, scoring, selective, significance, smooth
 from fedlas.metrics.bins import Bins, exact
-from fedlas.metrics.interval import bootstrap, mean_with_interval
+from fedlas.metrics.interval import FEWEST_ERRORS, bootstrap, mean_with_interval
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.samples import Pairs, pairs
@@ -130,15 +130,15 @@ def _of_pairs(found: Pairs, bins: int, intervals: Intervals | None) -> dict[str,
         "under_ece": under,
         "signed_ece": measured(calibration.signed_ece, bins=bins),
         "mce": calibration.mce(found, bins=bins),
-        "rms_error": calibration.rms_error(found, bins=bins),
+        "rms_error": measured(calibration.rms_error, bins=bins),
         "smooth_ece": smooth.smooth_ece(found),
-        "aurc": selective.aurc(found),
-        "e_aurc": selective.e_aurc(found),
-        "augrc": selective.augrc(found),
     }
+    areas = {"aurc": selective.aurc, "e_aurc": selective.e_aurc, "augrc": selective.augrc}
+    errors = len(found.correct) - float(exact(found.correct).sum())
+    results |= {name: area(found) if errors < FEWEST_ERRORS else measured(area) for name, area in areas.items()}
     if found.correct.dtype == torch.bool:
         # Soft labels vary less than hard ones, and these four count on how much hard ones vary.
-        results["debiased_l2"] = calibration.debiased_l2(found, bins=bins)
+        results["debiased_l2"] = measured(calibration.debiased_l2, bins=bins)
         results["ks_test"] = significance.ks_test(found)
         results["kuiper_test"] = significance.kuiper_test(found)
         results["spiegelhalter_test"] = significance.spiegelhalter_test(found)

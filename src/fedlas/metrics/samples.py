@@ -32,6 +32,7 @@ from fedlas.predictions import (
     check_rows,
     softmax,
     top_of_logits,
+    top_of_probs,
 )
 
 MANY_ROWS = 10_000  # below, building the kernel costs more than it saves
@@ -82,6 +83,11 @@ class Checked(NamedTuple):
     kept: Tensor | None
 
     @property
+    def ignored(self) -> Tensor | None:
+        """Which positions do not count (None: all do)."""
+        return None if self.kept is None else ~self.kept
+
+    @property
     def soft(self) -> bool:
         """Whether labels are class probabilities rather than class numbers."""
         return self.labels.ndim == self.probs.ndim
@@ -105,8 +111,8 @@ def pairs(
     if isinstance(probs, Predictions):
         soft = probs.labels.ndim == 2
         return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft, probs.split))
-    given = _checked(probs, labels, ignore_index)
-    return _pairs(given, *given.probs.max(dim=1))
+    given = _tables(probs, labels, ignore_index)
+    return _pairs(given, *top_of_probs(given.probs, ignored=given.ignored))
 
 
 def pairs_of_logits(logits: Array, labels: Array, scope: Scope = "top-label", ignore_index: int | None = None) -> Pairs:
@@ -115,7 +121,7 @@ def pairs_of_logits(logits: Array, labels: Array, scope: Scope = "top-label", ig
         return pairs(probs_of(logits, scope), labels, scope, ignore_index)
     scores = _table_of_logits(as_floats(logits, "logits"))
     given = _with_labels(scores, _labels(labels, scores), ignore_index)
-    return _pairs(given, *(_in_one_read(scores) or top_of_logits(scores)))
+    return _pairs(given, *(in_one_read(scores) or top_of_logits(scores)))
 
 
 def rows(
@@ -133,7 +139,9 @@ def rows(
         if probs.top_only:
             raise ValueError("only the top confidence of each sample is known; this metric needs every class")
         return Rows(probs.probs, probs.labels, _about(probs.probs, scope, probs.labels.ndim == 2, probs.split))
-    return _rows(_checked(probs, labels, ignore_index), scope)
+    given = _tables(probs, labels, ignore_index)
+    check_probs(given.probs, ignored=given.ignored)
+    return _rows(given, scope)
 
 
 def rows_of_logits(logits: Array, labels: Array, scope: Scope = "class-wise", ignore_index: int | None = None) -> Rows:
@@ -158,7 +166,7 @@ def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
     return softmax(_table_of_logits(scores))
 
 
-def _in_one_read(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tensor] | None:
+def in_one_read(logits: Float[Tensor, "n classes *space"]) -> tuple[Tensor, Tensor] | None:
     """Find what `top_of_logits` finds with a kernel that reads the logits once; None where it cannot run."""
     if logits.device.type != "cuda" or logits.ndim != 2 or logits.dtype == torch.float64 or len(logits) < MANY_ROWS:
         return None
@@ -263,13 +271,11 @@ def _labels(labels: Array, scores: Tensor) -> Tensor:
     return as_tensor(labels, "labels").to(scores.device)
 
 
-def _checked(probs: Array, labels: Array | None, ignore_index: int | None) -> Checked:
+def _tables(probs: Array, labels: Array | None, ignore_index: int | None) -> Checked:
     scores, truth = _arrays(probs, labels)
     if scores.ndim < 2:
         raise ValueError(f'probs have shape {tuple(scores.shape)}; for a binary probability say scope="positive"')
-    given = _with_labels(scores, truth, ignore_index)
-    check_probs(scores, ignored=None if given.kept is None else ~given.kept)
-    return given
+    return _with_labels(scores, truth, ignore_index)
 
 
 def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignore_index: int | None) -> Checked:
@@ -283,6 +289,11 @@ def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignor
             f"soft labels of shape {tuple(scores.shape)}"
         )
     truth = truth.long()
+    if ignore_index is None and truth.numel():
+        # Two numbers are looked at, where a mask would be written and read: most labels are right.
+        low, high = torch.stack(torch.aminmax(truth)).tolist()
+        if low >= 0 and high < scores.shape[1]:
+            return Checked(scores, truth, None)
     kept = None if ignore_index is None else truth != ignore_index
     valid = (truth >= 0) & (truth < scores.shape[1])
     check_rows("labels", truth, valid if kept is None else valid | ~kept, f"is outside 0..{scores.shape[1] - 1}")

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.result import Definition, Result
-from fedlas.metrics.samples import Given, Scope, pairs, rows
-from fedlas.predictions import Array, Predictions, parts_of
+from fedlas.metrics.samples import Given, Scope, in_one_read, pairs, rows
+from fedlas.predictions import Array, Predictions, slices_of
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,14 @@ def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | F
 
 def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
     """Find the negative log-likelihood of each sample from logits."""
+    read = in_one_read(logits) if labels.ndim == 1 else None
+    if read is not None:
+        # log p of the label is log p of the top class less the lead of that one.
+        top, label = (exact(logits.gather(1, place[:, None])[:, 0]) for place in (read[1], labels))
+        return Losses(top - label - exact(read[0]).log(), 0.0, 0)
     own = []
-    for scores, truth in zip(parts_of(logits), labels.split([len(part) for part in parts_of(logits)]), strict=True):
-        logs = _wide(scores).log_softmax(dim=1)
+    for part in slices_of(logits):
+        logs, truth = _wide(logits[part]).log_softmax(dim=1), labels[part]
         own.append(logs.gather(1, truth[:, None])[:, 0] if truth.ndim == 1 else (logs * truth).sum(1))
     return Losses(-exact(torch.cat(own)), 0.0, 0)
 

@@ -66,6 +66,8 @@ class AbstractStore(ABC):
         for name, value in vars(self).items():
             if isinstance(value, Tensor | Bins):
                 setattr(self, name, value.cpu())
+            elif isinstance(value, list):
+                setattr(self, name, [part.cpu() for part in value])
             elif isinstance(value, AbstractStore):
                 value.to_host()
 
@@ -135,7 +137,7 @@ class BinStore(AbstractHistogram):
 
 
 class PairStore(AbstractStore):
-    """Keeps the confidence and correctness of every sample, in the memory of the host."""
+    """Keeps the confidence and correctness of every sample, on the device that they came from."""
 
     def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
         super().__init__(scope, ignore_index)
@@ -145,8 +147,8 @@ class PairStore(AbstractStore):
     def take(self, found: Pairs | Rows) -> None:
         found = as_pairs(found)
         half = found.confidence.dtype not in {torch.float32, torch.float64}
-        self.confidence.append((found.confidence.float() if half else found.confidence).cpu())
-        self.correct.append(found.correct.cpu())
+        self.confidence.append(found.confidence.float() if half else found.confidence)
+        self.correct.append(found.correct)
         self.about = joined(self.about, found.about)
 
     def merge(self, other: AbstractStore) -> None:
@@ -265,7 +267,8 @@ def joined(mine: Definition, other: Definition) -> Definition:
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
+    parts = [part.to(parts[0].device) for part in parts]
     if not any(part.is_floating_point() for part in parts):
-        return torch.cat(list(parts))
+        return torch.cat(parts)
     widest = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     return torch.cat([part.to(widest) for part in parts])

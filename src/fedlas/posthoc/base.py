@@ -36,6 +36,7 @@ from fedlas.predictions import (
     check_labels,
     check_rows,
     optional_module,
+    slices_of,
     two_columns,
     write_whole,
 )
@@ -213,17 +214,11 @@ def wide(logits: Tensor) -> Tensor:
 def mean_nll(logits: Float[Tensor, "n classes"], labels: Tensor) -> float:
     """Measure the mean negative log-likelihood of labels, in nats."""
     total = 0.0
-    for rows in chunks(logits):
+    for rows in slices_of(logits):
         logs, truth = logits[rows].log_softmax(1), labels[rows]
         own = logs.gather(1, truth[:, None]) if truth.ndim == 1 else (logs * truth).sum(1)
         total -= float(own.sum(dtype=torch.float64))
     return total / len(logits)
-
-
-def chunks(logits: Float[Tensor, "n classes"]) -> list[slice]:
-    """Cut a table into pieces whose temporaries stay in the cache of a CPU, and are large on a GPU."""
-    size = max(1, (1 << 18 if logits.device.type == "cpu" else 1 << 26) // logits.shape[1])
-    return [slice(start, start + size) for start in range(0, len(logits), size)]
 
 
 def learned_like(value: Tensor, logits: Tensor) -> Tensor:
@@ -249,7 +244,7 @@ def check_floor(floor: float) -> float:
 def scaled_nll(samples: Samples, inverse: float) -> tuple[float, float, float]:
     """Measure the mean NLL of logits times `inverse`, and its first and second derivative by `inverse`."""
     value = slope = bend = 0.0
-    for rows in chunks(samples.logits):
+    for rows in slices_of(samples.logits):
         logits, labels = samples.logits[rows], samples.labels[rows]
         top = logits.amax(1, keepdim=True)
         below = logits - top

@@ -20,7 +20,8 @@ from fedlas.metrics.calibration import histogram_of, l1_error
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition
 from fedlas.metrics.samples import Pairs
-from fedlas.posthoc.base import AbstractCalibrator, Samples, best_inverse_temperature, chunks, scaled_nll
+from fedlas.posthoc.base import AbstractCalibrator, Samples, best_inverse_temperature, scaled_nll
+from fedlas.predictions import slices_of
 
 Objective = Literal["nll", "ece"]
 Search = Literal["solve", "grid"]
@@ -116,17 +117,17 @@ _ABOUT = Definition(estimator="")
 
 def _confidence(samples: Samples, temperature: float) -> Float[Tensor, " n"]:
     """Find the largest probability of each row, in float32 as the code behind the paper has it."""
-    logits = samples.logits
-    parts = [
-        1 / ((logits[rows] - logits[rows].amax(1, keepdim=True)) / temperature).exp().sum(1) for rows in chunks(logits)
-    ]
+    parts = []
+    for rows in slices_of(samples.logits):
+        logits = samples.logits[rows]
+        parts.append(1 / ((logits - logits.amax(1, keepdim=True)) / temperature).exp().sum(1))
     return torch.cat(parts).float()
 
 
 def _standard_error(samples: Samples, factor: float) -> float:
     """Estimate the standard error of log T from the spread of the slope, without assuming that the model is right."""
     squares = 0.0
-    for rows in chunks(samples.logits):
+    for rows in slices_of(samples.logits):
         part = Samples(samples.logits[rows], samples.labels[rows])
         probs = (part.logits * factor).softmax(1)
         slope = ((probs - part.shares) * (part.logits - part.logits.amax(1, keepdim=True))).sum(1)
