@@ -18,7 +18,7 @@ RECIPES = {
     "fedlas_ls": short("fedlas_ls", checkpoint_every=3),
     "adafocal": short("adafocal", optimizer="adamw", lr=0.003),
     "crl": short("crl", mixup=0.0, accumulate=2),
-    "fp16": short("fedlas_mbls", precision="fp16", data_options={"train_samples": 330}),
+    "fp16": short("fedlas_mbls", precision="fp16", batch_size=10, data_options={"train_samples": 65}),
     "mixed": short("ls", mixup=0.4),
 }
 
@@ -109,6 +109,16 @@ def test_an_unfinished_run_is_not_touched_unless_asked(tmp_path):
         fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
     with pytest.raises(RunError, match="unfinished run of this recipe; continue it with --resume"):
         fit(short(), out=tmp_path)
+
+
+def test_checkpoints_come_as_often_as_asked(tmp_path):
+    with pytest.raises(StoppedError):
+        fit(short("ce", checkpoint_every=5), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
+    (tmp_path / ".checkpoint.pt.rest").touch()
+    fit(short("ce", checkpoint_every=1000), out=tmp_path, resume=True)
+    saved = weights(Run(tmp_path))
+    assert (saved["epoch"], saved["position"]) == (3, 0)
+    assert not (tmp_path / ".checkpoint.pt.rest").exists()
 
 
 def test_resume_starts_where_nothing_is(tmp_path):

@@ -64,6 +64,7 @@ class Bench:
         split = self.data.split("train")
         self.samples = len(split)
         same = before is not None and before.capture == self.capture and before.samples == self.samples
+        same = same and self.world == 1  # DistributedDataParallel is wrapped around one network for good
         same = same and _same(cast("Bench", before).recipe, recipe, REFILLED)
         self._place_training_data(split, before if same else None)
         seed_everything(recipe.seed)

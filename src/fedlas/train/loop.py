@@ -222,7 +222,9 @@ class _Training:
             self.run.append_log(record)
         for onlooker in self.onlookers:
             onlooker.epoch_ended(record)
-        self._save(epoch + 1, 0)
+        every = self.recipe.checkpoint_every
+        if not every or step % every == 0 or epoch + 1 == self.recipe.epochs:
+            self._save(epoch + 1, 0)
 
     def _after_step(self, epoch: int, step: int) -> None:
         """Do what happens between two steps; none of it waits for a GPU unless something is to be written."""

@@ -74,7 +74,7 @@ class Recipe:
         ood: foreign data sets that predictions are made for at the end.
         eval_batch_size: samples in one step of an evaluation.
         capture: capture the step in a CUDA graph, where there is a GPU.
-        checkpoint_every: steps between checkpoints; 0 writes one after each epoch.
+        checkpoint_every: steps between checkpoints; 0 writes one after each epoch. The end of a run has one anyway.
         workers: processes that read large images; None for one per processor.
         cache: a folder that keeps decoded large images.
         tensorboard: write the log for TensorBoard too.

@@ -113,6 +113,8 @@ class Run:
                 raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with --resume")
         elif self.folder.exists() and any(p for p in self.folder.iterdir() if not p.name.startswith(".")):
             raise RunError(f"{self.folder} is not empty and holds no run; choose another --out")
+        for rest in self.folder.glob(".checkpoint.pt.*"):  # half a checkpoint, of a process that was killed
+            rest.unlink()
         write_whole(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
         about = json.dumps(environment(device, processes), indent=1) + "\n"
         write_whole(self.folder / "environment.json", about.encode())
