@@ -4,12 +4,15 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow example bench constraints clean
+.PHONY: help setup demo test test-slow example bench bench-train constraints clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1@/' | awk -F@ '{printf "make %-12s %s\n", $$1, $$2}'
 
 setup: $(READY) ## create .venv and install fedlas with all extras and the development tools
+
+demo: $(READY) ## train five losses on handwritten digits and compare what their confidence is worth
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/fedlas demo
 
 test: $(READY) ## format, lint, types and tests, as the continuous integration runs them
 	@scripts/check
@@ -22,6 +25,9 @@ example: $(READY) ## train FeDLaS-LS on scikit-learn's digits beside plain label
 
 bench: $(READY) ## time every loss against F.cross_entropy
 	$(BIN)/python benchmarks/losses.py
+
+bench-train: $(READY) ## images per second of training, step by step from a plain loop to a captured graph; needs a GPU
+	$(BIN)/python benchmarks/train.py
 
 constraints: ## write the versions that .venv holds now to constraints.txt
 	@scripts/constraints

@@ -17,7 +17,8 @@ import pytest
 HOUSE = "fedlas"
 SOURCE = Path(__file__).parents[1] / "src" / HOUSE
 
-# What each room may import besides itself. The front door (`fedlas/__init__.py`) and `cli` may import anything.
+# What each room may import besides itself. The front door (`fedlas/__init__.py`) and `cli` may import anything;
+# `__main__` only calls `cli`.
 ROOMS: dict[str, set[str]] = {
     "predictions": set(),
     "catalog": set(),
@@ -123,7 +124,7 @@ def a_room_imports_only_its_row(modules: Modules) -> list[str]:
     complaints = []
     for name in modules:
         here = room(name)
-        if here in {"", "cli"}:
+        if here in {"", "cli", "__main__"}:
             continue
         if here not in ROOMS:
             complaints.append(f"{name} is in no room of the plan; give {here} a row in ROOMS and in CONTRIBUTING.md")

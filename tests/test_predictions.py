@@ -495,3 +495,13 @@ def test_damaged_files_are_named(tmp_path, name):
 def test_a_row_that_is_no_distribution_says_what_it_sums_to():
     with pytest.raises(ValueError, match=r"sums to 1\.5; logits enter by"):
         Predictions.from_probs([[0.5, 0.5], [0.75, 0.75]], [0, 1])
+
+
+def test_equal_predictions_are_equal_bytes(tmp_path):
+    given = Predictions(torch.eye(3), [0, 1, 2], class_names=("a", "b", "ä"), split="test", index=[5, 6, 7])
+    written = set()
+    for number in range(8):  # the order of words in the file is drawn anew each time that one is made
+        given.save(tmp_path / f"{number}.safetensors")
+        written.add((tmp_path / f"{number}.safetensors").read_bytes())
+    assert len(written) == 1
+    assert Predictions.load(tmp_path / "0.safetensors").class_names == ("a", "b", "ä")

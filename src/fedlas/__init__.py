@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fedlas import models as models
     from fedlas import ood as ood
     from fedlas import posthoc as posthoc
+    from fedlas import train as train
     from fedlas.data import build_data as build_data
     from fedlas.data import list_data as list_data
     from fedlas.evaluation import Report as Report
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from fedlas.posthoc import build_calibrator as build_calibrator
     from fedlas.posthoc import list_calibrators as list_calibrators
     from fedlas.predictions import Predictions as Predictions
+    from fedlas.train import Recipe as Recipe
+    from fedlas.train import fit as fit
+    from fedlas.train import fit_many as fit_many
+    from fedlas.train import list_recipes as list_recipes
+    from fedlas.train import recipe_for as recipe_for
 
 __version__ = "0.1.0"
 
@@ -40,6 +46,7 @@ _HOMES = {
     "GateHistory": "fedlas.losses",
     "Output": "fedlas.models.base",
     "Predictions": "fedlas.predictions",
+    "Recipe": "fedlas.train",
     "Report": "fedlas.evaluation",
     "WithFeatures": "fedlas.models.base",
     "WithLoss": "fedlas.models.base",
@@ -50,16 +57,21 @@ _HOMES = {
     "checks": "fedlas.losses",
     "data": None,
     "evaluate": "fedlas.evaluation",
+    "fit": "fedlas.train",
+    "fit_many": "fedlas.train",
     "list_calibrators": "fedlas.posthoc",
     "list_data": "fedlas.data",
     "list_losses": "fedlas.losses",
     "list_models": "fedlas.models",
+    "list_recipes": "fedlas.train",
     "losses": None,
     "metrics": None,
     "models": None,
     "ood": None,
     "posthoc": None,
+    "recipe_for": "fedlas.train",
     "smoothed_cross_entropy": "fedlas.losses",
+    "train": None,
 }
 __all__ = list(_HOMES)
 

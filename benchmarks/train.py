@@ -1,0 +1,365 @@
+"""Images per second of training on CIFAR-10, rung by rung from a plain loop to one captured graph, in one run.
+
+    python benchmarks/train.py [--synthetic] [--settings resnet50_cifar:128,resnet18_cifar:512] [--rungs graph,...]
+                               [--epochs N] [--json FILE] [--profile] [--no-first-step] [--data-root DIR]
+
+    reference    a loop as most people write it: float32 with TF32, torchvision transforms in a DataLoader with 16
+                 workers, one .item() in each step
+    resident     images live on the device and are augmented there; no wait in the step; fused optimizer
+    bf16         the same in bfloat16, channels last
+    compile      network and loss compiled
+    graph        the whole step captured as one CUDA graph: what `fit` does
+
+Every figure is the wall time of whole epochs, after warming up. On the last rung `fedlas_ls` and `fedlas_mbls` take
+turns with `ce`, so that a slow moment of the machine meets all three. Then: a validation pass over 5,000 images, the
+first step of a fresh process with an empty compiler cache, and the work of an image in FLOPs and bytes against what the
+machine can do. `--synthetic` needs no data. `--profile` lists the kernels that take most of the time.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from fedlas.data import CATALOG, AbstractDataset
+from fedlas.data.base import Part
+from fedlas.data.base.images import CIFAR, Transform
+from fedlas.models import build_model
+from fedlas.train import Recipe, recipe_for
+from fedlas.train.bench import Bench, chosen_device
+from fedlas.train.precision import machine
+from fedlas.train.predict import predictions_of
+
+RUNGS: dict[str, dict[str, Any]] = {
+    "resident": {"precision": "tf32", "channels_last": False, "compile": False, "capture": False},
+    "bf16": {"precision": "bf16", "channels_last": True, "compile": False, "capture": False},
+    "compile": {"precision": "bf16", "channels_last": True, "compile": True, "capture": False},
+    "graph": {"precision": "bf16", "channels_last": True, "compile": True, "capture": True},
+}
+# Dense bfloat16 TFLOP/s and TB/s of memory, as the makers state them.
+MACHINES = {"H200": (989.0, 4.8), "H100": (989.0, 3.35), "A100": (312.0, 2.0)}
+WARM_STEPS = 24
+
+
+class Synthetic(AbstractDataset):
+    """As many images as CIFAR-10 has, of random bytes: the arithmetic is the same."""
+
+    name = "synthetic"
+    title = "Synthetic"
+    citation = "Random bytes."
+    num_classes = 10
+    transform = Transform(size=32, channels=3, mean=CIFAR[0], std=CIFAR[1], pad=4, flip=True)
+    sizes: ClassVar[dict[str, int]] = {"train": 50_000, "test": 10_000}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Numbers."""
+        return tuple("0123456789")
+
+    def read(self, part: str) -> Part:
+        """Draw the images."""
+        generator = torch.Generator().manual_seed(0)
+        count = self.sizes[part]
+        images = torch.randint(0, 256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
+        return Part(images, torch.randint(0, 10, (count,), generator=generator))
+
+
+def recipe(data: str, model: str, rows: int, loss: str, rung: str) -> Recipe:
+    """Make the recipe of a rung."""
+    values = {"epochs": 1000, "batch_size": rows, "drop_last": True, "clip": 2.0, "schedule": "constant", "lr": 0.01}
+    return Recipe(data=data, model=model, loss=loss).replace(**values, **RUNGS[rung])
+
+
+@contextmanager
+def on_stream(device: torch.device) -> Iterator[None]:
+    """Work as the engine does, on a stream of its own."""
+    if device.type == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            yield
+    else:
+        yield
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def steps(bench: Bench, count: int) -> None:
+    """Train some steps."""
+    bench.net.train()
+    for number, inputs in enumerate(bench.batches(0)):
+        if number == count:
+            return
+        bench.step(*inputs)
+
+
+def epoch(bench: Bench, number: int) -> float:
+    """Train an epoch, read its sums, and give its images per second."""
+    bench.net.train()
+    synchronize(bench.device)
+    start = time.perf_counter()
+    for inputs in bench.batches(number):
+        bench.step(*inputs)
+    bench.step.meter.read()
+    return bench.steps_per_epoch * bench.recipe.batch_size / (time.perf_counter() - start)
+
+
+class AsMostPeople(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Images as PIL pictures through torchvision's transforms."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        from torchvision import transforms
+
+        self.images, self.labels = images.permute(0, 2, 3, 1).numpy(), labels.tolist()
+        crop = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+        self.transform = transforms.Compose([*crop, transforms.ToTensor(), transforms.Normalize(*CIFAR)])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        from PIL import Image
+
+        return self.transform(Image.fromarray(np.asarray(self.images[place]))), self.labels[place]
+
+
+def reference(data: AbstractDataset, model: str, rows: int, device: torch.device, epochs: int) -> float:
+    """Time the loop that most people write."""
+    split = data.split("train")
+    assert isinstance(split.images, Tensor)
+    workers = min(16, os.cpu_count() or 1)
+    loader = torch.utils.data.DataLoader(
+        AsMostPeople(split.images, split.labels),
+        batch_size=rows,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        persistent_workers=True,
+    )
+    net = build_model(model, 10).to(device)
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+    def one_epoch(limit: int | None = None) -> int:
+        seen, running = 0, 0.0
+        for number, (images, labels) in enumerate(loader):
+            if number == limit:
+                break
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)  # noqa: PLW2901
+            optimizer.zero_grad()
+            loss = criterion(net(images), labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 2.0)
+            optimizer.step()
+            running += loss.item()
+            seen += len(labels)
+        return seen
+
+    one_epoch(WARM_STEPS)
+    speeds = []
+    for _ in range(epochs):
+        start = time.perf_counter()
+        seen = one_epoch()
+        speeds.append(seen / (time.perf_counter() - start))
+    return statistics.median(speeds)
+
+
+def validation_seconds(bench: Bench) -> float:
+    """Time a pass over the validation split, metrics not included."""
+    source = bench.evaluation("val")
+    times = []
+    for _ in range(4):
+        synchronize(bench.device)
+        start = time.perf_counter()
+        predictions_of(
+            bench.net, source, bench.recipe, device=bench.device, split="val", class_names=bench.data.class_names
+        )
+        synchronize(bench.device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def first_step(data: str, model: str, rows: int, device: torch.device, root: str | None) -> None:
+    """Do one step in this process and say when; the process that started this one holds the watch."""
+    with machine(chosen := recipe(data, model, rows, "fedlas_ls", "graph"), device), on_stream(device):
+        steps(Bench(chosen, device, root), 1)
+        synchronize(device)
+    print("first step done", flush=True)
+
+
+def first_step_seconds(options: argparse.Namespace, model: str, rows: int) -> float:
+    """Start a fresh process with an empty compiler cache and wait for its first step."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+        words = [sys.executable, __file__, "--first-step", "--settings", f"{model}:{rows}", "--device", options.device]
+        words += ["--synthetic"] if options.synthetic else []
+        words += ["--data-root", options.data_root] if options.data_root else []
+        start = time.perf_counter()
+        with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "first step done" in line:
+                    seconds = time.perf_counter() - start
+                    process.wait()
+                    return seconds
+        return float("nan")
+
+
+def work_per_image(model: str) -> tuple[float, float]:
+    """Estimate GFLOPs and megabytes that one image costs in training.
+
+    FLOPs: three times the forward pass. Bytes: each layer's output in bfloat16 is written once and read once forward,
+    and its gradient written once and read twice, the output itself read again: six passes. Weights, which a batch
+    shares, are left out.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    net = build_model(model, 10).eval()
+    sizes: list[int] = []
+    for layer in net.modules():
+        if not list(layer.children()):
+            layer.register_forward_hook(lambda _m, _i, output: sizes.append(output.numel()))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net(torch.zeros(1, 3, 32, 32))
+    return 3 * counter.get_total_flops() / 1e9, 6 * 2 * sum(sizes) / 1e6
+
+
+def profile(bench: Bench) -> None:
+    """List the kernels of a compiled step by their time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    steps(bench, 5)
+    synchronize(bench.device)
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        steps(bench, 10)
+        synchronize(bench.device)
+    print(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=70))
+
+
+def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dict[str, Any]:
+    """Climb all rungs with one network and batch size."""
+    device = chosen_device(options.device)
+    found: dict[str, Any] = {"model": model, "batch_size": rows, "images_per_second": {}, "machine": name_of(device)}
+    speeds = found["images_per_second"]
+
+    def told(rung: str, loss: str, speed: float) -> None:
+        speeds[f"{rung} {loss}".strip()] = speed
+        base = speeds.get("reference")
+        print(f"{model} b{rows}  {rung:10} {loss:12} {speed:10,.0f} images/s" + _ratio(speed, base), flush=True)
+
+    if "reference" in options.rungs:
+        with machine(recipe(data, model, rows, "ce", "resident"), device):
+            dataset = CATALOG.build(data, **({"root": options.data_root} if options.data_root else {}))
+            told("reference", "", reference(dataset, model, rows, device, options.epochs))
+    for rung in [one for one in RUNGS if one in options.rungs]:
+        with machine(recipe(data, model, rows, "ce", rung), device), on_stream(device):
+            bench = Bench(recipe(data, model, rows, "ce", rung), device, options.data_root)
+            steps(bench, WARM_STEPS)
+            if rung == "graph":
+                found |= top(options, bench, told)
+            else:
+                told(rung, "ce", statistics.median(epoch(bench, n) for n in range(options.epochs)))
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache() if device.type == "cuda" else None
+    if options.measure_first_step:
+        found["first_step_seconds"] = first_step_seconds(options, model, rows)
+        print(f"{model} b{rows}  first step of a cold process after {found['first_step_seconds']:.1f} s", flush=True)
+    return found | roofline(model, max(speeds.values(), default=0.0), found["machine"])
+
+
+def top(options: argparse.Namespace, bench: Bench, told: Callable[[str, str, float], None]) -> dict[str, Any]:
+    """Measure the last rung: three losses that take turns on one compiled network, and a validation pass."""
+    benches = {"ce": bench}
+    for loss in ("fedlas_ls", "fedlas_mbls"):
+        benches[loss] = Bench(bench.recipe.replace(loss=loss), bench.device, options.data_root, before=bench)
+        steps(benches[loss], WARM_STEPS)
+    rounds = [{loss: epoch(one, n) for loss, one in benches.items()} for n in range(max(3, options.epochs))]
+    medians = {loss: statistics.median(one[loss] for one in rounds) for loss in benches}
+    for loss, speed in medians.items():
+        told("graph", loss, speed)
+    ratios = {loss: statistics.median(one[loss] / one["ce"] for one in rounds) for loss in benches if loss != "ce"}
+    seconds = validation_seconds(bench)
+    print(f"{bench.recipe.model}  of plain CE: {', '.join(f'{k} {v:.3f}' for k, v in ratios.items())}; ", end="")
+    print(f"validation pass over {len(bench.data.split('val')):,} images: {seconds:.3f} s", flush=True)
+    if options.profile:
+        unrecorded = Bench(bench.recipe, bench.device, options.data_root, capture=False, before=bench)
+        profile(unrecorded)
+    return {"of_plain_ce": ratios, "validation_seconds": seconds}
+
+
+def roofline(model: str, speed: float, machine_name: str) -> dict[str, Any]:
+    """Compare the fastest rung with what the machine could do."""
+    flops, megabytes = work_per_image(model)
+    about: dict[str, Any] = {"gflop_per_image": flops, "megabytes_per_image": megabytes}
+    known = next((peak for name, peak in MACHINES.items() if name in machine_name), None)
+    if known is not None:
+        by_flops, by_bytes = known[0] * 1e3 / flops, known[1] * 1e6 / megabytes
+        about |= {"limit_by_flops": by_flops, "limit_by_bytes": by_bytes, "reached": speed / min(by_flops, by_bytes)}
+        print(
+            f"{model}  {flops:.2f} GFLOP and {megabytes:.1f} MB an image: at most {by_flops:,.0f} by arithmetic, "
+            f"{by_bytes:,.0f} by memory; reached {about['reached']:.0%} of the lower one"
+        )
+    return about
+
+
+def name_of(device: torch.device) -> str:
+    """Name the machine."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _ratio(speed: float, base: float | None) -> str:
+    return f"  {speed / base:6.2f} x reference" if base else ""
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--settings", default="resnet50_cifar:128,resnet18_cifar:512", help="network:batch size, ...")
+    parser.add_argument("--rungs", default=",".join(["reference", *RUNGS]))
+    parser.add_argument("--epochs", type=int, default=1, help="timed epochs of each rung; the median counts")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--synthetic", action="store_true", help="random images instead of CIFAR-10")
+    parser.add_argument("--data-root")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--first-step", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--no-first-step", dest="measure_first_step", action="store_false")
+    options = parser.parse_args()
+    options.rungs = options.rungs.split(",")
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, 4096)
+    if options.synthetic:
+        CATALOG.entries[Synthetic.name] = Synthetic
+    data = Synthetic.name if options.synthetic else recipe_for("cifar10").data
+    pairs = [(one.partition(":")[0], int(one.partition(":")[2])) for one in options.settings.split(",")]
+    if options.first_step:
+        first_step(data, *pairs[0], chosen_device(options.device), options.data_root)
+        return
+    print(f"torch {torch.__version__}, {name_of(torch.device(options.device))}, {data}", flush=True)
+    found = [ladder(options, data, model, rows) for model, rows in pairs]
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "ladders": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Experiments: what is trained, measured and shown together, one file each."""

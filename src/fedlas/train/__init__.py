@@ -1,0 +1,44 @@
+"""Training: from a recipe to predictions on disk."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedlas.train.callbacks import AbstractCallback as AbstractCallback
+    from fedlas.train.checkpoint import StoppedError as StoppedError
+    from fedlas.train.loop import DivergedError as DivergedError
+    from fedlas.train.loop import Engine as Engine
+    from fedlas.train.loop import fit as fit
+    from fedlas.train.loop import fit_many as fit_many
+    from fedlas.train.protocols import list_recipes as list_recipes
+    from fedlas.train.protocols import recipe_for as recipe_for
+    from fedlas.train.recipe import Recipe as Recipe
+    from fedlas.train.runs import Run as Run
+    from fedlas.train.runs import RunError as RunError
+
+# Loaded when first used: a recipe can be made, and a run folder read, without data sets and networks.
+_HOMES = {
+    "AbstractCallback": "callbacks",
+    "DivergedError": "loop",
+    "Engine": "loop",
+    "Recipe": "recipe",
+    "Run": "runs",
+    "RunError": "runs",
+    "StoppedError": "checkpoint",
+    "fit": "loop",
+    "fit_many": "loop",
+    "list_recipes": "protocols",
+    "recipe_for": "protocols",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedlas.train' has no attribute {name!r}")
+    return getattr(import_module(f"fedlas.train.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

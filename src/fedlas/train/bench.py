@@ -1,0 +1,253 @@
+"""The workbench of a run: data, network, loss, optimizer and step of one recipe, on the device.
+
+A bench can be cleared for another recipe. What fits is kept: a compiled network gets other weights in place, and where
+only the seed changes, even the captured step goes on with other data, weights and rates at the same addresses.
+"""
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fedlas import ranks
+from fedlas.catalog import keywords
+from fedlas.data import Loader, Resident, Sample, build_data
+from fedlas.data.base import Split, share_of_batch
+from fedlas.data.base.keyed import order
+from fedlas.losses import CATALOG as LOSSES
+from fedlas.losses import AbstractLoss, build_loss
+from fedlas.models import WithFeatures, WithLoss, build_model
+from fedlas.train.checkpoint import restore_module
+from fedlas.train.meters import GateWatch
+from fedlas.train.mixing import Mixer
+from fedlas.train.optim import build_optimizer, clear_memory, lr_table, memory_of, restore_memory
+from fedlas.train.precision import seed_everything
+from fedlas.train.predict import Source, evaluation_source, images_dtype, rank
+from fedlas.train.recipe import Recipe
+from fedlas.train.runs import RunError
+from fedlas.train.step import Parts, TrainStep
+
+# What a captured step does not depend on: it finds these in tensors that can be refilled.
+REFILLED = ("seed", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
+NETWORK = ("model", "model_options", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic")
+
+
+class Bench:
+    """Everything that a recipe needs on the device.
+
+    Args:
+        recipe: the recipe.
+        device: where to train.
+        data_root: where data lies.
+        capture: whether the step may be captured.
+        before: the bench of the recipe before, of which this one takes over what fits.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        data_root: str | Path | None = None,
+        *,
+        capture: bool = True,
+        before: "Bench | None" = None,
+    ) -> None:
+        self.recipe, self.device, self.root = recipe, device, data_root
+        self.world = ranks.count()
+        self.data = build_data(recipe.data, **_data_options(recipe, data_root))
+        self.capture = capture and recipe.capture and self.world == 1
+        split = self.data.split("train")
+        self.samples = len(split)
+        same = before is not None and before.capture == self.capture and before.samples == self.samples
+        same = same and self.world == 1  # DistributedDataParallel is wrapped around one network for good
+        same = same and _same(cast("Bench", before).recipe, recipe, REFILLED)
+        self._place_training_data(split, before if same else None)
+        seed_everything(recipe.seed)
+        fresh = build_model(recipe.model, self.data.num_classes, **recipe.model_options)
+        fresh_loss = self._drawn_loss()
+        fits = before is not None and self._network_fits(before)
+        self.net: WithFeatures = cast("Bench", before).net if fits else self._prepared(fresh)
+        if fits:
+            restore_module(self.net.model, fresh.state_dict())
+        if same:
+            self._take_over(cast("Bench", before), fresh_loss)
+        else:
+            self._assemble(fresh_loss)
+        if self.world > 1:
+            seed_everything(recipe.seed + 7919 * rank())  # dropout shall differ between ranks
+
+    def _network_fits(self, before: "Bench") -> bool:
+        same = all(getattr(before.recipe, name) == getattr(self.recipe, name) for name in NETWORK)
+        return same and self.world == 1 and before.data.num_classes == self.data.num_classes
+
+    def _drawn_loss(self) -> AbstractLoss:
+        options: dict[str, Any] = dict(self.recipe.loss_options)
+        if "num_samples" in keywords(LOSSES.find(self.recipe.loss)):
+            options.setdefault("num_samples", self.samples)
+        return build_loss(self.recipe.loss, num_classes=self.data.num_classes, **options)
+
+    def _prepared(self, model: nn.Module) -> WithFeatures:
+        if self.recipe.sync_batchnorm and self.world > 1:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+        net = WithFeatures(model.to(self.device, memory_format=layout))  # type: ignore[call-overload]
+        if self.compiled:
+            # Apart from the loss, so that runs with other losses need not compile the network again.
+            net.compile(fullgraph=True, dynamic=False)
+        return net
+
+    @property
+    def compiled(self) -> bool:
+        """Whether network and loss are compiled."""
+        return self.recipe.compile and self.device.type == "cuda"
+
+    def _assemble(self, loss: AbstractLoss) -> None:
+        self.loss = loss.to(self.device)
+        if self.compiled:
+            self.loss.compile(fullgraph=True, dynamic=False)
+        task: nn.Module = WithLoss(self.net, self.loss)
+        if self.world > 1:
+            devices = [self.device.index] if self.device.type == "cuda" else None
+            task = DistributedDataParallel(task, device_ids=devices)
+        table = lr_table(self.recipe, self.steps_per_epoch)
+        optimizer, rates = build_optimizer(self.recipe, self.net, self.loss, table, self.device)
+        mixer = Mixer(self.recipe, len(table), self.data.num_classes, self.device)
+        parts = Parts(task, self.net, self.loss, optimizer, rates, self._feed, mixer)
+        watch = GateWatch(self.loss, self.samples, self.device)
+        self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
+
+    def _take_over(self, before: "Bench", loss: AbstractLoss) -> None:
+        """Go on with the step of a recipe that differs in its seed only."""
+        self.loss, self.step = before.loss, before.step
+        restore_module(self.loss, loss.state_dict())
+        clear_memory(self.step.parts.optimizer)
+        mixer = Mixer(self.recipe, len(before.step.parts.rates.table), self.data.num_classes, self.device)
+        self.step.parts.mixer.table.copy_(mixer.table)
+        self.step.recipe = self.recipe
+        self.step.reset()
+
+    def _place_training_data(self, split: Split, before: "Bench | None") -> None:
+        recipe = self.recipe
+        _check_shares(recipe, self.samples, self.world)
+        transform = self.data.transform_for("train")
+        shared: dict[str, Any] = {"dtype": images_dtype(recipe), "device": self.device}
+        if before is not None and isinstance(before.train, Resident):
+            self.train: Source = before.train
+            self.train.refill(split, recipe.seed)
+        elif self.data.resident:
+            self.train = Resident(
+                split, transform, train=True, seed=recipe.seed, channels_last=recipe.channels_last, **shared
+            )
+        else:
+            self.train = Loader(
+                split,
+                transform,
+                batch_size=recipe.batch_size,
+                train=True,
+                seed=recipe.seed,
+                channels_last=recipe.channels_last,
+                drop_last=recipe.drop_last,
+                rank=rank(),
+                world=self.world,
+                workers=recipe.workers,
+                cache=recipe.cache,
+                **shared,
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many batches an epoch has."""
+        rows = self.recipe.batch_size
+        return self.samples // rows if self.recipe.drop_last else -(-self.samples // rows)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """Go through the inputs of the steps of an epoch, from some step on."""
+        self.train.set_epoch(epoch)
+        if isinstance(self.train, Resident):
+            for whole in self.batches_of_places(epoch)[start:]:
+                yield (share_of_batch(whole, rank(), self.world),)
+        else:
+            for sample in islice(self.train, start, None):
+                yield tuple(sample)
+
+    def batches_of_places(self, epoch: int) -> tuple[Tensor, ...]:
+        """Give the positions in the training split of every batch of an epoch, over all ranks."""
+        places: Tensor = order(self.samples, self.recipe.seed, epoch, self.device)
+        return tuple(places.split(self.recipe.batch_size))[: self.steps_per_epoch]
+
+    def _feed(self, *inputs: Tensor) -> Sample:
+        """Make a batch of what `batches` gives; for images that live on the device this is part of the step."""
+        if isinstance(self.train, Resident):
+            (places,) = inputs
+            return Sample(self.train.batch(places), self.train.labels[places], places)
+        return Sample(*inputs)
+
+    def evaluation(self, split: str) -> Source:
+        """Make a split of the run's own data ready to be looked at."""
+        transform = self.data.transform_for(split)
+        return evaluation_source(
+            self.data.split(split), transform, self.recipe, self.device, resident=self.data.resident
+        )
+
+    def foreign(self, name: str) -> Source:
+        """Make the test split of other data ready, with the transform that this network's test images get."""
+        data = build_data(name, root=self.root)
+        transform = self.data.transform_for("test")
+        return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
+
+    def state(self) -> dict[str, Any]:
+        """Give all that a resumed run needs of the device."""
+        return {
+            "model": self.net.model.state_dict(),
+            "loss": self.loss.state_dict(),
+            "optimizer": memory_of(self.step.parts.optimizer),
+            "step": self.step.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, in place."""
+        try:
+            restore_module(self.net.model, state["model"])
+            restore_module(self.loss, state["loss"])
+            restore_memory(self.step.parts.optimizer, state["optimizer"])
+            self.step.restore(state["step"])
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise RunError(f"the checkpoint does not fit the recipe: {str(error).splitlines()[0]}") from error
+
+
+def _same(one: Recipe, other: Recipe, apart_from: tuple[str, ...]) -> bool:
+    mine, theirs = one.to_dict(), other.to_dict()
+    return all(mine[name] == theirs[name] for name in mine if name not in apart_from)
+
+
+def _data_options(recipe: Recipe, root: str | Path | None) -> dict[str, Any]:
+    options = {"seed": recipe.seed, **recipe.data_options}
+    return options if root is None else {"root": root, **options}
+
+
+def _check_shares(recipe: Recipe, samples: int, world: int) -> None:
+    """Make sure that all ranks get equally many samples in each step; some losses and statistics need that."""
+    if samples < recipe.batch_size and recipe.drop_last:
+        raise RunError(f"{samples} training samples do not fill one batch of {recipe.batch_size}; lower batch_size")
+    last = 0 if recipe.drop_last else samples % recipe.batch_size
+    for rows in (recipe.batch_size, last):
+        if rows % (world * recipe.accumulate if rows == recipe.batch_size else world):
+            what = "batch_size" if rows == recipe.batch_size else "the last batch of an epoch"
+            raise RunError(f"{what} is {rows}, which {world} processes cannot share evenly; see drop_last, batch_size")
+
+
+def chosen_device(device: str | torch.device | None = None) -> torch.device:
+    """Take the device that was asked for, else a GPU if there is one; with several processes each has its own."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise RunError("device is cuda, but torch sees no GPU here")
+    if str(found) == "cuda":
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return found

@@ -1,0 +1,105 @@
+"""Onlookers of a run: a bar in the terminal, TensorBoard, or code of one's own."""
+
+import importlib
+import sys
+from abc import ABC
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fedlas.train.runs import Run
+
+if TYPE_CHECKING:
+    from fedlas.train.bench import Bench
+
+
+class AbstractCallback(ABC):  # noqa: B024 (every method may be left as it is)
+    """Is told how a run goes on; write the methods that you need."""
+
+    def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: B027
+        """Tell that the run begins, or continues, with an epoch that counts from 0."""
+
+    def advanced(self, step: int) -> None:  # noqa: B027
+        """Tell that a step was handed to the device, which may not have done it yet; do not wait for it here."""
+
+    def stepped(self, bench: "Bench", step: int) -> None:  # noqa: B027
+        """Show network, gradients and loss after a step; whoever writes this method has no captured steps."""
+
+    def epoch_ended(self, record: Mapping[str, Any]) -> None:  # noqa: B027
+        """Show the line of the log."""
+
+    def ended(self, run: Run) -> None:  # noqa: B027
+        """Tell that the run is over, or stops."""
+
+
+def looks_at_steps(callback: AbstractCallback) -> bool:
+    """Say whether a callback wants to see the device after each step."""
+    return type(callback).stepped is not AbstractCallback.stepped
+
+
+class ProgressBar(AbstractCallback):
+    """A bar with the time left, silent where there is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
+        rich = importlib.import_module("rich.progress")
+        columns = ("[progress.description]{task.description}", rich.BarColumn(), "{task.completed}/{task.total}")
+        self._bar = rich.Progress(*columns, rich.TimeRemainingColumn(), "{task.fields[shown]}", transient=True)
+        total = bench.recipe.epochs * bench.steps_per_epoch
+        done = epoch * bench.steps_per_epoch
+        self._task = self._bar.add_task(bench.recipe.loss, total=total, completed=done, shown="")
+        self._bar.start()
+
+    def advanced(self, step: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def epoch_ended(self, record: Mapping[str, Any]) -> None:
+        val = record["val"]
+        shown = f"epoch {record['epoch']}: accuracy {100 * val['accuracy']:.2f} %, ECE {100 * val['ece']:.2f} %"
+        self._bar.update(self._task, shown=shown)
+
+    def ended(self, run: Run) -> None:  # noqa: ARG002
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class TensorBoard(AbstractCallback):
+    """Writes the log for TensorBoard, into the run folder."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
+        try:
+            board = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise ImportError("tensorboard is needed for this: pip install 'fedlas[integrations]'") from error
+        self._writer = board.SummaryWriter(str(run.folder / "tensorboard"), purge_step=epoch + 1)
+
+    def epoch_ended(self, record: Mapping[str, Any]) -> None:
+        for name, value in _numbers(record):
+            self._writer.add_scalar(name, value, record["epoch"])
+
+    def ended(self, run: Run) -> None:  # noqa: ARG002
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _numbers(record: Mapping[str, Any], above: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found += _numbers(value, f"{above}{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.append((above + name, float(value)))
+    return found
+
+
+def usual(tensorboard: bool, progress: bool | None) -> list[AbstractCallback]:
+    """Give the onlookers that a run has by itself."""
+    found: list[AbstractCallback] = [TensorBoard()] if tensorboard else []
+    if sys.stderr.isatty() and sys.stdout.isatty() if progress is None else progress:
+        found.append(ProgressBar())
+    return found

@@ -1,0 +1,123 @@
+"""Where a run stands, on disk: written whole or not at all, and read without unpickling anything but tensors.
+
+A checkpoint is one file with everything: weights, the loss's state, the optimizer's memory, the schedule's counter, the
+loss scale, random states, sums of the epoch, position, and the weights of the best epoch so far. Everything is put back
+in place, so a captured step stays valid. The copy to the host is made at once, the file is written in the background.
+"""
+
+import io
+import pickle
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedlas.predictions import write_whole
+from fedlas.train.runs import RunError
+
+FORMAT = "fedlas.checkpoint/1"
+
+
+def on_host(value: Any) -> Any:
+    """Copy all tensors of a nested structure to the host's memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: on_host(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_host(one) for one in value)
+    return value
+
+
+def restore_module(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Put a module's state back, in place."""
+    module.load_state_dict(dict(state))
+
+
+class Writer:
+    """Writes checkpoints in the background, one at a time."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._last: Future[None] | None = None
+
+    def save(self, path: Path, content: dict[str, Any]) -> None:
+        """Take a copy now, and write it while training goes on."""
+        copy = on_host({"format": FORMAT, **content})
+        self.wait()  # one copy in memory is enough
+        self._last = self._pool.submit(_write, path, copy)
+
+    def wait(self) -> None:
+        """Wait until what was saved is on disk; an error of the writing thread is raised here."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_whole(path, buffer.getvalue())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint."""
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise RunError(f"{path} is not a checkpoint that fedlas wrote")
+    return content
+
+
+class StopSignals:
+    """Remembers that SIGINT or SIGTERM came, so that a run can end after the step that it is in."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator["StopSignals"]:
+        """Listen while a run lasts; a second signal acts as usual."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._catch) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = before
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _catch(self, number: int, _frame: Any) -> None:
+        self.caught = number
+        for caught, handler in self._before.items():
+            signal.signal(caught, handler)
+
+
+class StoppedError(Exception):
+    """A run was asked to stop, and has written a checkpoint.
+
+    Args:
+        message: for the user.
+        signal_number: what asked it to.
+    """
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number

@@ -1,0 +1,357 @@
+"""From a recipe to predictions on disk: one plain loop for every loss.
+
+for each epoch
+    for each batch:  step                          (step.py: one line for all losses, captured on a GPU)
+    validation       ─► metrics, best epoch        (strictly better accuracy; of equal ones the earliest)
+    loss.end_epoch(validation)
+    log.jsonl, checkpoint.pt
+predictions of the last and of the best weights
+"""
+
+import importlib
+import math
+import resource
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlas import ranks
+from fedlas.metrics.calibration import aece, ece, over_under
+from fedlas.metrics.scoring import accuracy, nll
+from fedlas.predictions import Predictions
+from fedlas.train import checkpoint
+from fedlas.train.bench import Bench, chosen_device
+from fedlas.train.callbacks import AbstractCallback, looks_at_steps, usual
+from fedlas.train.checkpoint import StoppedError, StopSignals
+from fedlas.train.optim import lr_factor
+from fedlas.train.precision import machine, random_state, restore_random_state
+from fedlas.train.predict import Source, predictions_of, rank
+from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all
+from fedlas.train.recipe import Recipe
+from fedlas.train.runs import MACHINE, Run, locked
+
+COMPILATIONS = 4096  # of one function: every loss shares its forward with all others
+
+
+class DivergedError(ArithmeticError):
+    """A loss or gradient was not finite.
+
+    Args:
+        message: says where, and names the last good checkpoint.
+        step: the first bad step, counted from the beginning of the run.
+        index: positions in the training split of its batch.
+    """
+
+    def __init__(self, message: str, step: int, index: list[int]) -> None:
+        super().__init__(message)
+        self.step, self.index = step, index
+
+
+def fit(
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[AbstractCallback] = (),
+    device: str | torch.device | None = None,
+    data_root: str | Path | None = None,
+    progress: bool | None = None,
+) -> Run:
+    """Train by a recipe, and give the folder that holds everything about the run.
+
+    Args:
+        recipe: what to do.
+        out: the run's folder; by default `runs/<data>-<model>-<loss>-<key>`.
+        resume: continue what is there; where nothing is there, start.
+        callbacks: onlookers of one's own.
+        device: where to train; by default a GPU if there is one.
+        data_root: where data lies; by default `$FEDLAS_DATA`, or the user's cache.
+        progress: whether to show a bar; by default in a terminal.
+    """
+    return Engine(device=device, data_root=data_root).fit(
+        recipe, out=out, resume=resume, callbacks=callbacks, progress=progress
+    )
+
+
+def fit_many(
+    recipes: Iterable[Recipe], *, folder: str | Path = "runs", resume: bool = True, **options: Any
+) -> Iterator[Run]:
+    """Train many recipes in one process; a network that several share is compiled once.
+
+    Args:
+        recipes: what to do, one after the other; neighbours that are alike share most.
+        folder: every run gets a folder in it.
+        resume: continue runs that stand still.
+        options: device and data_root, as for `fit`.
+    """
+    engine = Engine(**options)
+    for recipe in recipes:
+        yield engine.fit(recipe, out=Path(folder) / recipe.name, resume=resume)
+
+
+class Engine:
+    """Trains recipes one after the other, and keeps what the next one can use.
+
+    Args:
+        device: where to train.
+        data_root: where data lies.
+    """
+
+    def __init__(self, *, device: str | torch.device | None = None, data_root: str | Path | None = None) -> None:
+        self.device, self.data_root = chosen_device(device), data_root
+        self._bench: Bench | None = None
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def fit(
+        self,
+        recipe: Recipe,
+        *,
+        out: str | Path | None = None,
+        resume: bool = False,
+        callbacks: Sequence[AbstractCallback] = (),
+        progress: bool | None = None,
+    ) -> Run:
+        """Train by a recipe; see the function `fit`."""
+        run = Run(Path("runs") / recipe.name if out is None else Path(out))
+        with ExitStack() as stack:
+            stack.enter_context(joined(self.device))
+            agreed(lambda: _enter(stack, run))
+            if agreed(lambda: _prepared(run, recipe, resume, self.device)) == "finished":
+                return run
+            stack.enter_context(machine(recipe, self.device))
+            stack.enter_context(self._on_stream())
+            stack.enter_context(_many_compilations(recipe, self.device))
+            capture = not any(looks_at_steps(one) for one in callbacks)
+            bench = Bench(recipe, self.device, self.data_root, capture=capture, before=self._bench)
+            self._bench = bench
+            onlookers = [*callbacks, *(usual(recipe.tensorboard, progress) if is_first() else [])]
+            _Training(run, bench, onlookers).go()
+        return run
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Work on one stream of our own: capture is not possible on the default one, and all steps share gradients."""
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            yield
+        outside.wait_stream(self._stream)
+
+
+def _enter(stack: ExitStack, run: Run) -> None:
+    stack.enter_context(locked(run.folder))
+
+
+def _prepared(run: Run, recipe: Recipe, resume: bool, device: torch.device) -> str:
+    return run.prepare(recipe, resume=resume, device=device.type, processes=ranks.count())
+
+
+@contextmanager
+def _many_compilations(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Let one process compile more variants of a function than torch allows by default."""
+    if not recipe.compile or device.type != "cuda":
+        yield
+        return
+    config = importlib.import_module("torch._dynamo.config")  # takes a second, which a CPU need not pay
+
+    names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
+    with config.patch(dict.fromkeys(names, COMPILATIONS)):
+        yield
+
+
+class _Training:
+    """One run, from where it stands to its end."""
+
+    def __init__(self, run: Run, bench: Bench, onlookers: Sequence[AbstractCallback]) -> None:
+        self.run, self.bench, self.recipe, self.onlookers = run, bench, bench.recipe, onlookers
+        self.writer = checkpoint.Writer()
+        self.signals = StopSignals()
+        self.best: dict[str, Tensor] = {}
+        self.best_epoch, self.best_accuracy = 0, -1.0
+        self.validation_source = bench.evaluation("val")
+
+    def go(self) -> None:
+        """Train, then predict."""
+        try:
+            with self.signals.listening():
+                epoch, start = self._stand()
+                for onlooker in self.onlookers:
+                    onlooker.begun(self.run, self.bench, epoch)
+                while epoch < self.recipe.epochs:
+                    self._epoch(epoch, start)
+                    epoch, start = epoch + 1, 0
+                self.writer.wait()
+                self._predict_everything()
+        finally:
+            for onlooker in self.onlookers:
+                onlooker.ended(self.run)
+            self.writer.close()
+
+    def _epoch(self, epoch: int, start: int) -> None:
+        began = time.perf_counter()
+        self.bench.net.train()
+        self.bench.loss.train()
+        step = epoch * self.bench.steps_per_epoch + start
+        for inputs in self.bench.batches(epoch, start):
+            self.bench.step(*inputs)  # the one line for all losses
+            step += 1
+            self._after_step(epoch, step)
+        trained = self.bench.step.meter.read()
+        self._stop_if_diverged()
+        seconds = time.perf_counter() - began
+        validation = self._predict(self.validation_source, "val")
+        self.bench.loss.end_epoch(validation)
+        record = self._record(epoch, trained, validation)
+        images = (self.bench.steps_per_epoch - start) * self.recipe.batch_size
+        record[MACHINE] = {
+            "seconds": time.perf_counter() - began,
+            "images_per_second": min(images, self.bench.samples) / max(seconds, 1e-9),
+            "memory_mib": _memory(self.bench.device),
+            "continued_at_step": start or None,
+        }
+        self.bench.step.meter.reset()
+        if is_first():
+            self.run.append_log(record)
+        for onlooker in self.onlookers:
+            onlooker.epoch_ended(record)
+        every = self.recipe.checkpoint_every
+        if not every or step % every == 0 or epoch + 1 == self.recipe.epochs:
+            self._save(epoch + 1, 0)
+
+    def _after_step(self, epoch: int, step: int) -> None:
+        """Do what happens between two steps; none of it waits for a GPU unless something is to be written."""
+        for onlooker in self.onlookers:
+            onlooker.stepped(self.bench, step)
+            onlooker.advanced(step)
+        if self.bench.device.type == "cpu":
+            self._stop_if_diverged()
+        position = step - epoch * self.bench.steps_per_epoch
+        number = any_signal(self.signals.caught, step, self.bench.device)
+        every = self.recipe.checkpoint_every
+        if number is not None or (every and step % every == 0 and position < self.bench.steps_per_epoch):
+            self._stop_if_diverged()
+            self._save(epoch, position)
+        if number is not None:
+            self.writer.wait()
+            where = f"stopped after step {position} of {self.bench.steps_per_epoch} in epoch {epoch + 1}"
+            raise StoppedError(f"{where}; continue with --resume ({self.run.folder})", number)
+
+    def _record(self, epoch: int, trained: dict[str, float], validation: Predictions) -> dict[str, Any]:
+        """Make the line of the log, and remember the weights of the best epoch."""
+        last = (epoch + 1) * self.bench.steps_per_epoch - 1
+        over, under = over_under(validation)
+        judged = {
+            "accuracy": float(accuracy(validation)),
+            "ece": float(ece(validation)),
+            "aece": float(aece(validation)),
+            "over_ece": float(over),
+            "under_ece": float(under),
+            "nll": float(nll(validation)),
+        }
+        if judged["accuracy"] > self.best_accuracy:
+            self.best_epoch, self.best_accuracy = epoch + 1, judged["accuracy"]
+            self._keep_best()
+        return {
+            "epoch": epoch + 1,
+            "steps": last + 1,
+            "lr": self.recipe.lr * lr_factor(self.recipe, last, self.bench.steps_per_epoch),
+            "train": _finite(trained),
+            "val": judged,
+            "gate": self.bench.step.watch.read(),
+            "best_epoch": self.best_epoch,
+        }
+
+    @torch.no_grad()
+    def _keep_best(self) -> None:
+        for name, value in self.bench.net.model.state_dict().items():
+            if name in self.best:
+                self.best[name].copy_(value)
+            else:
+                self.best[name] = value.detach().clone()
+
+    def _save(self, epoch: int, position: int) -> None:
+        """Write down where the run stands: so many epochs, and so many steps of the next."""
+        generators = of_all(random_state(self.bench.device))
+        if not is_first():
+            return
+        content = self.bench.state() | {
+            "epoch": epoch,
+            "position": position,
+            "random": generators,
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "best_accuracy": self.best_accuracy,
+        }
+        self.writer.save(self.run.checkpoint, content)
+
+    def _stand(self) -> tuple[int, int]:
+        """Find out where the run stands, and put everything there."""
+        if not agreed(self.run.checkpoint.exists):
+            agreed(lambda: self.run.keep_log(0))
+            return 0, 0
+        saved = checkpoint.load(self.run.checkpoint)
+        self.bench.restore(saved)
+        self.best = {name: value.to(self.bench.device) for name, value in saved["best"].items()}
+        self.best_epoch, self.best_accuracy = saved["best_epoch"], saved["best_accuracy"]
+        epoch, position = int(saved["epoch"]), int(saved["position"])
+        agreed(lambda: self.run.keep_log(epoch))
+        if rank() < len(saved["random"]):
+            restore_random_state(saved["random"][rank()], self.bench.device)
+        return epoch, position
+
+    def _stop_if_diverged(self) -> None:
+        step = self.bench.step.bad_step()
+        if step is None:
+            return
+        epoch, position = divmod(step, self.bench.steps_per_epoch)
+        index = self.bench.batches_of_places(epoch)[position].tolist()
+        self.writer.wait()
+        kept = str(self.run.checkpoint) if self.run.checkpoint.exists() else None
+        if is_first():
+            about = {"step": step + 1, "index": index, "checkpoint": kept}
+            self.run.append_log({"epoch": epoch + 1, "diverged": about})
+        where = f"the loss or its gradient is not finite in step {step + 1} (epoch {epoch + 1}, batch {position + 1})"
+        samples = ", ".join(map(str, index[:8])) + (f" and {len(index) - 8} more" if len(index) > 8 else "")
+        last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint before it"
+        raise DivergedError(
+            f"{where}; samples of that batch: {samples} (all in {self.run.log_file}); {last}", step, index
+        )
+
+    def _predict(self, source: Source, split: str, *, labelled: bool = True) -> Predictions:
+        names = self.bench.data.class_names
+        return predictions_of(
+            self.bench.net, source, self.recipe, device=self.bench.device, split=split, class_names=names,
+            labelled=labelled,
+        )  # fmt: skip
+
+    def _predict_everything(self) -> None:
+        """Write the predictions of the last weights, then those of the best."""
+        sources = {"val": self.validation_source, "test": self.bench.evaluation("test")}
+        sources |= {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
+        for state in ("last", "best"):
+            if state == "best":
+                checkpoint.restore_module(self.bench.net.model, self.best)
+            for split, source in sources.items():
+                made = self._predict(source, split, labelled=not split.startswith("ood-"))
+                if is_first():
+                    made.save(self.run.predictions_file(f"{state}-{split}"))
+        of_all(0)  # nobody leaves before the files are there
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _memory(device: torch.device) -> float:
+    """Give the most memory that was used so far, of the device or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

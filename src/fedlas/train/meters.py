@@ -1,0 +1,152 @@
+"""Sums that grow on the device during an epoch and are read once at its end.
+
+Beside loss terms and accuracy, a loss with a gate is watched: how many samples it pushes in either direction and how
+many have changed direction since the epoch before, the mean of alpha_i / alpha, the share of psi = -sign(gamma) (near
+1: the gate only lowers the training loss, docs/decisions.md), and the histogram of the indicator gamma.
+"""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from fedlas import ranks
+from fedlas.losses.gate_history import GateHistory
+
+EDGES = tuple(-4 + 0.5 * n for n in range(17))  # of the histogram of gamma; what lies outside is counted too
+
+
+class Meter:
+    """Mean loss, mean of each of its terms, accuracy and gradient norm of an epoch.
+
+    Args:
+        device: where the sums live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sums: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, name: str, value: Tensor) -> None:
+        """Add to a sum, in place: a captured step holds its address."""
+        if name not in self.sums:
+            self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.sums[name].add_(value.detach())
+
+    def add_batch(
+        self, value: Tensor, terms: dict[str, Tensor], logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]
+    ) -> None:
+        """Take in what a step found: the mean of the loss and its terms, over the batch of all ranks."""
+        rows = len(labels)
+        self.add("samples", torch.full((), rows, device=self.device))
+        self.add("correct", (logits.argmax(1) == labels).sum())
+        self.add("loss", value * rows)
+        if len(terms) > 1:
+            for name, term in terms.items():
+                self.add(f"loss_{name}", term * rows)
+
+    def add_norm(self, norm: Float[Tensor, ""]) -> None:
+        """Take in the length of a step's gradient."""
+        self.add("steps", torch.ones((), device=self.device))
+        self.add("gradient_norm", norm)
+
+    def read(self) -> dict[str, float]:
+        """Wait for the device, and give the means over all ranks."""
+        names = list(self.sums)
+        totals = ranks.total(torch.stack(list(self.sums.values()))).tolist() if names else []
+        sums = dict(zip(names, totals, strict=True))
+        samples, steps = sums.pop("samples", 0.0) or math.nan, sums.pop("steps", 0.0) or math.nan
+        norm = sums.pop("gradient_norm", math.nan) / steps
+        means = {name: total / samples for name, total in sums.items()}
+        return {"loss": means.pop("loss", math.nan), "accuracy": means.pop("correct", math.nan), **means} | {
+            "gradient_norm": norm
+        }
+
+    def reset(self) -> None:
+        """Begin a new epoch, in place."""
+        for total in self.sums.values():
+            total.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """Give the sums of an epoch that is not over."""
+        return dict(self.sums)
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on with the sums of an epoch that was not over."""
+        self.reset()
+        for name, value in state.items():
+            self.add(name, value.to(self.device))
+
+
+class GateWatch:
+    """What the gate of a loss did in an epoch; silent about losses without one.
+
+    Args:
+        loss: any loss.
+        samples: size of the training split.
+        device: where the sums live.
+    """
+
+    def __init__(self, loss: nn.Module, samples: int, device: torch.device) -> None:
+        self.loss: Any = loss
+        self.used = all(hasattr(loss, name) for name in ("psi", "gamma", "alpha_i"))
+        self.history = GateHistory(samples).to(device)
+        self.edges = torch.tensor(EDGES, device=device)
+        # How many samples, Σ alpha_i / alpha, how many psi = -sign(gamma), and how many gammas reach each edge.
+        self.sums = torch.zeros(3 + len(EDGES), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, index: Int[Tensor, " n"]) -> None:
+        """Take in the latest batch of the loss."""
+        psi, gamma, alpha_i = (getattr(self.loss, name, None) for name in ("psi", "gamma", "alpha_i"))
+        if not self.used or psi is None or gamma is None or alpha_i is None:
+            return
+        self.history.update(index, psi)
+        ratio = alpha_i / max(self.loss.smoothing.alpha, 1e-12)
+        against = (psi == -gamma.sign()).to(ratio.dtype)
+        reached = (gamma.unsqueeze(1) >= self.edges).sum(0)
+        known = torch.stack([torch.ones_like(ratio).sum(), ratio.sum(), against.sum()])
+        self.sums.add_(torch.cat([known, reached.to(known.dtype)]))
+
+    def read(self) -> dict[str, Any]:
+        """Wait for the device, and say what the gate did in the epoch that ends now."""
+        if not self.used:
+            return {}
+        samples, ratio, against, *reached = ranks.total(self.sums).tolist()
+        self.sums.zero_()
+        epoch = self.history.end_epoch()
+        counts = [samples, *reached, 0.0]
+        shares = [before - after for before, after in pairwise(counts)]
+        return {
+            "positive": _number(epoch.positive),
+            "negative": _number(epoch.negative),
+            "flip_rate": _number(epoch.flip_rate),
+            "alpha_ratio": ratio / max(samples, 1),
+            "against_gamma": against / max(samples, 1),
+            "gamma_histogram": {"edges": list(EDGES), "counts": [round(share) for share in shares]},
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Give everything that the next epoch needs."""
+        return {"history": self.history.state_dict(), "sums": self.sums}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.history.load_state_dict(state["history"])
+        self.sums.copy_(state["sums"])
+
+    def reset(self) -> None:
+        """Forget everything, in place."""
+        self.history.now.zero_()
+        self.history.before.zero_()
+        self.history.epochs.clear()
+        self.sums.zero_()
+
+
+def _number(value: float) -> float | None:
+    """JSON knows no NaN: a share of nothing is null."""
+    return None if math.isnan(value) else value

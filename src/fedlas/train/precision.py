@@ -1,0 +1,142 @@
+"""Numbers and switches of the machine: which precision, how reproducible, and a loss scale for float16.
+
+The loss scale is torch's rule (halved after an overflow, doubled after 2,000 steps without one), with everything on the
+device, so that it can be part of a captured step.
+"""
+
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fedlas.train.recipe import Precision, Recipe
+
+GROWTH_INTERVAL = 2000
+FIRST_SCALE = 65536.0
+
+
+def autocast_dtype(precision: Precision) -> torch.dtype | None:
+    """Give the narrow type that a network computes in, if any."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Let a network compute in the recipe's precision."""
+    dtype = autocast_dtype(precision)
+    # Each weight is used once a pass: a cache of narrow copies would save nothing, and captured graphs dislike it.
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+class Scale:
+    """The factor that keeps float16 gradients from vanishing; 1 and constant in any other precision.
+
+    Args:
+        precision: of the recipe.
+        device: where it lives.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.used = precision == "fp16"
+        self.value = torch.full((), FIRST_SCALE if self.used else 1.0, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, overflow: Bool[Tensor, ""]) -> None:
+        """Learn whether the gradients of a step were finite."""
+        if not self.used:
+            return
+        good = (self.good_steps + 1) * ~overflow
+        grown = good >= GROWTH_INTERVAL
+        self.value.mul_(1 + grown.float() - overflow.float() / 2)
+        self.good_steps.copy_(good * ~grown)
+
+    def of(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Scale a loss."""
+        return value * self.value if self.used else value
+
+    def reset(self) -> None:
+        """Start anew, in place."""
+        self.value.fill_(FIRST_SCALE if self.used else 1.0)
+        self.good_steps.zero_()
+
+
+@contextmanager
+def machine(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Set torch's global switches as a recipe wants them, and put them back afterwards."""
+    before = _switches()
+    generators = random_state(device)
+    if recipe.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    try:
+        _set(
+            {
+                "deterministic": recipe.deterministic,
+                "warn_only": False,
+                "cudnn_deterministic": recipe.deterministic,
+                "cudnn_benchmark": not recipe.deterministic,
+                "matmul": "highest" if recipe.precision == "fp32" else "high",
+                "cudnn_tf32": recipe.precision != "fp32",
+            }
+        )
+        yield
+    finally:
+        _set(before)
+        restore_random_state(generators, device)
+
+
+def _switches() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions announce new names for some of these
+        return {
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+            "cudnn_deterministic": torch.backends.cudnn.deterministic,
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "matmul": torch.get_float32_matmul_precision(),
+            "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+        }
+
+
+def _set(switches: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(switches["deterministic"], warn_only=switches["warn_only"])
+        torch.backends.cudnn.deterministic = switches["cudnn_deterministic"]
+        torch.backends.cudnn.benchmark = switches["cudnn_benchmark"]
+        torch.set_float32_matmul_precision(switches["matmul"])
+        torch.backends.cudnn.allow_tf32 = switches["cudnn_tf32"]
+
+
+def seed_everything(seed: int) -> None:
+    """Start all generators of random numbers from one seed."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Give the state of all generators of random numbers, as plain values and tensors."""
+    kind, words, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": random.getstate(),
+        "numpy": [str(kind), torch.from_numpy(np.asarray(words).astype(np.int64)), position, has_gauss, gauss],
+    }
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put all generators of random numbers where they were."""
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["device"] is not None:
+        torch.cuda.set_rng_state(state["device"], device)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, numbers, *rest = state["numpy"]
+    np.random.set_state((kind, numbers.numpy().astype(np.uint32), *rest))  # noqa: NPY002

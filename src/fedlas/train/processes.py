@@ -1,0 +1,76 @@
+"""One run on several processes: who is who, how they agree, and who writes."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fedlas import ranks
+from fedlas.train.predict import rank
+from fedlas.train.runs import RunError
+
+Value = TypeVar("Value")
+PATIENCE = timedelta(minutes=30)
+LOOK_EVERY = 10  # steps between two looks at the other ranks' signals, where a look makes the host wait
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Join the other processes that torchrun has started, if it has."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized()
+    if alone:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes."""
+    return rank() == 0
+
+
+def agreed(decide: Callable[[], Value]) -> Value:
+    """Let the first process decide for all; where it fails, all fail with its message."""
+    answer: list[Any] = [None, None]
+    if is_first():
+        try:
+            answer[0] = decide()
+        except (RunError, OSError) as error:
+            if ranks.count() == 1:
+                raise
+            answer[1] = str(error)
+    if ranks.count() > 1:
+        dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise RunError(answer[1])
+    decided: Value = answer[0]
+    return decided
+
+
+def of_all(value: Value) -> list[Value]:
+    """Collect a value from all processes."""
+    if ranks.count() == 1:
+        return [value]
+    values: list[Any] = [None] * ranks.count()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def any_signal(caught: int | None, step: int, device: torch.device) -> int | None:
+    """Say whether any process was asked to stop; all get the same answer at the same step."""
+    if ranks.count() == 1:
+        return caught
+    if device.type == "cuda" and step % LOOK_EVERY:
+        return None
+    highest = int(ranks.stacked(torch.tensor(caught or 0, device=device)).max())
+    return highest or None

@@ -1,0 +1,166 @@
+"""A run folder: all that a run leaves behind, and the lock that keeps a second process out of it.
+
+    RUN/recipe.json         what was asked for
+    RUN/environment.json    versions and device
+    RUN/log.jsonl           one line for each epoch
+    RUN/checkpoint.pt       where the run stands, and the weights of its best epoch
+    RUN/predictions/        {best,last}-{val,test,ood-NAME}.safetensors
+
+Files are written whole or not at all. Predictions come last, so a run that has them all is finished.
+"""
+
+import fcntl
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlas.predictions import Predictions, write_whole
+from fedlas.train.recipe import Recipe, differences
+
+STATES = ("best", "last")
+# In the log of each epoch, what differs between equal runs.
+MACHINE = "machine"
+
+
+class RunError(ValueError):
+    """A run cannot go on; the message says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, finished or not.
+
+    Args:
+        folder: where it lies.
+    """
+
+    folder: Path
+
+    @property
+    def recipe(self) -> Recipe:
+        """What was asked for."""
+        if not self.recipe_file.exists():
+            raise RunError(f"{self.folder} is no run folder: it has no recipe.json")
+        return Recipe.from_dict(json.loads(self.recipe_file.read_text(encoding="utf-8")))
+
+    @property
+    def recipe_file(self) -> Path:
+        """Where the recipe lies."""
+        return self.folder / "recipe.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the checkpoint lies."""
+        return self.folder / "checkpoint.pt"
+
+    @property
+    def log_file(self) -> Path:
+        """Where the log lies."""
+        return self.folder / "log.jsonl"
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """One record for each epoch; a line that was cut off by a crash is left out."""
+        if not self.log_file.exists():
+            return []
+        records = []
+        for line in self.log_file.read_text(encoding="utf-8").splitlines():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        return records
+
+    def predictions_file(self, name: str) -> Path:
+        """Where predictions lie, such as "best-test"."""
+        return self.folder / "predictions" / f"{name}.safetensors"
+
+    def predictions(self, name: str = "best-test") -> Predictions:
+        """Read predictions."""
+        path = self.predictions_file(name)
+        if not path.exists():
+            there = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors"))) or "none"
+            raise RunError(f"{path} is not there; predictions of this run: {there}")
+        return Predictions.load(path)
+
+    @property
+    def finished(self) -> bool:
+        """Whether everything that the recipe asks for is there."""
+        splits = ["val", "test", *(f"ood-{name}" for name in self.recipe.ood)]
+        return all(self.predictions_file(f"{state}-{split}").exists() for state in STATES for split in splits)
+
+    def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> str:
+        """Say whether a recipe has to "start", "continue", or is "finished" in this folder, and write it down.
+
+        Another recipe in the folder is an error, and so is a run that stands still and nobody asked to continue.
+        """
+        if self.recipe_file.exists():
+            others = differences(self.recipe, recipe)
+            if others:
+                raise RunError(
+                    f"{self.folder} holds a run of another recipe ({'; '.join(others)}); choose another --out"
+                )
+            if self.finished:
+                return "finished"
+            if self.checkpoint.exists() and not resume:
+                raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with --resume")
+        elif self.folder.exists() and any(p for p in self.folder.iterdir() if not p.name.startswith(".")):
+            raise RunError(f"{self.folder} is not empty and holds no run; choose another --out")
+        for rest in self.folder.glob(".checkpoint.pt.*"):  # half a checkpoint, of a process that was killed
+            rest.unlink()
+        write_whole(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
+        about = json.dumps(environment(device, processes), indent=1) + "\n"
+        write_whole(self.folder / "environment.json", about.encode())
+        return "continue" if self.checkpoint.exists() else "start"
+
+    def keep_log(self, epochs: int) -> None:
+        """Keep the first epochs of the log; later ones will be trained again."""
+        lines = [json.dumps(record) + "\n" for record in self.log[:epochs]]
+        write_whole(self.log_file, "".join(lines).encode())
+
+    def append_log(self, record: dict[str, Any]) -> None:
+        """Add the line of an epoch."""
+        with self.log_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run folder; the lock goes when its process does, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(f"another process is working in {folder}") from error
+        yield
+
+
+def environment(device: str, processes: int) -> dict[str, Any]:
+    """Describe where a run takes place."""
+    found = {name: _version(name) for name in ("fedlas", "torch", "torchvision", "timm", "numpy")}
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {
+        "versions": {word: version for word, version in found.items() if version},
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": device,
+        "device_name": name,
+        "cuda": torch.version.cuda if device == "cuda" else None,
+        "processes": processes,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,233 @@
+"""One training step: augmentation, forward, loss, backward, clipping, optimizer and schedule, without a wait.
+
+Everything that a step reads or changes lives in tensors on the device at fixed addresses: the counter of steps, the
+table of learning rates, weights, the optimizer's memory, the loss's state, the sums of the epoch, the flag of the first
+bad step. So the host has nothing to decide, and the whole step can be captured as one CUDA graph:
+
+    places ─► images ─► mixing ─► network ─► loss ─► backward ─► norm, clipping ─► optimizer
+       ▲                             │         │                      │                │
+    order of the epoch           metrics    its state          first bad step     rate = table[step], step + 1
+
+The first steps of a batch size run eagerly, as real steps, and warm everything up; then the step is captured and from
+then on replayed. Capturing changes no number: an uncompiled captured step equals the eager one bit for bit.
+
+A step whose loss or gradient is not finite sets a flag on the device and from then on the optimizer changes nothing;
+the host finds the flag when it next reads the sums.
+"""
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from fedlas import ranks
+from fedlas.data.base import Sample
+from fedlas.train.meters import GateWatch, Meter
+from fedlas.train.mixing import Mixer
+from fedlas.train.optim import SKIP, Rates, gradient_norm, scale_gradients
+from fedlas.train.precision import Scale, autocast
+from fedlas.train.recipe import Recipe
+
+WARM = 3  # eager steps before a capture: enough for compilation, autotuning and allocation
+Inputs = tuple[Tensor, ...]
+Feed = Callable[..., Sample]
+
+
+@dataclass
+class Parts:
+    """What a step is made of.
+
+    Args:
+        task: network and loss as one module, wrapped for several processes if there are any.
+        net: the network's own module, whose gradients are clipped.
+        loss: the loss's own module.
+        optimizer: fused, with the learning rate in tensors.
+        rates: writes those tensors.
+        feed: makes a batch of the inputs of a step.
+        mixer: mixup and CutMix.
+    """
+
+    task: nn.Module
+    net: nn.Module
+    loss: nn.Module
+    optimizer: torch.optim.Optimizer
+    rates: Rates
+    feed: Feed
+    mixer: Mixer
+
+
+class TrainStep:
+    """Trains on one batch at a time, eagerly or by replaying what was captured.
+
+    Args:
+        recipe: precision, clipping and accumulation.
+        parts: what the step works on.
+        watch: looks at the gate of the loss.
+        device: where all of it lives.
+        capture: whether to capture; only on a CUDA device.
+    """
+
+    def __init__(
+        self, recipe: Recipe, parts: Parts, watch: GateWatch, device: torch.device, *, capture: bool = True
+    ) -> None:
+        self.recipe, self.parts, self.watch, self.device = recipe, parts, watch, device
+        self.meter = Meter(device)
+        self.scale = Scale(recipe.precision, device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
+        self.capture = capture and device.type == "cuda"
+        self._started = False
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._graphs: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Inputs]] = {}
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Train on a batch; the inputs are what the feed takes."""
+        if not self._started:
+            self._started = True
+            self._first(*inputs)
+            return
+        kind = tuple((tuple(value.shape), value.dtype) for value in inputs)
+        if self.capture and kind not in self._graphs and self._seen[kind] >= WARM:
+            self._capture(kind, inputs)
+        if kind not in self._graphs:
+            self._seen[kind] += 1
+            self.eager(*inputs)
+            return
+        graph, places = self._graphs[kind]
+        for place, value in zip(places, inputs, strict=True):
+            place.copy_(value, non_blocking=True)
+        graph.replay()
+
+    def _first(self, *inputs: Tensor) -> None:
+        """Do the first step; what cannot be compiled runs as it is from then on."""
+        compiled = [m for m in (self.parts.net, self.parts.loss) if m._compiled_call_impl is not None]
+        try:
+            self.eager(*inputs)
+        except _compiler_errors() as error:
+            if not compiled:
+                raise
+            warnings.warn(f"not compiled: {_first_line(error)}", UserWarning, stacklevel=3)
+            for module in compiled:
+                module._compiled_call_impl = None
+            self.eager(*inputs)
+
+    def eager(self, *inputs: Tensor) -> None:
+        """Do one step; nothing in here may wait for the device."""
+        self.parts.rates.set(self.count)
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        fine = torch.ones((), dtype=torch.bool, device=self.device)
+        pieces = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
+        for piece in pieces:
+            fine = fine & self._learn(piece, len(piece[0]) / len(inputs[0]))
+        self._update(fine)
+        self.count.add_(1)
+
+    def _learn(self, inputs: Inputs, share: float) -> Bool[Tensor, ""]:
+        """Add the gradient of a batch, or of a part of one; say whether its loss is finite."""
+        sample = self.parts.feed(*inputs)
+        images, labels = self.parts.mixer(sample.images, sample.labels, self.count)
+        with autocast(self.recipe.precision, self.device):
+            value, output = self.parts.task(images, labels, sample.index)
+        self.scale.of(value if share == 1 else value * share).backward()
+        self.meter.add_batch(value, self._terms(), output.logits.detach(), sample.labels)
+        self.watch.add(sample.index)
+        finite: Tensor = value.detach().isfinite()
+        return finite
+
+    def _terms(self) -> dict[str, Tensor]:
+        terms: dict[str, Tensor] = getattr(self.parts.loss, "last_terms", {})
+        return terms
+
+    @torch.no_grad()
+    def _update(self, fine: Bool[Tensor, ""]) -> None:
+        """Clip, look for bad numbers, and let the optimizer take its step unless there are any."""
+        net, loss = ([p.grad for p in m.parameters() if p.grad is not None] for m in (self.parts.net, self.parts.loss))
+        norm = gradient_norm([*net, *loss] if self.recipe.clip_loss else net, self.device) / self.scale.value
+        self._clip(net, loss, norm)
+        if ranks.count() > 1:  # all ranks must freeze together
+            fine = ranks.total((~fine).float()) == 0
+        overflow = ~norm.isfinite()
+        bad = ~fine if self.scale.used else ~fine | overflow  # in float16 an overflow is part of the plan
+        self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.count, self.first_bad))
+        skip = (self.first_bad >= 0) | overflow
+        getattr(self.parts.optimizer, SKIP).copy_(skip.float())
+        self.parts.optimizer.step()
+        self.scale.update(overflow)
+        self.meter.add_norm(torch.where(skip, 0, norm))
+
+    def _clip(self, net: list[Tensor], loss: list[Tensor], norm: Float[Tensor, ""]) -> None:
+        """Shorten long gradients: those of the network alone, as published, or those of the loss with them."""
+        factor = torch.ones_like(norm)
+        if self.recipe.clip is not None:
+            factor = (self.recipe.clip / (norm + 1e-6)).clamp_max(1.0)
+        elif not self.scale.used:
+            return
+        unscaled = 1 / self.scale.value
+        scale_gradients(net, factor * unscaled)
+        if self.recipe.clip_loss:
+            scale_gradients(loss, factor * unscaled)
+        elif self.scale.used:
+            scale_gradients(loss, unscaled)
+
+    def _capture(self, kind: tuple[Any, ...], inputs: Inputs) -> None:
+        """Record a step without doing it; where that is impossible, all steps stay eager."""
+        places = tuple(value.clone() for value in inputs)
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self.device)
+        try:
+            # Other threads may use the device meanwhile: one of a loader pins memory, for example.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.eager(*places)
+        except RuntimeError as error:
+            self.capture = False
+            warnings.warn(f"not captured: {_first_line(error)}", UserWarning, stacklevel=3)
+        else:
+            self._graphs[kind] = graph, places
+
+    def bad_step(self) -> int | None:
+        """Wait for the device, and give the first step whose loss or gradient was not finite."""
+        step = int(self.first_bad)
+        return None if step < 0 else step
+
+    def state(self) -> dict[str, Any]:
+        """Give what a resumed run needs of the step itself."""
+        return {
+            "count": self.count,
+            "scale": self.scale.value,
+            "good_steps": self.scale.good_steps,
+            "meter": self.meter.state(),
+            "watch": self.watch.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, in place."""
+        self.count.copy_(state["count"])
+        self.scale.value.copy_(state["scale"])
+        self.scale.good_steps.copy_(state["good_steps"])
+        self.meter.restore(state["meter"])
+        self.watch.restore(state["watch"])
+        self.first_bad.fill_(-1)
+
+    def reset(self) -> None:
+        """Begin another run, in place: what was captured stays valid."""
+        self.count.zero_()
+        self.scale.reset()
+        self.meter.reset()
+        self.watch.reset()
+        self.first_bad.fill_(-1)
+
+
+def _compiler_errors() -> tuple[type[BaseException], ...]:
+    """Name what the compiler raises, if it was loaded; loading it takes a second."""
+    module = sys.modules.get("torch._dynamo.exc")
+    return (RuntimeError,) if module is None else (RuntimeError, module.TorchDynamoException)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,157 @@
+"""The command line as people and scripts use it: results, one-line errors, tables that are never cut off."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import fedlas
+from fedlas.cli import app
+from fedlas.train import Run
+
+SHORT = ("--set", "epochs=2", "--set", "batch_size=50", "--set", "data_options.train_samples=200")
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    done = call("train", "--data", "digits", "--loss", "fedlas_ls", *SHORT, "--out", str(folder))
+    assert done.exit_code == 0, done.output
+    assert str(folder) in done.stdout
+    assert "best" in done.stdout
+    return folder
+
+
+def test_training_leaves_a_finished_run(run):
+    assert Run(run).finished
+    assert (Run(run).recipe.epochs, Run(run).recipe.model) == (2, "small_cnn")
+
+
+def test_a_finished_run_is_shown_again_at_once(run):
+    started = time.perf_counter()
+    done = call("train", "--data", "digits", "--loss", "fedlas_ls", *SHORT, "--out", str(run), "--resume")
+    assert done.exit_code == 0
+    assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--data", "digits", "--loss", "ce", "--set", "epohs=3"], "did you mean 'epochs'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "epochs"], "--set takes FIELD=VALUE"),
+        (["train", "--data", "digitz", "--loss", "ce"], "did you mean 'digits'"),
+        (["train", "--data", "digits", "--loss", "fedlas"], "no loss is called 'fedlas'"),
+        (["train", "--data", "digits", "--loss", "ce", "--model", "small_cnm"], "did you mean 'small_cnn'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.alpha=1"], "loss 'ce' takes no 'alpha'"),
+        (["train", "--data", "digits", "--loss", "ce", "--device", "cuda"], "torch sees no GPU"),
+        (["predict", "nowhere", "--data", "digits"], "is no run folder"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, monkeypatch, words, message):
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    done = call(*words)
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.output
+
+
+def test_another_recipe_in_the_folder_is_one_line_too(run):
+    done = call("train", "--data", "digits", "--loss", "ce", "--out", str(run))
+    assert done.exit_code == 1
+    assert "holds a run of another recipe" in done.stderr
+
+
+def test_missing_data_says_what_to_put_where(tmp_path):
+    words = ["--data", "cifar10", "--loss", "ce", "--protocol", "fast", "--data-root", str(tmp_path)]
+    done = call("train", *words, "--set", "data_options.download=false", "--out", str(tmp_path / "run"))
+    assert done.exit_code == 1
+    assert "cifar-10-binary.tar.gz" in done.stderr
+
+
+def test_predictions_on_any_data(run, tmp_path):
+    done = call("predict", str(run), "--data", "digits", "--split", "train")
+    assert done.exit_code == 0, done.output
+    made = fedlas.Predictions.load(done.stdout.strip())
+    assert len(made) == 200
+    again = call(
+        "predict", str(run), "--data", "digits", "--split", "test", "--out", str(tmp_path / "test.safetensors")
+    )
+    assert again.exit_code == 0
+    assert (tmp_path / "test.safetensors").read_bytes() == Run(run).predictions_file("best-test").read_bytes()
+
+
+def test_predictions_on_images_of_ones_own(run, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    split = fedlas.build_data("digits").split("test")
+    for number in range(20):
+        folder = tmp_path / "images" / str(int(split.labels[number]))
+        folder.mkdir(parents=True, exist_ok=True)
+        image.fromarray(split.images[number, 0].numpy()).save(folder / f"{number}.png")
+    out = tmp_path / "own.safetensors"
+    words = ["--data", "folder", "--split", "all", "--set", f"path={tmp_path / 'images'}", "--out", str(out)]
+    done = call("predict", str(run), *words, "--set", 'class_names=["0","1","2","3","4","5","6","7","8","9"]')
+    assert done.exit_code == 0, done.output
+    made, known = fedlas.Predictions.load(out), Run(run).predictions("best-test")
+    assert len(made) == 20
+    expected = sorted(known.logits[:20].amax(1).tolist())
+    assert sorted(made.logits.amax(1).tolist()) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("what", ["losses", "data", "models", "recipes"])
+def test_lists_are_whole(what):
+    done = call("list", what)
+    assert done.exit_code == 0
+    assert "…" not in done.stdout
+    for record in {"losses": fedlas.list_losses, "data": fedlas.list_data, "models": fedlas.list_models}.get(
+        what, list
+    )():
+        assert record.name in done.stdout
+        assert record.summary in done.stdout
+    if what == "recipes":
+        assert fedlas.recipe_for("cifar10", loss="fedlas_ls").key in done.stdout
+
+
+def test_a_narrow_terminal_variable_does_not_cut_a_pipe(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = call("list", "losses").stdout.splitlines()
+    assert max(map(len, lines)) > 150
+
+
+def test_python_m_fedlas_stops_on_a_signal_and_goes_on(tmp_path):
+    words = ["train", "--data", "digits", "--loss", "ce", "--out", str(tmp_path / "run"), "--set", "epochs=500"]
+    command = [sys.executable, "-m", "fedlas", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "run" / "checkpoint.pt").exists():
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "continue with --resume" in error
+    assert "Traceback" not in error
+    assert 0 < len(Run(tmp_path / "run").log) < 500
+
+
+def test_the_demo_shows_five_losses(tmp_path, monkeypatch):
+    from fedlas.experiments import demo
+
+    monkeypatch.setattr(demo, "EPOCHS", 1)
+    done = call("demo", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    for name, paper in {"ce": "CE", "ls": "LS", "fedlas_ls": "FeDLaS-LS", "fedlas_mbls": "FeDLaS-MbLS"}.items():
+        assert any(line.split()[:2] == [name, paper] for line in done.stdout.splitlines())
+    assert "…" not in done.stdout
+    assert "real question" in " ".join(done.stdout.split())
+    assert done.stdout.count("temperature ") >= 5
+    assert (tmp_path / "figures" / "reliability.png").stat().st_size > 10_000

@@ -1,0 +1,260 @@
+"""Short real runs: every loss, the log, run folders, the best epoch, many recipes in one process."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from runs_of import log_without_times, prediction_bytes, short
+
+import fedlas
+from fedlas.train import AbstractCallback, DivergedError, Engine, RunError, fit, fit_many
+from fedlas.train.runs import locked
+
+NAMES = [record.name for record in fedlas.list_losses()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return fit(short(), out=tmp_path_factory.mktemp("run") / "fedlas_ls")
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_every_loss_trains(tmp_path, loss):
+    run = fit(short(loss, epochs=4, lr=0.05), out=tmp_path / loss)
+    first, last = run.log[0], run.log[-1]
+    assert last["val"]["accuracy"] > 0.5
+    assert last["train"]["accuracy"] > first["train"]["accuracy"]
+    terms = {name: value for name, value in last["train"].items() if name.startswith("loss_")}
+    if terms:
+        assert math.isclose(sum(terms.values()), last["train"]["loss"], rel_tol=1e-5)
+
+
+def test_the_log_holds_what_one_wants_to_know(finished):
+    for number, record in enumerate(finished.log, start=1):
+        assert (record["epoch"], record["steps"]) == (number, 7 * number)
+        assert set(record["val"]) == {"accuracy", "ece", "aece", "over_ece", "under_ece", "nll"}
+        assert math.isclose(record["val"]["over_ece"] + record["val"]["under_ece"], record["val"]["ece"])
+        gate = record["gate"]
+        assert gate["positive"] + gate["negative"] == pytest.approx(1)
+        assert (gate["flip_rate"] is None) == (number == 1)
+        assert sum(gate["gamma_histogram"]["counts"]) == 330
+        assert len(gate["gamma_histogram"]["counts"]) == len(gate["gamma_histogram"]["edges"]) + 1
+        assert 0 < gate["alpha_ratio"] < 2
+        assert 0 <= gate["against_gamma"] <= 1
+        assert record["machine"]["images_per_second"] > 0
+        assert record["lr"] >= 0
+
+
+def test_the_run_folder_holds_everything_and_nothing_else(finished):
+    names = {path.name for path in finished.folder.iterdir()}
+    assert names == {"recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions", ".lock"}
+    assert set(prediction_bytes(finished)) == {
+        f"{state}-{split}.safetensors" for state in ("best", "last") for split in ("val", "test")
+    }
+    assert finished.recipe == short()
+    assert "torch" in json.loads((finished.folder / "environment.json").read_text())["versions"]
+
+
+def test_predictions_say_what_the_network_says(finished):
+    best = finished.predictions("best-test")
+    assert best.split == "test"
+    assert len(best) == 797
+    assert best.features.shape == (797, 1)
+    assert torch.equal(best.index, torch.arange(1000, 1797))
+    assert best.class_names == tuple("0123456789")
+    val = finished.predictions("best-val")
+    record = next(r for r in finished.log if r["epoch"] == finished.log[-1]["best_epoch"])
+    assert float(fedlas.metrics.accuracy(val)) == record["val"]["accuracy"]
+    assert float(fedlas.metrics.aece(val)) == record["val"]["aece"]
+    with pytest.raises(RunError, match="predictions of this run: best-test, best-val"):
+        finished.predictions("best-train")
+
+
+def test_the_best_epoch_is_the_first_of_the_best(tmp_path):
+    run = fit(short("ce", epochs=6), out=tmp_path / "run")
+    accuracies = [record["val"]["accuracy"] for record in run.log]
+    best = accuracies.index(max(accuracies)) + 1
+    assert run.log[-1]["best_epoch"] == best
+    saved = torch.load(run.checkpoint, weights_only=True)
+    assert (saved["best_epoch"], saved["best_accuracy"]) == (best, max(accuracies))
+
+
+def test_equal_recipes_give_equal_bytes(finished, tmp_path):
+    again = fit(short(), out=tmp_path / "again")
+    assert prediction_bytes(again) == prediction_bytes(finished)
+    assert log_without_times(again) == log_without_times(finished)
+    other = fit(short(seed=2), out=tmp_path / "other")
+    assert prediction_bytes(other) != prediction_bytes(finished)
+
+
+def test_a_finished_run_is_found_and_not_repeated(finished):
+    before = finished.log_file.stat().st_mtime_ns
+    assert fit(short(), out=finished.folder).folder == finished.folder
+    assert fit(short(checkpoint_every=4), out=finished.folder, resume=True).finished
+    assert finished.log_file.stat().st_mtime_ns == before
+
+
+def test_another_recipe_in_the_folder_is_an_error(finished, tmp_path):
+    with pytest.raises(RunError, match=r"another recipe \(lr: 0.1 and 0.3\)"):
+        fit(short(lr=0.3), out=finished.folder, resume=True)
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(RunError, match="is not empty and holds no run"):
+        fit(short(), out=tmp_path)
+
+
+def test_the_folder_has_the_recipes_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = short("ce", epochs=1)
+    assert fit(recipe).folder.as_posix() == f"runs/digits-small_cnn-ce-{recipe.key}"
+
+
+def test_a_second_process_is_kept_out(tmp_path):
+    code = f"""
+import time
+from pathlib import Path
+from fedlas.train.runs import locked
+with locked(Path({str(tmp_path)!r})):
+    Path({str(tmp_path / "locked")!r}).touch()
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        while not (tmp_path / "locked").exists():
+            time.sleep(0.05)
+        with pytest.raises(RunError, match="another process is working in"):
+            fit(short(), out=tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    with locked(tmp_path):  # the lock died with its process
+        pass
+
+
+def test_many_recipes_in_one_process_equal_single_runs(tmp_path):
+    recipes = [short("fedlas_mbls"), short("fedlas_mbls", seed=2), short("crl", seed=2), short("crl", seed=3)]
+    together = list(fit_many(recipes, folder=tmp_path / "many"))
+    for recipe, run in zip(recipes, together, strict=True):
+        alone = fit(recipe, out=tmp_path / "alone" / recipe.name)
+        assert prediction_bytes(run) == prediction_bytes(alone)
+        assert log_without_times(run) == log_without_times(alone)
+
+
+def test_a_shared_bench_keeps_network_and_step(tmp_path):
+    engine = Engine()
+    engine.fit(short("ls", epochs=1), out=tmp_path / "1")
+    first = engine._bench
+    engine.fit(short("ls", epochs=1, seed=2), out=tmp_path / "2")
+    second = engine._bench
+    assert second.step is first.step
+    engine.fit(short("ce", epochs=1), out=tmp_path / "3")
+    assert engine._bench.net is first.net
+    assert engine._bench.step is not first.step
+
+
+def test_foreign_data_gets_predictions_without_labels(tmp_path):
+    run = fit(short("ce", epochs=1, ood=("digits",)), out=tmp_path / "run")
+    foreign = run.predictions("last-ood-digits")
+    assert foreign.given_labels is None
+    assert torch.equal(foreign.logits, run.predictions("last-test").logits)
+
+
+class Collect(AbstractCallback):
+    """Remembers what it was told."""
+
+    def __init__(self):
+        self.steps, self.epochs, self.ends = [], [], 0
+
+    def stepped(self, bench, step):
+        assert all(p.grad is not None for p in bench.net.parameters())
+        self.steps.append(step)
+
+    def epoch_ended(self, record):
+        self.epochs.append(record["epoch"])
+
+    def ended(self, run):
+        self.ends += 1
+
+
+def test_callbacks_see_steps_and_epochs(tmp_path):
+    told = Collect()
+    fit(short("ce"), out=tmp_path / "run", callbacks=[told])
+    assert told.steps == list(range(1, 22))
+    assert told.epochs == [1, 2, 3]
+    assert told.ends == 1
+
+
+def test_tensorboard_gets_the_log(tmp_path):
+    pytest.importorskip("tensorboard")
+    run = fit(short("ce", epochs=1, tensorboard=True), out=tmp_path / "run")
+    assert list((run.folder / "tensorboard").iterdir())
+
+
+def test_a_diverging_run_names_the_step_and_its_samples(tmp_path):
+    recipe = short("ce", lr=1e30, clip=None, schedule="constant")
+    with pytest.raises(DivergedError, match=r"not finite in step \d+ \(epoch 1") as caught:
+        fit(recipe, out=tmp_path / "run")
+    error = caught.value
+    assert len(error.index) == 50
+    assert "there is no checkpoint before it" in str(error)
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["diverged"]["index"] == error.index
+
+
+class Poison(AbstractCallback):
+    """Breaks the weights after some step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def stepped(self, bench, step):
+        if step == self.step:
+            with torch.no_grad():
+                next(bench.net.parameters()).fill_(math.nan)
+
+
+def test_the_last_good_checkpoint_is_named_and_can_be_resumed(tmp_path, finished):
+    with pytest.raises(DivergedError, match=r"step 17 .*the last good checkpoint is .*checkpoint.pt"):
+        fit(short(), out=tmp_path / "run", callbacks=[Poison(16)])
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert (saved["epoch"], saved["position"]) == (2, 0)
+    assert all(value.isfinite().all() for value in saved["model"].values())
+    run = fit(short(), out=tmp_path / "run", resume=True)
+    assert prediction_bytes(run) == prediction_bytes(finished)
+    assert log_without_times(run) == log_without_times(finished)
+
+
+def test_global_switches_and_random_states_are_put_back(tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    fit(short("ce", epochs=1), out=tmp_path / "run")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.equal(torch.rand(3), expected)
+
+
+FEW = {"batch_size": 10, "data_options": {"train_samples": 60}}  # float16 is slow on a CPU
+
+
+@pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp16", **FEW}, {"channels_last": True}])
+def test_other_precisions_and_layouts_train(tmp_path, changes):
+    run = fit(short("fedlas_ls", **changes), out=tmp_path / "run")
+    assert run.log[-1]["val"]["accuracy"] > 0.2
+    assert run.predictions("best-test").logits.dtype == torch.float32
+
+
+def test_adamw_cosine_and_warmup_train(tmp_path):
+    changes = {"optimizer": "adamw", "lr": 3e-3, "schedule": "cosine", "warmup": 0.5, "decay_all": False}
+    run = fit(short("fedlas_ls", **changes), out=tmp_path / "run")
+    assert run.log[-1]["val"]["accuracy"] > 0.5
+
+
+def test_mixup_and_cutmix_train(tmp_path):
+    run = fit(short("ce", mixup=0.2, cutmix=1.0, epochs=4), out=tmp_path / "run")
+    assert run.log[-1]["val"]["accuracy"] > 0.5
+    with pytest.raises(ValueError, match="crl takes one class number per sample"):
+        fit(short("crl", mixup=0.2), out=tmp_path / "crl")

@@ -1,0 +1,153 @@
+"""Recipes: plain values, keys that stay, settings from text, and the published numbers."""
+
+import json
+
+import pytest
+
+import fedlas
+from fedlas.train.protocols import PROTOCOLS, list_recipes, recipe_for
+from fedlas.train.recipe import Recipe, differences
+
+SMALL = Recipe(data="digits", model="small_cnn", loss="ce")
+
+
+def test_the_key_stays_what_it_is():
+    """Folders of old runs must be found again: a changed key here is a break for users."""
+    assert SMALL.key == "1149f82ba7"
+    assert recipe_for("cifar10", loss="fedlas_ls").key == "b534071516"
+    assert SMALL.name == f"digits-small_cnn-ce-{SMALL.key}"
+
+
+def test_what_decides_nothing_is_not_in_the_key():
+    assert SMALL.replace(checkpoint_every=5, workers=3, tensorboard=True, capture=False).key == SMALL.key
+    assert SMALL.replace(seed=2).key != SMALL.key
+    assert SMALL.replace(lr=1).key == SMALL.replace(lr=1.0).key
+    assert SMALL.replace(loss_options={"b": 1, "a": 2}).key == SMALL.replace(loss_options={"a": 2, "b": 1}).key
+
+
+def test_a_recipe_comes_back_from_json():
+    recipe = recipe_for("cub200", loss="fedlas_mbls", ood=("svhn",))
+    assert Recipe.from_dict(json.loads(recipe.to_json())) == recipe
+    assert hash(recipe) == hash(Recipe.from_dict(recipe.to_dict()))
+
+
+def test_settings_are_read_by_the_type_of_their_field():
+    settings = {
+        "epochs": "10", "lr": "1e-3", "deterministic": "true", "milestones": "3,7", "clip": "none",
+        "precision": "bf16", "loss_options.alpha": "0.1", "data_options": '{"label_noise": 0.2}', "ood": "svhn",
+    }  # fmt: skip
+    recipe = SMALL.replace(clip=2.0).with_settings(settings)
+    assert (recipe.epochs, recipe.lr, recipe.deterministic, recipe.milestones) == (10, 0.001, True, (3, 7))
+    assert (recipe.clip, recipe.precision, recipe.ood) == (None, "bf16", ("svhn",))
+    assert (recipe.loss_options, recipe.data_options) == ({"alpha": 0.1}, {"label_noise": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epohs": "3"}, "no field 'epohs'; did you mean 'epochs'"),
+        ({"epochs": "many"}, "epochs must be a whole number, not 'many'"),
+        ({"epochs": "0"}, "epochs must be at least 1"),
+        ({"lr": "fast"}, "lr must be a number"),
+        ({"lr": "nan"}, "lr must be finite"),
+        ({"deterministic": "perhaps"}, "deterministic must be true or false"),
+        ({"precision": "int8"}, "precision must be one of fp32, tf32, bf16, fp16"),
+        ({"loss_options": "alpha"}, "loss_options must be JSON"),
+        ({"accumulate": "3"}, "accumulate must be a divisor of batch_size"),
+        ({"data_options.seed": "3"}, "the recipe's own seed decides"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        SMALL.with_settings(settings)
+
+
+def test_values_of_another_type_are_refused():
+    for changes in ({"epochs": 2.5}, {"lr": "0.1"}, {"milestones": 3}, {"loss_options": [1]}, {"seed": True}):
+        with pytest.raises(TypeError):
+            SMALL.replace(**changes)
+
+
+def test_differences_are_named():
+    assert differences(SMALL, SMALL.replace(checkpoint_every=3)) == []
+    assert differences(SMALL, SMALL.replace(lr=0.2)) == ["lr: 0.1 and 0.2"]
+
+
+def test_every_ready_recipe_can_be_built():
+    recipes = list(list_recipes())
+    losses = {record.name for record in fedlas.list_losses()}
+    assert len({(p, r.key) for p, r in recipes}) == len(recipes)
+    assert {p for p, _ in recipes} == {protocol.name for protocol in PROTOCOLS}
+    assert {r.loss for p, r in recipes if p == "paper"} == losses
+    published = {(r.data, r.model) for p, r in recipes if p == "paper"}
+    assert {data for data, _ in published} == {"cifar10", "cifar100", "tiny_imagenet", "cub200", "aircraft"}
+    assert len(published) == 10
+    for _, recipe in recipes:
+        options = {"num_samples": 10} if recipe.loss == "crl" else {}
+        fedlas.build_loss(recipe.loss, num_classes=7, **recipe.loss_options, **options)
+
+
+def test_the_published_protocol():
+    recipe = recipe_for("cifar10", loss="ce")
+    assert (recipe.model, recipe.epochs, recipe.milestones, recipe.batch_size) == (
+        "resnet50_cifar",
+        350,
+        (150, 250),
+        128,
+    )
+    assert (recipe.lr, recipe.momentum, recipe.nesterov, recipe.weight_decay) == (0.1, 0.9, False, 5e-4)
+    assert (recipe.clip, recipe.clip_loss, recipe.drop_last, recipe.precision) == (2.0, False, True, "fp32")
+    assert not recipe_for("cifar100").drop_last
+    tiny = recipe_for("tiny_imagenet")
+    assert (tiny.epochs, tiny.milestones, tiny.batch_size) == (100, (40, 60), 64)
+    birds = recipe_for("cub200")
+    assert (birds.model, birds.optimizer, birds.lr, birds.epochs) == ("vit_base_patch16_384", "adamw", 1e-4, 200)
+    assert birds.data_options == {"image_size": 384}
+    assert recipe_for("cub200", "resnet101").data_options == {"image_size": 224}
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "options"),
+    [
+        ("cifar10", "ls", {"alpha": 0.05}),
+        ("cifar100", "ls", {"alpha": 0.1}),
+        ("cifar10", "fedlas_ls", {"alpha": 0.05, "beta": 4.0, "theta": 0.95}),
+        ("cifar100", "fedlas_ls", {"alpha": 0.1, "beta": 4.0, "theta": 0.5}),
+        ("cifar10", "fedlas_mbls", {"lambda_": 0.1, "margin": 6.0, "beta": 0.5, "theta": 0.95}),
+        ("cifar100", "fedlas_mbls", {"lambda_": 0.1, "margin": 6.0, "beta": 1.0, "theta": 0.5}),
+        ("tiny_imagenet", "fedlas_mbls", {"lambda_": 0.05, "margin": 10.0, "beta": 0.5, "theta": 0.5}),
+        ("tiny_imagenet", "mbls", {"lambda_": 0.05, "margin": 10.0}),
+        ("aircraft", "fedlas_ls", {"alpha": 0.05, "beta": 4.0, "theta": 0.5}),
+        ("cifar10", "dual_focal", {"gamma": 5.0}),
+        ("cub200", "dual_focal", {"gamma": 2.3}),
+        ("digits", "fedlas_ls", {}),
+    ],
+)
+def test_published_hyperparameters_of_losses(data, loss, options):
+    assert recipe_for(data, loss=loss).loss_options == options
+
+
+def test_the_released_code_departs_where_it_does():
+    assert recipe_for("cub200", loss="fedlas_ls", protocol="official").loss_options["theta"] == 0.001
+    assert recipe_for("cub200", protocol="official").data_options["selection"] == "official"
+    assert recipe_for("cifar100", protocol="official").data_options == {"official_test_normalisation": True}
+    assert recipe_for("tiny_imagenet", loss="mbls", protocol="official").loss_options["lambda_"] == 0.1
+    assert recipe_for("cifar10", loss="fedlas_ls", protocol="official").loss_options["preset"] == "official"
+
+
+def test_the_fast_protocol():
+    recipe = recipe_for("cifar10", loss="ce", protocol="fast")
+    assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.schedule) == ("resnet18_cifar", 512, 20, "one_cycle")
+    assert (recipe.nesterov, recipe.momentum, recipe.weight_decay) == (True, 0.9, 5e-4)
+    assert recipe_for("cifar10", "resnet18_cifar").epochs == 20  # the network alone says which protocol
+
+
+def test_unknown_names_are_refused_with_a_hint():
+    with pytest.raises(ValueError, match="did you mean 'cifar10'"):
+        recipe_for("cifar_10")
+    with pytest.raises(ValueError, match="no loss is called"):
+        recipe_for("digits", loss="celoss")
+    with pytest.raises(ValueError, match="did you mean 'paper'"):
+        recipe_for("digits", protocol="papers")
+    with pytest.raises(ValueError, match="name one: model="):
+        recipe_for("cifar10", protocol="small")

@@ -1,0 +1,152 @@
+"""Stop and resume: whatever ends a run, and wherever, the resumed run equals the unbroken one bit for bit."""
+
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs_of import SignalAt, log_without_times, prediction_bytes, short
+
+from fedlas.train import Run, RunError, StoppedError, fit
+
+HERE = Path(__file__).parent
+RECIPES = {
+    "fedlas_ls": short("fedlas_ls", checkpoint_every=3),
+    "adafocal": short("adafocal", optimizer="adamw", lr=0.003),
+    "crl": short("crl", mixup=0.0, accumulate=2),
+    "fp16": short("fedlas_mbls", precision="fp16", batch_size=10, data_options={"train_samples": 65}),
+    "mixed": short("ls", mixup=0.4),
+}
+
+
+def weights(run: Run) -> dict[str, Any]:
+    saved = torch.load(run.checkpoint, weights_only=True)
+    for generators in saved["random"]:
+        del generators["python"]  # beartype, which checks shapes in tests, draws from it
+    return saved
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compare all that a checkpoint holds, tensor by tensor."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other or (math.isnan(one) and math.isnan(other))  # the flip rate of the first epoch
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return {name: fit(recipe, out=folder / name) for name, recipe in RECIPES.items()}
+
+
+def assert_equal_runs(run: Run, expected: Run) -> None:
+    assert run.finished
+    assert prediction_bytes(run) == prediction_bytes(expected)
+    assert log_without_times(run) == log_without_times(expected)
+    assert_same(weights(run), weights(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("fedlas_ls", 4), ("fedlas_ls", 14), ("fedlas_ls", 18), ("adafocal", 9), ("crl", 18), ("fp16", 10), ("mixed", 10)],
+)
+def test_a_stopped_run_continues_bit_for_bit(unbroken, tmp_path, name, step):
+    with pytest.raises(StoppedError, match="continue with --resume") as caught:
+        fit(RECIPES[name], out=tmp_path, callbacks=[SignalAt(step, signal.SIGTERM)])
+    assert caught.value.signal_number == signal.SIGTERM
+    saved = weights(Run(tmp_path))
+    assert divmod(step, 7) == (saved["epoch"], saved["position"]) or saved["position"] == 7
+    assert len(Run(tmp_path).log) == (step - 1) // 7
+    run = fit(RECIPES[name], out=tmp_path, resume=True)
+    assert_equal_runs(run, unbroken[name])
+    assert run.log[(step - 1) // 7]["machine"]["continued_at_step"] is not None
+
+
+def test_a_killed_run_continues_bit_for_bit(unbroken, tmp_path):
+    code = f"""
+import signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(HERE)!r})
+from runs_of import SignalAt, short
+from fedlas.train import fit
+out = Path({str(tmp_path)!r})
+fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(12, signal.SIGKILL, out / "checkpoint.pt")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    killed = Run(tmp_path)
+    assert len(killed.log) == 1
+    assert not killed.finished
+    times = killed.log[0]["machine"]
+    run = fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True)
+    assert_equal_runs(run, unbroken["fedlas_ls"])
+    assert run.log[0]["machine"] == times  # it went on, and did not start over
+
+
+def test_a_run_killed_while_it_predicts_only_predicts(unbroken, tmp_path):
+    run = fit(RECIPES["mixed"], out=tmp_path)
+    times = [record["machine"] for record in run.log]
+    run.predictions_file("best-val").unlink()
+    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), unbroken["mixed"])
+    assert [record["machine"] for record in run.log] == times
+
+
+def test_an_unfinished_run_is_not_touched_unless_asked(tmp_path):
+    with pytest.raises(StoppedError):
+        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    with pytest.raises(RunError, match="unfinished run of this recipe; continue it with --resume"):
+        fit(short(), out=tmp_path)
+
+
+def test_checkpoints_come_as_often_as_asked(tmp_path):
+    with pytest.raises(StoppedError):
+        fit(short("ce", checkpoint_every=5), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
+    (tmp_path / ".checkpoint.pt.rest").touch()
+    fit(short("ce", checkpoint_every=1000), out=tmp_path, resume=True)
+    saved = weights(Run(tmp_path))
+    assert (saved["epoch"], saved["position"]) == (3, 0)
+    assert not (tmp_path / ".checkpoint.pt.rest").exists()
+
+
+def test_resume_starts_where_nothing_is(tmp_path):
+    assert fit(short("ce", epochs=1), out=tmp_path / "new", resume=True).finished
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    with pytest.raises(StoppedError):
+        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    Run(tmp_path).checkpoint.write_bytes(b"nothing of value")
+    with pytest.raises(RunError, match=r"checkpoint.pt cannot be read"):
+        fit(short(), out=tmp_path, resume=True)
+
+
+def test_a_checkpoint_of_a_stranger_is_not_unpickled(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "sprung",)
+
+    with pytest.raises(StoppedError):
+        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    torch.save({"format": "fedlas.checkpoint/1", "trap": Trap()}, Run(tmp_path).checkpoint)
+    with pytest.raises(RunError, match="cannot be read"):
+        fit(short(), out=tmp_path, resume=True)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_signals_act_as_before_after_a_run(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    fit(short("ce", epochs=1), out=tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) is before

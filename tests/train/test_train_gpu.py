@@ -1,0 +1,145 @@
+"""On a GPU: a captured step equals the eager one bit for bit, a compiled one nearly, and neither ever waits."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from runs_of import log_without_times, prediction_bytes, short
+
+import fedlas
+from fedlas.train import Engine, fit
+from fedlas.train.bench import Bench, chosen_device
+from fedlas.train.precision import machine
+from fedlas.train.step import WARM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Inductor explains a choice of its own, and uses what torch has deprecated.
+    pytest.mark.filterwarnings(
+        "ignore:\\nOnline softmax is disabled", "ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32"
+    ),
+]
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, for equal bits
+NAMES = [record.name for record in fedlas.list_losses()]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Bench:
+    device = chosen_device("cuda")
+    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+        bench = Bench(recipe, device, capture=capture)
+        bench.net.train()
+        for epoch in range(epochs):
+            for inputs in bench.batches(epoch):
+                bench.step(*inputs)
+        torch.cuda.synchronize()
+    return bench
+
+
+def tensors(bench: Bench) -> dict[str, Any]:
+    state = bench.state()
+    memory = {f"{n} {name}": value for n, one in enumerate(state["optimizer"]) for name, value in one.items()}
+    return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | memory
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_capture_equals_eager_bit_for_bit(loss):
+    recipe = short(loss, compile=False, epochs=3)
+    eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
+    assert captured.step._graphs, "nothing was captured"
+    assert captured.step.capture
+    for name, value in tensors(eager).items():
+        assert torch.equal(value, tensors(captured)[name]), name
+    assert captured.step.meter.read() == eager.step.meter.read()
+    assert captured.step.watch.read() == eager.step.watch.read()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16", "channels_last": True},
+        {"precision": "fp16"},
+        {"optimizer": "adamw", "lr": 0.003},
+        {"accumulate": 2, "nesterov": True},
+        {"mixup": 0.3, "cutmix": 1.0},
+        {"clip": None, "schedule": "cosine"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_step_can_be_captured(changes):
+    recipe = short("fedlas_ls", compile=False, **changes)
+    eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
+    assert captured.step._graphs
+    for name, value in tensors(eager).items():
+        assert torch.equal(value, tensors(captured)[name]), name
+    torch.testing.assert_close(captured.step.scale.value, eager.step.scale.value)
+
+
+@pytest.mark.parametrize("loss", ["ce", "fedlas_ls", "fedlas_mbls", "crl"])
+def test_compiled_capture_is_close_to_eager(loss):
+    torch._dynamo.reset()
+    recipe = short(loss, drop_last=True, lr=0.02)
+    eager = trained(recipe.replace(compile=False), capture=False, epochs=2)
+    compiled = trained(recipe, capture=True, epochs=2)
+    assert compiled.step._graphs
+    assert compiled.net._compiled_call_impl is not None
+    for name, value in eager.net.model.state_dict().items():
+        torch.testing.assert_close(value, compiled.net.model.state_dict()[name], rtol=2e-2, atol=2e-3, msg=name)
+    mine, theirs = compiled.step.meter.read(), eager.step.meter.read()
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("loss", NAMES)
+def test_a_step_never_waits(loss, capture):
+    device = chosen_device("cuda")
+    recipe = short(loss, deterministic=False, compile=False, drop_last=True)
+    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+        bench = Bench(recipe, device, capture=capture)
+        bench.net.train()
+        batches = list(bench.batches(0))
+        for inputs in batches[: WARM + 2]:  # the capture itself may wait
+            bench.step(*inputs)
+        with no_waiting():
+            for inputs in batches[: WARM + 2]:
+                bench.step(*inputs)
+        torch.cuda.synchronize()
+    assert bool(bench.step._graphs) == capture
+
+
+def test_a_run_on_a_gpu_resumes_and_repeats_bit_for_bit(tmp_path):
+    recipe = short("fedlas_ls", compile=False)
+    one, two = fit(recipe, out=tmp_path / "1"), fit(recipe.replace(capture=False), out=tmp_path / "2")
+    assert prediction_bytes(one) == prediction_bytes(two)
+    assert log_without_times(one) == log_without_times(two)
+
+
+def test_a_second_seed_replays_the_captured_step(tmp_path):
+    engine = Engine()
+    recipes = [short("fedlas_mbls", compile=False, seed=seed) for seed in (1, 2)]
+    runs = [engine.fit(recipe, out=tmp_path / f"{recipe.seed}") for recipe in recipes]
+    alone = fit(recipes[1], out=tmp_path / "alone")
+    assert prediction_bytes(runs[1]) == prediction_bytes(alone)
+
+
+def test_a_bad_step_in_a_captured_run_is_found():
+    recipe = short("ce", lr=1e30, clip=None, schedule="constant", compile=False, drop_last=True)
+    bench = trained(recipe, capture=True)
+    assert bench.step.bad_step() is not None
+    assert bench.step.bad_step() < 18
