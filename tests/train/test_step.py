@@ -207,3 +207,26 @@ def test_what_cannot_be_compiled_runs_as_it_is():
         steps(bench, 1)
     steps(bench, 1)
     assert int(bench.step.count) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("loss", ["fedlas_ls", "crl"])
+def test_a_compiled_step_sees_terms_and_gate_too(loss):
+    """Traced whole, as on a GPU, but carried out by torch's own kernels."""
+    recipe = short(loss)
+    plain, compiled = Bench(recipe, CPU), Bench(recipe, CPU)
+    for module in (compiled.net, compiled.loss):
+        module.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    for bench in (plain, compiled):
+        steps(bench, 7)
+    assert compiled.net._compiled_call_impl is not None
+    mine, theirs = compiled.step.meter.read(), plain.step.meter.read()
+    assert mine == pytest.approx(theirs, rel=1e-3)
+    assert mine.keys() == theirs.keys()
+    gate, expected = compiled.step.watch.read(), plain.step.watch.read()
+    assert gate.keys() == expected.keys()
+    for name in ("positive", "alpha_ratio") if gate else ():
+        assert gate[name] == pytest.approx(expected[name], rel=0.05)
+    other = Bench(short("ls"), CPU, before=compiled)
+    assert other.net is compiled.net
+    steps(other, 2)

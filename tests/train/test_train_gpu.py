@@ -21,7 +21,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # Inductor explains a choice of its own, and uses what torch has deprecated.
     pytest.mark.filterwarnings(
-        "ignore:\\nOnline softmax is disabled", "ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32"
+        "ignore:\\nOnline softmax is disabled",
+        "ignore:.*torch.jit:DeprecationWarning",
+        "ignore:TensorFloat32",
+        "ignore:.*attribute of a Tensor that is not a leaf",
     ),
 ]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, for equal bits

@@ -12,6 +12,7 @@ import importlib
 import math
 import resource
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -163,7 +164,9 @@ def _many_compilations(recipe: Recipe, device: torch.device) -> Iterator[None]:
     config = importlib.import_module("torch._dynamo.config")  # takes a second, which a CPU need not pay
 
     names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
-    with config.patch(dict.fromkeys(names, COMPILATIONS)):
+    with config.patch(dict.fromkeys(names, COMPILATIONS)), warnings.catch_warnings():
+        # While it traces the loss, the compiler looks at the gradient of its input, and warns of that itself.
+        warnings.filterwarnings("ignore", message=".*attribute of a Tensor that is not a leaf")
         yield
 
 
