@@ -23,8 +23,9 @@ test-slow: $(READY) ## only the tests that take longer than a minute
 example: $(READY) ## train FeDLaS-LS on scikit-learn's digits beside plain label smoothing
 	$(BIN)/python examples/digits.py
 
-bench: $(READY) ## time every loss against F.cross_entropy
+bench: $(READY) ## time every loss against F.cross_entropy, and every metric against other libraries
 	$(BIN)/python benchmarks/losses.py
+	$(BIN)/python benchmarks/metrics.py
 
 bench-train: $(READY) ## images per second of training, step by step from a plain loop to a captured graph; needs a GPU
 	$(BIN)/python benchmarks/train.py

@@ -38,8 +38,9 @@ Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
 
 FORMAT = "fedlas.predictions/1"
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-# How many logits are made probabilities at a time: on a CPU what its cache holds, elsewhere a gigabyte.
-AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**28
+# How many logits are made probabilities at a time: on a CPU 16 MiB, elsewhere a gigabyte. Smaller parts would fit a
+# cache, but all threads wait for each other after each, which takes far longer where other programs run.
+AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 
 
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file

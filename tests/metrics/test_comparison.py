@@ -67,6 +67,46 @@ def test_the_difference_of_two_models_is_covered(hot, cold, n):
     assert covered / 100 >= 0.9
 
 
+def saturated_pair(random: np.random.Generator, n: int):
+    """Two models of which one is certain of 60 % of samples and errs in 3 % of them, the other of 40 % and in 1 %."""
+    chance = random.uniform(0.6, 1, n)
+    kind = random.random(n)
+    first = np.where(kind < 0.6, 1.0, chance)
+    second = np.where(kind < 0.4, 1.0, np.where(kind < 0.6, 0.97, chance))
+    real = np.where(kind < 0.4, 0.99, np.where(kind < 0.6, 0.93, chance))
+    return torch.from_numpy(first), torch.from_numpy(second), real
+
+
+@pytest.mark.parametrize("metric", [ece, aece])
+def test_the_difference_of_saturated_models_is_covered(metric):
+    random = np.random.default_rng(5)
+    first, second, chance = saturated_pair(random, 300_000)
+    soft = torch.from_numpy(chance)
+    true = float(metric(first, soft, scope="positive")) - float(metric(second, soft, scope="positive"))
+    covered = 0
+    for trial in range(60):
+        first, second, chance = saturated_pair(random, 600)
+        hits = torch.from_numpy((random.random(600) < chance).astype(np.int64))
+        found = paired_bootstrap(metric, first, second, hits, scope="positive", resamples=200, seed=trial)
+        covered += true in found.interval
+    assert covered / 60 >= 0.9
+
+
+def test_two_faultless_models_may_still_differ():
+    """Nothing but right answers is no proof that both models always agree."""
+    probs, labels = torch.eye(3)[torch.arange(100) % 3], torch.arange(100) % 3
+    for metric in (ece, accuracy, brier):
+        found = paired_bootstrap(metric, probs, probs.clone(), labels, resamples=200)
+        assert found.interval.low < -0.01
+        assert found.interval.high > 0.01
+        assert found.better is None
+
+
+def test_a_level_in_percent_is_refused(golden, cooled):
+    with pytest.raises(ValueError, match="level is 95"):
+        paired_bootstrap(ece, golden, cooled, level=95)
+
+
 def test_equal_models_are_seldom_told_apart():
     """False alarms: the same calibrated model with independent noise must not be called better."""
     random = np.random.default_rng(0)

@@ -31,7 +31,7 @@ from fedlas.metrics import (
 from fedlas.metrics.interval import gaps_of
 from fedlas.metrics.inversion import inverted_interval
 from fedlas.metrics.presets import Binning
-from fedlas.metrics.resampling import cell_deviations, mean_interval, sample_deviations
+from fedlas.metrics.resampling import cell_deviations, few_range, mean_interval, ranked_errors, sample_deviations
 from fedlas.metrics.samples import pairs
 from fedlas.metrics.selective import area_values
 from metrics import cases
@@ -55,6 +55,26 @@ def crowded(random: np.random.Generator, n: int) -> np.ndarray:
     return np.clip(1 - 0.9 * random.beta(0.5, 5, n), 1e-6, 1 - 1e-6)
 
 
+def certain(share: float) -> Callable[[np.random.Generator, int], np.ndarray]:
+    """Confidences of which a share is exactly 1."""
+    return lambda random, n: np.where(random.random(n) < share, 1.0, spread(random, n))
+
+
+def softmax(scale: float) -> Callable[[np.random.Generator, int], np.ndarray]:
+    """The largest probability of five classes, in float32, where many are 1."""
+
+    def draw(random: np.random.Generator, n: int) -> np.ndarray:
+        logits = torch.from_numpy(random.normal(0, scale, (n, 5)).astype(np.float32))
+        return logits.softmax(1).amax(1).double().numpy()
+
+    return draw
+
+
+def erring(share: float, below: Accuracy = lambda c: c) -> Accuracy:
+    """Answers of which a share is wrong where confidence is 1."""
+    return lambda c: np.where(c == 1, 1 - share, below(np.minimum(c, 1 - 1e-9)))
+
+
 # How confidences are spread, how accurate they are, and how many samples there are.
 MODELS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], Accuracy, int]] = {
     "calibrated": (spread, lambda c: c, 1_000),
@@ -65,6 +85,25 @@ MODELS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], Accura
     "over and under": (spread, lambda c: np.clip(c + 0.05 * np.sin(9 * c), 0, 1), 5_000),
     "crowded and calibrated": (crowded, lambda c: c, 5_000),
 }
+SATURATED: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], Accuracy, int]] = {
+    "30 % certain": (certain(0.3), erring(0.01), 500),
+    "30 % certain, over-confident": (certain(0.3), erring(0.05, lambda c: sigmoid(logit(c) / 1.5)), 500),
+    "81 % certain": (certain(0.81), erring(0.003), 2_000),
+    "85 % certain": (certain(0.85), erring(0.01, lambda c: sigmoid(logit(c) / 1.5)), 2_000),
+    "99.7 % certain": (certain(0.997), erring(0.001), 10_000),
+    "all certain": (certain(1), erring(0.01), 200),
+    "all certain and right": (certain(1), erring(0), 200),
+    "float32 softmax": (softmax(20), lambda c: 0.97 * c, 2_000),
+    "float32 softmax, nearly right": (softmax(40), lambda c: 0.998 * c, 5_000),
+}
+SMALL = {
+    f"{name}, n={n}": (*model[:2], n)
+    for n in (1, 2, 5, 10, 20, 50, 100)
+    for name, model in (MODELS | SATURATED).items()
+    if name in {"calibrated", "over-confident", "under-confident", "30 % certain, over-confident", "float32 softmax"}
+}
+USUAL = list(MODELS)
+MODELS |= SATURATED | SMALL
 
 
 def truth(metric: Callable[..., float], name: str) -> float:
@@ -111,12 +150,77 @@ def test_areas_under_risk_and_coverage_are_covered(metric):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2, aurc, e_aurc, augrc])
 def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
     # A true error of zero is the lower end itself, and cannot be missed from below: 97.5 % is then what to expect.
     most = 0.99 if metric is rms_error and "calibrated" in name else 0.98
     assert 0.92 <= coverage(metric, name, trials=1_000, resamples=1_000) <= most
+
+
+@pytest.mark.parametrize("name", ["30 % certain, over-confident", "all certain", "float32 softmax"])
+@pytest.mark.parametrize("metric", [ece, aece])
+def test_intervals_of_saturated_models_cover(metric, name):
+    """A bin of confidence 1 without an error showed no noise at all: 28 to 73 % were covered."""
+    assert coverage(metric, name, trials=60, resamples=200) >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SATURATED, *SMALL])
+@pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2])
+def test_intervals_of_saturated_models_and_of_few_samples_cover(metric, name):
+    """Errors are counted in ones, so that such intervals can only be too wide: no upper limit is set."""
+    assert coverage(metric, name, trials=400, resamples=400) >= 0.92
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("metric", [ece, aece])
+def test_a_handful_of_samples_has_wide_intervals(metric, n):
+    """Widths of zero were seen, and the truth was held in 21 to 30 % of cases of a single sample."""
+    assert coverage(metric, f"over-confident, n={n}", trials=60, resamples=200) >= 0.9
+    confidence, right = torch.full((n,), 0.9), torch.ones(n, dtype=torch.long)
+    for labels in (right, right.double()):
+        assert bootstrap(metric, confidence, labels, scope="positive", resamples=200).interval.high > 0.3
+
+
+def test_no_error_among_few_is_no_proof():
+    """All intervals of a model that is certain and right reach as far as the exact range of its errors."""
+    n = 200
+    probs, labels = torch.eye(3)[torch.arange(n) % 3], torch.arange(n) % 3
+    unseen = 1 - 0.025 ** (1 / n)
+    for metric in (ece, aece, signed_ece):
+        assert bootstrap(metric, probs, labels, resamples=500).interval.high == pytest.approx(unseen, rel=0.15)
+    assert bootstrap(rms_error, probs, labels, resamples=500).interval.high == pytest.approx(unseen, rel=0.15)
+    assert bootstrap(classwise_ece, probs, labels, resamples=50).interval.high == pytest.approx(2 / 3 * unseen)
+    assert bootstrap(brier, probs, labels, resamples=50).interval.high == pytest.approx(2 * unseen)
+    assert bootstrap(nll, probs, labels, resamples=50).interval.high > unseen
+    over, under = bootstrap(over_under, probs, labels, resamples=500)
+    assert over.interval.high == pytest.approx(unseen, rel=0.15)
+    assert (under.interval.low, under.interval.high) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("metric", [brier, nll, signed_ece])
+def test_means_over_a_handful_of_samples_have_wide_intervals(metric):
+    probs = torch.tensor([[0.9, 0.1]])
+    for label in (0, 1):
+        found = bootstrap(metric, probs, torch.tensor([label]), resamples=50)
+        assert found.interval.low <= found <= found.interval.high
+        assert found.interval.width > 0.9
+
+
+@pytest.mark.parametrize(("count", "n"), [(0, 1), (1, 1), (0, 200), (3, 10), (9, 50_000), (49_995, 50_000)])
+def test_ranges_of_few_are_those_of_clopper_and_pearson(count, n):
+    stats = cases.oracle("scipy.stats")
+    theirs = stats.binomtest(count, n).proportion_ci(0.95, method="exact")
+    assert few_range(count, n, 0.95) == pytest.approx((theirs.low, theirs.high), abs=1e-9)
+
+
+@pytest.mark.parametrize(("n", "chance"), [(1, 0.3), (200, 0.01), (5_000, 0.999), (700, 0.5), (300, 0.0)])
+def test_ranked_errors_are_binomial(n, chance):
+    stats = cases.oracle("scipy.stats")
+    expected = stats.binom.ppf((np.arange(1_001) + 0.5) / 1_001, n, chance)
+    found = ranked_errors(np.array([float(n)]), np.array([chance]), 1_001)[0] + n * chance
+    assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_interval_of_a_calibrated_model_starts_at_zero_itself():
@@ -142,18 +246,32 @@ def test_plain_percentile_intervals_would_not_cover():
     assert covered / 50 < 0.5
 
 
-def test_over_and_under_confidence_are_covered():
-    draw, accurate, n = MODELS["over and under"]
+def both_coverages(name: str, trials: int, resamples: int) -> list[float]:
+    draw, accurate, n = MODELS[name]
     random = np.random.default_rng(0)
     million = draw(np.random.default_rng(1), 300_000)
     true = over_under(torch.from_numpy(million), torch.from_numpy(accurate(million)), scope="positive")
     covered = np.zeros(2)
-    for trial in range(150):
+    for trial in range(trials):
         confidence = draw(random, n)
         hits = torch.from_numpy((random.random(n) < accurate(confidence)).astype(np.int64))
-        found = bootstrap(over_under, torch.from_numpy(confidence), hits, scope="positive", resamples=400, seed=trial)
-        covered += [float(t) in f.interval for t, f in zip(true, found, strict=True)]
-    assert (covered / 150 >= 0.9).all()
+        found = bootstrap(
+            over_under, torch.from_numpy(confidence), hits, scope="positive", resamples=resamples, seed=trial
+        )
+        covered += [round(float(t), 9) in f.interval for t, f in zip(true, found, strict=True)]
+    return list(covered / trials)
+
+
+@pytest.mark.parametrize("name", ["over and under", "30 % certain, over-confident"])
+def test_over_and_under_confidence_are_covered(name):
+    assert min(both_coverages(name, trials=80, resamples=300)) >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MODELS))
+def test_over_and_under_confidence_are_covered_in_90_percent_or_more(name):
+    """A part that is zero cannot be missed from below, and seldom from above."""
+    assert min(both_coverages(name, trials=400, resamples=400)) >= 0.9
 
 
 def test_class_wise_errors_are_covered():
@@ -311,7 +429,7 @@ def test_influences_are_the_change_when_a_sample_is_left_out(area, ties):
     every = np.arange(400)
     left_out = np.array([value(np.delete(every, i)) for i in range(400)])
     jackknife = 400 * value(every) - 399 * left_out
-    order = np.argsort(-confidence, kind="stable")
+    order = np.argsort(-np.maximum(confidence, 1 - confidence), kind="stable")
     found = area_values(pairs(torch.from_numpy(confidence), torch.from_numpy(hits), "positive"), area).numpy()
     assert found.mean() == pytest.approx(value(every), abs=1e-12)
     assert found.std() == pytest.approx(jackknife.std(), rel=0.05)
@@ -337,6 +455,34 @@ def test_dropped_samples_have_no_gap(golden):
     """The published AECE leaves a sample out; the interval is about the same sum."""
     gaps = gaps_of(aece, golden, compat="official")
     assert np.abs(gaps.weighted).sum() == pytest.approx(aece(golden, compat="official"), abs=1e-12)
+
+
+def test_a_bin_of_its_own_has_a_gap():
+    """torchmetrics counts confidences of 1 apart; the interval left them out, and the value lay above it."""
+    probs, labels = cases.saturated()
+    found = bootstrap(ece, probs, labels, compat="torchmetrics", resamples=500)
+    gaps = gaps_of(ece, probs, labels, compat="torchmetrics")
+    assert bool((probs == 1).any())
+    assert np.abs(gaps.weighted).sum() == pytest.approx(float(found), abs=1e-7)
+    assert found in found.interval
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compat", [None, "torchmetrics"])
+def test_a_device_without_float64_gives_the_same_interval(monkeypatch, compat):
+    """Values are on the CPU then, and what falls into no bin was marked on the device."""
+    probs, labels = cases.saturated()
+    here = bootstrap(ece, probs, labels, resamples=200, compat=compat)
+    monkeypatch.setattr("fedlas.metrics.bins.NO_FLOAT64", {"cuda"})
+    there = bootstrap(ece, probs.cuda(), labels.cuda(), resamples=200, compat=compat)
+    assert there.interval.high == pytest.approx(here.interval.high, abs=1e-6)
+
+
+def test_levels_are_shares():
+    for level in (0, 1, 95, -0.5):
+        with pytest.raises(ValueError, match="level is"):
+            clopper_pearson(torch.tensor([1]), torch.tensor([2]), level=level)
 
 
 def test_means_agree_with_scipys_bca():

@@ -9,11 +9,16 @@ of the time. Here the bootstrap is turned around instead (test inversion):
    away from it, by a multiple of its standard error, such that sum_b |mu_b(t)| = t.
 3. The interval holds every t for which the observed T lies in the middle 95 % of sum_b |mu_b(t) + Z_b|.
 
+Where a bin expects or shows few errors, as most bins of a saturated model do, its noise is that of binomial errors at
+the rate supposed, so that intervals hold for few samples too; they are then wide. A truth far from the observed gap is
+reckoned with where there is room for it.
+
 The root of the mean squared gap is treated in the same way, and its interval is that of the debiased error too: both
 estimate one thing.
 
 Means over samples (NLL, Brier score, signed ECE) get bias-corrected and accelerated intervals, and so do the areas
-under risk-coverage curves, as means of what each sample adds to them. Accuracy gets a Wilson interval, which is right
+under risk-coverage curves, as means of what each sample adds to them. Where large losses are few, the exact range of
+their share is part of the interval. Accuracy gets a Wilson interval, which is right
 even when every answer is.
 """
 
@@ -230,7 +235,7 @@ def brier_values(probs: Given, labels: Array | None, bins: int = 15, ignore_inde
 
 def _area_values(area: selective.Area, probs: Given, labels: Array | None, **options: Any) -> Tensor:
     found = selective.answers(pairs(probs, labels, **options))
-    errors = float((1 - exact(found.correct)).sum())
+    errors = float((1 - exact(selective.answers(found).correct)).sum())
     if errors < FEWEST_ERRORS:
         raise ValueError(
             f"no interval with known coverage exists for the {area} of {errors:g} errors; {FEWEST_ERRORS} are needed"

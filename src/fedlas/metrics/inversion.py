@@ -48,7 +48,7 @@ def inverted_interval(world: World, part: Part, level: float) -> tuple[float, fl
     for truth, most in possible_truths(world, part):
 
         def large(shift: float, truth: Line = truth) -> bool:
-            return bool((world.totals(truth(shift), part) >= observed - slack).mean() >= tail)
+            return bool((world.totals(truth(shift), part, cautious=True) >= observed - slack).mean() >= tail)
 
         def small(shift: float, truth: Line = truth) -> bool:
             return bool((world.totals(truth(shift), part) <= observed + slack).mean() < tail)
@@ -126,16 +126,18 @@ def possible_truths(world: World, part: Part) -> list[tuple[Line, float]]:
 
         return [(line(side), most) for side in sides]
     way = 1 if part == "over" else -1
-    # Gaps of the other sign may be noise: what exceeds a standard error is taken for real, and the truth may lie
-    # beyond zero once it is moved further than the gap.
-    others = -np.maximum(size - error, 0)
 
-    def truth(shift: float) -> Floats:
-        moved = way * gaps - shift * error
-        found = np.where(sign == way, np.maximum(moved, 0), np.maximum(others, moved if shift < 0 else others))
-        return np.asarray(np.clip(way * found, least, largest))
+    # Gaps of the other sign may be noise, or real: what exceeds a standard error is taken for real on one line, all of
+    # it on the other. The truth may lie beyond zero once it is moved further than the gap.
+    def part_line(others: Floats) -> Line:
+        def truth(shift: float) -> Floats:
+            moved = way * gaps - shift * error
+            found = np.where(sign == way, np.maximum(moved, 0), np.maximum(others, moved if shift < 0 else others))
+            return np.asarray(np.clip(way * found, least, largest))
 
-    return [(truth, most)]
+        return truth
+
+    return [(part_line(others), most) for others in (-np.maximum(size - error, 0), -size)]
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:

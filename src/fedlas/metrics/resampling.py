@@ -27,6 +27,7 @@ Part = Literal["both", "over", "under", "rms"]
 LEVELS = 60  # cells per unit of gap; what varies inside a cell is added back, so finer ones only cost time
 AT_ONCE = 20_000_000  # draws held in memory at a time
 RARE = 10  # hits or errors; a bin that expects fewer is not drawn from its own samples
+MANY = 100  # samples of a bin, from which single ones no longer matter
 CERTAIN = 1e-6  # expected variance of hits, below which a bin's confidences are all 0 or 1 but for rounding
 NORMAL = 400.0  # variance of hits from which the normal limit stands for them
 MOST_DRAWS = 400_000_000  # beyond this the normal limit is as good as drawing, and far quicker
@@ -62,9 +63,9 @@ class World:
         shown = np.asarray(self._around(np.zeros_like(self.gaps)).std(0))
         return shown if self.noise is None else np.maximum(shown, self.noise.least_error)
 
-    def totals(self, truth: Floats, part: Part) -> Floats:
-        """Resample the total around a possible truth."""
-        return self.total(truth + self._around(truth), part)
+    def totals(self, truth: Floats, part: Part, cautious: bool = False) -> Floats:
+        """Resample the total around a possible truth; cautiously, where too little noise would claim too much."""
+        return self.total(truth + self._around(truth, cautious), part)
 
     def total(self, gaps: Floats, part: Part) -> Floats:
         """Add up gaps: all absolute values, only the positive or the negative ones, or the root of the mean square."""
@@ -74,8 +75,8 @@ class World:
             return np.asarray(np.sqrt((gaps**2 / np.where(self.share > 0, self.share, 1)).sum(-1)))
         return np.asarray(np.maximum(gaps if part == "over" else -gaps, 0).sum(-1))
 
-    def _around(self, truth: Floats) -> Floats:
-        return self.deviations if self.noise is None else self.noise.around(self.deviations, truth)
+    def _around(self, truth: Floats, cautious: bool = False) -> Floats:
+        return self.deviations if self.noise is None else self.noise.around(self.deviations, truth, cautious)
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,13 @@ class Noise:
     @property
     def least_error(self) -> Floats:
         """Standard error of rare gaps at the observed rate, half a hit and half an error added (Jeffreys)."""
-        count = self.bins.count
-        rate = (self.hits + 0.5) / (count + 1)
-        return np.where(self.rare, np.sqrt(count * rate * (1 - rate)) / self.samples, 0.0)
+        rate = self.seen
+        return np.where(self.rare, np.sqrt(self.bins.count * rate * (1 - rate)) / self.samples, 0.0)
+
+    @property
+    def seen(self) -> Floats:
+        """Share of hits in every bin, half a hit and half an error added."""
+        return (self.hits + 0.5) / (self.bins.count + 1)
 
     @property
     def bounds(self) -> tuple[Floats, Floats]:
@@ -138,19 +143,27 @@ class Noise:
         share = self.bins.count / self.samples
         return share * (self.bins.mean - 1), share * self.bins.mean
 
-    def around(self, deviations: Floats, truth: Floats) -> Floats:
-        """Make the deviations those of a possible truth."""
+    def around(self, deviations: Floats, truth: Floats, cautious: bool = False) -> Floats:
+        """Make the deviations those of a possible truth.
+
+        The less errors a truth supposes, the less noise it has. Which of the gaps the truth lies below is not known,
+        so cautious noise of rare bins is that of a rate half way to the observed one, where that is more.
+        """
         count, mean = self.bins.count, self.bins.mean
         rate = np.clip(mean - truth * self.samples / np.maximum(count, 1), 0, 1)
         # Not only hits vary but also how many samples there are of each bin, which moves a sum of unequal gaps.
         size, binomial = np.abs(mean - rate), rate * (1 - rate)
         unequal = (size - np.abs(truth).sum()) ** 2 / np.where(binomial > 0, binomial, 1)
-        width = self.bins.narrower * np.sqrt(1 + np.minimum(unequal, 1))
-        wanted = mean_deviation(count, rate) * width
+        wider = np.sqrt(1 + np.minimum(unequal, 1))
+        wanted = mean_deviation(count, rate) * self.bins.narrower * wider
         made = deviations * np.where(self.shown > 0, wanted / np.where(self.shown > 0, self.shown, 1), 1.0)
+        if cautious:
+            middle = (rate + self.seen) / 2
+            rate = np.where(middle * (1 - middle) > binomial, middle, rate)
         drawn = ranked_errors(count[self.rare], 1 - rate[self.rare], len(made))
-        # Not widened: three samples of one confidence can show four gaps and no others, and totals are compared.
-        made[self.order, np.flatnonzero(self.rare)[:, None]] = drawn / self.samples
+        # Three samples of one confidence can show four gaps and no others; scaled, they would not be the observed ones.
+        drawn *= np.where(count >= MANY, wider, 1.0)[self.rare, None] / self.samples
+        made[self.order, np.flatnonzero(self.rare)[:, None]] = drawn
         return np.asarray(made)
 
 
@@ -383,7 +396,9 @@ def few_large_range(values: Floats, level: float, bounds: Bounds) -> tuple[float
     least, most = few_range(count, n, level)
     below = float(values[~large].mean()) if count < n else bounds.low
     above = float(values[large].mean()) if count else bounds.high
-    return (1 - least) * below + least * above, (1 - most) * below + most * above
+    # The mean of a few large losses is not known either; the next ones are supposed to be as large as the largest.
+    largest = float(values.max()) if 0 < count < RARE else above
+    return (1 - least) * below + least * above, (1 - most) * below + most * largest
 
 
 def signed_range(values: Floats, level: float, most: float) -> tuple[float, float]:
