@@ -22,6 +22,7 @@ pytestmark = [
     # Inductor explains a choice of its own, and uses what torch has deprecated.
     pytest.mark.filterwarnings(
         "ignore:\\nOnline softmax is disabled",
+        "ignore:The .grad attribute of a Tensor that is not a leaf",
         "ignore:.*torch.jit:DeprecationWarning",
         "ignore:TensorFloat32",
         "ignore:.*attribute of a Tensor that is not a leaf",

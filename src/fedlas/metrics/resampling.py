@@ -27,6 +27,7 @@ Part = Literal["both", "over", "under", "rms"]
 LEVELS = 60  # cells per unit of gap; what varies inside a cell is added back, so finer ones only cost time
 AT_ONCE = 20_000_000  # draws held in memory at a time
 RARE = 10  # hits or errors; a bin that expects fewer is not drawn from its own samples
+CLEARLY = 1.5  # times the variance; less is common among calibrated bins
 MANY = 100  # samples of a bin, from which single ones no longer matter
 CERTAIN = 1e-6  # expected variance of hits, below which a bin's confidences are all 0 or 1 but for rounding
 NORMAL = 400.0  # variance of hits from which the normal limit stands for them
@@ -147,7 +148,7 @@ class Noise:
         """Make the deviations those of a possible truth.
 
         The less errors a truth supposes, the less noise it has. Which of the gaps the truth lies below is not known,
-        so cautious noise of rare bins is that of a rate half way to the observed one, where that is more.
+        so cautious noise of rare bins is that of a rate half way to the observed one, where that is clearly more.
         """
         count, mean = self.bins.count, self.bins.mean
         rate = np.clip(mean - truth * self.samples / np.maximum(count, 1), 0, 1)
@@ -159,7 +160,7 @@ class Noise:
         made = deviations * np.where(self.shown > 0, wanted / np.where(self.shown > 0, self.shown, 1), 1.0)
         if cautious:
             middle = (rate + self.seen) / 2
-            rate = np.where(middle * (1 - middle) > binomial, middle, rate)
+            rate = np.where(middle * (1 - middle) > CLEARLY * binomial, middle, rate)
         drawn = ranked_errors(count[self.rare], 1 - rate[self.rare], len(made))
         # Three samples of one confidence can show four gaps and no others; scaled, they would not be the observed ones.
         drawn *= np.where(count >= MANY, wider, 1.0)[self.rare, None] / self.samples
