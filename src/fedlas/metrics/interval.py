@@ -39,7 +39,7 @@ from fedlas.metrics.bins import EdgeRule, exact
 from fedlas.metrics.class_gaps import ClassGaps
 from fedlas.metrics.inversion import inverted_interval
 from fedlas.metrics.presets import Binning, Compat, Kind
-from fedlas.metrics.resampling import AbstractGaps, Bounds, Gaps, Part, World, mean_interval
+from fedlas.metrics.resampling import RARE, AbstractGaps, Bounds, Gaps, Part, World, few_range, mean_interval
 from fedlas.metrics.result import Interval, Result
 from fedlas.metrics.samples import Given, Scope, pairs, rows
 from fedlas.predictions import Array, optional_module
@@ -54,6 +54,7 @@ BOUNDS = {
     "Brier score": Bounds(0.0, 0.5, 2.0),
     "signed ECE": Bounds(-1.0, 0.0, 1.0),
 }
+AREAS: set[Metric] = {selective.aurc, selective.e_aurc, selective.augrc}
 FEWEST_ERRORS = 20  # below, an area hangs on so few samples that resampling them says little
 
 
@@ -97,7 +98,8 @@ def bootstrap(
         return _one(found, wilson(float(found), found.n, level))
     if metric in PER_SAMPLE:
         values = exact(PER_SAMPLE[metric](probs, labels, **options))
-        return mean_with_interval(found, values, level, resamples, rng)
+        measured = mean_with_interval(found, values, level, resamples, rng)
+        return within_one(measured) if metric in AREAS else measured
     gaps = gaps_of(metric, probs, labels, **options)
     worlds = gaps.worlds(resamples, rng)
     if metric in ROOTS:
@@ -105,9 +107,19 @@ def bootstrap(
     return _one(found, _inverted(gaps, worlds, "both", level), noise_floor=gaps.noise_floor())
 
 
+def within_one(found: Result) -> Result:
+    """Cut an interval to what a share can be."""
+    interval = found.interval
+    assert interval is not None
+    return found.with_interval(replace(interval, low=max(0.0, interval.low), high=min(1.0, interval.high)))
+
+
 def _inverted(gaps: AbstractGaps, worlds: Sequence[World], part: Part, level: float) -> Interval:
     ends = [inverted_interval(world, part, level) for world in worlds]
     below, above = gaps.unseen(level)
+    if part in PARTS and gaps.samples < RARE:
+        # One sample of confidence 1 cannot be under-confident, but samples of bins not seen can.
+        above += few_range(0, gaps.samples, level)[1]
     low, high = min(low for low, _ in ends) - below, max(high for _, high in ends) + above
     return Interval(max(0.0, low), min(1.0, high), level, gaps.method)
 

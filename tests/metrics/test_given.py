@@ -1,0 +1,164 @@
+"""What comes in: nothing that is given is ignored, nothing that is kept belongs to the caller, any layout will do."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedlas import metrics
+from fedlas.metrics.samples import Pairs, pairs
+from fedlas.predictions import Predictions
+
+
+def table(n: int = 300, classes: int = 4) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(n, classes, generator=random).softmax(1), torch.randint(classes, (n,), generator=random)
+
+
+def test_labels_beside_predictions_are_refused():
+    probs, labels = table()
+    known = Predictions.from_probs(probs, labels)
+    for metric in (metrics.ece, metrics.nll, metrics.classwise_ece, metrics.aurc, metrics.accuracy):
+        with pytest.raises(TypeError, match="their own labels"):
+            metric(known, labels)
+    with pytest.raises(TypeError, match="their own labels"):
+        metrics.bootstrap(metrics.accuracy, known, labels)
+    with pytest.raises(TypeError, match="pairs carry their own"):
+        metrics.ece(pairs(known), labels)
+
+
+def test_ignored_labels_of_predictions_do_not_count():
+    probs, labels = table()
+    known = Predictions.from_probs(probs, labels)
+    kept = labels != 2
+    for metric in (metrics.ece, metrics.aece, metrics.nll, metrics.brier, metrics.classwise_ece, metrics.aurc):
+        assert metric(known, ignore_index=2) == pytest.approx(float(metric(probs[kept], labels[kept])), abs=1e-12)
+    with pytest.raises(ValueError, match="every label is 1"):
+        metrics.ece(Predictions.from_probs(probs, torch.ones_like(labels)), ignore_index=1)
+    for soft in (Predictions.from_probs(probs, probs), None):
+        with pytest.raises(ValueError, match="soft labels have no class to ignore"):
+            metrics.ece(soft if soft is not None else probs, None if soft is not None else probs, ignore_index=1)
+
+
+@pytest.mark.parametrize("make", [metrics.AECE, metrics.SmoothECE, metrics.AURC])
+def test_streams_keep_copies(make: type):
+    confidence, hits = torch.rand(50), torch.randint(2, (50,))
+    stream = make(scope="positive").update(confidence, hits)
+    before = float(stream.compute())
+    confidence.fill_(0.1)
+    hits.fill_(1)
+    assert float(stream.compute()) == before
+
+
+def test_pieces_without_a_label_that_counts_are_left_out():
+    probs, labels = table()
+    for make in (metrics.ECE, metrics.AECE, metrics.NLL, metrics.Brier, metrics.ClasswiseECE):
+        stream = make(ignore_index=255)
+        stream.update(probs[:9], torch.full((9,), 255)).update(probs[:0], labels[:0]).update(probs, labels)
+        assert float(stream.compute()) == pytest.approx(float(make().update(probs, labels).compute()))
+
+
+def test_pieces_with_other_classes_are_refused():
+    stream = metrics.ClasswiseECE().update(*table())
+    before = float(stream.compute())
+    with pytest.raises(ValueError, match="there were 4 classes before and there are 3 now"):
+        stream.update(*table(classes=3))
+    assert float(stream.compute()) == before
+
+
+@pytest.mark.parametrize("metric", [metrics.ece, metrics.aece, metrics.classwise_ece, metrics.brier, metrics.nll])
+def test_any_layout_will_do(metric):
+    probs, labels = table()
+    wanted = float(metric(probs, labels))
+    layouts = [np.asfortranarray(probs.numpy()), probs.T.contiguous().T, probs.numpy()[::-1][::-1]]
+    for layout in layouts:
+        assert float(metric(layout, labels)) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_what_a_caller_does_to_edges_stays_with_the_caller():
+    probs, labels = table()
+    before = float(metrics.ece(probs.double(), labels))
+    metrics.histogram(probs.double(), labels).bins.edges.mul_(100)
+    assert float(metrics.ece(probs.double(), labels)) == before
+
+
+def test_binary_answers_are_ranked_by_their_own_confidence():
+    confidence = torch.tensor([0.9, 0.2, 0.6, 0.4, 0.1])
+    labels = torch.tensor([1, 0, 0, 1, 0])
+    both = torch.stack([1 - confidence, confidence], dim=1)
+    for metric in (metrics.aurc, metrics.e_aurc, metrics.augrc, metrics.risk_at_coverage):
+        assert metric(confidence, labels, scope="positive") == pytest.approx(float(metric(both, labels)), abs=1e-6)
+    stream = metrics.AURC(scope="positive").update(confidence, labels)
+    assert stream.compute() == pytest.approx(float(metrics.aurc(both, labels)), abs=1e-6)
+    assert metrics.risk_at_coverage(confidence, labels, 1.0, scope="positive") == pytest.approx(
+        1 - metrics.accuracy(confidence, labels, scope="positive")
+    )
+
+
+def test_binary_maps_are_pooled():
+    maps = torch.rand(3, 1, 4, 5)
+    truth = torch.randint(2, (3, 4, 5))
+    wanted = metrics.ece(maps.reshape(-1), truth.reshape(-1), scope="positive")
+    assert metrics.ece(maps, truth, scope="positive") == pytest.approx(float(wanted))
+
+
+def test_areas_of_tied_confidences_have_the_interval_of_accuracy():
+    """With one confidence for all, the AURC is the share of errors, and so is what is known about it."""
+    hits = (torch.rand(2000, generator=torch.Generator().manual_seed(0)) < 0.8).long()
+    area = metrics.bootstrap(metrics.aurc, torch.full((2000,), 0.8), hits, scope="confidence")
+    share = metrics.bootstrap(metrics.accuracy, torch.full((2000,), 0.8), hits, scope="positive")
+    assert area == pytest.approx(1 - share)
+    assert area.interval.width == pytest.approx(share.interval.width, rel=0.1)
+
+
+def test_areas_stay_between_nothing_and_everything():
+    confidence = torch.linspace(0.5, 1, 200)
+    wrong = metrics.bootstrap(metrics.aurc, confidence, torch.zeros(200, dtype=torch.long), scope="confidence")
+    assert wrong.interval.high <= 1
+    excess = metrics.bootstrap(metrics.e_aurc, confidence, (torch.arange(200) >= 40).long(), scope="confidence")
+    assert excess.interval.low >= 0
+
+
+def test_a_constant_confidence_of_one_has_its_whole_error():
+    hits = (torch.arange(1000) >= 100).long()
+    assert metrics.kde_ece(torch.ones(1000), hits, scope="positive") == pytest.approx(0.1, abs=2e-3)
+
+
+def test_numbers_of_bins_and_norms_are_checked():
+    probs, labels = table()
+    for bins in (True, 0):
+        with pytest.raises(ValueError, match="a whole number of at least one"):
+            metrics.ece(probs, labels, bins=bins)
+    with pytest.raises(ValueError, match="take mce"):
+        metrics.lp_error(probs, labels, p=float("inf"))
+
+
+def test_the_brier_score_of_a_nearly_perfect_model_keeps_its_digits():
+    logits = torch.zeros(100, 10)
+    logits[:, 0] = 12
+    labels = torch.zeros(100, dtype=torch.long)
+    exact = logits.double().softmax(1)
+    wanted = float((exact[:, 1:].square().sum(1) + (1 - exact[:, 0]).square()).mean())
+    assert metrics.brier(logits.softmax(1), labels) == pytest.approx(wanted, rel=0.03)  # the probabilities are rounded
+
+
+def test_half_precision_keeps_its_smallest_probabilities():
+    probs = torch.tensor([[1 - 3e-5, 3e-5]], dtype=torch.float16)
+    assert metrics.nll(probs, torch.tensor([1])) == pytest.approx(-float(np.log(float(probs[0, 1]))))
+
+
+def test_torchmetrics_compares_in_float32():
+    classification = pytest.importorskip("torchmetrics.functional.classification")
+    random = torch.Generator().manual_seed(1)
+    top = torch.randint(6, 11, (400,), generator=random).double() / 10
+    probs = torch.stack([top, 1 - top], dim=1)
+    probs = torch.cat([probs, torch.zeros(400, 1, dtype=torch.float64)], dim=1)
+    labels = torch.randint(2, (400,), generator=random)
+    theirs = classification.multiclass_calibration_error(probs, labels, 3, 10)
+    assert metrics.ece(probs, labels, 10, compat="torchmetrics") == pytest.approx(float(theirs), abs=1e-6)
+
+
+def test_pairs_of_another_scope_are_refused():
+    given = Pairs(*pairs(torch.rand(5), torch.ones(5).long(), "positive").__dict__.values())
+    with pytest.raises(ValueError, match="these pairs are positive, not top-label"):
+        metrics.ece(given)
