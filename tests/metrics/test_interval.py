@@ -152,7 +152,7 @@ def test_areas_under_risk_and_coverage_are_covered(metric):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2, aurc, e_aurc, augrc])
-def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
+def test_95_percent_intervals_cover_as_documented(metric, name):
     # A true error of zero is the lower end itself, and cannot be missed from below: 97.5 % is then what to expect.
     # What docs/metrics.md states; where the true error is zero, or errors are few, intervals are rather too wide.
     assert 0.9 <= coverage(metric, name, trials=1_000, resamples=1_000) <= 0.998
