@@ -17,6 +17,7 @@ what a step allocates beyond its inputs. Matrix products may use TF32 unless `--
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -28,6 +29,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 import fedlas
 
@@ -129,9 +131,12 @@ def seconds(step: Step, repeats: int, device: str) -> float:
 
 def peak_mib(step: Step, device: str) -> float | None:
     """Measure what a step allocates at most."""
-    if not device.startswith("cuda"):
-        return None
     step()
+    if not device.startswith("cuda"):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            step()
+        kept = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(itertools.accumulate(kept, initial=0)) / 2**20
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -136,7 +136,7 @@ def coverage(metric: Callable[..., float], name: str, trials: int, resamples: in
 @pytest.mark.parametrize("name", ["calibrated", "over-confident", "over and under"])
 @pytest.mark.parametrize("metric", [ece, aece])
 def test_95_percent_intervals_cover_the_true_value(metric, name):
-    assert 0.92 <= coverage(metric, name, trials=150, resamples=400) <= 0.99
+    assert 0.92 <= coverage(metric, name, trials=150, resamples=400) <= 0.985
 
 
 @pytest.mark.parametrize(("metric", "name"), [(rms_error, "over and under"), (debiased_l2, "over-confident")])
@@ -152,10 +152,10 @@ def test_areas_under_risk_and_coverage_are_covered(metric):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2, aurc, e_aurc, augrc])
-def test_95_percent_intervals_cover_as_documented(metric, name):
+def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
     # A true error of zero is the lower end itself, and cannot be missed from below: 97.5 % is then what to expect.
-    # What docs/metrics.md states; where the true error is zero, or errors are few, intervals are rather too wide.
-    assert 0.9 <= coverage(metric, name, trials=1_000, resamples=1_000) <= 0.998
+    most = 0.99 if metric is rms_error and "calibrated" in name else 0.98
+    assert 0.92 <= coverage(metric, name, trials=1_000, resamples=1_000) <= most
 
 
 @pytest.mark.parametrize("name", ["30 % certain, over-confident", "all certain", "float32 softmax"])
@@ -170,7 +170,7 @@ def test_intervals_of_saturated_models_cover(metric, name):
 @pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2])
 def test_intervals_of_saturated_models_and_of_few_samples_cover(metric, name):
     """Errors are counted in ones, so that such intervals can only be too wide: no upper limit is set."""
-    assert coverage(metric, name, trials=400, resamples=400) >= 0.9
+    assert coverage(metric, name, trials=400, resamples=400) >= 0.92
 
 
 @pytest.mark.parametrize("n", [1, 5])
