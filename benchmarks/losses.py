@@ -51,7 +51,7 @@ class Figure:
     microseconds: float
     ratio: float
     ratio_to_eager: float
-    peak_mib: float | None
+    peak_mib: float
 
 
 class Reference(nn.Module):
@@ -129,14 +129,15 @@ def seconds(step: Step, repeats: int, device: str) -> float:
     return (time.perf_counter() - begin) / repeats
 
 
-def peak_mib(step: Step, device: str) -> float | None:
+def peak_mib(step: Step, device: str) -> float:
     """Measure what a step allocates at most."""
     step()
     if not device.startswith("cuda"):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             step()
-        kept = [event.nbytes() for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-        return max(itertools.accumulate(kept, initial=0)) / 2**20
+        moves = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+        sizes: list[int] = [event.nbytes() for event in sorted(moves, key=lambda event: event.start_ns())]
+        return max(itertools.accumulate(sizes, initial=0)) / 2**20
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -209,8 +210,7 @@ def table(figures: list[Figure]) -> str:
     for name in dict.fromkeys(figure.loss for figure in figures):
         row = sorted((figure for figure in figures if figure.loss == name), key=lambda figure: figure.clock)
         cells = [f"{f.microseconds:.0f} | {f.ratio:.2f} | {f.ratio_to_eager:.2f}" for f in row]
-        peak = "" if row[0].peak_mib is None else f"{row[0].peak_mib:.1f}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {peak} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {row[0].peak_mib:.1f} |")
     return "\n".join(lines)
 
 
