@@ -27,7 +27,7 @@ from torch import Tensor
 from fedlas.catalog import nearest
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.digest import Digest, Intervals
-from fedlas.metrics.result import Result
+from fedlas.metrics.result import Result, aligned
 from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
@@ -144,10 +144,9 @@ class Report:
 
     def __str__(self) -> str:
         names = [name for name in SHOWN if name in self.before.results]
-        head = ["", *(_heading(self.before[name]) for name in names)]
-        body = [[state.name, *(_cell(state[name]) for name in names)] for state in self.states]
-        widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-        lines = [_line(row, widths) for row in [head, *body]]
+        head = ["", *(self.before[name].heading() for name in names)]
+        body = [[state.name, *(state[name].cell() for name in names)] for state in self.states]
+        lines = aligned([head, *body])
         where = f"split {self.split}, " if self.split else ""
         title = f"{where}n={self.n:,}, {self.classes} classes"
         found = [f"\n{state.name}\n{state.detection}" for state in self.states if state.detection is not None]
@@ -317,20 +316,3 @@ def _named(repairs: Sequence[_Repair]) -> dict[str, _Repair]:
             number += 1
         found[unique] = repair
     return found
-
-
-def _heading(result: Result) -> str:
-    return f"{result.definition.estimator} %" if result.definition.unit == "fraction" else result.definition.estimator
-
-
-def _cell(result: Result) -> str:
-    scale, digits = (100, 2) if result.definition.unit == "fraction" else (1, 3)
-    text = f"{scale * float(result):.{digits}f}"
-    if result.interval is None:
-        return text
-    return f"{text} [{scale * result.interval.low:.{digits}f}, {scale * result.interval.high:.{digits}f}]"
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "  ".join([first.strip().ljust(widths[0]), *rest]).rstrip()

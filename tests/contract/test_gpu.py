@@ -1,8 +1,5 @@
 """On a GPU: the same numbers as on the CPU, compiled by inductor, captured in a graph, and never a wait."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +8,7 @@ import torch._dynamo
 from torch import Tensor
 
 import fedlas
+from waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,18 +42,6 @@ def batch(step: int, device: str = "cuda") -> dict[str, Tensor]:
     data = {name: tensor.to(device) for name, tensor in data.items()}
     data["logits"].requires_grad_()
     return data
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,9 +1,6 @@
 """On a GPU: a captured step equals the eager one bit for bit, a compiled one nearly, and neither ever waits."""
 
 import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from fedlas.train import Engine, fit
 from fedlas.train.bench import Bench, chosen_device
 from fedlas.train.precision import machine
 from fedlas.train.step import WARM
+from waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +20,6 @@ pytestmark = [
     # Inductor explains a choice of its own, and uses what torch has deprecated.
     pytest.mark.filterwarnings(
         "ignore:\\nOnline softmax is disabled",
-        "ignore:The .grad attribute of a Tensor that is not a leaf",
         "ignore:.*torch.jit:DeprecationWarning",
         "ignore:TensorFloat32",
         "ignore:.*attribute of a Tensor that is not a leaf",
@@ -30,18 +27,6 @@ pytestmark = [
 ]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, for equal bits
 NAMES = [record.name for record in fedlas.list_losses()]
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Bench:

@@ -7,7 +7,7 @@ percent appear only when a result is printed.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -163,6 +163,17 @@ class Result(float):
         low, high = self._scaled(self.interval.low), self._scaled(self.interval.high)
         return f"${self._scaled(float(self)):.{digits}f}$ {{\\scriptsize $[{low:.{digits}f}, {high:.{digits}f}]$}}"
 
+    def cell(self) -> str:
+        """Write the number, a fraction in percent, and its interval, for a table whose heading says the rest."""
+        digits = 2 if self.definition.unit == "fraction" else 3
+        low_high = () if self.interval is None else (self.interval.low, self.interval.high)
+        around = ", ".join(f"{self._scaled(end):.{digits}f}" for end in low_high)
+        return f"{self._scaled(float(self)):.{digits}f}" + (f" [{around}]" if around else "")
+
+    def heading(self) -> str:
+        """Write what stands above such a cell."""
+        return f"{self.definition.estimator} %" if self.definition.unit == "fraction" else self.definition.estimator
+
     def _scaled(self, value: float) -> float:
         return 100 * value if self.definition.unit == "fraction" else value
 
@@ -175,6 +186,12 @@ class Result(float):
         digits = ".2f" if self.definition.unit == "fraction" else ".4g"
         low, high = self._scaled(self.interval.low), self._scaled(self.interval.high)
         return f" [{low:{digits}}, {high:{digits}}] at {100 * self.interval.level:g} %"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay rows of words out as lines whose columns begin below each other."""
+    widths = [max(len(word) for word in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _plain(value: Any) -> Any:

@@ -36,7 +36,7 @@ from jaxtyping import Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.metrics.result import Definition, Interval, Result
+from fedlas.metrics.result import Definition, Interval, Result, aligned
 from fedlas.ood.scores import missing, score_names, score_of
 from fedlas.predictions import Array, Predictions, as_tensor, check_rows
 
@@ -265,12 +265,11 @@ class Detection:
         one = next(iter(self.sets.values()))[self.scores[0]]
         head = ["OOD set", "score", "AUROC %", "AUPR out %", "AUPR in %", f"{one.fpr.definition.estimator} %"]
         body = [
-            [name if score == self.scores[0] else "", score, *(_cell(getattr(held, f.name)) for f in FIELDS)]
+            [name if score == self.scores[0] else "", score, *(getattr(held, f.name).cell() for f in FIELDS)]
             for name, block in blocks
             for score, held in block.items()
         ]
-        widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in [head, *body]]
+        lines = aligned([head, *body])
         interval = one.auroc.interval
         return "\n".join([*lines, f"[low, high] at {100 * interval.level:g} %"] if interval else lines)
 
@@ -525,9 +524,3 @@ def _mean_result(results: Mapping[str, Result]) -> Result:
     n = first.details["n_id"] + sum(result.details["n_ood"] for result in results.values())
     definition = replace(first.definition, n=n, split="mean of OOD sets")
     return Result(fmean(values.values()), definition, None, {"score": first.details["score"], "values": values})
-
-
-def _cell(result: Result) -> str:
-    held = result.interval
-    around = "" if held is None else f" [{100 * held.low:.2f}, {100 * held.high:.2f}]"
-    return f"{100 * float(result):.2f}{around}"
