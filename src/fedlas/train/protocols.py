@@ -187,17 +187,22 @@ def compared_losses() -> dict[str, str]:
     return {name: LOSSES.find(name).__name__.replace("FeDLaS", "FeDLaS-") for name in names}
 
 
-def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
+def protocol_named(name: str) -> Protocol:
+    """Look a protocol up."""
     by_name = {one.name: one for one in PROTOCOLS}
+    if name not in by_name:
+        raise ValueError(f"no protocol is called {name!r}; {nearest(name, list(by_name))}")
+    return by_name[name]
+
+
+def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
     if name is not None:
-        if name not in by_name:
-            raise ValueError(f"no protocol is called {name!r}; {nearest(name, list(by_name))}")
-        return by_name[name]
+        return protocol_named(name)
     # A network that some protocol is meant for, then a data set that one is meant for, then what asks for little.
     for one in PROTOCOLS:
         if model is not None and model in one.models(data):
             return one
-    return next((one for one in PROTOCOLS if one.models(data)), by_name["small"])
+    return next((one for one in PROTOCOLS if one.models(data)), protocol_named("small"))
 
 
 def _default_model(protocol: Protocol, data: str) -> str:

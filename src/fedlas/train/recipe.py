@@ -71,8 +71,8 @@ class Recipe:
         deterministic: same recipe, same machine, same bytes.
         compile: compile network and loss, where there is a GPU.
         sync_batchnorm: statistics of BatchNorm over all processes.
-        ood: foreign data sets that predictions are made for at the end.
         eval_batch_size: samples in one step of an evaluation.
+        ood: foreign data sets that predictions are made for at the end; a finished run makes up for one it lacks.
         capture: capture the step in a CUDA graph, where there is a GPU.
         checkpoint_every: steps between checkpoints; 0 writes one after each epoch. The end of a run has one anyway.
         workers: processes that read large images; None for one per processor.
@@ -117,8 +117,8 @@ class Recipe:
     deterministic: bool = False
     compile: bool = True
     sync_batchnorm: bool = False
-    ood: tuple[str, ...] = ()
     eval_batch_size: int = 1000
+    ood: tuple[str, ...] = carried_out(())
     capture: bool = carried_out(True)
     checkpoint_every: int = carried_out(0)
     workers: int | None = carried_out(None)

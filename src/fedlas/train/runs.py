@@ -11,8 +11,11 @@ Files are written whole or not at all. Predictions come last, so a run that has 
 
 import fcntl
 import json
+import os
 import platform
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -56,6 +59,17 @@ class Run:
         return self.folder / "recipe.json"
 
     @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, device and commit of the process that worked here last, and checksums of the data."""
+        found = self.environment_file
+        return dict(json.loads(found.read_text(encoding="utf-8"))) if found.exists() else {}
+
+    @property
+    def environment_file(self) -> Path:
+        """Where that lies."""
+        return self.folder / "environment.json"
+
+    @property
     def checkpoint(self) -> Path:
         """Where the checkpoint lies."""
         return self.folder / "checkpoint.pt"
@@ -93,7 +107,11 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether everything that the recipe asks for is there."""
-        splits = ["val", "test", *(f"ood-{name}" for name in self.recipe.ood)]
+        return self.finished_for(self.recipe)
+
+    def finished_for(self, recipe: Recipe) -> bool:
+        """Say whether everything is there that a recipe asks for, which may name other foreign data."""
+        splits = ["val", "test", *(f"ood-{name}" for name in recipe.ood)]
         return all(self.predictions_file(f"{state}-{split}").exists() for state in STATES for split in splits)
 
     def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> str:
@@ -107,18 +125,21 @@ class Run:
                 raise RunError(
                     f"{self.folder} holds a run of another recipe ({'; '.join(others)}); choose another --out"
                 )
-            if self.finished:
+            if self.finished_for(recipe):
                 return "finished"
-            if self.checkpoint.exists() and not resume:
+            if self.checkpoint.exists() and not resume and not self.finished:
                 raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with --resume")
         elif self.folder.exists() and any(p for p in self.folder.iterdir() if not p.name.startswith(".")):
             raise RunError(f"{self.folder} is not empty and holds no run; choose another --out")
         for rest in self.folder.glob(".checkpoint.pt.*"):  # half a checkpoint, of a process that was killed
             rest.unlink()
         write_whole(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
-        about = json.dumps(environment(device, processes), indent=1) + "\n"
-        write_whole(self.folder / "environment.json", about.encode())
+        self.note(environment(device, processes))
         return "continue" if self.checkpoint.exists() else "start"
+
+    def note(self, about: Mapping[str, Any]) -> None:
+        """Write down where and on what a run takes place, beside what is known already."""
+        write_whole(self.environment_file, (json.dumps(self.environment | dict(about), indent=1) + "\n").encode())
 
     def keep_log(self, epochs: int) -> None:
         """Keep the first epochs of the log; later ones will be trained again."""
@@ -148,6 +169,7 @@ def environment(device: str, processes: int) -> dict[str, Any]:
     found = {name: _version(name) for name in ("fedlas", "torch", "torchvision", "timm", "numpy")}
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
+        "commit": commit(),
         "versions": {word: version for word, version in found.items() if version},
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -157,6 +179,17 @@ def environment(device: str, processes: int) -> dict[str, Any]:
         "processes": processes,
         "threads": torch.get_num_threads(),
     }
+
+
+def commit() -> str | None:
+    """Say which commit of this repository is running: `$FEDLAS_COMMIT`, or what git says of the folder; else None."""
+    given = os.environ.get("FEDLAS_COMMIT")
+    git = shutil.which("git")
+    if given or git is None:
+        return given
+    asked = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603 (our own words)
+    return answer.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

@@ -9,6 +9,7 @@ checks of the contents, and finding files are done here. Nothing is read before 
 `Split.index` is a sample's position in the data set's own order, which no seed changes.
 """
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,16 @@ class Split:
 
     def __repr__(self) -> str:
         return f"Split({self.dataset} {self.name}, n={len(self):,}, classes={len(self.class_names)})"
+
+    def checksum(self) -> str:
+        """Give the SHA-256 of labels and images; of image files their names and sizes count, not their contents."""
+        found = hashlib.sha256(self.labels.numpy().tobytes())
+        if isinstance(self.images, Tensor):
+            found.update(self.images.contiguous().numpy().data)
+        else:
+            for path in self.images:
+                found.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode())
+        return found.hexdigest()
 
     def decoded(self, transform: Transform, *, cache: str | Path | None = None, workers: int | None = None) -> "Split":
         """Hold the images in memory, at the size and channels that a transform starts from.
