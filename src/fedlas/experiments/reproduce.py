@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fedlas.catalog import Catalog
+from fedlas.catalog import Catalog, summary
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
 from fedlas.experiments.launch import launched
 from fedlas.experiments.ledger import Ledger
@@ -63,15 +63,28 @@ def experiment_named(name: str) -> AbstractExperiment:
     return CATALOG.find(name)()
 
 
-def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger) -> Plan:
-    """Say what is wanted, and what is missing; runs that several rows share count once."""
+def list_experiments() -> list[list[str]]:
+    """List all experiments: name, and what it is."""
+    return [[name, summary(cls)] for name, cls in CATALOG.entries.items()]
+
+
+def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only: str | None = None) -> Plan:
+    """Say what is wanted, and what is missing; runs that several rows share count once.
+
+    Args:
+        experiment: what to make again.
+        choice: which part of it.
+        ledger: what was measured already.
+        only: a part of the names of the run folders that are meant; None for all.
+    """
     wanted: dict[str, Wanted] = {}
     for one in experiment.plan(choice, ledger):
         before = wanted.get(one.recipe.name)
         judged = (*before.posthoc, *one.posthoc) if before else one.posthoc
         wanted[one.recipe.name] = Wanted(one.recipe, one.protocol, tuple(dict.fromkeys(judged)))
-    missing = tuple(one for one in wanted.values() if one.missing(ledger))
-    return Plan(tuple(wanted.values()), missing, _minutes(missing, ledger))
+    meant = tuple(one for name, one in wanted.items() if only is None or only in name)
+    missing = tuple(one for one in meant if one.missing(ledger))
+    return Plan(meant, missing, _minutes(missing, ledger))
 
 
 def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> float | None:
@@ -96,6 +109,7 @@ def reproduce(
     ledger: Ledger,
     runs: Path,
     told: Callable[[str], None],
+    only: str | None = None,
     limit_minutes: float | None = None,
     **launch: Any,
 ) -> Iterator[list[Table]]:
@@ -107,13 +121,14 @@ def reproduce(
         ledger: where finished runs are written down.
         runs: folder of the run folders.
         told: gets a line when something happens.
+        only: a part of the names of the run folders that are trained; None for all.
         limit_minutes: when to stop; the rest is done next time.
         launch: where to train, as for `launched`.
     """
     clock = _Clock(limit_minutes)
     tried: set[str] = set()
     while True:
-        plan = planned(experiment, choice, ledger)
+        plan = planned(experiment, choice, ledger, only)
         new = [one for one in plan.missing if one.recipe.name not in tried]
         if not new or clock.over:
             return

@@ -33,7 +33,7 @@ from fedlas.train.runs import RunError
 from fedlas.train.step import Parts, TrainStep
 
 # What a captured step does not depend on: it finds these in tensors that can be refilled.
-REFILLED = ("seed", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
+REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
 NETWORK = ("model", "model_options", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic")
 
 

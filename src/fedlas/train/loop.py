@@ -338,8 +338,9 @@ class _Training:
     def _predict_everything(self) -> None:
         """Write the predictions of the last weights, then those of the best; and on what data."""
         if is_first():
-            self.run.note({"data": {name: self.bench.data.split(name).checksum() for name in ("train", "val", "test")}})
-        sources = {"val": self.validation_source, "test": self.bench.evaluation("test")}
+            looked_at = dict.fromkeys(("train", "val", *self.recipe.splits))
+            self.run.note({"data": {name: self.bench.data.split(name).checksum() for name in looked_at}})
+        sources = {name: self.bench.evaluation(name) for name in self.recipe.splits}
         sources |= {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
         for state in ("last", "best"):
             if state == "best":

@@ -72,7 +72,8 @@ class Recipe:
         compile: compile network and loss, where there is a GPU.
         sync_batchnorm: statistics of BatchNorm over all processes.
         eval_batch_size: samples in one step of an evaluation.
-        ood: foreign data sets that predictions are made for at the end; a finished run makes up for one it lacks.
+        splits: which splits predictions are made for at the end; a finished run makes up for one it lacks.
+        ood: the same for foreign data sets.
         capture: capture the step in a CUDA graph, where there is a GPU.
         checkpoint_every: steps between checkpoints; 0 writes one after each epoch. The end of a run has one anyway.
         workers: processes that read large images; None for one per processor.
@@ -118,6 +119,7 @@ class Recipe:
     compile: bool = True
     sync_batchnorm: bool = False
     eval_batch_size: int = 1000
+    splits: tuple[str, ...] = carried_out(("val", "test"))
     ood: tuple[str, ...] = carried_out(())
     capture: bool = carried_out(True)
     checkpoint_every: int = carried_out(0)
@@ -135,6 +137,9 @@ class Recipe:
         _check(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")
         _check(0 <= self.peak_at <= 1, "peak_at", self.peak_at, "between 0 and 1")
         _check(self.batch_size % self.accumulate == 0, "accumulate", self.accumulate, "a divisor of batch_size")
+        _check(bool(self.splits), "splits", self.splits, "at least one of train, val and test")
+        for name in self.splits:
+            _check(name in ("train", "val", "test"), "splits", name, "of train, val and test")
         for name in OPTIONS:
             if "seed" in getattr(self, name):
                 raise ValueError(f"{name} has a seed; the recipe's own seed decides: seed=...")

@@ -110,8 +110,8 @@ class Run:
         return self.finished_for(self.recipe)
 
     def finished_for(self, recipe: Recipe) -> bool:
-        """Say whether everything is there that a recipe asks for, which may name other foreign data."""
-        splits = ["val", "test", *(f"ood-{name}" for name in recipe.ood)]
+        """Say whether everything is there that a recipe asks for, which may name other splits and foreign data."""
+        splits = [*recipe.splits, *(f"ood-{name}" for name in recipe.ood)]
         return all(self.predictions_file(f"{state}-{split}").exists() for state in STATES for split in splits)
 
     def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> str:
