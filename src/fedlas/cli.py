@@ -201,6 +201,35 @@ def compare_models(
         show_table(HEAD, [row for one in found for row in one.rows()])
 
 
+@app.command("search")
+def search_options(
+    data: Annotated[str, typer.Option(help="The data set.")],
+    loss: Annotated[str, typer.Option(help="The loss whose keywords are searched.")],
+    over: Annotated[list[str], typer.Option(help="NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C; may be repeated.")],
+    trials: Annotated[int, typer.Option(help="How many to try.")] = 20,
+    metric: Annotated[str, typer.Option(help="nll, ece, aece, brier or accuracy, on the validation split.")] = "nll",
+    model: Annotated[str | None, typer.Option(help="The network; by default that of the protocol.")] = None,
+    protocol: Annotated[str | None, typer.Option(help="paper, official, fast or small.")] = None,
+    seeds: Annotated[str, typer.Option(help="A run for each, in every trial.")] = "1",
+    settings: Settings = None,
+    out: Annotated[Path, typer.Option(help="Where run folders and search.json go.")] = Path("runs/search"),
+    data_root: Root = None,
+    device: Device = None,
+) -> None:
+    """Search keywords of a loss on the validation split; the test split is never looked at."""
+    with one_line_errors():
+        from fedlas.experiments.search import Range, search
+        from fedlas.train import recipe_for
+
+        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed(settings))
+        found = search(
+            recipe, [Range.parse(text) for text in over], trials=trials, folder=out, metric=metric,
+            seeds=numbers(seeds), told=partial(typer.echo, err=True), device=device, data_root=data_root,
+        )  # fmt: skip
+        chosen = " ".join(f"--set loss_options.{name}={value}" for name, value in found.best.options.items())
+        typer.echo(f"{metric} {found.best.mean:.5f} on the validation split: {chosen}")
+
+
 def words(text: str | None) -> tuple[str, ...] | None:
     """Take words apart that are separated by commas."""
     return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())

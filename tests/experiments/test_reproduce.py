@@ -23,7 +23,7 @@ PRINTED = json.loads(Path(paper.__file__).with_name("paper.json").read_text())
 
 
 def cell(table, row, column, group=None):
-    place = [n for n, c in enumerate(table.columns) if c.name == column and (group is None or c.group == group)][0]
+    place = next(n for n, c in enumerate(table.columns) if c.name == column and (group is None or c.group == group))
     return next(r for r in table.rows if r.name == row).cells[place]
 
 
@@ -52,7 +52,7 @@ def test_printed_numbers_are_found_where_they_were_printed():
         used += sum(
             c.printed is not None
             for r in table.rows
-            for c, col in zip(r.cells, table.columns)
+            for c, col in zip(r.cells, table.columns, strict=False)
             if col.group != "Mean rank"
         )
     assert used == sum(not row.get("commented_out") for row in PRINTED["numbers"])
@@ -141,7 +141,7 @@ def test_every_recipe_of_every_experiment_is_a_good_one(name):
         try:
             plan = planned(experiment_named(name), Choice(protocol=protocol), Ledger("nowhere"))
         except ValueError as error:
-            assert protocol == "fast"  # noqa: PT017
+            assert protocol == "fast"
             assert "has no network" in str(error)  # noqa: PT017
             continue
         for one in plan.wanted:
@@ -164,7 +164,22 @@ def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
 
 def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = "reproduce sota --data digits --protocol small --losses ls --seeds 1 --set epochs=1 --out made".split()
+    arguments = [
+        "reproduce",
+        "sota",
+        "--data",
+        "digits",
+        "--protocol",
+        "small",
+        "--losses",
+        "ls",
+        "--seeds",
+        "1",
+        "--set",
+        "epochs=1",
+        "--out",
+        "made",
+    ]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert len(Ledger("results").lines) == 1
