@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedlas.evaluation import evaluate
-from fedlas.experiments.kept import Kept
+from fedlas.experiments.kept import Kept, problems, record
 from fedlas.experiments.ledger import Ledger, Line, line_id
 from fedlas.metrics import accuracy, ece, nll
 from fedlas.predictions import Predictions
@@ -74,7 +74,7 @@ def test_temperature_does_not_change_the_accuracy(ledger):
 
 
 def test_a_sound_ledger_has_no_problems(ledger):
-    assert list(ledger.problems(intervals=True)) == []
+    assert list(problems(ledger, intervals=True)) == []
 
 
 def test_a_changed_number_is_found(copy):
@@ -83,10 +83,10 @@ def test_a_changed_number_is_found(copy):
     lines[0]["metrics"]["ece"][0] += 1e-4
     lines[1]["metrics"]["aece"][2] += 0.01
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values = list(Ledger(copy / "results").problems())
+    values = list(problems(Ledger(copy / "results")))
     assert len(values) == 1
     assert "ece is" in values[0]
-    assert len(list(Ledger(copy / "results").problems(intervals=True))) == 2
+    assert len(list(problems(Ledger(copy / "results"), intervals=True))) == 2
 
 
 def test_missing_and_changed_and_stray_predictions_are_found(copy):
@@ -94,7 +94,7 @@ def test_missing_and_changed_and_stray_predictions_are_found(copy):
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-1] + b"x")
     (copy / "results" / "predictions" / "stray.npz").write_bytes(b"")
-    found = " ".join(Ledger(copy / "results").problems())
+    found = " ".join(problems(Ledger(copy / "results")))
     assert "are not there" in found
     assert "another checksum" in found
     assert "stray.npz belongs to no line" in found
@@ -104,7 +104,7 @@ def test_predictions_of_a_line_lie_inside_the_ledger(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text().replace('"predictions/', '"../predictions/'))
     with pytest.raises(ValueError, match="outside of the ledger"):
-        list(Ledger(copy / "results").problems())
+        list(problems(Ledger(copy / "results")))
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fedlas.ledger/1", "id": "x", "speed": 3}', "not json"])
@@ -125,13 +125,13 @@ def test_adding_again_changes_nothing(copy, ledger):
     before = (copy / "results" / "digits-small.jsonl").read_bytes()
     book = Ledger(copy / "results")
     for line in ledger.lines.values():
-        book.add(Run(copy / "runs" / line.recipe.name), "small", line.posthoc and line.posthoc["name"])
+        record(Run(copy / "runs" / line.recipe.name), "small", line.posthoc and line.posthoc["name"], book)
     assert (copy / "results" / "digits-small.jsonl").read_bytes() == before
 
 
 def add_all(folder: str) -> None:
     for run in sorted((Path(folder) / "runs").iterdir()):
-        Ledger(f"{folder}/new").add(Run(run), "small")
+        record(Run(run), "small", None, Ledger(f"{folder}/new"))
 
 
 def test_two_processes_add_each_run_once(copy):
@@ -143,7 +143,7 @@ def test_two_processes_add_each_run_once(copy):
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert len(Ledger(copy / "new").lines) == 4
-    assert list(Ledger(copy / "new").problems()) == []
+    assert list(problems(Ledger(copy / "new"))) == []
 
 
 def test_foreign_data_that_comes_later_completes_the_line(copy):
@@ -154,12 +154,12 @@ def test_foreign_data_that_comes_later_completes_the_line(copy):
     steps = len(Run(folder).log)
     fit(with_more, out=folder, resume=True)
     assert len(Run(folder).log) == steps
-    added = Ledger(copy / "results").add(Run(folder), "small")
+    added = record(Run(folder), "small", None, Ledger(copy / "results"))
     assert added.ood["digits"]["entropy"][0] == pytest.approx(0.5, abs=0.02)
     assert added.metrics == line.metrics
     book = Ledger(copy / "results")
     assert len(book.lines) == 6
-    assert list(book.problems()) == []
+    assert list(problems(book)) == []
 
 
 def test_ids_name_recipe_and_calibrator():

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from fedlas.cli import app
 from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
+from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.reproduce import CATALOG, drawn, experiment_named, planned, reproduce
 from fedlas.experiments.versus import side, versus
@@ -214,7 +215,7 @@ def test_two_sides_are_paired_by_seed(trained, ledger):
     assert set(found[0].pairs) == {1, 2}
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
     other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
-    direct = paired_bootstrap(ece, ledger.kept(line).predictions(), ledger.kept(other).predictions())
+    direct = paired_bootstrap(ece, kept_of(line, ledger).predictions(), kept_of(other, ledger).predictions())
     assert found[0].pairs[2] == direct
     differences = [one.difference for one in found[0].pairs.values()]
     assert found[0].difference == pytest.approx(sum(differences) / 2)

@@ -12,10 +12,12 @@ from typing import Any
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Measured, Place
 from fedlas.experiments.ledger import Ledger
-from fedlas.train.protocols import recipe_for
+from fedlas.train import recipe_for
 from fedlas.train.recipe import Recipe
 
-OURS, BASE, MARGIN = "fedlas_ls", "ls", "fedlas_mbls"
+OURS = "fedlas_ls"
+BASE = OURS.removeprefix("fedlas_")
+MARGIN = "fedlas_mbls"
 SAME_ALPHA = "ls same mean alpha"
 DIGITS = 5  # of the mean alpha: more would make another recipe of rounding
 

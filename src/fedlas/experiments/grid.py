@@ -11,10 +11,9 @@ from typing import ClassVar, NamedTuple
 
 from fedlas.experiments import paper
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
-from fedlas.experiments.kept import Measure
-from fedlas.experiments.ledger import Ledger, Line
+from fedlas.experiments.ledger import Ledger, Line, Measure
 from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
-from fedlas.train.protocols import protocol_named, published_models, recipe_for
+from fedlas.train import protocol_named, published_models, recipe_for
 from fedlas.train.recipe import Recipe
 
 PUBLISHED = ("paper", "official")
@@ -64,9 +63,9 @@ class AbstractGrid(AbstractExperiment):
         """Rows in the paper's order, with the paper's names."""
         return paper.methods(self.name)
 
-    @abstractmethod
     def known_data(self) -> Sequence[str]:
-        """List the data sets."""
+        """List the data sets, in the paper's order."""
+        return paper.data_sets(self.name)
 
     @abstractmethod
     def measured(self, data: str) -> Sequence[Measured]:

@@ -6,17 +6,12 @@ from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Measured
 
-FOREIGN = {"cifar10": ("svhn", "cifar100"), "cifar100": ("svhn", "cifar10")}
-
 
 class OutOfDistribution(AbstractGrid):
     """AUROC of entropy and of the largest probability, CIFAR-10 and CIFAR-100 against SVHN and each other."""
 
     name = "ood"
     title = "Detection of foreign data"
-
-    def known_data(self) -> Sequence[str]:
-        return tuple(FOREIGN)
 
     def models(self, data: str, protocol: str) -> Sequence[str]:
         return tuple(super().models(data, protocol))[:1]  # the paper does not say; ResNet-50 is presumed
@@ -28,7 +23,7 @@ class OutOfDistribution(AbstractGrid):
                 "auroc", f"AUROC % {paper.data_name(ood)}, {shown}", higher_is_better=True, ood=ood, score=score,
                 printed=score == "entropy",
             )
-            for ood in FOREIGN[data]
+            for ood in paper.foreign_data(self.name, data)
             for score, shown in scores.items()
         )  # fmt: skip
 

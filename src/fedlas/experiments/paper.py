@@ -52,6 +52,17 @@ def methods(table: str) -> dict[str, str]:
     return {method: _paper()["methods"][method] for method in order}
 
 
+def data_sets(table: str) -> tuple[str, ...]:
+    """List the data sets of a table, in the paper's order."""
+    return tuple(dict.fromkeys(row["data"] for row in _paper()["numbers"] if row["table"] == table))
+
+
+def foreign_data(table: str, data: str) -> tuple[str, ...]:
+    """List the foreign data sets that a table holds against a data set."""
+    rows = (row for row in _paper()["numbers"] if row["table"] == table and row["data"] == data and "ood" in row)
+    return tuple(dict.fromkeys(row["ood"] for row in rows))
+
+
 def paper_name(method: str) -> str:
     """Give the paper's name of a method, or of anything else the name it has."""
     return str(_paper()["methods"].get(method, method))

@@ -15,6 +15,7 @@ from typing import Any
 
 from fedlas.catalog import Catalog, summary
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
+from fedlas.experiments.kept import record
 from fedlas.experiments.launch import launched
 from fedlas.experiments.ledger import Ledger
 from fedlas.report.tables import Table
@@ -138,7 +139,7 @@ def reproduce(
         for run in launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch):
             one = by_name[run.folder.name]
             for posthoc in one.posthoc:
-                ledger.add(run, one.protocol, posthoc)
+                record(run, one.protocol, posthoc, ledger)
             yield experiment.tables(ledger, choice)
 
 

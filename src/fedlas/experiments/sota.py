@@ -12,9 +12,6 @@ class Sota(AbstractGrid):
     title = "Accuracy and calibration of all losses"
     ranked = ("ECE %", "AECE %")
 
-    def known_data(self) -> Sequence[str]:
-        return "tiny_imagenet", "cifar10", "cifar100"
-
     def measured(self, data: str) -> Sequence[Measured]:
         del data
         return (

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fedlas.experiments.ledger import STATE, Ledger, Line
+from fedlas.experiments.kept import STATE, kept_of
+from fedlas.experiments.ledger import Ledger, Line
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import Comparison, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
@@ -100,7 +101,7 @@ def side(text: str, ledger: Ledger) -> Side:
         )
     found: dict[int | None, Predictions] = {}
     for line in lines:
-        given = ledger.kept(line).predictions()
+        given = kept_of(line, ledger).predictions()
         if given is None:
             raise ValueError(f"{line.id}: of more than ten classes the ledger keeps no probabilities; name run folders")
         if line.seed in found:
@@ -130,14 +131,18 @@ def versus(
     for name in metrics:
         if name not in METRICS:
             raise ValueError(f"{name!r} cannot be compared; known: {', '.join(METRICS)}")
-    both = [seed for seed in first.runs if seed in second.runs]
+    seeds = {seed: seed for seed in first.runs if seed in second.runs}
     if len(first.runs) == len(second.runs) == 1:
-        pairs = {next(iter(first.runs)): (*first.runs.values(), *second.runs.values())}
-    elif both:
-        pairs = {seed: (first.runs[seed], second.runs[seed]) for seed in both}
-    else:
+        seeds = dict(zip(first.runs, second.runs, strict=True))
+    if not seeds:
         raise ValueError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
     return [
-        Versus(name, {seed: paired_bootstrap(METRICS[name], *pair, **options) for seed, pair in pairs.items()})
+        Versus(
+            name,
+            {
+                seed: paired_bootstrap(METRICS[name], first.runs[seed], second.runs[other], **options)
+                for seed, other in seeds.items()
+            },
+        )
         for name in metrics
     ]

@@ -11,9 +11,6 @@ class OverUnder(AbstractGrid):
     name = "over_under"
     title = "Over- and under-confidence"
 
-    def known_data(self) -> Sequence[str]:
-        return "cifar10", "cifar100", "tiny_imagenet"
-
     def models(self, data: str, protocol: str) -> Sequence[str]:
         return tuple(super().models(data, protocol))[:1]  # sums of the printed parts are those of the ResNet-50
 
