@@ -15,7 +15,7 @@ from typing import Any
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.predictions import optional_module, write_whole
-from fedlas.train.loop import DivergedError, Engine
+from fedlas.train import DivergedError, Engine
 from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.search/1"
