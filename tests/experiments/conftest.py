@@ -6,7 +6,8 @@ import pytest
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.reproduce import experiment_named, reproduce
+from fedlas.experiments.planning import experiment_named
+from fedlas.experiments.reproduce import reproduce
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
 from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.reproduce import CATALOG, drawn, experiment_named, planned, reproduce
+from fedlas.experiments.planning import CATALOG, experiment_named, planned
+from fedlas.experiments.reproduce import drawn, reproduce
 from fedlas.experiments.versus import side, versus
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import paired_bootstrap

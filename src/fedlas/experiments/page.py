@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.reproduce import CATALOG, experiment_named, planned
+from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.report.tables import Detail
 from fedlas.train import protocol_named
 
