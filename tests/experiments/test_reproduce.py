@@ -198,7 +198,7 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
         ("reproduce sota --losses ce,zz", "has no row 'zz'"),
         ("reproduce sota --data mars", "'mars'"),
         ("reproduce sota --seeds 1,x", "whole numbers"),
-        ("reproduce sota --data digits --protocol fast", "has no network for digits"),
+        ("reproduce sota --data digits --protocol fast", "has no network for 'digits'"),
         ("reproduce sota --set epoch=3", "has no field 'epoch'"),
         ("compare a b", "is neither a run folder nor a file"),
     ],

@@ -84,11 +84,17 @@ class AbstractGrid(AbstractExperiment):
         protocol = protocol_named(choice.protocol)
         # Any data set may be named; without a name, those of the paper that the protocol has a network for.
         known = choice.data or [data for data in self.known_data() if protocol.models(data)]
-        found = [Place(data, m) for data in known for m in choice.models or self.models(data, choice.protocol)]
+        found = []
+        for data in known:
+            # Without a network of the protocol, the recipe says what is wrong.
+            models = choice.models or self.models(data, choice.protocol) or (self._no_model(data, choice),)
+            found += [Place(data, model) for model in models]
         if not found:
-            where = ", ".join(known) or "the data of this experiment"
-            raise ValueError(f"the protocol {protocol.name!r} has no network for {where}; name one with --model")
+            raise ValueError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
         return found
+
+    def _no_model(self, data: str, choice: Choice) -> str:
+        return recipe_for(data, protocol=choice.protocol).model
 
     def rows(self, choice: Choice) -> list[str]:
         """List the rows that were asked for."""
