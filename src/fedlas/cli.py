@@ -86,21 +86,24 @@ def train_run(
 def predict_run(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     data: Annotated[str, typer.Option(help="The data set, or `folder` with --set path=DIR.")],
-    split: Annotated[str, typer.Option(help="train, val, test, or all of a folder.")] = "test",
+    split: Annotated[
+        str | None, typer.Option(help="train, val, test or, of a folder, all; by default test, and all of a folder.")
+    ] = None,
     state: Annotated[str, typer.Option(help="best or last weights.")] = "best",
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="A keyword of the data set.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write; else into the run's predictions.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write; else a new file in the run's predictions.")] = None,
     data_root: Root = None,
     device: Device = None,
 ) -> None:
     """Write the predictions of a trained run on any data."""
     with one_line_errors():
-        from fedlas.train.again import predict_again
+        from fedlas.train.recipe import value_of
+        from fedlas.train.trained import predict_with
 
-        options = parsed(settings)
-        path = predict_again(
+        options = {name: value_of(text) for name, text in parsed(settings).items()}
+        path = predict_with(
             run, data, split=split, state=state, options=options, out=out, data_root=data_root, device=device
         )
         typer.echo(path)
@@ -156,7 +159,8 @@ def reproduce_experiment(
     with one_line_errors():
         from fedlas.experiments.base import Choice
         from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.reproduce import HEAD, drawn, experiment_named, planned, reproduce
+        from fedlas.experiments.planning import HEAD, experiment_named, planned
+        from fedlas.experiments.reproduce import drawn, reproduce
 
         chosen = experiment_named(experiment)
         choice = Choice(
@@ -270,7 +274,7 @@ def listed(what: Catalogue) -> tuple[list[str], list[list[str]]]:
         rows = [[r.name, str(r.image_size or "any"), r.summary] for r in list_models()]
         return ["name", "images", "in a sentence"], rows
     if what is Catalogue.experiments:
-        from fedlas.experiments.reproduce import list_experiments
+        from fedlas.experiments.planning import list_experiments
 
         return ["name", "in a sentence"], list_experiments()
     from fedlas.train import list_recipes

@@ -6,7 +6,8 @@
     RUN/checkpoint.pt       where the run stands, and the weights of its best epoch
     RUN/predictions/        {best,last}-{val,test,ood-NAME}.safetensors
 
-Files are written whole or not at all. Predictions come last, so a run that has them all is finished.
+Files are written whole or not at all. A run is finished when its log knows all epochs, and all predictions are there;
+they come last. The checkpoint may be thrown away then.
 """
 
 import fcntl
@@ -51,7 +52,8 @@ class Run:
         """What was asked for."""
         if not self.recipe_file.exists():
             raise RunError(f"{self.folder} is no run folder: it has no recipe.json")
-        return Recipe.from_dict(json.loads(self.recipe_file.read_text(encoding="utf-8")))
+        with _readable(self.recipe_file):
+            return Recipe.from_dict(json.loads(self.recipe_file.read_text(encoding="utf-8")))
 
     @property
     def recipe_file(self) -> Path:
@@ -60,9 +62,14 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Versions, device and commit of the process that worked here last, and checksums of the data."""
-        found = self.environment_file
-        return dict(json.loads(found.read_text(encoding="utf-8"))) if found.exists() else {}
+        """Versions, device and commit of the process that worked here last, and checksums of the data.
+
+        Where another environment began the run, it is listed under "earlier".
+        """
+        if not self.environment_file.exists():
+            return {}
+        with _readable(self.environment_file):
+            return dict(json.loads(self.environment_file.read_text(encoding="utf-8")))
 
     @property
     def environment_file(self) -> Path:
@@ -111,15 +118,23 @@ class Run:
 
     def finished_for(self, recipe: Recipe) -> bool:
         """Say whether everything is there that a recipe asks for, which may name other splits and foreign data."""
+        if sum("diverged" not in record for record in self.log) < recipe.epochs:
+            return False
         splits = [*recipe.splits, *(f"ood-{name}" for name in recipe.ood)]
         return all(self.predictions_file(f"{state}-{split}").exists() for state in STATES for split in splits)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was trained here; a recipe alone can be replaced by another one."""
+        predictions = self.predictions_file("any").parent
+        return self.checkpoint.exists() or bool(self.log) or (predictions.exists() and any(predictions.iterdir()))
 
     def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> str:
         """Say whether a recipe has to "start", "continue", or is "finished" in this folder, and write it down.
 
         Another recipe in the folder is an error, and so is a run that stands still and nobody asked to continue.
         """
-        if self.recipe_file.exists():
+        if self.recipe_file.exists() and self.begun:
             others = differences(self.recipe, recipe)
             if others:
                 raise RunError(
@@ -129,17 +144,27 @@ class Run:
                 return "finished"
             if self.checkpoint.exists() and not resume and not self.finished:
                 raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with --resume")
-        elif self.folder.exists() and any(p for p in self.folder.iterdir() if not p.name.startswith(".")):
+            if self.finished and not self.checkpoint.exists():
+                raise RunError(f"{self.folder} is finished and has no checkpoint, so it can predict nothing more")
+        elif not self.recipe_file.exists() and any(one for one in self.folder.glob("*") if one.name[0] != "."):
             raise RunError(f"{self.folder} is not empty and holds no run; choose another --out")
         for rest in self.folder.glob(".checkpoint.pt.*"):  # half a checkpoint, of a process that was killed
             rest.unlink()
         write_whole(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
-        self.note(environment(device, processes))
+        self._note_environment(environment(device, processes))
         return "continue" if self.checkpoint.exists() else "start"
 
     def note(self, about: Mapping[str, Any]) -> None:
         """Write down where and on what a run takes place, beside what is known already."""
         write_whole(self.environment_file, (json.dumps(self.environment | dict(about), indent=1) + "\n").encode())
+
+    def _note_environment(self, now: Mapping[str, Any]) -> None:
+        """Write down who works here now, and keep those who trained the epochs before."""
+        known = self.environment if self.begun else {}
+        before = {name: known[name] for name in now if name in known}
+        if before and before != now:
+            known["earlier"] = [*known.get("earlier", []), before]
+        write_whole(self.environment_file, (json.dumps(known | dict(now), indent=1) + "\n").encode())
 
     def keep_log(self, epochs: int) -> None:
         """Keep the first epochs of the log; later ones will be trained again."""
@@ -150,18 +175,55 @@ class Run:
         """Add the line of an epoch."""
         with self.log_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Name a file of a run that does not hold what it should."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
+
+
+# Files that are locked by this process. A lock lasts as long as anybody has its file open, and a forked process, such
+# as one that reads images, would keep it open after its parent's end.
+_locks: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for descriptor in _locks:
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run folder; the lock goes when its process does, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunError(f"another process is working in {folder}") from error
+    descriptor, owner = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644), os.getpid()
+    _locks.add(descriptor)
+    try:
+        _lock(descriptor, folder)
         yield
+    finally:
+        if os.getpid() == owner:
+            _locks.discard(descriptor)
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RunError(f"another process is working in {folder}") from error
+    except OSError as error:
+        raise RunError(f"{folder} cannot be locked ({error}); choose a file system that knows locks") from error
 
 
 def environment(device: str, processes: int) -> dict[str, Any]:
