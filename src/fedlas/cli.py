@@ -142,6 +142,7 @@ def reproduce_experiment(
     losses: Annotated[str | None, typer.Option(help="Rows, separated by commas; by default all.")] = None,
     seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "1,2,3",
     protocol: Annotated[str, typer.Option(help="paper, official, fast or small.")] = "paper",
+    split: Annotated[str, typer.Option(help="test, or test-published: normalised as in the published code.")] = "test",
     settings: Settings = None,
     only: Annotated[str | None, typer.Option(help="Train only runs whose folder's name contains this.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan and table; start nothing.")] = False,
@@ -165,7 +166,7 @@ def reproduce_experiment(
         chosen = experiment_named(experiment)
         choice = Choice(
             data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
-            seeds=numbers(seeds),
+            seeds=numbers(seeds), split=split,
         )  # fmt: skip
         book = Ledger(ledger)
         plan = planned(chosen, choice, book, only)

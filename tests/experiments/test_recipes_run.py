@@ -17,7 +17,7 @@ from fedlas.data.base import AbstractDataset, Split
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
-from fedlas.train import Recipe
+from fedlas.train import Recipe, RunError, recipe_for
 from fedlas.train import bench as bench_module
 from fedlas.train.bench import Bench
 
@@ -113,3 +113,32 @@ def test_every_network_trains(made_up, place):
 @pytest.mark.parametrize("key", list(RECIPES))
 def test_every_recipe_trains_its_own_network(made_up, key):
     trains(RECIPES[key])
+
+
+def first_images(source) -> torch.Tensor:
+    return next(iter(source.batches(SAMPLES))).images
+
+
+def test_the_published_test_normalisation_is_another_one(made_up):
+    recipe = recipe_for("cifar100", "small_cnn", protocol="fast", model_options={"in_channels": 3}, precision="fp32")
+    recipe = recipe.replace(batch_size=2, splits=("val", "test", "test-published"), ood=("cifar10",))
+    bench = Bench(recipe, torch.device("cpu"))
+    bench.check()
+    ours, theirs = (first_images(bench.evaluation(name)) for name in ("test", "test-published"))
+    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
+    bytes_ = ours * std.view(3, 1, 1) + mean.view(3, 1, 1)
+    imagenet = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    expected = (bytes_ - imagenet[0].view(3, 1, 1)) / imagenet[1].view(3, 1, 1)
+    assert theirs == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(first_images(bench.foreign("cifar10")), ours)
+    other = Bench(recipe.replace(data="cifar10", splits=("val", "test")), torch.device("cpu"))
+    assert first_images(other.foreign("cifar100-published")) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_published_normalisation_that_is_ours_is_refused(made_up):
+    recipe = recipe_for("cifar10", "small_cnn", protocol="fast", model_options={"in_channels": 3})
+    bench = Bench(recipe.replace(batch_size=2, splits=("test-published",), precision="fp32"), torch.device("cpu"))
+    with pytest.raises(RunError, match="as we do"):
+        bench.check()
+    with pytest.raises(ValueError, match="splits must be"):
+        recipe.replace(splits=("tests",))

@@ -90,8 +90,8 @@ class Ablations(AbstractGrid):
     def models(self, data: str, protocol: str) -> Sequence[str]:
         return tuple(super().models(data, protocol))[:1]
 
-    def measured(self, data: str) -> Sequence[Measured]:
-        del data
+    def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
+        del data, choice
         shown = (("ece", "ECE %"), ("aece", "AECE %"), ("over_ece", "O-ECE %"), ("under_ece", "U-ECE %"))
         return (
             Measured("accuracy", "accuracy %", higher_is_better=True, printed=False),
@@ -107,7 +107,8 @@ class Ablations(AbstractGrid):
                 return None
             options["alpha"] = alpha
         made = recipe_for(place.data, place.model, variant.loss, protocol=choice.protocol, seed=seed)
-        return made.replace(loss_options={**made.loss_options, **options}).with_settings(choice.changes)
+        varied = made.replace(loss_options={**made.loss_options, **options}).with_settings(choice.changes)
+        return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, choice.split))))
 
     def _mean_alpha(self, place: Place, seed: int, choice: Choice, ledger: Ledger) -> float | None:
         """Take the mean alpha of the last epoch of FeDLaS-LS with the same seed."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fedlas.catalog import nearest
-from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.report.tables import Table
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run
@@ -30,6 +30,7 @@ class Choice:
         losses: losses, or other rows of the experiment, by name.
         seeds: one run for each.
         protocol: "paper", "official", "fast" or "small".
+        split: what is judged: "test", or "test-published", normalised as in the published code.
         changes: fields of all recipes that shall be otherwise, as on the command line.
     """
 
@@ -38,6 +39,7 @@ class Choice:
     losses: tuple[str, ...] | None = None
     seeds: tuple[int, ...] = (1, 2, 3)
     protocol: str = "paper"
+    split: str = TEST
     changes: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, known: Iterable[str], asked: Sequence[str] | None, kind: str) -> list[str]:
@@ -57,15 +59,17 @@ class Wanted:
         recipe: what to train.
         protocol: the recipe's protocol, by name.
         posthoc: how it is judged: as trained (None), or after a calibrator that is fitted on the validation split.
+        split: on what it is judged.
     """
 
     recipe: Recipe
     protocol: str
     posthoc: tuple[str | None, ...] = (None,)
+    split: str = TEST
 
     def missing(self, ledger: Ledger) -> bool:
         """Say whether the ledger lacks one of the lines, or their foreign data."""
-        lines = [ledger.find(self.recipe, one) for one in self.posthoc]
+        lines = [ledger.find(self.recipe, one, self.split) for one in self.posthoc]
         return any(line is None or not set(self.recipe.ood) <= set(line.ood) for line in lines)
 
 

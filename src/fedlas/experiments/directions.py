@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Measured
 
 
@@ -14,6 +15,6 @@ class OverUnder(AbstractGrid):
     def models(self, data: str, protocol: str) -> Sequence[str]:
         return tuple(super().models(data, protocol))[:1]  # sums of the printed parts are those of the ResNet-50
 
-    def measured(self, data: str) -> Sequence[Measured]:
-        del data
+    def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
+        del data, choice
         return Measured("over_ece", "O-ECE %"), Measured("under_ece", "U-ECE %")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Measured
 
 
@@ -12,8 +13,8 @@ class Finegrained(AbstractGrid):
     title = "Accuracy and calibration on fine-grained photographs"
     ranked = ("ECE %", "AECE %")
 
-    def measured(self, data: str) -> Sequence[Measured]:
-        del data
+    def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
+        del data, choice
         return (
             Measured("accuracy", "accuracy %", higher_is_better=True),
             Measured("ece", "ECE %"),

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from fedlas.experiments import paper
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
-from fedlas.experiments.ledger import Ledger, Line, Measure
+from fedlas.experiments.ledger import TEST, Ledger, Line, Measure
 from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
 from fedlas.train import protocol_named, published_models, recipe_for
 from fedlas.train.recipe import Recipe
@@ -35,6 +35,7 @@ class Measured:
         heading: what stands above its column.
         higher_is_better: whether larger is better.
         ood: the foreign data set, for an AUROC.
+        printed_as: its name in the paper's numbers.
         score: what tells foreign samples apart, for an AUROC.
         printed: whether the paper prints it.
     """
@@ -43,6 +44,7 @@ class Measured:
     heading: str
     higher_is_better: bool = False
     ood: str | None = None
+    printed_as: str | None = None
     score: str = "entropy"
     printed: bool = True
 
@@ -68,12 +70,12 @@ class AbstractGrid(AbstractExperiment):
         return paper.data_sets(self.name)
 
     @abstractmethod
-    def measured(self, data: str) -> Sequence[Measured]:
+    def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
         """List the numbers of a place."""
 
-    def foreign(self, data: str) -> tuple[str, ...]:
+    def foreign(self, data: str, choice: Choice) -> tuple[str, ...]:
         """List the foreign data sets that a network is shown."""
-        return tuple(sorted({one.ood for one in self.measured(data) if one.ood is not None}))
+        return tuple(sorted({one.ood for one in self.measured(data, choice) if one.ood is not None}))
 
     def models(self, data: str, protocol: str) -> Sequence[str]:
         """List the networks of a data set; those of the paper, or those of another protocol."""
@@ -104,11 +106,12 @@ class AbstractGrid(AbstractExperiment):
         """Make the recipe of one run; None as long as it depends on runs that are not in the ledger."""
         del ledger
         made = recipe_for(place.data, place.model, loss_of(row), protocol=choice.protocol, seed=seed)
-        return made.with_settings(choice.changes).replace(ood=self.foreign(place.data))
+        splits = tuple(dict.fromkeys((*made.splits, choice.split)))
+        return made.with_settings(choice.changes).replace(ood=self.foreign(place.data, choice), splits=splits)
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
         return [
-            Wanted(recipe, choice.protocol, (calibrator_of(row),))
+            Wanted(recipe, choice.protocol, (calibrator_of(row),), choice.split)
             for place in self.places(choice)
             for row in self.rows(choice)
             for seed in choice.seeds
@@ -120,11 +123,11 @@ class AbstractGrid(AbstractExperiment):
         columns = [
             Column(one.heading, _heading(place), one.higher_is_better, compared=choice.protocol in PUBLISHED)
             for place in places
-            for one in self.measured(place.data)
+            for one in self.measured(place.data, choice)
         ]
         filled = [
             Row(row, self.methods[row], tuple(self._cell(ledger, choice, place, row, one)
-                                              for place in places for one in self.measured(place.data)))
+                                              for place in places for one in self.measured(place.data, choice)))
             for row in rows
         ]  # fmt: skip
         table = Table(f"{self.name}-{choice.protocol}", self.title, tuple(columns), tuple(filled), self.notes(choice))
@@ -133,9 +136,11 @@ class AbstractGrid(AbstractExperiment):
     def notes(self, choice: Choice) -> tuple[str, ...]:
         """Say below a table what has to be known about it."""
         protocol = protocol_named(choice.protocol)
+        test = () if choice.split == TEST else ("Test images are normalised as in the published code.",)
         if choice.protocol in PUBLISHED:
-            return (f"Protocol: {protocol.summary}.",)
+            return (f"Protocol: {protocol.summary}.", *test)
         return (
+            *test,
             f"The {protocol.name} protocol ({protocol.summary}): a short version of the comparison. Printed numbers are"
             " the paper's own, of its network and its many epochs: for orientation, not for comparison.",
         )
@@ -144,11 +149,13 @@ class AbstractGrid(AbstractExperiment):
         found = []
         for seed in choice.seeds:
             recipe = self.recipe(place, row, seed, choice, ledger)
-            line = None if recipe is None else ledger.find(recipe, calibrator_of(row))
+            line = None if recipe is None else ledger.find(recipe, calibrator_of(row), choice.split)
             measure = None if line is None else one.of(line)
             found += [] if measure is None else [measure]
         theirs = (place.model,) if choice.protocol in PUBLISHED else published_models(place.data)[:1]
-        beside = [paper.printed(self.name, row, place.data, model, metric=one.metric, ood=one.ood) for model in theirs]
+        beside = [
+            paper.printed(self.name, row, place.data, model, metric=one.metric, ood=one.printed_as) for model in theirs
+        ]
         return Cell(
             values=tuple(value for value, _, _ in found),
             intervals=tuple((low, high) for _, low, high in found if low is not None and high is not None),

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.experiments.ledger import Ledger, Line, Measure, line_id
+from fedlas.experiments.ledger import TEST, Ledger, Line, Measure, line_id
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.digest import Digest, Intervals
 from fedlas.metrics.result import Result
@@ -169,7 +169,7 @@ def kept_of(line: Line, ledger: Ledger) -> Kept:
     return Kept.unpack(path.read_bytes(), str(path))
 
 
-def record(run: Run, protocol: str, posthoc: str | None, ledger: Ledger) -> Line:
+def record(run: Run, protocol: str, posthoc: str | None, ledger: Ledger, split: str = TEST) -> Line:
     """Judge a finished run, as trained or after a calibrator, and write its line into the ledger.
 
     Args:
@@ -177,14 +177,15 @@ def record(run: Run, protocol: str, posthoc: str | None, ledger: Ledger) -> Line
         protocol: of its recipe.
         posthoc: the calibrator; it is fitted on the validation split.
         ledger: where the line goes.
+        split: what to judge.
     """
     recipe = run.recipe
-    there = ledger.find(recipe, posthoc)
+    there = ledger.find(recipe, posthoc, split)
     if there is not None and set(recipe.ood) <= set(there.ood):
         return there
-    predictions, foreign, learned = _judged(run, posthoc)
+    predictions, foreign, learned = _judged(run, posthoc, split)
     kept = Kept.of(predictions, foreign, calibrated=posthoc is not None)
-    content, name = kept.pack(), line_id(recipe, posthoc)
+    content, name = kept.pack(), line_id(recipe, posthoc, split)
     line = Line(
         id=name,
         recipe=recipe,
@@ -192,6 +193,7 @@ def record(run: Run, protocol: str, posthoc: str | None, ledger: Ledger) -> Line
         metrics=kept.metrics(Intervals()),
         ood=kept.detection(),
         posthoc=learned,
+        split=split,
         predictions={"file": f"predictions/{name}.npz", "sha256": hashlib.sha256(content).hexdigest()},
         date=datetime.now(UTC).date().isoformat(),
         **_about(run),
@@ -215,7 +217,7 @@ def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
 
 
 def _problems_of(line: Line, ledger: Ledger, intervals: bool) -> Iterator[str]:
-    if line.id != line_id(line.recipe, None if line.posthoc is None else line.posthoc["name"]):
+    if line.id != line_id(line.recipe, None if line.posthoc is None else line.posthoc["name"], line.split):
         yield "its recipe makes another id"
     path = ledger.file_of(line)
     if not path.is_file():
@@ -236,9 +238,11 @@ def _problems_of(line: Line, ledger: Ledger, intervals: bool) -> Iterator[str]:
                 yield f"{place} {name} is {written[name]} in the ledger and {found[name]} now".strip()
 
 
-def _judged(run: Run, posthoc: str | None) -> tuple[Predictions, dict[str, Predictions], dict[str, Any] | None]:
+def _judged(
+    run: Run, posthoc: str | None, split: str
+) -> tuple[Predictions, dict[str, Predictions], dict[str, Any] | None]:
     """Give the predictions of a run on known and foreign data, repaired where a calibrator is named."""
-    known = run.predictions(f"{STATE}-test")
+    known = run.predictions(f"{STATE}-{split}")
     foreign = {name: run.predictions(f"{STATE}-ood-{name}") for name in run.recipe.ood}
     if posthoc is None:
         return known, foreign, None

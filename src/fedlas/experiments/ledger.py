@@ -21,6 +21,7 @@ from fedlas.predictions import write_whole
 from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
+TEST = "test"
 Measure: TypeAlias = tuple[float, float | None, float | None]  # value, and the ends of its interval
 
 
@@ -29,10 +30,11 @@ class Line:
     """One finished run, judged as trained or after a calibrator.
 
     Args:
-        id: name of the run folder, and the calibrator's name behind a plus.
+        id: name of the run folder, the calibrator's name behind a plus, another split than "test" behind an at sign.
         recipe: what was trained.
         protocol: the recipe's protocol.
         posthoc: the calibrator and what it learned on the validation split; None as trained.
+        split: what was judged: "test", or "test-published", normalised as in the published code.
         metrics: value and interval of each metric, as fractions.
         ood: AUROC of each score on each foreign data set.
         curve: for each epoch what the log says, shortened.
@@ -51,6 +53,7 @@ class Line:
     metrics: Mapping[str, Measure]
     predictions: Mapping[str, str]
     posthoc: Mapping[str, Any] | None = None
+    split: str = TEST
     ood: Mapping[str, Mapping[str, Measure]] = field(default_factory=dict)
     curve: tuple[Mapping[str, Any], ...] = ()
     best_epoch: int = 0
@@ -113,9 +116,9 @@ class Ledger:
                 found[line.id] = line
         return found
 
-    def find(self, recipe: Recipe, posthoc: str | None = None) -> Line | None:
+    def find(self, recipe: Recipe, posthoc: str | None = None, split: str = TEST) -> Line | None:
         """Look up the line of a recipe."""
-        return self.lines.get(line_id(recipe, posthoc))
+        return self.lines.get(line_id(recipe, posthoc, split))
 
     def add(self, line: Line, content: bytes) -> Line:
         """Write a line and its predictions.
@@ -150,9 +153,10 @@ class Ledger:
             yield
 
 
-def line_id(recipe: Recipe, posthoc: str | None) -> str:
+def line_id(recipe: Recipe, posthoc: str | None, split: str = TEST) -> str:
     """Name the line of a recipe."""
-    return recipe.name if posthoc is None else f"{recipe.name}+{posthoc}"
+    name = recipe.name if posthoc is None else f"{recipe.name}+{posthoc}"
+    return name if split == TEST else f"{name}@{split}"
 
 
 def _fields(values: dict[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
     for one in experiment.plan(choice, ledger):
         before = wanted.get(one.recipe.name)
         judged = (*before.posthoc, *one.posthoc) if before else one.posthoc
-        wanted[one.recipe.name] = Wanted(one.recipe, one.protocol, tuple(dict.fromkeys(judged)))
+        wanted[one.recipe.name] = Wanted(one.recipe, one.protocol, tuple(dict.fromkeys(judged)), one.split)
     meant = tuple(one for name, one in wanted.items() if only is None or only in name)
     missing = tuple(one for one in meant if one.missing(ledger))
     return Plan(meant, missing, _minutes(missing, ledger))

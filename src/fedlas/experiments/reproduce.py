@@ -13,7 +13,7 @@ from typing import Any
 
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing
 from fedlas.experiments.kept import record
-from fedlas.experiments.launch import launched
+from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import planned
 from fedlas.report.tables import Table
@@ -46,19 +46,25 @@ def reproduce(
     """
     clock = _Clock(limit_minutes)
     tried: set[str] = set()
+    failed: dict[str, str] = {}
     while True:
         plan = planned(experiment, choice, ledger, only)
         new = [one for one in plan.missing if one.recipe.name not in tried]
         if not new or clock.over:
-            return
+            break
         tried |= {one.recipe.name for one in new}
         by_name = {one.recipe.name: one for one in new}
         recipes = [one.recipe for one in new]
-        for run in launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch):
-            one = by_name[run.folder.name]
-            for posthoc in one.posthoc:
-                record(run, one.protocol, posthoc, ledger)
-            yield experiment.tables(ledger, choice)
+        try:
+            for run in launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch):
+                one = by_name[run.folder.name]
+                for posthoc in one.posthoc:
+                    record(run, one.protocol, posthoc, ledger, one.split)
+                yield experiment.tables(ledger, choice)
+        except LaunchError as error:  # what does not depend on the failed runs goes on
+            failed |= error.failed
+    if failed:
+        raise LaunchError(failed)
 
 
 class _Clock:

@@ -319,7 +319,7 @@ class _Training:
     def _predict_everything(self) -> None:
         """Write the predictions of the last weights and of the best, and on what data; foreign data comes last."""
         if is_first():
-            looked_at = dict.fromkeys(("train", "val", *self.recipe.splits))
+            looked_at = dict.fromkeys(("train", "val", *(name.partition("-")[0] for name in self.recipe.splits)))
             self.run.note({"data": {name: self.bench.data.split(name).checksum() for name in looked_at}})
         states = {"last": {name: value.clone() for name, value in self.bench.net.model.state_dict().items()}}
         states["best"] = self.best

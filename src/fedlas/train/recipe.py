@@ -21,6 +21,7 @@ Optimizer: TypeAlias = Literal["sgd", "adamw"]
 Schedule: TypeAlias = Literal["constant", "multi_step", "cosine", "one_cycle", "triangle"]
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
+SPLITS = ("train", "val", "test", "test-published")
 OPTIONS = ("data_options", "model_options", "loss_options")
 # Fields that do nothing unless another one has one of some values.
 ACTS_WITH: Mapping[str, tuple[str, tuple[Plain, ...]]] = {
@@ -86,6 +87,7 @@ class Recipe:
         sync_batchnorm: statistics of BatchNorm over all processes.
         eval_batch_size: samples in one step of an evaluation.
         splits: which splits predictions are made for at the end; a finished run makes up for one it lacks.
+            "test-published" are the test images as the published code normalises them, where it does that otherwise.
         ood: the same for foreign data sets.
         capture: capture the step in a CUDA graph, where there is a GPU.
         checkpoint_every: steps between checkpoints; 0 writes one after each epoch. The end of a run has one anyway.
@@ -150,9 +152,9 @@ class Recipe:
         _check(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")
         _check(0 <= self.peak_at <= 1, "peak_at", self.peak_at, "between 0 and 1")
         _check(self.batch_size % self.accumulate == 0, "accumulate", self.accumulate, "a divisor of batch_size")
-        _check(bool(self.splits), "splits", self.splits, "at least one of train, val and test")
+        _check(bool(self.splits), "splits", self.splits, f"at least one of {', '.join(SPLITS)}")
         for name in self.splits:
-            _check(name in ("train", "val", "test"), "splits", name, "of train, val and test")
+            _check(name in SPLITS, "splits", name, f"of {', '.join(SPLITS)}")
         for name in OPTIONS:
             if "seed" in getattr(self, name):
                 raise ValueError(f"{name} has a seed; the recipe's own seed decides: seed=...")

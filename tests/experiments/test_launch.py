@@ -1,0 +1,311 @@
+"""Many runs on one machine: who is killed, stopped or locked out goes on later, and nobody trains twice."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlas.experiments import launch
+from fedlas.experiments.launch import LaunchError, launched
+from fedlas.train import Recipe, Run, StoppedError, recipe_for
+from fedlas.train.runs import locked
+
+LONG = 60  # epochs of a run that is to be hit in the middle
+ENDLESS = 5000  # and of one that nobody waits for
+
+
+def short(loss: str = "ce", **changes: Any) -> Recipe:
+    """A run of 2 epochs with 4 steps each."""
+    usual = {"epochs": 2, "batch_size": 50, "data_options": {"train_samples": 200}, "deterministic": True}
+    return recipe_for("digits", "small_cnn", loss, **{**usual, **changes})
+
+
+def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
+    """Wait for something, and give it."""
+    end = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+    return found
+
+
+def holder(run: Run) -> int | None:
+    """The process that has locked a run's folder."""
+    lock = run.folder / ".lock"
+    if not lock.exists():
+        return None
+    for line in Path("/proc/locks").read_text().splitlines():
+        words = line.split()
+        if words[1] == "FLOCK" and words[5].split(":")[-1] == str(lock.stat().st_ino):
+            return int(words[4])
+    return None
+
+
+def in_the_middle(run: Run) -> bool:
+    """Whether a run has written checkpoints, of which the newest may still be under way, and has yet to go far."""
+    return run.checkpoint.exists() and 4 <= len(run.log) < LONG - 4
+
+
+def exists(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def times(run: Run) -> list[float]:
+    return [record["machine"]["seconds"] for record in run.log]
+
+
+def assert_complete(runs: Sequence[Run], recipes: Sequence[Recipe]) -> None:
+    """Every recipe once, every epoch once, and everything that a table needs."""
+    assert sorted(run.folder.name for run in runs) == sorted(recipe.name for recipe in recipes)
+    for run in runs:
+        assert [record["epoch"] for record in run.log] == list(range(1, run.recipe.epochs + 1))
+        assert len(run.predictions("best-test").labels) == 797
+
+
+@pytest.fixture
+def words() -> list[str]:
+    """What the launcher told."""
+    return []
+
+
+def test_runs_are_given_as_they_finish_and_found_again(tmp_path, words):
+    recipes = [short(), short("ls"), short(seed=2), short()]
+    expected = [short(), short(seed=2), short("ls")]  # one that differs in its seed alone comes first
+    runs = list(launched(recipes, folder=tmp_path, told=words.append))
+    assert [run.recipe for run in runs] == expected
+    assert_complete(runs, expected)
+    assert words == []
+    before = [times(run) for run in runs]
+    again = list(launched([short("focal"), *recipes], folder=tmp_path, told=words.append))
+    assert [run.recipe for run in again] == [*expected, short("focal")]  # what is finished is given at once
+    assert [times(run) for run in again[:3]] == before
+    assert words == ["3 of 4 runs are finished already"]
+
+
+def test_a_run_that_fails_stops_no_other_and_is_named(tmp_path, words):
+    bad, other = short(lr=1e30), short("ls")
+    (tmp_path / other.name).mkdir()
+    (tmp_path / other.name / "thesis.txt").write_text("Chapter 1")
+    runs: list[Run] = []
+    with pytest.raises(LaunchError, match="2 runs failed") as caught:
+        runs.extend(launched([bad, other, short("focal")], folder=tmp_path, told=words.append))
+    assert_complete(runs, [short("focal")])
+    assert list(caught.value.failed) == [bad.name, other.name]
+    assert "DivergedError: the loss or its gradient is not finite in step" in caught.value.failed[bad.name]
+    assert "is not empty and holds no run" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert f"{bad.name}:\nTraceback" in caught.value.__notes__[0]
+    assert words[0].startswith(f"{bad.name} failed: DivergedError")
+
+
+def test_time_is_up_in_the_middle_of_a_run(tmp_path, words):
+    recipes = [short(epochs=ENDLESS), short("ls")]
+    stopped, untouched = (Run(tmp_path / recipe.name) for recipe in recipes)
+    steps, before = [0], []
+    for _ in range(2):
+        assert list(launched(recipes, folder=tmp_path, limit_minutes=2 / 60, told=words.append)) == []
+        saved = torch.load(stopped.checkpoint, weights_only=True)
+        assert saved["epoch"] == len(stopped.log)
+        steps.append(saved["epoch"] * 4 + saved["position"])
+        assert times(stopped)[: len(before)] == before  # it went on, and did not start over
+        before = times(stopped)
+    assert steps[0] < steps[1] < steps[2]
+    assert words == ["time is up: 2 of 2 runs are left; start again to go on with them"] * 2
+    assert not untouched.folder.exists()
+
+
+def test_no_time_is_no_run(tmp_path, words):
+    list(launched([short()], folder=tmp_path))
+    runs = list(launched([short("ls"), short()], folder=tmp_path, limit_minutes=0, told=words.append))
+    assert [run.recipe for run in runs] == [short()]
+    assert words[-1].startswith("time is up: 1 of 2 runs are left")
+    assert not (tmp_path / short("ls").name).exists()
+
+
+def test_outside_the_main_thread_the_last_checkpoint_has_to_do(tmp_path, words):
+    def go() -> None:
+        assert list(launched([short(epochs=1000)], folder=tmp_path, limit_minutes=1 / 60, told=words.append)) == []
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join()
+    assert words == ["time is up: 1 of 1 runs are left; start again to go on with them"]
+
+
+def test_a_signal_of_the_user_stops_everything(tmp_path):
+    recipe = short(epochs=LONG)
+
+    def interrupt() -> None:
+        until(lambda: in_the_middle(Run(tmp_path / recipe.name)))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(StoppedError) as caught:
+        list(launched([recipe, short("ls")], folder=tmp_path))
+    thread.join()
+    assert caught.value.signal_number == signal.SIGINT
+    assert not (tmp_path / short("ls").name).exists()
+
+
+def test_a_locked_run_comes_later(tmp_path, words, monkeypatch):
+    monkeypatch.setattr(launch, "AGAIN_AFTER", 0.2)
+    first, second = short(), short("ls")
+    with locked(tmp_path / first.name):
+        runs = launched([first, second], folder=tmp_path, told=words.append)
+        assert next(runs).recipe == second
+    assert [run.recipe for run in runs] == [first]
+    assert words == [f"{first.name}: another process is working on it"]
+
+
+def test_a_lock_that_nobody_seems_to_hold_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "AGAIN_AFTER", 0.1)
+    monkeypatch.setattr(launch, "PATIENCE", 0.5)
+    with (
+        locked(tmp_path / short().name),
+        pytest.raises(LaunchError, match=r"unchanged for .* if no process works on it any more, delete .*\.lock"),
+    ):
+        list(launched([short()], folder=tmp_path))
+    (tmp_path / short().name / ".lock").unlink()  # the advice
+    assert_complete(list(launched([short()], folder=tmp_path)), [short()])
+
+
+def test_time_is_up_while_a_run_is_locked(tmp_path, words):
+    with locked(tmp_path / short().name):
+        assert list(launched([short()], folder=tmp_path, limit_minutes=1 / 60, told=words.append)) == []
+    assert words[-1].startswith("time is up: 1 of 1 runs are left")
+
+
+def test_two_processes_of_which_one_is_killed(tmp_path, words):
+    """The killed one's run goes on in another process; a run that diverges costs nobody anything."""
+    hit, bad = short(epochs=LONG), short("focal", lr=1e30)
+    recipes = [hit, short("ls", epochs=LONG), bad, short("mbls")]
+    before: list[float] = []
+    pids: list[int] = []
+
+    def kill() -> None:
+        run = Run(tmp_path / hit.name)
+        until(lambda: in_the_middle(run))
+        pids.append(until(lambda: holder(run)))
+        os.kill(pids[0], signal.SIGKILL)
+        before.extend(times(run))
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    runs: list[Run] = []
+    with pytest.raises(LaunchError, match=f"1 run failed: {bad.name}: DivergedError"):
+        runs.extend(launched(recipes, folder=tmp_path, workers=2, told=words.append))
+    thread.join()
+    assert_complete(runs, [recipe for recipe in recipes if recipe != bad])
+    assert pids[0] != os.getpid()
+    assert f"{hit.name}: its process died (exit code -9); it is continued" in words
+    assert times(Run(tmp_path / hit.name))[: len(before) - 2] == before[:-2]  # it went on, and did not start over
+    assert not any(exists(pid) for pid in pids)
+
+
+def test_time_is_up_for_two_processes(tmp_path, words):
+    recipes = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
+    began = time.monotonic()
+    assert list(launched(recipes, folder=tmp_path, workers=2, limit_minutes=10 / 60, told=words.append)) == []
+    assert time.monotonic() - began >= 10
+    assert words == ["time is up: 2 of 2 runs are left; start again to go on with them"]
+    assert multiprocessing.active_children() == []
+    assert [holder(Run(tmp_path / recipe.name)) for recipe in recipes] == [None, None]
+
+
+def test_a_run_that_kills_every_process_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "TRIES", 2)
+    deadly, other = short(epochs=LONG), short("ls")
+
+    def kill() -> None:
+        for _ in range(2):
+            os.kill(until(lambda: holder(Run(tmp_path / deadly.name))), signal.SIGKILL)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(LaunchError, match=r"its process died \(exit code -9\), 2 times in all"):
+        list(launched([deadly, other], folder=tmp_path, workers=2))
+    thread.join()
+    assert Run(tmp_path / other.name).finished
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from test_launch import LONG, launched, short
+if __name__ == "__main__":
+    recipes = [short(epochs=LONG), short("ls", epochs=LONG), short("focal")]
+    list(launched(recipes, folder=Path({folder!r}), workers=2))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_launcher_may_end_at_any_time(tmp_path, number):
+    """Told to stop, or killed: its processes stop with a checkpoint, and the next launcher goes on."""
+    recipes = [short(epochs=LONG), short("ls", epochs=LONG), short("focal")]
+    hit = [Run(tmp_path / "runs" / recipe.name) for recipe in recipes[:2]]
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHER.format(here=str(Path(__file__).parent), folder=str(tmp_path / "runs")))
+    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            pids = [until(lambda run=run: holder(run)) for run in hit]
+            until(lambda: any(in_the_middle(run) for run in hit))
+        finally:
+            launcher.send_signal(number)
+        _, complaint = launcher.communicate(timeout=60)
+    assert launcher.returncode == {signal.SIGTERM: 1, signal.SIGKILL: -signal.SIGKILL}[number]
+    assert number == signal.SIGKILL or "StoppedError: stopped; start again to go on" in complaint
+    until(lambda: not any(exists(pid) for pid in pids))
+    before = [times(run) for run in hit]
+    assert max(len(kept) for kept in before) >= 4
+    for run in hit:
+        assert not run.finished
+        assert torch.load(run.checkpoint, weights_only=True)["epoch"] == len(run.log)  # a checkpoint of the end
+    runs = list(launched(recipes, folder=tmp_path / "runs"))
+    assert_complete(runs, recipes)
+    assert [times(run)[: len(kept)] for run, kept in zip(hit, before, strict=True)] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"how": "ray", "workers": 2}, "workers are processes on this machine"),
+        ({"address": "auto"}, "an address is that of a Ray cluster"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"gpus_per_run": 2}, "gpus_per_run must be from 0 to 1, not 2; one run on many GPUs is for torchrun"),
+        ({"limit_minutes": -1}, "limit_minutes must be at least 0"),
+        ({"limit_minutes": float("nan")}, "limit_minutes must be at least 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(tmp_path, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        launched([short()], folder=tmp_path, **options)
+
+
+def test_many_runs_are_not_for_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start many runs without it"):
+        launched([short()], folder=tmp_path)
+
+
+def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"ray is needed for this: pip install 'fedlas\[cluster\]'"):
+        launched([short()], folder=tmp_path, how="ray")
+    assert_complete(list(launched([short()], folder=tmp_path)), [short()])
