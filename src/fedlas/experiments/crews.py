@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from fedlas.train import AbstractCallback, Engine, Recipe, Run, RunError, StoppedError
-from fedlas.train.checkpoint import StopSignals
+from fedlas.train import AbstractCallback, Engine, Recipe, Run, RunError, StoppedError, StopSignals
 
 Word: TypeAlias = Literal["finished", "busy", "stopped", "died", "failed"]
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedlas.train.callbacks import AbstractCallback as AbstractCallback
     from fedlas.train.checkpoint import StoppedError as StoppedError
+    from fedlas.train.checkpoint import StopSignals as StopSignals
     from fedlas.train.loop import DivergedError as DivergedError
     from fedlas.train.loop import Engine as Engine
     from fedlas.train.loop import fit as fit
@@ -26,6 +27,7 @@ _HOMES = {
     "Recipe": "recipe",
     "Run": "runs",
     "RunError": "runs",
+    "StopSignals": "checkpoint",
     "StoppedError": "checkpoint",
     "fit": "loop",
     "fit_many": "loop",
