@@ -150,6 +150,9 @@ def reproduce_experiment(
     detail: Annotated[Detail, typer.Option(help="ours, both (with the paper's numbers) or full.")] = Detail.both,
     launch: Annotated[Launch, typer.Option(help="local, or ray: many machines.")] = Launch.local,
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster, such as auto.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes on this machine; by default one for each GPU.")] = None,
+    gpus_per_run: Annotated[float | None, typer.Option(help="Share of a GPU for each run.")] = None,
+    cpus_per_run: Annotated[float, typer.Option(help="Processors that Ray sets aside for each run.")] = 1,
     runs: Annotated[Path, typer.Option(help="Where run folders lie.")] = Path("runs"),
     ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
     out: Annotated[Path | None, typer.Option(help="Write tables and figures into this folder.")] = None,
@@ -174,7 +177,10 @@ def reproduce_experiment(
         if dry_run and plan.missing:
             show_table(HEAD, plan.rows())
         if not dry_run:
-            options = {"how": launch.value, "address": address, "device": device, "data_root": data_root}
+            options = {
+                "how": launch.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
+                "cpus_per_run": cpus_per_run, "device": device, "data_root": data_root,
+            }  # fmt: skip
             told = partial(typer.echo, err=True)
             for tables in reproduce(
                 chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes, **options
