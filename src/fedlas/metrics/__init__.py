@@ -32,7 +32,7 @@ from fedlas.metrics.selective import (
     risk_coverage,
 )
 from fedlas.metrics.significance import ks_test, kuiper_test, spiegelhalter_test
-from fedlas.metrics.smooth import kde_ece, smooth_ece
+from fedlas.metrics.smooth import SmoothCurve, kde_ece, smooth_curve, smooth_ece
 from fedlas.metrics.streaming import (
     AECE,
     AURC,
@@ -67,6 +67,7 @@ __all__ = [
     "Result",
     "RiskCoverage",
     "SignedECE",
+    "SmoothCurve",
     "SmoothECE",
     "accuracy",
     "across_seeds",
@@ -100,6 +101,7 @@ __all__ = [
     "risk_coverage",
     "rms_error",
     "signed_ece",
+    "smooth_curve",
     "smooth_ece",
     "spiegelhalter_test",
     "top_k",

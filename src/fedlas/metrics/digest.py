@@ -79,22 +79,23 @@ class Digest:
                 kept += (scoring.label_ranks(probs, labels) < TOP,)
         self._parts.append(kept)
 
+    def pairs(self) -> Pairs:
+        """Give the confidence of each sample and whether it was correct, in the order in which they passed by."""
+        confidence = self._column(0)
+        return Pairs(confidence, self._column(1), replace(self._about[0], n=len(confidence)))
+
     def histograms(self) -> dict[str, Bins]:
         """Give the bins of the top label, of equal width and of equal mass, for reliability diagrams."""
-        found = self._pairs()
+        found = self.pairs()
         ways = {"width": self.way, "mass": replace(self.way, kind="mass")}
         return {name: way.fill(found.confidence, found.correct).cpu() for name, way in ways.items()}
 
     def results(self, intervals: Intervals | None = None) -> dict[str, Result]:
         """Compute every metric; those for which a sound method exists get an interval if one is asked for."""
-        return _of_pairs(self._pairs(), self.way.bins, intervals) | self._of_rows(intervals)
+        return _of_pairs(self.pairs(), self.way.bins, intervals) | self._of_rows(intervals)
 
     def _column(self, place: int) -> Tensor:
         return torch.cat([part[place] for part in self._parts])
-
-    def _pairs(self) -> Pairs:
-        confidence = self._column(0)
-        return Pairs(confidence, self._column(1), replace(self._about[0], n=len(confidence)))
 
     def _of_rows(self, intervals: Intervals | None) -> dict[str, Result]:
         """Compute every metric that asks for the probabilities of all classes."""
