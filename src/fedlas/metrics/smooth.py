@@ -13,7 +13,7 @@ KDE-ECE (Zhang, Kailkhura and Han, 2020), with a triweight kernel K_h reflected 
 
 Both put the samples on a fine grid and convolve there, so they cost O(n) and a fixed amount on top.
 
-A smooth reliability diagram shows t - gap(t), where gap(t) = sum_i K_s(t, c_i) (c_i - correct_i) / sum_i K_s(t, c_i) with
+A smooth reliability diagram shows t - gap(t) with gap(t) = sum_i K_s(t, c_i) (c_i - correct_i) / sum_i K_s(t, c_i) and
 the width s of the smooth ECE. It is the gap that is smoothed, not the accuracy: that of a calibrated model is 0 however
 unevenly its confidences lie. The window at t is worth (sum K)^2 / sum K^2 samples.
 """

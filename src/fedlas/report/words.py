@@ -1,19 +1,19 @@
 """What a report says, in words: nothing that its intervals do not carry.
 
-A direction is claimed only where the interval of the signed ECE leaves out zero, and a place only where the range of its
-accuracy leaves out its confidence even though the worst of all bins was looked for (Bonferroni). Where less is known,
-the words say so, and what chance alone would show stands beside the error.
+A direction is claimed only where the interval of the signed ECE leaves out zero, and a place only where the range of
+its accuracy leaves out its confidence even though the worst of all bins was looked for (Bonferroni). Where less is
+known, the words say so, and what chance alone would show stands beside the error.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from fedlas.evaluation import Report, State
 from fedlas.metrics.bins import Bins
-from fedlas.metrics.interval import clopper_pearson
 from fedlas.metrics.result import Interval, Result
+from fedlas.report.places import Place, filled_places
+
+if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+    from fedlas.evaluation import Report, State
 
 Direction = Literal["over", "under", "both", "some", "none", "unknown"]
 Repair = Literal["all", "most", "part", "unclear", "little", "worse"]
@@ -24,25 +24,7 @@ LONGEST = 60  # letters of a name that someone else gave
 MUCH = 0.1  # an ECE that may be this large is not known to be small
 
 
-class Place(NamedTuple):
-    """One bin of confidence: its edges, its samples, and the range that its accuracy is in."""
-
-    lower: float
-    upper: float
-    count: int
-    confidence: float
-    accuracy: float
-    low: float
-    high: float
-    weighted_gap: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether the confidence lies in the range of the accuracy."""
-        return self.low <= self.confidence <= self.high
-
-
-def direction(state: State) -> Direction:
+def direction(state: "State") -> Direction:
     """Say which way confidence is shown to be wrong.
 
     "over" and "under" are shown by the mean; "both" means that bins of either kind are shown and cancel; "some" that
@@ -59,7 +41,7 @@ def direction(state: State) -> Direction:
     return "none"
 
 
-def repair(before: State, after: State) -> Repair:
+def repair(before: "State", after: "State") -> Repair:
     """Say how much of a calibration error a calibrator takes away.
 
     "all" leaves no error that is shown; "most" and "part" of what exceeds chance are clear of the interval before;
@@ -81,11 +63,11 @@ def repair(before: State, after: State) -> Repair:
 def at_confidence(bins: Bins, confidence: float = PLACE, level: float = 0.95) -> Place | None:
     """Find the bin that holds a confidence; None where it has too few samples to speak of."""
     places = filled_places(bins, level)
-    found = [place for place in places if place.lower < confidence <= place.upper and place.count >= FEWEST]
+    found = [place for place in places if place.lower < confidence <= place.upper and place.samples >= FEWEST]
     return found[0] if found else None
 
 
-def worst_place(state: State, level: float = 0.95) -> Place | None:
+def worst_place(state: "State", level: float = 0.95) -> Place | None:
     """Find the bin that adds most to the error, among those where more than chance is shown."""
     way = direction(state)
     bins = state.bins["width"]
@@ -99,17 +81,7 @@ def worst_place(state: State, level: float = 0.95) -> Place | None:
     return max(places, key=lambda place: abs(place.weighted_gap), default=None)
 
 
-def filled_places(bins: Bins, level: float = 0.95) -> list[Place]:
-    """List the bins that hold samples, with the range of their accuracy."""
-    kept = (bins.counts > 0).nonzero()[:, 0]
-    low, high = clopper_pearson(bins.correct_sum[kept], bins.counts[kept], level)
-    edges = bins.edges
-    columns = (edges[:-1][kept], edges[1:][kept], bins.counts[kept], bins.confidence[kept], bins.accuracy[kept])
-    rows = zip(*(torch.as_tensor(x).tolist() for x in (*columns, low, high, bins.weighted_gap[kept])), strict=True)
-    return [Place(*row) for row in rows]
-
-
-def in_words(report: Report) -> str:
+def in_words(report: "Report") -> str:
     """Say the most important things in one line: direction, what 0.9 means, and what repairs it."""
     state, way = report.before, direction(report.before)
     said = [_headline(state, way)]
@@ -130,7 +102,7 @@ def in_words(report: Report) -> str:
     return "; ".join(said)
 
 
-def sentences(report: Report) -> tuple[str, ...]:
+def sentences(report: "Report") -> tuple[str, ...]:
     """Say at some length what a report shows, with its intervals."""
     state, way = report.before, direction(report.before)
     level = _level(state)
@@ -140,17 +112,17 @@ def sentences(report: Report) -> tuple[str, ...]:
     said += _direction_sentences(state, way, samples)
     near = at_confidence(state.bins["width"], level=level)
     if near is not None:
-        fits = ", which fits" if near.fits else ""
+        range_ = f"{_range(near.low, near.high)}){', which fits' if near.fits else ''}"
         said.append(
-            f"Where its confidence is about {_about(near)} ({near.count:,} samples, mean {_percent(near.confidence)}), "
-            f"it is right {_percent(near.accuracy)} of the time ({_range(near.low, near.high)}){fits}."
+            f"Where its confidence is about {_about(near)} ({near.samples:,} samples, mean "
+            f"{_percent(near.confidence)}), it is right {_percent(near.accuracy)} of the time ({range_}."
         )
     worst = worst_place(state, level) if way not in {"none", "unknown"} else None
     if worst is not None:
         most = abs(worst.weighted_gap) > float(state["ece"]) / 2
         said.append(
             f"{'Most' if most else 'The largest part'} of the error lies at confidences from {worst.lower:.2f} to "
-            f"{worst.upper:.2f}: {worst.count:,} samples, mean confidence {_percent(worst.confidence)}, right "
+            f"{worst.upper:.2f}: {worst.samples:,} samples, mean confidence {_percent(worst.confidence)}, right "
             f"{_percent(worst.accuracy)}."
         )
     said += [_repair_sentence(state, after, way) for after in report.after.values()]
@@ -158,7 +130,7 @@ def sentences(report: Report) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _direction_sentences(state: State, way: Direction, samples: str) -> list[str]:
+def _direction_sentences(state: "State", way: Direction, samples: str) -> list[str]:
     signed, total = state["signed_ece"], state["ece"]
     mean = float(state["accuracy"]) + float(signed)
     compared = f"mean confidence is {_percent(mean)}, accuracy {_percent(float(state['accuracy']))}"
@@ -191,11 +163,11 @@ def _direction_sentences(state: State, way: Direction, samples: str) -> list[str
     ]
 
 
-def _repair_sentence(before: State, after: State, way: Direction) -> str:
+def _repair_sentence(before: "State", after: "State", way: Direction) -> str:
     was, now = before["ece"], after["ece"]
     change = f"the ECE goes from {_percent(float(was))} to {_share(now)}{_chance(now)}"
     if way == "none":
-        return f"{_called(after).capitalize()} has nothing to repair that is shown: {change}."
+        return f"{_subject(after, brief=True)} has nothing to repair that is shown: {change}."
     verdict = {
         "all": "leaves no miscalibration that these samples show",
         "most": "repairs most of it",
@@ -207,41 +179,42 @@ def _repair_sentence(before: State, after: State, way: Direction) -> str:
     return f"{_subject(after)} {verdict[repair(before, after)]}: {change}."
 
 
-def _fitted(after: State) -> str:
+def _fitted(after: "State") -> str:
     if len(after.fits) > 1:
-        return f"Calibrators were cross-fitted in {len(after.fits)} parts: no sample is judged by a fit that saw its label."
+        parts = f"{len(after.fits)} parts"
+        return f"Calibrators were cross-fitted in {parts}: no sample is judged by a fit that saw its label."
     fit = after.fits[0]
     of_split = f' of the split "{_name(fit.split)}"' if fit.split else ""
     return f"Calibrators were fitted on {fit.n:,} samples{of_split}."
 
 
-def _spoken_of(report: Report) -> State | None:
+def _spoken_of(report: "Report") -> "State | None":
     """Choose the calibrator to speak of first: a temperature where there is one."""
     states = list(report.after.values())
     return next((one for one in states if _temperature(one) is not None), states[0] if states else None)
 
 
-def _temperature(state: State) -> float | None:
+def _temperature(state: "State") -> float | None:
     return state.parameters.get("temperature") if state.name.startswith("temperature") else None
 
 
-def _called(state: State) -> str:
+def _called(state: "State") -> str:
     found = _temperature(state)
     return _name(state.name) if found is None else f"T = {found:.2g}"
 
 
-def _subject(state: State) -> str:
+def _subject(state: "State", *, brief: bool = False) -> str:
     found, spread = _temperature(state), state.parameters.get("standard_error", math.inf)
     if found is None:
         return f"The calibrator {_name(state.name)}"
-    if not spread < 1:
+    if brief or not spread < 1:
         return f"A temperature of T = {found:.3g}"
     # The standard error is that of log T.
     low, high = (found * math.exp(side * 1.96 * spread) for side in (-1, 1))
     return f"A temperature of T = {found:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _headline(state: State, way: Direction) -> str:
+def _headline(state: "State", way: Direction) -> str:
     signed, total = state["signed_ece"], state["ece"]
     if way in {"over", "under"}:
         return f"{way}-confident by {_points(signed)}"
@@ -266,7 +239,7 @@ def _excess(result: Result) -> float:
     return float(result) - float(result.details.get("noise_floor", 0.0))
 
 
-def _level(state: State) -> float:
+def _level(state: "State") -> float:
     interval = state["ece"].interval
     return 0.95 if interval is None else interval.level
 
@@ -302,5 +275,3 @@ def _percent(share: float) -> str:
 def _points(gap: float, *, unit: bool = True) -> str:
     size = abs(float(gap))
     return f"{100 * size:.{1 if size >= 0.00995 else 2}f}" + (" points" if unit else "")
-
-
