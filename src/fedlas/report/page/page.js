@@ -47,6 +47,9 @@
   const signed = (share, digits = 1) => `${share < 0 ? "−" : "+"}${Math.abs(100 * share).toFixed(digits)}`;
   const range = (low, high, digits = 1) => `${(100 * low).toFixed(digits)} to ${percent(high, digits)}`;
   const short = (value) => String(Number(value.toPrecision(3)));
+  const edge = (value) => String(Number(value.toPrecision(value > 0.99 ? 5 : 3)));
+  const span = (lower, upper) => `${edge(lower)} to ${edge(upper)}`;
+  const share = (value) => percent(value, value > 0.99 || value < 0.01 ? 2 : 1);
 
   function shown(result) {
     if (!result || result.value === null) return "";
@@ -170,11 +173,18 @@
     replaced(box, ...lines.map((line) => element("div", {}, line)));
     box.hidden = false;
     const scale = place.clientWidth / place.querySelector("svg").viewBox.baseVal.width;
-    const middle = (hit.x + hit.width / 2) * scale;
-    const left = Math.min(Math.max(0, middle - box.offsetWidth / 2), place.clientWidth - box.offsetWidth);
-    const above = hit.y * scale - box.offsetHeight - 6;
-    box.style.left = `${Math.max(0, left)}px`;
-    box.style.top = `${above >= -40 ? above : (hit.y + hit.height) * scale + 6}px`;
+    const most = place.clientWidth - box.offsetWidth;
+    const [from, to] = [hit.x * scale, (hit.x + hit.width) * scale];
+    if (hit.height > 80) {
+      // Beside a tall mark, on the side with more room, so that its foot and the legend stay in sight.
+      const left = from > place.clientWidth - to ? from - box.offsetWidth - 6 : to + 6;
+      box.style.left = `${Math.max(0, Math.min(left, most))}px`;
+      box.style.top = `${hit.y * scale + 8}px`;
+    } else {
+      const above = hit.y * scale - box.offsetHeight - 6;
+      box.style.left = `${Math.max(0, Math.min((from + to - box.offsetWidth) / 2, most))}px`;
+      box.style.top = `${above >= -40 ? above : (hit.y + hit.height) * scale + 6}px`;
+    }
   }
 
   function hideTip(group) {
@@ -214,29 +224,19 @@
 
   const path = (points) => points.map(([x, y], place) => `${place ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 
-  function steps(points, gap) {
-    // A line is broken where there was nothing to draw in between.
-    let text = "";
-    points.forEach((point, place) => {
-      const joined = place > 0 && point.from - points[place - 1].from <= gap;
-      text += `${joined ? "L" : "M"}${point.x.toFixed(1)} ${point.y.toFixed(1)}`;
-    });
-    return text;
-  }
-
   // Reliability diagrams
 
   const GAP = 0.0101;
 
-  function reliability(host, title, diagram, kind, { note = "", count = null, small = false, said = "confidence" } = {}) {
+  function reliability(host, title, diagram, kind, { note = "", small = false, said = "confidence" } = {}) {
     if (kind === "smooth") return smooth(host, title, diagram, note);
     const rows = diagram.bins;
     const even = kind === "mass";
     const lines = rows.map(([lower, upper, held, confidence, accuracy, low, high]) => [
-      `${said} ${short(lower)} to ${short(upper)}`,
+      `${said} ${span(lower, upper)}`,
       samples(held),
-      `mean ${said} ${percent(confidence)}`,
-      `right ${percent(accuracy)} (${range(low, high)})`,
+      `mean ${said} ${probability(confidence)}`,
+      `right ${share(accuracy)} (${range(low, high)})`,
       gapWords(confidence - accuracy),
     ]);
     return figure(host, {
@@ -253,7 +253,7 @@
       table: () => [
         ["Group", "Samples", `Mean ${said}`, "Right", "Range", "Gap in points"],
         rows.map(([lower, upper, held, confidence, accuracy, low, high]) => [
-          `${short(lower)} to ${short(upper)}`, whole(held), percent(confidence, 2), percent(accuracy, 2), range(low, high, 2), signed(confidence - accuracy, 2),
+          span(lower, upper), whole(held), probability(confidence), percent(accuracy, 2), range(low, high, 2), signed(confidence - accuracy, 2),
         ]),
       ],
     });
@@ -283,7 +283,7 @@
       root,
       below,
       even
-        ? { at: (place) => x((place + 0.5) / columns), ticks: [], text: null, name: `mean ${said} of ${columns} equal groups` }
+        ? { at: (place) => x((place + 0.5) / columns), ticks: [], text: null, name: `mean ${said} of the group` }
         : { at: x, ticks: fifths, text: (v) => v.toFixed(1), name: said },
       { at: deep, ticks: [0, most], text: (v) => (v ? compact(v) : "0"), name: null, shift: 8 },
     );
@@ -525,8 +525,8 @@
     ["precision", "Precision", (row) => optional(row.precision)],
     ["confidence", "Confidence", (row) => optional(row.confidence)],
     ["gap", "Gap", (row) => (row.gap === null ? "–" : signed(row.gap))],
-    ["weight", "Weight of gap", (row) => signed(row.weight, 2)],
-    ["error", "Class-wise ECE", (row) => (row.error === null ? "–" : percent(row.error, 2))],
+    ["weight", "Weight", (row) => signed(row.weight, 2)],
+    ["error", "ECE", (row) => (row.error === null ? "–" : percent(row.error, 2))],
   ];
   const optional = (share) => (share === null ? "–" : percent(share));
 
@@ -691,7 +691,7 @@
     ];
     figure(find("map-figure"), {
       title: "Gap of confidence and accuracy",
-      note: "Columns are tenths of confidence. The stronger the colour, the larger the gap; full at 30 points.",
+      note: "The stronger the colour, the larger the gap, up to 30 points. Cells without a sign are pale: chance may explain them.",
       draw: (width) => {
         const longest = Math.max(...rows.map((row) => row.name.length));
         const left = Math.min(200, width * 0.34, 16 + 7.6 * longest);
@@ -717,8 +717,10 @@
             const [bin, , confidence, accuracy, low, top] = cell;
             const gap = confidence - accuracy;
             const hit = { x: x(bin / table.bins), width: area.width / table.bins, y: area.top + place * high, height: high };
-            root.append(shape("rect", { class: `cell ${gap > 0 ? "over-fill" : "under-fill"}`, "fill-opacity": Math.min(1, 0.08 + Math.abs(gap) / 0.3), ...hit }));
-            if (confidence < low || confidence > top) {
+            const clear = confidence < low || confidence > top;
+            const strength = Math.min(1, 0.1 + Math.abs(gap) / 0.3) * (clear ? 1 : 0.35);
+            root.append(shape("rect", { class: `cell ${gap > 0 ? "over-fill" : "under-fill"}`, "fill-opacity": strength.toFixed(2), ...hit }));
+            if (clear) {
               root.append(shape("text", { class: "sign", x: hit.x + hit.width / 2, y: hit.y + 17 }, gap > 0 ? "+" : "−"));
             }
             stop(root, hit, words(row, cell));
@@ -925,7 +927,7 @@
     const { edges, known, foreign: strange } = score.histogram;
     const most = Math.max(...known, ...strange);
     const kept = known.map((_, place) => place);
-    const span = (place) => `${place ? "" : "up to "}${place ? `${short(edges[place])} ` : ""}${place === known.length - 1 ? "and more" : `${place ? "to " : ""}${short(edges[place + 1])}`}`;
+    const spanOf = (place) => `${place ? "" : "up to "}${place ? `${short(edges[place])} ` : ""}${place === known.length - 1 ? "and more" : `${place ? "to " : ""}${short(edges[place + 1])}`}`;
     figure(find("ood-histogram"), {
       title: `${scoreName(score.name)} of known and foreign samples`,
       note: "The outermost bars hold what lies beyond them.",
@@ -945,13 +947,13 @@
         }
         for (const place of kept) {
           stop(root, { x: x(edges[place]), width: Math.max(1, x(edges[place + 1]) - x(edges[place])), y: area.top, height: area.height }, [
-            span(place), `${percent(known[place])} of the known samples`, `${percent(strange[place])} of the foreign samples`,
+            spanOf(place), `${percent(known[place])} of the known samples`, `${percent(strange[place])} of the foreign samples`,
           ]);
         }
         return root;
       },
       legend: [[boxKey({ class: "fill-0" }), "known"], [boxKey({ class: "fill-1" }), set.name]],
-      table: () => [["Score", "Known", "Foreign"], kept.map((place) => [span(place), percent(known[place], 2), percent(strange[place], 2)])],
+      table: () => [["Score", "Known", "Foreign"], kept.map((place) => [spanOf(place), percent(known[place], 2), percent(strange[place], 2)])],
     });
     return null;
   }
@@ -1074,7 +1076,7 @@
     const curve = (sign) => Array.from({ length: 81 }, (_, place) => ends[0] + (place / 80) * (ends[ends.length - 1] - ends[0])).map((gamma) => [gamma, 2 / (1 + Math.exp(-beta * sign * gamma))]);
     const curves = beta === null ? [] : [["line line-0", curve(1), "αᵢ / α, gate at +1"], ["line line-1", curve(-1), "αᵢ / α, gate at −1"]];
     const middle = counts.map((_, place) => (ends[place] + ends[place + 1]) / 2);
-    const span = (place) => (place === 0 ? `γ below ${short(edges[0])}` : place === counts.length - 1 ? `γ from ${short(edges[edges.length - 1])}` : `γ ${short(ends[place])} to ${short(ends[place + 1])}`);
+    const spanOf = (place) => (place === 0 ? `γ below ${short(edges[0])}` : place === counts.length - 1 ? `γ from ${short(edges[edges.length - 1])}` : `γ ${short(ends[place])} to ${short(ends[place + 1])}`);
     const alpha = (place, sign) => short(2 / (1 + Math.exp(-beta * sign * middle[place])));
     lines(host, {
       title: "Smoothing over the indicator",
@@ -1093,12 +1095,12 @@
       words: (place) => {
         const number = middle.indexOf(place);
         const both = beta === null ? [] : [`αᵢ / α ${alpha(number, 1)} at +1, ${alpha(number, -1)} at −1`];
-        return [span(number), `${percent(counts[number] / total)} of the samples`, ...both];
+        return [spanOf(number), `${percent(counts[number] / total)} of the samples`, ...both];
       },
       legend: [[boxKey({ class: "density" }), "share of samples"], ...curves.map(([kind, , name]) => [lineKey(kind), name])],
       table: () => [
         ["γ", "Share of samples", ...(beta === null ? [] : ["αᵢ / α at +1", "αᵢ / α at −1"])],
-        counts.map((count, place) => [span(place), percent(count / total, 2), ...(beta === null ? [] : [alpha(place, 1), alpha(place, -1)])]),
+        counts.map((count, place) => [spanOf(place), percent(count / total, 2), ...(beta === null ? [] : [alpha(place, 1), alpha(place, -1)])]),
       ],
     });
   }
