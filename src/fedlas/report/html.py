@@ -101,6 +101,17 @@ Given = Predictions | Report | Model
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """What is asked of a page; see `report_page`."""
+
+    title: str
+    samples: int
+    level: float
+    resamples: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
 class _Samples:
     """What is known about single samples: names, paths, and pictures."""
 
@@ -167,9 +178,9 @@ def report_page(
     known = _Samples(ids, paths, images)
     for name, model in held.items():
         known.check(name, model)
-    reports = {name: _report(model, level, resamples, seed) for name, model in held.items()}
-    data = _data(held, reports, known, samples, level, resamples, seed)
-    data["title"] = text_data(title)
+    asked = _Asked(title, samples, level, resamples, seed)
+    reports = {name: _report(model, asked) for name, model in held.items()}
+    data = _data(held, reports, known, asked)
     about = _environment() | {str(name): value for name, value in (environment or {}).items()}
     return _filled(data, held, reports, command, about)
 
@@ -211,7 +222,7 @@ def _by_name(models: Given | Mapping[str, Given]) -> dict[str, Model]:
     return found
 
 
-def _report(model: Model, level: float, resamples: int | None, seed: int) -> Report:
+def _report(model: Model, asked: _Asked) -> Report:
     if model.report is not None:
         return model.report
     assert model.predictions is not None
@@ -221,53 +232,50 @@ def _report(model: Model, level: float, resamples: int | None, seed: int) -> Rep
         posthoc=model.posthoc,
         calibration=model.calibration,
         train_features=model.train_features,
-        level=level,
-        resamples=resamples,
-        seed=seed,
+        level=asked.level,
+        resamples=asked.resamples,
+        seed=asked.seed,
     )
 
 
-def _data(
-    held: Mapping[str, Model],
-    reports: Mapping[str, Report],
-    known: _Samples,
-    samples: int,
-    level: float,
-    resamples: int | None,
-    seed: int,
-) -> Plain:
+def _data(held: Mapping[str, Model], reports: Mapping[str, Report], known: _Samples, asked: _Asked) -> Plain:
     names: list[list[str]] = []
-    models = []
+    models = [_model(name, model, reports[name], asked, len(held)) for name, model in held.items()]
+    for one, model in zip(models, held.values(), strict=True):
+        called = None if model.predictions is None else names_data(model.predictions)
+        if called is not None and called not in names:
+            names.append(called)
+        one["names"] = None if called is None else names.index(called)
     pictures: dict[str, str] = {}
-    lost = 0
-    for name, model in held.items():
-        one = model_data(name, reports[name], level)
-        given = model.predictions
-        one |= {"headline": in_words(reports[name]), "direction": direction(reports[name].before)}
-        one["training"] = training_data(model.log, model.recipe)
-        if given is not None:
-            called = names_data(given)
-            if called is not None and called not in names:
-                names.append(called)
-            one["names"] = None if called is None else names.index(called)
-            one["class_table"] = class_data(given, reports[name], most=CLASS_DIAGRAMS // len(held), level=level)
-            one["ood"] = ood_data(given, model.ood, reports[name], model.train_features)
-            one["norms"] = norm_data(given)
-            one["samples"] = sample_data(given, count=samples)
-            for sample in (*one["samples"]["over"], *one["samples"]["under"]):
-                sample |= known.about(sample["row"])
-                lost += not _keep_picture(pictures, known, sample["row"])
-        models.append(one)
+    shown = [sample for one in models for kind in one.get("samples", {}).values() for sample in kind]
+    for sample in shown:
+        sample.update(known.about(sample["row"]))
+    lost = sum(not _keep_picture(pictures, known, sample["row"]) for sample in shown)
     compared = {name: model.predictions for name, model in held.items() if model.predictions is not None}
-    both = comparison_data(compared, level=level, resamples=resamples or 2_000, seed=seed)
+    both = None
+    if len(compared) == len(held):
+        both = comparison_data(compared, level=asked.level, resamples=asked.resamples or 2_000, seed=asked.seed)
     return {
-        "level": level,
+        "title": text_data(asked.title),
+        "level": asked.level,
         "names": names,
         "models": models,
         "pictures": pictures,
         "lost": lost if known.images is not None or known.paths is not None else 0,
-        "comparison": both if len(compared) == len(held) else None,
+        "comparison": both,
     }
+
+
+def _model(name: str, model: Model, report: Report, asked: _Asked, models: int) -> Plain:
+    one = model_data(name, report, asked.level)
+    one |= {"direction": direction(report.before), "training": training_data(model.log, model.recipe)}
+    given = model.predictions
+    if given is not None:
+        one["class_table"] = class_data(given, report, most=CLASS_DIAGRAMS // models, level=asked.level)
+        one["ood"] = ood_data(given, model.ood, report, model.train_features)
+        one["norms"] = norm_data(given)
+        one["samples"] = sample_data(given, count=asked.samples)
+    return one
 
 
 def _keep_picture(pictures: dict[str, str], known: _Samples, row: int) -> bool:

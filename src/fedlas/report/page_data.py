@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
 
 LONGEST = 200  # letters of a text that someone else wrote
+ALL_NAMES, SHORTEST = 1_000_000, 24  # letters of the names of all classes, and of one of very many
 POINTS = 160  # of a curve
 SHARES = 25  # bins of a histogram of confidences
 CLASS_BINS = 10
@@ -137,9 +138,12 @@ def model_data(name: str, report: "Report", level: float = 0.95) -> Plain:
 
 
 def names_data(predictions: Predictions) -> list[str] | None:
-    """Give the names of the classes, where there are any."""
+    """Give the names of the classes, where there are any; those of very many classes are cut shorter."""
     names = predictions.class_names
-    return None if names is None else [text_data(name) for name in names]
+    if names is None:
+        return None
+    longest = min(LONGEST, max(SHORTEST, ALL_NAMES // len(names)))
+    return [text_data(name, longest) for name in names]
 
 
 def class_data(

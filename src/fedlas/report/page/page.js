@@ -326,6 +326,7 @@
 
   function smooth(host, title, diagram, note) {
     const rows = diagram.points;
+    if (!rows.length) return replaced(host, element("p", { class: "note" }, `${title}: the samples are too few for a smooth diagram.`));
     const every = Math.max(1, Math.round(rows.length / 24));
     const picked = rows.filter((_, place) => place % every === 0 || place === rows.length - 1);
     return figure(host, {
