@@ -103,7 +103,7 @@
       if (details.open && !body.firstChild) body.append(tableOf(...table()));
     });
     const caption = element("figcaption", {}, word(title), element("span", { class: "note" }, note));
-    const keys = element("ul", { class: "legend" }, ...legend.map(([key, text]) => element("li", {}, key, text)));
+    const keys = element("ul", { class: "legend" }, ...legend.map(([key, text]) => element("li", {}, key, word(text))));
     replaced(host, element("figure", {}, caption, place, ...(legend.length ? [keys] : []), details));
     drawings.set(place, { draw, width: Math.max(200, Math.floor(place.getBoundingClientRect().width) || 640) });
     drawn(place);
@@ -199,7 +199,7 @@
   function ticks(from, to, most) {
     const raw = (to - from) / Math.max(1, most);
     const power = 10 ** Math.floor(Math.log10(raw));
-    const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= raw * 0.999);
+    const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((one) => one >= raw * 0.999);
     const found = [];
     for (let value = Math.ceil(from / step - 1e-9) * step; value <= to + step * 1e-6; value += step) found.push(Number(value.toPrecision(10)));
     return found;
@@ -1084,7 +1084,7 @@
       note: `Bars: how γ was spread in the last epoch.${beta === null ? "" : ` Lines: αᵢ as a multiple of α, with β = ${short(beta)}.`}`,
       label: "Smoothing over gamma, and the histogram of gamma",
       x: { from: ends[0], to: ends[ends.length - 1], text: short, name: "γ" },
-      y: { from: 0, to: 2, text: short, name: beta === null ? null : "αᵢ / α" },
+      y: { from: 0, to: 2, text: (v) => (beta === null ? "" : short(v)), name: beta === null ? null : "αᵢ / α" },
       curves,
       at: () => middle,
       below: (root, area, sx) => {
@@ -1264,6 +1264,14 @@
     sampleKind = value;
     drawSamples();
   });
+
+  // In a narrow window the list of sections is folded; in a wide one it stands beside the page.
+  const narrow = window.matchMedia("(max-width: 63.99rem)");
+  const fold = () => {
+    find("contents").open = !narrow.matches;
+  };
+  narrow.addEventListener("change", fold);
+  fold();
 
   // Where the reader is, in the list of sections
   const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.getAttribute("href").slice(1), link]));
