@@ -96,7 +96,7 @@ def test_without_intervals_nothing_is_claimed():
     assert direction(report.before) == "unknown"
     said = " ".join([in_words(report), *sentences(report)])
     assert "over-confident" not in said
-    assert "may be chance" in said
+    assert said.count("no interval was computed") == 2
     assert "may repair some of it" in said
 
 

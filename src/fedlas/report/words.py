@@ -138,7 +138,7 @@ def _direction_sentences(state: "State", way: Direction, samples: str) -> list[s
     if signed.interval is None or total.interval is None:
         side = "above" if float(signed) >= 0 else "below"
         return [
-            f"Mean confidence is {_points(signed)} {side} accuracy; without an interval that may be chance.",
+            f"Mean confidence is {_points(signed)} {side} accuracy; no interval was computed to say how sure that is.",
             f"The ECE is {_percent(float(total))}.",
         ]
     if way in {"over", "under"}:
@@ -227,7 +227,7 @@ def _headline(state: "State", way: Direction) -> str:
         beside = "" if floor is None else f", {_percent(floor)} by chance"
         return f"no miscalibration is shown (ECE {_percent(float(total))}{beside})"
     side = "above" if float(signed) >= 0 else "below"
-    return f"mean confidence is {_points(signed)} {side} accuracy, which may be chance"
+    return f"mean confidence is {_points(signed)} {side} accuracy (no interval was computed)"
 
 
 def _chance(result: Result) -> str:

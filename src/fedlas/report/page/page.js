@@ -49,6 +49,7 @@
   const short = (value) => String(Number(value.toPrecision(3)));
   const edge = (value) => String(Number(value.toPrecision(value > 0.99 ? 5 : 3)));
   const span = (lower, upper) => `${edge(lower)} to ${edge(upper)}`;
+  const tick = (value) => `${short(100 * value)}\u00a0%`;
   const share = (value) => percent(value, value > 0.99 || value < 0.01 ? 2 : 1);
 
   function shown(result) {
@@ -458,7 +459,7 @@
     const bins = held.right.map((_, place) => place).filter((place) => held.right[place] + held.wrong[place] > 0);
     const most = Math.max(1e-9, ...bins.map((place) => Math.max(height("right", held.right[place]), height("wrong", held.wrong[place]))));
     const text = (value) => {
-      if (chosen.scale === "share") return percent(Math.abs(value), 0);
+      if (chosen.scale === "share") return tick(Math.abs(value));
       return compact(log ? Math.round(10 ** Math.abs(value) - 1) : Math.abs(value));
     };
     return figure(host, {
@@ -844,8 +845,8 @@
       title: "Share of wrong answers over coverage",
       note: own ? `AURC ${shown(model().states[0].results.aurc)}.` : "",
       label: "Risk over coverage",
-      x: { from: 0, to: 1, text: (v) => percent(v, 0), name: "samples answered, most confident first" },
-      y: { from: 0, to: top, text: (v) => percent(v, top < 0.05 ? 1 : 0), name: "wrong among them" },
+      x: { from: 0, to: 1, text: tick, name: "samples answered, most confident first" },
+      y: { from: 0, to: top, text: tick, name: "wrong among them" },
       curves: held,
       extra: own ? [["best", pairs(own.coverage, own.best)]] : [],
       at: () => tenths,
@@ -938,7 +939,7 @@
         const x = scaled(edges[0], edges[edges.length - 1], area.left, area.right);
         const y = scaled(0, most, area.bottom, area.top);
         const marks = ticks(edges[0], edges[edges.length - 1], Math.max(2, Math.floor(area.width / 80)));
-        axes(root, area, { at: x, ticks: marks, text: short, name: `${scoreName(score.name)} (higher: more foreign)` }, { at: y, ticks: ticks(0, most, 4), text: (v) => percent(v, most < 0.1 ? 1 : 0), name: "share of its kind" });
+        axes(root, area, { at: x, ticks: marks, text: short, name: `${scoreName(score.name)} (higher: more foreign)` }, { at: y, ticks: ticks(0, most, 4), text: tick, name: "share of its kind" });
         for (const [kind, shares] of [["0", known], ["1", strange]]) {
           shares.forEach((share, place) => {
             root.append(shape("rect", { class: `fill-${kind}`, x: x(edges[place]), width: Math.max(1, x(edges[place + 1]) - x(edges[place])), y: y(share), height: area.bottom - y(share) }));
@@ -982,7 +983,7 @@
         const root = canvas(width, area.bottom + 42, "Histograms of the normalised feature norm");
         const x = scaled(edges[0], edges[edges.length - 1], area.left, area.right);
         const y = scaled(0, most, area.bottom, area.top);
-        axes(root, area, { at: x, ticks: ticks(edges[0], edges[edges.length - 1], 6), text: short, name: "γ, norm in deviations" }, { at: y, ticks: ticks(0, most, 4), text: (v) => percent(v, 0), name: "share of its kind" });
+        axes(root, area, { at: x, ticks: ticks(edges[0], edges[edges.length - 1], 6), text: short, name: "γ, norm in deviations" }, { at: y, ticks: ticks(0, most, 4), text: tick, name: "share of its kind" });
         shares.forEach((values, kind) => {
           const outline = values.flatMap((share, place) => [[x(edges[place]), y(share)], [x(edges[place + 1]), y(share)]]);
           const ground = [[x(edges[edges.length - 1]), area.bottom], [x(edges[0]), area.bottom]];
@@ -1009,7 +1010,7 @@
       label: "Mean confidence and accuracy over the feature norm",
       aspect: 0.7,
       x: { from: Math.min(...middle), to: Math.max(...middle), text: short, name: "γ, norm in deviations" },
-      y: { from: low, to: 1, text: (v) => percent(v, 0), name: "share" },
+      y: { from: low, to: 1, text: tick, name: "share" },
       curves: [["line line-0", said, "mean confidence"], ["line line-2", kept, "right"]],
       at: () => middle,
       words: (place, found) => [`γ ${place.toFixed(2)}`, ...found.map(([, name, point]) => `${name} ${percent(point[1])}`)],
@@ -1036,7 +1037,7 @@
     };
     const shares = (host, title, label, curves, note = "") => lines(host, {
       title, note, label, x, at,
-      y: { from: 0, to: Math.max(0.01, ...curves.flatMap(([, points]) => points.map((p) => p[1] ?? 0))) * 1.05, text: (v) => percent(v, 0), name: null },
+      y: { from: 0, to: Math.max(0.01, ...curves.flatMap(([, points]) => points.map((p) => p[1] ?? 0))) * 1.05, text: tick, name: null },
       curves,
       words: (place, found) => [`epoch ${place}`, ...found.filter(([, , point]) => point).map(([, name, point]) => `${name} ${percent(point[1])}`)],
       legend: curves.map(([kind, , name]) => [lineKey(kind), name]),
