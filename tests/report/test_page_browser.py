@@ -427,6 +427,11 @@ def test_the_map_is_ordered_and_paged(visit, several, many):
     assert here.count("#map-figure .stop") == cells
     here.page.locator("#map-figure .stop").nth(3).hover()
     assert re.search(r"too (sure|unsure)|no gap", here.text("#map-figure .tip"))
+    here.page.locator("#map-figure .stop").first.focus()
+    here.page.keyboard.press("ArrowDown")
+    assert here.page.evaluate("document.activeElement.getAttribute('aria-label')").startswith(f"{first[1]},")
+    here.page.keyboard.press("ArrowUp")
+    assert here.page.evaluate("document.activeElement.getAttribute('aria-label')").startswith(f"{first[0]},")
     there = visit(many)
     before = there.page.inner_html("#map-figure")
     assert there.text("#map-page").startswith("Classes 1 to 25 of ")

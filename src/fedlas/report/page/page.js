@@ -139,15 +139,25 @@
     const stops = [...event.currentTarget.querySelectorAll(".stop")];
     const place = stops.indexOf(document.activeElement);
     if (place < 0) return;
-    const columns = Number(event.currentTarget.dataset.columns || 0);
-    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns || 1, ArrowUp: -(columns || 1), Home: -place, End: stops.length - 1 - place };
+    const rows = { ArrowDown: 1, ArrowUp: -1 };
+    const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -place, End: stops.length - 1 - place, ...rows };
     if (event.key === "Escape") hideTip(stops[place]);
     if (!(event.key in steps)) return;
     event.preventDefault();
-    const next = stops[Math.min(stops.length - 1, Math.max(0, place + steps[event.key]))];
+    const along = stops[Math.min(stops.length - 1, Math.max(0, place + steps[event.key]))];
+    const next = (event.key in rows && above(stops, stops[place], rows[event.key])) || along;
     stops[place].setAttribute("tabindex", -1);
     next.setAttribute("tabindex", 0);
     next.focus();
+  }
+
+  // The mark of the next row, above or below, that is nearest; null where all marks are in one row.
+  function above(stops, from, way) {
+    const at = (one) => ({ x: Number(one.firstChild.getAttribute("x")), y: Number(one.firstChild.getAttribute("y")) });
+    const here = at(from);
+    const far = (one) => way * (at(one).y - here.y) * 1e4 + Math.abs(at(one).x - here.x);
+    const others = stops.filter((one) => way * (at(one).y - here.y) > 0);
+    return others.reduce((best, one) => (best === null || far(one) < far(best) ? one : best), null);
   }
 
   // A place of a drawing that can be pointed at, or reached by keys, and then says what is there.
@@ -1126,12 +1136,12 @@
     const lines = [];
     const add = (name, ...children) => lines.push(element("div", {}, element("dt", {}, name), element("dd", {}, ...children)));
     const name = (index) => word(className(index));
-    add("answer", name(sample.answer), ` ${probability(sample.confidence)}`);
-    const truth = sample.truth === null ? "" : ` ${probability(sample.truth)}`;
-    const share = sample.share === null ? "" : `, ${percent(sample.share, 0)} of the label`;
-    add("truth", name(sample.label), truth + share);
+    add("answer", name(sample.answer), ` (${probability(sample.confidence)})`);
+    const share = sample.share === null ? [] : [`${percent(sample.share, 0)} of the label`];
+    const truth = [...(sample.truth === null ? [] : [probability(sample.truth)]), ...share].join(", ");
+    add("truth", name(sample.label), truth ? ` (${truth})` : "");
     const others = sample.likeliest.filter(([index]) => index !== sample.answer && index !== sample.label);
-    if (others.length) add("then", name(others[0][0]), ` ${probability(others[0][1])}`);
+    if (others.length) add("then", name(others[0][0]), ` (${probability(others[0][1])})`);
     add("row", whole(sample.row) + (sample.index === null ? "" : `, index ${whole(sample.index)}`));
     if (sample.id !== undefined) add("id", word(sample.id));
     if (sample.path !== undefined) add("path", word(sample.path));
