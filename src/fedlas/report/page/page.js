@@ -910,8 +910,8 @@
   function drawForeign() {
     const set = model().ood.sets[foreign.set];
     const score = set.scores[foreign.score];
-    find("ood-numbers").textContent = score.numbers.map((one) => `${one.name} ${shown(one)}`).join("; ");
-    const names = ["AUROC", "AUPR, foreign", "AUPR, known", score.numbers[3].name];
+    const names = ["AUROC", "AUPR of foreign", "AUPR of known", score.numbers[3].name];
+    find("ood-numbers").textContent = score.numbers.map((one, place) => `${names[place]} ${shown(one)}`).join("; ");
     const rows = model().ood.sets.flatMap((one) => one.scores.map((held) => [one.name, scoreName(held.name), ...held.numbers.map(shown)]));
     const region = element("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": "All scores, can be scrolled sideways" }, tableOf(["Data set", "Score", ...names], rows));
     replaced(find("ood-table"), element("details", {}, element("summary", {}, "All data sets and scores"), region));
@@ -927,7 +927,7 @@
       note: `AUROC ${shown(score.numbers[0])}.`,
       label: `ROC curve of ${scoreName(score.name)}`,
       aspect: 0.9,
-      x: { from: 0, to: 1, text: (v) => v.toFixed(1), name: "known samples taken for foreign" },
+      x: { from: 0, to: 1, text: short, name: "known samples taken for foreign" },
       y: { from: 0, to: 1, text: (v) => v.toFixed(1), name: "foreign samples found" },
       curves: [["line line-0", roc, "score"]],
       extra: [["ideal", [[0, 0], [1, 1]]]],
