@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
         "predictions", "catalog", "ranks", "losses", "metrics", "posthoc", "ood", "evaluation", "data", "models",
     },
     "report": {"predictions", "metrics", "evaluation", "ood"},
-    "experiments": {"catalog", "predictions", "metrics", "train", "evaluation", "report"},
+    "experiments": {"catalog", "predictions", "metrics", "posthoc", "ood", "train", "evaluation", "report"},
     "integrations": {"losses", "metrics", "posthoc", "models.base", "evaluation", "report"},
 }  # fmt: skip
 CATALOGUES = {"losses", "data", "models", "posthoc", "integrations"}

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,22 @@ class Catalogue(StrEnum):
     data = "data"
     models = "models"
     recipes = "recipes"
+    experiments = "experiments"
+
+
+class Launch(StrEnum):
+    """Where runs are trained."""
+
+    local = "local"
+    ray = "ray"
+
+
+class Detail(StrEnum):
+    """What a table shows."""
+
+    ours = "ours"
+    both = "both"
+    full = "full"
 
 
 @app.command("train")
@@ -69,28 +86,33 @@ def train_run(
 def predict_run(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     data: Annotated[str, typer.Option(help="The data set, or `folder` with --set path=DIR.")],
-    split: Annotated[str, typer.Option(help="train, val, test, or all of a folder.")] = "test",
+    split: Annotated[
+        str | None, typer.Option(help="train, val, test or, of a folder, all; by default test, and all of a folder.")
+    ] = None,
     state: Annotated[str, typer.Option(help="best or last weights.")] = "best",
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="A keyword of the data set.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write; else into the run's predictions.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write; else a new file in the run's predictions.")] = None,
     data_root: Root = None,
     device: Device = None,
 ) -> None:
     """Write the predictions of a trained run on any data."""
     with one_line_errors():
-        from fedlas.train.again import predict_again
+        from fedlas.train.recipe import value_of
+        from fedlas.train.trained import predict_with
 
-        options = parsed(settings)
-        path = predict_again(
+        options = {name: value_of(text) for name, text in parsed(settings).items()}
+        path = predict_with(
             run, data, split=split, state=state, options=options, out=out, data_root=data_root, device=device
         )
         typer.echo(path)
 
 
 @app.command("list")
-def list_catalogue(what: Annotated[Catalogue, typer.Argument(help="losses, data, models or recipes")]) -> None:
+def list_catalogue(
+    what: Annotated[Catalogue, typer.Argument(help="losses, data, models, recipes or experiments")],
+) -> None:
     """List what there is."""
     with one_line_errors():
         head, rows = listed(what)
@@ -110,6 +132,119 @@ def demo_run(
         show_table(made.head, made.rows)
         for path in made.files:
             typer.echo(path)
+
+
+@app.command("reproduce")
+def reproduce_experiment(
+    experiment: Annotated[str, typer.Argument(help="A table or figure; see: fedlas list experiments")],
+    data: Annotated[str | None, typer.Option(help="Data sets, separated by commas; by default all of it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Networks, separated by commas; by default the protocol's.")] = None,
+    losses: Annotated[str | None, typer.Option(help="Rows, separated by commas; by default all.")] = None,
+    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "1,2,3",
+    protocol: Annotated[str, typer.Option(help="paper, official, fast or small.")] = "paper",
+    settings: Settings = None,
+    only: Annotated[str | None, typer.Option(help="Train only runs whose folder's name contains this.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan and table; start nothing.")] = False,
+    limit_minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes; go on next time.")] = None,
+    detail: Annotated[Detail, typer.Option(help="ours, both (with the paper's numbers) or full.")] = Detail.both,
+    launch: Annotated[Launch, typer.Option(help="local, or ray: many machines.")] = Launch.local,
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster, such as auto.")] = None,
+    runs: Annotated[Path, typer.Option(help="Where run folders lie.")] = Path("runs"),
+    ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
+    out: Annotated[Path | None, typer.Option(help="Write tables and figures into this folder.")] = None,
+    data_root: Root = None,
+    device: Device = None,
+) -> None:
+    """Make a table or figure of the paper again: run what is missing, and lay it beside the printed numbers."""
+    with one_line_errors():
+        from fedlas.experiments.base import Choice
+        from fedlas.experiments.ledger import Ledger
+        from fedlas.experiments.planning import HEAD, experiment_named, planned
+        from fedlas.experiments.reproduce import drawn, reproduce
+
+        chosen = experiment_named(experiment)
+        choice = Choice(
+            data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
+            seeds=numbers(seeds),
+        )  # fmt: skip
+        book = Ledger(ledger)
+        plan = planned(chosen, choice, book, only)
+        typer.echo(f"{experiment}, {protocol} protocol: {plan}", err=True)
+        if dry_run and plan.missing:
+            show_table(HEAD, plan.rows())
+        if not dry_run:
+            options = {"how": launch.value, "address": address, "device": device, "data_root": data_root}
+            told = partial(typer.echo, err=True)
+            for tables in reproduce(
+                chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes, **options
+            ):
+                for table in tables:
+                    typer.echo(table.text(detail.value), err=True)
+        for table in chosen.tables(book, choice):
+            typer.echo(table.text(detail.value))
+        if out is not None:
+            where = {"data_root": data_root, "device": device}
+            for path in drawn(chosen, choice, ledger=book, runs=runs, folder=out, **where):
+                typer.echo(path)
+
+
+@app.command("compare")
+def compare_models(
+    first: Annotated[str, typer.Argument(help="A run folder, a file of predictions, or ledger rows: data/method.")],
+    second: Annotated[str, typer.Argument(help="The same, on the same test samples.")],
+    metrics: Annotated[str, typer.Option(help="Of accuracy, ece, aece, nll, brier; by commas.")] = "accuracy,ece,nll",
+    ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
+) -> None:
+    """Say whether one model is better than another on the same samples, and how sure that is."""
+    with one_line_errors():
+        from fedlas.experiments.ledger import Ledger
+        from fedlas.experiments.versus import HEAD, side, versus
+
+        book = Ledger(ledger)
+        found = versus(side(first, book), side(second, book), words(metrics) or ())
+        show_table(HEAD, [row for one in found for row in one.rows()])
+
+
+@app.command("search")
+def search_options(
+    data: Annotated[str, typer.Option(help="The data set.")],
+    loss: Annotated[str, typer.Option(help="The loss whose keywords are searched.")],
+    over: Annotated[list[str], typer.Option(help="NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C; may be repeated.")],
+    trials: Annotated[int, typer.Option(help="How many to try.")] = 20,
+    metric: Annotated[str, typer.Option(help="nll, ece, aece, brier or accuracy, on the validation split.")] = "nll",
+    model: Annotated[str | None, typer.Option(help="The network; by default that of the protocol.")] = None,
+    protocol: Annotated[str | None, typer.Option(help="paper, official, fast or small.")] = None,
+    seeds: Annotated[str, typer.Option(help="A run for each, in every trial.")] = "1",
+    settings: Settings = None,
+    out: Annotated[Path, typer.Option(help="Where run folders and search.json go.")] = Path("runs/search"),
+    data_root: Root = None,
+    device: Device = None,
+) -> None:
+    """Search keywords of a loss on the validation split; the test split is never looked at."""
+    with one_line_errors():
+        from fedlas.experiments.search import Range, search
+        from fedlas.train import recipe_for
+
+        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed(settings))
+        found = search(
+            recipe, [Range.parse(text) for text in over], trials=trials, folder=out, metric=metric,
+            seeds=numbers(seeds), told=partial(typer.echo, err=True), device=device, data_root=data_root,
+        )  # fmt: skip
+        chosen = " ".join(f"--set loss_options.{name}={value}" for name, value in found.best.options.items())
+        typer.echo(f"{metric} {found.best.mean:.5f} on the validation split: {chosen}")
+
+
+def words(text: str | None) -> tuple[str, ...] | None:
+    """Take words apart that are separated by commas."""
+    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Take whole numbers apart that are separated by commas."""
+    try:
+        return tuple(int(word) for word in words(text) or ())
+    except ValueError:
+        raise ValueError(f"--seeds takes whole numbers separated by commas, not {text!r}") from None
 
 
 def parsed(settings: Sequence[str] | None) -> dict[str, str]:
@@ -138,6 +273,10 @@ def listed(what: Catalogue) -> tuple[list[str], list[list[str]]]:
 
         rows = [[r.name, str(r.image_size or "any"), r.summary] for r in list_models()]
         return ["name", "images", "in a sentence"], rows
+    if what is Catalogue.experiments:
+        from fedlas.experiments.planning import list_experiments
+
+        return ["name", "in a sentence"], list_experiments()
     from fedlas.train import list_recipes
 
     head = ["protocol", "data", "model", "loss", "epochs", "batch", "optimizer", "lr", "options of the loss", "key"]
@@ -152,12 +291,13 @@ def show_run(run: Any) -> None:
     """Say how a run ended."""
     from fedlas.metrics import accuracy, aece, ece, nll
 
+    split = "test" if "test" in run.recipe.splits else run.recipe.splits[-1]
     rows = []
     for state in ("best", "last"):
-        made = run.predictions(f"{state}-test")
-        numbers = [f"{100 * float(metric(made)):.2f}" for metric in (accuracy, ece, aece)]
-        rows.append([state, *numbers, f"{float(nll(made)):.4f}"])
-    show_table(["test split", "accuracy %", "ECE %", "AECE %", "NLL"], rows)
+        made = run.predictions(f"{state}-{split}")
+        shown = [f"{100 * float(metric(made)):.2f}" for metric in (accuracy, ece, aece)]
+        rows.append([state, *shown, f"{float(nll(made)):.4f}"])
+    show_table([f"{split} split", "accuracy %", "ECE %", "AECE %", "NLL"], rows)
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

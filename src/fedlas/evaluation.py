@@ -249,7 +249,7 @@ class _Run:
         single = sorted({name for one in fitted for name, value in one.learned.items() if value.numel() == 1})
         means = {name: math.fsum(float(one.learned[name]) for one in fitted) / len(fitted) for name in single}
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)
-        found, bins, pairs = self.digest.results(intervals), self.digest.histograms(), self.digest.pairs()
+        found, bins, pairs = self.digest.results(intervals), self.digest.histograms(), self.digest.top
         return State(self.name, found, bins, detection, fits, means, pairs)
 
 

@@ -223,6 +223,15 @@ class Predictions:
         return cls._from_columns(columns, path, about.get("split"), about.get("top_only", False))
 
     @classmethod
+    def read(cls, path: str | Path) -> "Predictions":
+        """Read a file of any kind that is known: its ending says which."""
+        readers = {".safetensors": cls.load, ".npz": cls.from_npz, ".csv": cls.from_csv, ".parquet": cls.from_parquet}
+        ending = Path(path).suffix.lower()
+        if ending not in readers:
+            raise ValueError(f"{path}: predictions are read from {', '.join(readers)}, not from {ending or 'this'}")
+        return readers[ending](path)
+
+    @classmethod
     def from_npz(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         with readable(path), np.load(path, allow_pickle=False) as file:

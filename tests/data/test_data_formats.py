@@ -16,7 +16,9 @@ from PIL import Image
 import fedlas
 from data import twins
 from fedlas.data import DamagedFileError, MissingFileError, Resident
-from fedlas.data.base.formats import read_cifar_binary, read_cifar_pickle, read_idx
+from fedlas.data.base.formats import plain_unpickled, read_cifar_binary, read_cifar_pickle, read_idx
+
+_reconstruct = np.empty(0).__reduce__()[0]
 
 
 def named(path: Path) -> str:
@@ -201,6 +203,24 @@ def test_a_malicious_pickle_does_nothing(tmp_path, payload, protocol):
     path.write_bytes(pickle.dumps(EVIL[payload], protocol))
     with pytest.raises(DamagedFileError, match=f"{named(path)} (asks for .* it is not unpickled|holds a set)"):
         read_cifar_pickle(path, "labels", twins.md5(path))
+
+
+def test_a_list_that_holds_itself_ends():
+    circle: list = []
+    circle.append(circle)
+    made = plain_unpickled(pickle.dumps(circle, 2), Path("batch"))
+    assert made[0] is made
+
+
+def test_a_pickle_cannot_ask_for_memory():
+    """An array comes with its contents; its class alone cannot be called."""
+    for payload in (Evil(np.ndarray, (1 << 20,)), Evil(_reconstruct, np.ndarray, (1 << 20,), b"b")):
+        for protocol in (2, 4):
+            with pytest.raises(DamagedFileError, match="batch"):
+                plain_unpickled(pickle.dumps(payload, protocol), Path("batch"))
+    hidden = np.zeros(1, dtype=[("a", "O")])
+    with pytest.raises(DamagedFileError, match="no plain data"):
+        plain_unpickled(pickle.dumps(hidden, 4), Path("batch"))
 
 
 def test_a_pickle_with_another_checksum_is_not_even_opened(tmp_path, monkeypatch):

@@ -76,6 +76,14 @@ def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
+def test_a_fetched_file_is_on_disk_before_it_gets_its_name(server, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(fetching.os, "fsync", lambda _: seen.append(left_in(tmp_path)))
+    fetch(source(server), tmp_path)
+    assert seen == [["a.bin.part"]]
+    assert left_in(tmp_path) == ["a.bin"]
+
+
 def test_a_file_is_fetched_with_progress_and_only_once(server, tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "BLOCK", 100_000)
     told = []

@@ -31,6 +31,15 @@ def test_a_class_per_directory(tmp_path):
     assert data.title == tmp_path.name
 
 
+def test_too_few_images_for_a_split_are_named(tmp_path):
+    pictures(tmp_path, {"dog": 3, "cat": 4})
+    data = fedlas.build_data("folder", path=tmp_path)
+    for name in ("val", "test"):
+        with pytest.raises(ValueError, match=f"too few images for its {name} split, .*: cat 4, dog 3; add images"):
+            data.split(name)
+    assert len(data.split("all")) == 7
+
+
 def test_splits_that_are_given(tmp_path):
     pictures(tmp_path / "train", {"a": 20, "b": 20})
     pictures(tmp_path / "test", {"a": 3, "c": 4})

@@ -1,5 +1,6 @@
 """Loaders of large images: the same batches whatever the number of workers, and what is kept on disk."""
 
+import multiprocessing
 import os
 import random
 import time
@@ -11,7 +12,8 @@ import torch
 import fedlas
 from data import twins
 from fedlas.data import DamagedFileError, Loader
-from fedlas.data.loading import _seed_worker
+from fedlas.data.base.images import decode
+from fedlas.data.loading import _seed_worker, usual_workers
 
 # Python 3.12 and later warn of any fork in a process with threads; the workers do not touch what the threads hold.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -107,6 +109,61 @@ def test_decoded_images_are_kept(birds, tmp_path, monkeypatch):
     files[0].write_bytes(files[0].read_bytes()[:-100])
     with pytest.raises(DamagedFileError, match=f"{files[0]} is damaged"):
         split.decoded(birds.transform, cache=cache)
+
+
+def test_what_is_kept_serves_all_splits_of_a_part_and_all_seeds(birds, tmp_path, monkeypatch):
+    cache = tmp_path / "kept"
+    other = fedlas.build_data("cub200", root=birds.root, seed=7)
+    plain = [data.split(name) for data in (birds, other) for name in ("train", "val")]
+    expected = [split.decoded(birds.transform).images for split in plain]
+    plain[0].decoded(birds.transform, cache=cache)
+    assert len(list(cache.glob("*.npy"))) == 1
+    monkeypatch.setattr("fedlas.data.base.images.decode", lambda *_: pytest.fail("decoded again"))
+    for split, images in zip(plain, expected, strict=True):
+        assert torch.equal(split.decoded(birds.transform, cache=cache).images, images)
+        few = split.picked(torch.tensor([2, 0]))
+        assert torch.equal(few.decoded(birds.transform, cache=cache).images, images[[2, 0]])
+    assert len(list(cache.glob("*.npy"))) == 1
+
+
+def test_a_closed_loader_leaves_no_process_behind(birds):
+    loader = Loader(birds.split("train"), birds.transform, batch_size=8, train=True, workers=2)
+    passing = iter(loader)
+    next(passing)  # in the middle of a pass, where a run may be stopped
+    children = list(loader._loader._iterator._workers)
+    assert all(child.is_alive() for child in children)
+    loader.close()
+    assert not any(child.is_alive() for child in children)
+    loader.close()
+    assert len(batches(loader)) == len(loader)  # another pass starts new ones
+    loader.close()
+
+
+def test_the_workers_of_an_evaluation_go_with_it(birds):
+    before = {child.pid for child in multiprocessing.active_children()}
+    batches(Loader(birds.split("val"), birds.transform, batch_size=4, train=False, workers=2))
+    assert {child.pid for child in multiprocessing.active_children()} == before
+
+
+def test_batches_that_are_skipped_are_not_read(birds, monkeypatch):
+    loader = Loader(birds.split("train"), birds.transform, batch_size=8, train=True, workers=0)
+    loader.set_epoch(1)
+    whole = batches(loader)
+    read = []
+    monkeypatch.setattr("fedlas.data.loading.decode", lambda path, _: read.append(path) or decode(path, _))
+    loader.set_epoch(1, 5)
+    assert same(whole[5:], batches(loader))
+    assert len(read) == sum(len(batch[1]) for batch in whole[5:])
+
+
+def test_ranks_of_a_machine_share_its_processors(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert (usual_workers(train=True), usual_workers(train=False)) == (16, 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (usual_workers(train=True), usual_workers(train=False)) == (4, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert (usual_workers(train=True), usual_workers(train=False)) == (1, 1)
 
 
 def test_a_changed_image_is_decoded_again(birds, tmp_path):

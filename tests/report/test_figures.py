@@ -1,11 +1,31 @@
-"""Figures draw what their data says."""
+"""Figures draw what their data says, and the data is what plain loops give."""
+
+import json
+import math
 
 import pytest
 import torch
 
 from fedlas.metrics import histogram
 from fedlas.predictions import Predictions
-from fedlas.report.figures import reliability_data, reliability_figure, save_figure
+from fedlas.report import figures
+from fedlas.report.figures import (
+    activations_data,
+    activations_figure,
+    course_data,
+    gate_data,
+    gate_figure,
+    indicator_data,
+    indicator_figure,
+    reliability_data,
+    reliability_figure,
+    save_figure,
+    save_with_data,
+    smoothing_data,
+    smoothing_figure,
+    theorem_data,
+    theorem_figure,
+)
 
 
 def test_a_reliability_diagram_draws_its_data(tmp_path):
@@ -28,3 +48,305 @@ def test_a_reliability_diagram_draws_its_data(tmp_path):
         save_figure(reliability_figure({"before": [data, data], "after": [data]}), tmp_path / "g.png").read_bytes()
         == first
     )
+
+
+def network(n=40, width=7, classes=4, *, signed=False, bias=False):
+    """A made-up last layer: predictions with features, and the weights and bias that made them."""
+    features = torch.randn(n, width) if signed else torch.randn(n, width).relu()
+    weight = torch.randn(classes, width)
+    shift = torch.randn(classes) if bias else None
+    logits = features @ weight.t() + (0 if shift is None else shift)
+    labels = torch.randint(0, classes, (n,))
+    names = [f"class {n}" for n in range(classes)]
+    return Predictions(logits, labels, features=features, index=torch.arange(n) + 100, class_names=names), weight, shift
+
+
+def tied(n=60):
+    """Predictions in which norms and confidences tie."""
+    made, _, _ = network(n)
+    logits = (2 * made.logits).round().clamp(-4, 9)
+    return Predictions(logits, made.labels, features=made.features.round())
+
+
+def middle_ranks(values):
+    return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
+
+
+def pearson(x, y):
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    xy = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
+    return xy / math.sqrt(sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y))
+
+
+def share_in_order(scores, positive):
+    pairs = [(a, b) for a, right in zip(scores, positive, strict=True) if right
+             for b, wrong in zip(scores, positive, strict=True) if not wrong]  # fmt: skip
+    return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
+
+
+def test_the_indicator_is_what_plain_loops_give():
+    made = tied()
+    data = indicator_data(made, "x")
+    norms = [sum(abs(value) for value in row) for row in made.features.tolist()]
+    assert len(set(norms)) < len(norms)
+    confidence = [max(row) for row in made.probs.double().tolist()]
+    mean = sum(norms) / len(norms)
+    std = math.sqrt(sum((norm - mean) ** 2 for norm in norms) / (len(norms) - 1))
+    assert data.nci == pytest.approx([(norm - mean) / std for norm in norms], rel=1e-6)
+    assert data.confidence == pytest.approx(confidence, rel=1e-6)
+    shown = made.confidence.tolist()  # ties as they are in float32
+    assert data.rank_correlation == pytest.approx(pearson(middle_ranks(norms), middle_ranks(shown)))
+    right = [p == label for p, label in zip(made.prediction.tolist(), made.labels.tolist(), strict=True)]
+    assert list(data.correct) == right
+    assert data.norm_auroc == pytest.approx(share_in_order(norms, right))
+    assert data.confidence_auroc == pytest.approx(share_in_order(shown, right))
+    assert data.saturated == pytest.approx(sum(c > 0.99 for c in shown) / len(shown))
+
+
+def test_the_lowest_tenth_is_counted_by_itself():
+    logits = torch.tensor([[0.0, 9.0]] * 18 + [[0.0, 0.1]] * 2)
+    norms = torch.arange(20.0).flip(0)[:, None]
+    data = indicator_data(Predictions(logits, torch.ones(20, dtype=torch.long), features=norms), "x")
+    assert (data.saturated, data.saturated_low) == (0.9, 0.0)
+    assert math.isnan(data.norm_auroc)  # nothing is wrong, so there is nothing to tell apart
+
+
+def test_without_features_there_is_no_indicator():
+    with pytest.raises(ValueError, match="no features"):
+        indicator_data(Predictions(torch.randn(3, 2), torch.zeros(3, dtype=torch.long)), "x")
+
+
+def test_the_indicator_is_drawn_point_by_point():
+    pytest.importorskip("matplotlib")
+    data = indicator_data(tied(), "some data")
+    figure = indicator_figure(data)
+    panel = next(one for one in figure.axes if one.get_xlabel().startswith("normalised"))
+    assert "softmax" in panel.get_ylabel()
+    drawn = [tuple(point) for cloud in panel.collections for point in cloud.get_offsets().tolist()]
+    assert sorted(drawn) == sorted(zip(data.nci, data.confidence, strict=True))
+    assert [len(cloud.get_offsets()) for cloud in panel.collections] == [sum(data.correct), 60 - sum(data.correct)]
+    assert "some data" in figure.get_suptitle()
+
+
+def test_activations_are_those_of_the_extreme_norms_each_of_another_class():
+    made, _, _ = network(50)
+    images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
+    data = activations_data(made, images, "x", count=3)
+    norms = made.features.double().abs().sum(1).tolist()
+    order = sorted(range(50), key=lambda n: norms[n])
+    for found, places in ((data.high, order[::-1]), (data.low, order)):
+        wanted, classes = [], set()
+        for place in places:
+            if int(made.labels[place]) not in classes and len(wanted) < 3:
+                classes.add(int(made.labels[place]))
+                wanted.append(place)
+        assert [one.index for one in found] == [place + 100 for place in wanted]
+        for one, place in zip(found, wanted, strict=True):
+            assert one.norm == pytest.approx(norms[place])
+            assert one.features == pytest.approx(made.features[place].tolist(), rel=1e-6)
+            assert [list(row) for row in one.pixels] == images[place, 0].tolist()
+            assert one.label == f"class {int(made.labels[place])}"
+            assert one.prediction == f"class {int(made.prediction[place])}"
+    flat = {n: norms[n] ** 2 / sum(v * v for v in made.features[n].tolist()) / 7 for n in range(50) if norms[n]}
+    assert data.flatness_high == pytest.approx(sum(flat[n] for n in order[-5:]) / 5)
+    assert data.flatness_low == pytest.approx(sum(flat.get(n, 0) for n in order[:5]) / 5)
+
+
+def test_activations_are_drawn_with_their_images():
+    pytest.importorskip("matplotlib")
+    made, _, _ = network(50)
+    images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
+    data = activations_data(made, images, "x", count=2)
+    figure = activations_figure(data)
+    pictures = [one.images[0].get_array().tolist() for one in figure.axes if one.images]
+    assert pictures == [
+        [list(row) for row in one.pixels] for one in (data.high[0], data.low[0], data.high[1], data.low[1])
+    ]
+    panels = [one for one in figure.axes if not one.images]
+    drawn = [panel.patches[0].get_data().values.tolist() for panel in panels]
+    assert drawn[:2] == [list(data.high[0].features), list(data.low[0].features)]
+    assert len({panel.get_ylim() for panel in panels}) == 1
+    assert f"{data.high[0].norm:.1f}" in panels[0].get_title()
+
+
+def sign(value):
+    return 1 if value > 0 else -1
+
+
+def plain_theorem(norms, features, weight):
+    """Both sides of the theorem for every sample and class, in loops: [(gap, room)]."""
+    found = []
+    for norm, a in zip(norms, features.double().tolist(), strict=True):
+        for w in weight.double().tolist():
+            hidden = sum(sign(w[k]) * a[k] for k in range(len(a)))
+            room = max(abs(value) for value in a) * sum(abs(sign(a[k]) - sign(w[k])) for k in range(len(a)))
+            found.append((norm - hidden, room))
+    return found
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize(("width", "classes"), [(1, 2), (7, 4), (33, 10)])
+def test_the_theorem_holds_for_random_networks(width, classes, signed):
+    made, weight, _ = network(30, width, classes, signed=signed)
+    features = made.features.clone()
+    features[0] = 0  # a sample for which no unit is active
+    made = Predictions(features @ weight.t(), made.labels, features=features)
+    data = theorem_data(made, weight)
+    norms = features.double().abs().sum(1).tolist()
+    plain = plain_theorem(norms, features, weight)
+    assert all(-1e-9 <= gap <= room + 1e-9 for gap, room in plain)
+    assert (data.violations, data.pairs) == (0, 30 * classes)
+    assert data.largest_violation < 1e-9
+    largest = [norm - min(gap for gap, _ in plain[n * classes : (n + 1) * classes]) for n, norm in enumerate(norms)]
+    assert data.norm == pytest.approx(norms, rel=1e-6)
+    assert data.hidden == pytest.approx(largest, rel=1e-6, abs=1e-6)
+    assert data.correlation == pytest.approx(pearson(norms, largest), nan_ok=True)
+    assert data.recovered == pytest.approx(sum(h / n for h, n in zip(largest, norms, strict=True) if n) / 30)
+    used = [gap / room if room else 0 for gap, room in plain]
+    said = made.logits.argmax(1).tolist()
+    own = [used[n * classes + said[n]] for n in range(30)]
+    assert data.used_by_answer == tuple(
+        sum(min(19, max(0, int(20 * value))) == step for value in own) for step in range(20)
+    )
+    assert sum(data.used_by_others) == 30 * (classes - 1)
+
+
+@pytest.mark.parametrize(("factor", "side"), [(0.3, "left"), (40.0, "right"), (math.nan, "unknown")])
+def test_a_made_up_violation_is_found(factor, side):
+    made, weight, _ = network(20)
+    norms = made.features.abs().sum(1)
+    assert theorem_data(made, weight, norms=norms).violations == 0
+    norms[3] *= factor
+    data = theorem_data(made, weight, norms=norms)
+    plain = plain_theorem(norms.double().tolist(), made.features, weight)
+    beyond = [max(-gap, gap - room) / float(norms[n // 4]) for n, (gap, room) in enumerate(plain)]
+    if side == "unknown":
+        assert (data.violations, data.largest_violation) == (4, math.inf)
+    else:
+        assert data.violations == sum(value > 1e-5 for value in beyond) > 0
+        assert data.largest_violation == pytest.approx(max(beyond))
+
+
+def test_norms_that_differ_by_rounding_break_no_bound():
+    features, weight = torch.rand(20, 1) + 1, torch.tensor([[1.0], [-1.0]])
+    made = Predictions(features @ weight.t(), features=features)  # one unit: every sample meets both bounds exactly
+    norms = features[:, 0] * (1 - 1e-6)
+    data = theorem_data(made, weight, norms=norms)
+    assert data.violations == 0 < data.largest_violation < 1e-5
+
+
+def test_assumptions_that_do_not_hold_are_named():
+    made, weight, _ = network()
+    assert theorem_data(made, weight).remarks == ()
+    made, weight, _ = network(signed=True)
+    (remark,) = theorem_data(made, weight).remarks
+    assert "below zero" in remark
+    made, weight, bias = network(bias=True)
+    (remark,) = theorem_data(made, weight, bias).remarks
+    assert f"{float(bias.abs().max()):.3g}" in remark
+    (remark,) = theorem_data(made, weight).remarks  # a bias that was not given: the logits come from elsewhere
+    assert "not this layer's" in remark
+
+
+def test_the_theorem_is_drawn_point_by_point():
+    pytest.importorskip("matplotlib")
+    made, weight, bias = network(bias=True)
+    one, other = theorem_data(made, weight, bias, title="one"), theorem_data(made, -weight, title="other")
+    figure = theorem_figure(figures.Theorems("data", one, other))
+    first, second, last = figure.axes
+    for panel, data in ((first, one), (second, other)):
+        drawn = [tuple(point) for point in panel.collections[0].get_offsets().tolist()]
+        assert drawn == list(zip(data.hidden, data.norm, strict=True))
+        assert panel.get_title().startswith(data.title)
+        assert "hidden logit" in panel.get_xlabel()
+    assert last.patches[0].get_data().values.tolist() == pytest.approx([n / 40 for n in one.used_by_answer])
+    assert "0 of 160 break a bound" in last.get_title()
+    assert one.remarks[0] in figure.get_suptitle()
+
+
+def test_smoothing_curves_are_drawn_in_the_order_of_beta():
+    pytest.importorskip("matplotlib")
+    nci = torch.linspace(-1, 1, 5)
+    found = {(beta, mode): (nci, nci * 0 + beta / 10) for beta in (4.0, 0.5) for mode in ("negative", "positive")}
+    data = smoothing_data(0.05, found)
+    wanted = [(0.5, "positive"), (0.5, "negative"), (4.0, "positive"), (4.0, "negative")]
+    assert [(one.beta, one.mode) for one in data.curves] == wanted
+    (panel,) = smoothing_figure(data).axes
+    for line, one in zip(panel.lines, data.curves, strict=False):
+        assert list(line.get_xdata()) == list(one.nci)
+        assert list(line.get_ydata()) == list(one.alpha_i)
+        assert line.get_linestyle() == {"positive": "-", "negative": "--"}[one.mode]
+    assert len({line.get_marker() for line in panel.lines[:4]}) == 2
+    assert "NCI" in panel.get_xlabel()
+
+
+def log(values, word="flip_rate", first=1):
+    return [{"epoch": first + n, "gate": {word: value}} for n, value in enumerate(values)]
+
+
+def test_a_course_has_mean_and_range_over_the_seeds_that_are_there():
+    course = course_data("x", [log([None, 0.4, 0.2]), log([None, 0.2]), []], "flip_rate")
+    assert course.epochs == (2, 3)
+    assert course.mean == pytest.approx((0.3, 0.2))
+    assert (course.low, course.high) == ((0.2, 0.2), (0.4, 0.2))
+    assert course.each == ((0.4, 0.2), (0.2, None), (None, None))
+    assert course_data("x", [[{"epoch": 1, "gate": {}}]], "positive").epochs == ()
+    assert course_data("x", [log([None, 0.0])], "flip_rate").mean == (0.0,)  # no flips are a number too
+
+
+def test_the_gate_is_drawn_as_logged():
+    pytest.importorskip("matplotlib")
+
+    def run(shift):
+        shares = [0.2 + shift, 0.3 + shift, 0.4 + shift]
+        gates = [{"positive": s, "negative": 1 - s, "flip_rate": None if s == shares[0] else s / 2} for s in shares]
+        return [{"epoch": n, "gate": gate} for n, gate in enumerate(gates, start=1)]
+
+    data = gate_data({"one": [run(0), run(0.1)], "two": [run(0.5)]}, "title", (2,))
+    assert data.positive[0].mean == pytest.approx((0.25, 0.35, 0.45))
+    assert data.negative[1].mean == pytest.approx((0.3, 0.2, 0.1))
+    assert data.flip_rate[0].epochs == (2, 3)
+    figure = gate_figure(data)
+    first, second, flips = figure.axes
+    assert [panel.get_title() for panel in figure.axes] == ["one", "two", "flip rate"]
+    means = {line.get_label(): list(line.get_ydata()) for line in first.lines if not line.get_label().startswith("_")}
+    assert means == {"positive mode": pytest.approx([25, 35, 45]), "negative mode": pytest.approx([75, 65, 55])}
+    assert len(first.lines) == 2 * 3 + 1  # for each mode two seeds and a mean, and one milestone
+    assert len(second.lines) == 2 + 1  # a seed alone is its own mean
+    labels = [line.get_label() for line in flips.lines]
+    assert [label for label in labels if not label.startswith("_")] == ["one", "two"]
+    styles = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in flips.lines}
+    assert styles["one"] != styles["two"]
+    assert flips.get_xlabel() == "epoch"
+
+
+def test_a_figure_is_written_with_its_data(tmp_path):
+    pytest.importorskip("matplotlib")
+    logits = torch.tensor([[0.0, 9.0]] * 18 + [[0.0, 0.1]] * 2)
+    data = indicator_data(
+        Predictions(logits, torch.ones(20, dtype=torch.long), features=torch.arange(20.0)[:, None]), "x"
+    )
+    files = save_with_data(indicator_figure(data), data, tmp_path / "new", "name")
+    assert [path.name for path in files] == ["name.pdf", "name.png", "name.json"]
+    assert files[0].read_bytes().startswith(b"%PDF")
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    read = json.loads(files[2].read_text())
+    assert read["figure"] == "name"
+    assert read["nci"] == list(data.nci)
+    assert read["norm_auroc"] is None
+    first = [path.read_bytes() for path in files]
+    again = save_with_data(indicator_figure(data), data, tmp_path / "again", "name")
+    assert [path.read_bytes() for path in again] == first
+
+
+def test_a_figure_is_written_whole_or_not_at_all(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    class Broken:
+        def savefig(self, file, **options):
+            file.write(b"half")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        save_figure(Broken(), tmp_path / "f.png")
+    assert list(tmp_path.iterdir()) == []

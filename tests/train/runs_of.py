@@ -1,8 +1,13 @@
 """What the tests of training share: short recipes, and a callback that stops a run where a test wants it."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
 
 from fedlas.train import AbstractCallback, Recipe, Run, recipe_for
 from fedlas.train.runs import MACHINE
@@ -20,6 +25,34 @@ def short(loss: str = "fedlas_ls", **changes: Any) -> Recipe:
     return recipe_for("digits", loss=loss, **{**SHORT, **changes})
 
 
+def photographs(folder: Path, count: int = 30, seed: int = 0) -> Path:
+    """Write coloured images of three kinds, a directory each."""
+    image, random = pytest.importorskip("PIL.Image"), np.random.default_rng(seed)
+    for number, name in enumerate(("cat", "dog", "owl")):
+        (folder / name).mkdir(parents=True)
+        for place in range(count):
+            pixels = random.integers(0, 200, (20, 20, 3)).astype(np.uint8)
+            pixels[..., number] += 55
+            image.fromarray(pixels).save(folder / name / f"{place}.png")
+    return folder
+
+
+def large(path: Path, loss: str = "fedlas_ls", **changes: Any) -> Recipe:
+    """A run of 2 epochs with 9 steps each, on images that are read from files."""
+    usual = {"epochs": 2, "batch_size": 8, "workers": 2, "deterministic": True, "lr": 0.05}
+    options = {"data_options": {"path": str(path), "image_size": 16}, "model_options": {"in_channels": 3}}
+    return Recipe(data="folder", model="small_cnn", loss=loss, **{**usual, **options, **changes})
+
+
+def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
+    """Wait for something, not for ever, and give it."""
+    end = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.02)
+    return found
+
+
 class SignalAt(AbstractCallback):
     """Sends this process a signal after some step."""
 
@@ -28,8 +61,8 @@ class SignalAt(AbstractCallback):
 
     def stepped(self, bench: Any, step: int) -> None:
         if step == self.step:
-            while self.wait_for is not None and not self.wait_for.exists():
-                pass
+            if self.wait_for is not None:
+                until(self.wait_for.exists)
             os.kill(os.getpid(), self.number)
 
 

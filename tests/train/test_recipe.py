@@ -33,8 +33,9 @@ def test_a_recipe_comes_back_from_json():
 
 def test_settings_are_read_by_the_type_of_their_field():
     settings = {
-        "epochs": "10", "lr": "1e-3", "deterministic": "true", "milestones": "3,7", "clip": "none",
-        "precision": "bf16", "loss_options.alpha": "0.1", "data_options": '{"label_noise": 0.2}', "ood": "svhn",
+        "epochs": "10", "lr": "1e-3", "deterministic": "true", "schedule": "multi_step", "milestones": "3,7",
+        "clip": "none", "precision": "bf16", "loss_options.alpha": "0.1", "data_options": '{"label_noise": 0.2}',
+        "ood": "svhn",
     }  # fmt: skip
     recipe = SMALL.replace(clip=2.0).with_settings(settings)
     assert (recipe.epochs, recipe.lr, recipe.deterministic, recipe.milestones) == (10, 0.001, True, (3, 7))
@@ -55,11 +56,35 @@ def test_settings_are_read_by_the_type_of_their_field():
         ({"loss_options": "alpha"}, "loss_options must be JSON"),
         ({"accumulate": "3"}, "accumulate must be a divisor of batch_size"),
         ({"data_options.seed": "3"}, "the recipe's own seed decides"),
+        ({"schedule": "one_cycle", "warmup": "5"}, "warmup does nothing with schedule=one_cycle; leave it out"),
+        ({"schedule": "cosine", "milestones": "3"}, "milestones does nothing with schedule=cosine"),
+        ({"decay": "0.2"}, "decay does nothing with schedule=constant"),
+        ({"schedule": "cosine", "peak_at": "0.5"}, "peak_at does nothing with schedule=cosine"),
+        ({"end_factor": "0.5"}, "end_factor does nothing with schedule=constant"),
+        ({"optimizer": "adamw", "nesterov": "true"}, "nesterov does nothing with optimizer=adamw"),
+        ({"optimizer": "adamw", "momentum": "0.8"}, "momentum does nothing with optimizer=adamw"),
+        ({"beta2": "0.99"}, "beta2 does nothing with optimizer=sgd"),
+        ({"schedule": "multi_step"}, "milestones must be given for multi_step"),
+        ({"clip_loss": "true"}, "clip_loss must be false where clip is none"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SMALL.with_settings(settings)
+
+
+def test_a_change_drops_what_it_leaves_without_effect():
+    """Nobody has asked for the milestones of a protocol that is changed to a cosine; they shall not be in its key."""
+    steps = recipe_for("cifar10")
+    assert steps.replace(schedule="cosine") == recipe_for("cifar10", schedule="cosine")
+    assert steps.replace(schedule="cosine").milestones == ()
+    assert not recipe_for("digits").with_settings({"optimizer": "adamw"}).nesterov
+
+
+def test_a_folder_of_before_can_be_read():
+    """Recipes were written with settings without effect until these were refused."""
+    old = {**SMALL.to_dict(), "schedule": "one_cycle", "warmup": 3.0, "optimizer": "adamw", "nesterov": True}
+    assert Recipe.from_dict(old) == SMALL.replace(schedule="one_cycle", optimizer="adamw")
 
 
 def test_values_of_another_type_are_refused():
@@ -133,6 +158,30 @@ def test_the_released_code_departs_where_it_does():
     assert recipe_for("cifar100", protocol="official").data_options == {"official_test_normalisation": True}
     assert recipe_for("tiny_imagenet", loss="mbls", protocol="official").loss_options["lambda_"] == 0.1
     assert recipe_for("cifar10", loss="fedlas_ls", protocol="official").loss_options["preset"] == "official"
+
+
+def test_no_loss_learns_from_test_labels():
+    """The released code selects on the test split; AdaFocal would learn its gammas there."""
+    for data in ("cub200", "aircraft"):
+        assert recipe_for(data, loss="adafocal", protocol="official").data_options == {
+            "antialias": False,
+            "image_size": 384,
+        }
+        assert recipe_for(data, loss="crl", protocol="official").data_options["selection"] == "official"
+
+
+def test_protocols_do_not_speak_of_what_they_do_not_know():
+    with pytest.raises(ValueError, match="'paper' says nothing about 'digits'; take one of: fast, small"):
+        recipe_for("digits", "small_cnn", protocol="paper")
+    with pytest.raises(ValueError, match="'official' says nothing about 'svhn'"):
+        recipe_for("svhn", "resnet50_cifar", protocol="official")
+    birds = recipe_for("cub200", "small_cnn")
+    assert (birds.model_options, birds.data_options) == ({"in_channels": 3}, {"image_size": 224})
+    vit = recipe_for("cub200", "timm:vit_small_patch16_224")
+    assert (vit.model_options, vit.data_options) == ({"pretrained": True}, {"image_size": 224})
+    assert vit.optimizer == "adamw"
+    for model in ("resnet101", "vit_base_patch16_384"):
+        assert recipe_for("aircraft", model).model_options == {"pretrained": True}
 
 
 def test_the_fast_protocol():

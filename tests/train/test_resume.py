@@ -11,7 +11,9 @@ import pytest
 import torch
 from runs_of import SignalAt, log_without_times, prediction_bytes, short
 
-from fedlas.train import Run, RunError, StoppedError, fit
+from fedlas.predictions import Predictions
+from fedlas.train import AbstractCallback, Run, RunError, StoppedError, fit, fit_many
+from fedlas.train.checkpoint import StopSignals
 
 HERE = Path(__file__).parent
 RECIPES = {
@@ -119,6 +121,71 @@ def test_checkpoints_come_as_often_as_asked(tmp_path):
     saved = weights(Run(tmp_path))
     assert (saved["epoch"], saved["position"]) == (3, 0)
     assert not (tmp_path / ".checkpoint.pt.rest").exists()
+
+
+class SignalAfterEpoch(AbstractCallback):
+    """Sends this process a signal while no step is under way."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def epoch_ended(self, record: Any) -> None:
+        if record["epoch"] == self.epoch:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_between_epochs_stops_there(unbroken, tmp_path):
+    with pytest.raises(StoppedError, match="stopped after epoch 2 of 3; continue with --resume"):
+        fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(2)])
+    saved = weights(Run(tmp_path))
+    assert (saved["epoch"], saved["position"]) == (2, 0)
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), unbroken["fedlas_ls"])
+
+
+def test_a_signal_after_the_last_step_is_not_swallowed(unbroken, tmp_path):
+    """Else a run that predicts when Ctrl-C comes would finish, and the next one of many would begin."""
+    with pytest.raises(StoppedError) as caught:
+        fit(RECIPES["mixed"], out=tmp_path, callbacks=[SignalAfterEpoch(3)])
+    assert caught.value.signal_number == signal.SIGTERM
+    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), unbroken["mixed"])
+
+
+def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
+    recipes = [short("ce", epochs=1), short("ls", epochs=1)]
+    save = Predictions.save
+
+    def save_and_signal(made: Predictions, path: Path) -> None:
+        save(made, path)
+        if path.stem == "best-test":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Predictions, "save", save_and_signal)
+    with pytest.raises(StoppedError) as caught:
+        list(fit_many(recipes, folder=tmp_path))
+    assert caught.value.signal_number == signal.SIGINT
+    assert Run(tmp_path / recipes[0].name).finished
+    assert not (tmp_path / recipes[1].name).exists()
+
+
+def test_a_repeated_signal_does_not_hit_the_checkpoint(monkeypatch):
+    """A terminal and a launcher both pass Ctrl-C on; later, a person means it."""
+    now = 100.0
+    monkeypatch.setattr("fedlas.train.checkpoint.time.monotonic", lambda: now)
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        for patient, expected in ((True, []), (False, [signal.SIGTERM])):
+            signals = StopSignals(patient=patient)
+            with signals.listening():
+                for _ in range(3):
+                    signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGINT)
+                assert (signals.caught, heard) == (signal.SIGTERM, [])
+                now += 60
+                signal.raise_signal(signal.SIGTERM)
+            assert heard == expected
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_resume_starts_where_nothing_is(tmp_path):

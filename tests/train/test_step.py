@@ -1,5 +1,6 @@
 """The step: a plain loop in torch, written out again, gives the same weights; bad numbers freeze everything."""
 
+import importlib
 import math
 
 import pytest
@@ -96,6 +97,31 @@ def test_a_bad_step_is_remembered_and_freezes_the_weights():
     assert bench.step.bad_step() == 2  # the third
     assert all(torch.equal(p, q) for p, q in zip(before, bench.net.parameters(), strict=True))
     assert all(torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, bench.state()["optimizer"], strict=True))
+
+
+def test_a_bad_gradient_of_the_loss_alone_is_seen_in_its_step():
+    """Clipping looks at the network only; the flag must not."""
+    bench = Bench(short("fedlas_ls"), CPU)
+    steps(bench, 2)
+    gate = next(bench.loss.parameters())
+    before = [p.clone() for p in [*bench.net.parameters(), *bench.loss.parameters()]]
+    hook = gate.register_hook(lambda gradient: gradient * math.nan)
+    steps(bench, 1)
+    hook.remove()
+    steps(bench, 2)
+    assert bench.step.bad_step() == 2  # the third
+    after = [*bench.net.parameters(), *bench.loss.parameters()]
+    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+
+
+def test_gradients_that_stay_bad_in_float16_are_no_overflow():
+    bench = Bench(short("ce", precision="fp16", epochs=30, batch_size=10, data_options={"train_samples": 20}), CPU)
+    next(bench.net.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    for epoch in range(15):
+        steps(bench, 2, epoch)
+    # The scale falls from 2^16 to 1 in as many steps, and the next one is of no use.
+    assert float(bench.step.scale.value) <= 1
+    assert bench.step.bad_step() == 16
 
 
 def test_the_loss_scale_falls_after_an_overflow_and_grows_after_many_good_steps():
@@ -196,17 +222,53 @@ def test_draws_of_mixing_depend_on_the_seed_alone():
     assert 0 < one[:, 1].mean() < 1
 
 
-def test_what_cannot_be_compiled_runs_as_it_is():
-    bench = Bench(short("ce"), CPU)
+def fails_once(bench, error, *, backward):
+    """Make the compiled network fail in its first forward or backward pass."""
+    plain, failed = bench.net._call_impl, []
 
-    def broken(*_args, **_kwargs):
-        raise RuntimeError("no graph for this network\nand much more")
+    def refuse(*_):
+        failed.append(True)
+        raise error
 
-    bench.net._compiled_call_impl = broken
+    def compiled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        if backward and not failed:
+            output.logits.register_hook(refuse)
+        elif not failed:
+            refuse()
+        return output
+
+    bench.net._compiled_call_impl = compiled
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
+    recipe = short("fedlas_ls", accumulate=2)
+    plain, broken = Bench(recipe, CPU), Bench(recipe, CPU)
+    error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this network\nand more")
+    fails_once(broken, error, backward=backward)
     with pytest.warns(UserWarning, match="not compiled: no graph for this network$"):
-        steps(bench, 1)
-    steps(bench, 1)
-    assert int(bench.step.count) == 2
+        steps(broken, 1)
+    assert broken.net._compiled_call_impl is None
+    steps(plain, 1)
+    for bench in (plain, broken):
+        steps(bench, 2, epoch=1)
+    for mine, other in zip((broken.net, broken.loss), (plain.net, plain.loss), strict=True):
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, mine.state_dict()[name]), name
+    assert broken.step.meter.read() == plain.step.meter.read()
+    assert broken.step.watch.read() == plain.step.watch.read()
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_compiler():
+    dynamo = importlib.import_module("torch._dynamo.exc")
+    wrapped = dynamo.TorchDynamoException("while compiling")
+    wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
+    for error in (torch.OutOfMemoryError("no memory left"), wrapped, RuntimeError("a bug of one's own")):
+        bench = Bench(short("ce"), CPU)
+        fails_once(bench, error, backward=False)
+        with pytest.raises(type(error)):
+            steps(bench, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*attribute of a Tensor that is not a leaf")

@@ -10,7 +10,7 @@ from typing import ClassVar, Unpack
 
 from fedlas.data.base import AbstractDataset, FineGrained, Part, as_labels, fine_grained_options, there
 from fedlas.data.base.fetching import DamagedFileError, Source
-from fedlas.data.base.formats import lines_of
+from fedlas.data.base.formats import lines_of, read_names
 
 FOLDER = "fgvc-aircraft-2013b"
 
@@ -44,12 +44,7 @@ class Aircraft(AbstractDataset):
     def class_names(self) -> tuple[str, ...]:
         """Variants in the order of their names, which is also that of the class numbers."""
         file = self.unpacked(self.archive, FOLDER) / "data" / "variants.txt"
-        names = sorted(lines_of(file))
-        if len(set(names)) != self.num_classes or len(names) != self.num_classes:
-            raise DamagedFileError(
-                f"{file} is damaged: {len(set(names))} variants, where {self.num_classes} are expected"
-            )
-        return tuple(names)
+        return read_names(file, self.num_classes, "variants")
 
     def read(self, part: str) -> Part:
         folder = self.unpacked(self.archive, FOLDER) / "data"

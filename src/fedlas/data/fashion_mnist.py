@@ -4,14 +4,12 @@ The IDX files, compressed or not, lie in `fashion-mnist/`, in torchvision's `Fas
 package `dataset-fashion-mnist` puts them.
 """
 
+from pathlib import Path
 from typing import ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
 from fedlas.data.base.fetching import Source
-from fedlas.data.base.formats import read_idx
+from fedlas.data.base.formats import read_idx_pair
 from fedlas.data.base.images import Transform
 
 ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
@@ -42,13 +40,10 @@ class FashionMNIST(AbstractDataset):
         return tuple(words.split(","))
 
     def read(self, part: str) -> Part:
-        prefix = "train" if part == "train" else "t10k"
-        images, labels = (self._array(f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
-        return Part(as_images(images[:, None]), as_labels(labels))
+        images, labels = read_idx_pair(part, self.files, self._found)
+        return Part(as_images(images), as_labels(labels))
 
-    def _array(self, name: str) -> NDArray[np.uint8]:
-        published, content = self.files[name]
+    def _found(self, name: str, md5: str) -> Path:
         folders = ("fashion-mnist", "FashionMNIST/raw", self.debian)
         places = [f"{folder}/{name}{end}" for folder in folders for end in ("", ".gz")]
-        path = self.first_file(places, Source((f"{ADDRESS}/{name}.gz",), published), "fashion-mnist")
-        return read_idx(path, content)
+        return self.first_file(places, Source((f"{ADDRESS}/{name}.gz",), md5), "fashion-mnist")

@@ -30,6 +30,7 @@ from fedlas.data.base.fetching import DamagedFileError, MissingFileError
 
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 GIVEN = ("train", "val", "test")
+SHOWN = 8  # classes that a message names
 
 
 class _Row(NamedTuple):
@@ -133,10 +134,22 @@ class Folder(AbstractDataset):
             # The seed of a run does not change what it is tested on.
             places, test = held_out_of_each_class(whole.labels, 0, self.val_share)
             if name == "test":
-                return whole.picked(test)
+                return self._not_empty(whole.picked(test), whole)
             rest = whole.picked(places)
         train, val = self.halves(rest.labels)
-        return rest.picked(train if name == "train" else val)
+        return self._not_empty(rest.picked(train if name == "train" else val), whole)
+
+    def _not_empty(self, made: Split, whole: Split) -> Split:
+        """Refuse a split that no class is large enough for."""
+        if len(made):
+            return made
+        counts = zip(self.class_names, torch.bincount(whole.labels, minlength=self.num_classes).tolist(), strict=True)
+        shown = ", ".join(f"{name} {count}" for name, count in list(counts)[:SHOWN])
+        more = f" and {self.num_classes - SHOWN} more classes" if self.num_classes > SHOWN else ""
+        raise ValueError(
+            f"{self.path} has too few images for its {made.name} split, which is a tenth of each class: {shown}{more}; "
+            "add images, or divide them yourself into train/, val/ and test/"
+        )
 
 
 def _rows_of_directory(folder: Path) -> list[_Row]:

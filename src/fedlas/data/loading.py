@@ -17,7 +17,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fedlas.data.base import Sample, Split, share_of_batch
+from fedlas.data.base import Images, Sample, Split, share_of_batch
 from fedlas.data.base.images import Transform, decode, fitted, normalised, optional_module
 from fedlas.data.base.keyed import crops, order
 
@@ -42,7 +42,8 @@ class Loader:
         drop_last: leave out a last batch that is not full.
         rank: which of the ranks this is.
         world: how many ranks there are.
-        workers: processes that read; 0 reads in this one.
+        workers: processes that read; 0 reads in this one. By default one for each processor that this rank has for
+            itself when training, and half as many otherwise.
         cache: a folder that keeps decoded and resized images; workers then read those.
     """
 
@@ -63,30 +64,35 @@ class Loader:
         workers: int | None = None,
         cache: str | Path | None = None,
     ) -> None:
-        if cache is not None:
-            split = split.decoded(transform, cache=cache)
         self.split, self.transform, self.train = split, transform, train
         self.device, self.dtype, self.channels_last = torch.device(device), dtype, channels_last
         self._constants = transform.constants(device)
         self._places = _Places(
             len(split), batch_size=batch_size, train=train, seed=seed, drop_last=drop_last, rank=rank, world=world
         )
-        workers = (os.cpu_count() or 1) if workers is None else workers
+        workers = usual_workers(train) if workers is None else workers
         pinned = self.device.type == "cuda"
         self._loader: DataLoader[Any] = DataLoader(
-            _Crops(split, transform, train, seed),
+            _Crops(split, transform, train, seed, cache),
             batch_sampler=self._places,
             collate_fn=_as_it_is,
             num_workers=workers,
             pin_memory=pinned,
-            persistent_workers=workers > 0,
+            persistent_workers=train and workers > 0,  # an evaluation is seldom; its workers go when it is over
             worker_init_fn=_seed_worker,
             generator=torch.Generator().manual_seed(seed),
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass."""
-        self._places.epoch = epoch
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch of the next pass, and the batch that it starts with; those before are not read."""
+        self._places.epoch, self._places.start = epoch, start
+
+    def close(self) -> None:
+        """End the processes that read; another pass would start new ones."""
+        # What torch itself does when the iterator is forgotten, which may be late: tracebacks remember for long.
+        iterator, self._loader._iterator = self._loader._iterator, None
+        if iterator is not None and self._loader.num_workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self._places)
@@ -98,6 +104,13 @@ class Loader:
             yield Sample(seen, there[1], there[2])
 
 
+def usual_workers(train: bool) -> int:
+    """Say how many processes read by default: the processors, shared by the ranks of this machine."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    mine = max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return mine if train else max(1, mine // 2)
+
+
 class _Places(Sampler[list[Place]]):
     """Which samples make up which batch; the epoch travels with them, so workers may live on."""
 
@@ -106,7 +119,8 @@ class _Places(Sampler[list[Place]]):
     ) -> None:
         self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
         self.train, self.seed = train, seed
-        self.rank, self.world, self.epoch = rank, world, 0
+        self.rank, self.world = rank, world
+        self.epoch, self.start = 0, 0
 
     def _batches(self) -> tuple[Tensor, ...]:
         if self.train:
@@ -123,7 +137,7 @@ class _Places(Sampler[list[Place]]):
 
     def __iter__(self) -> Iterator[list[Place]]:
         epoch = self.epoch
-        for whole in self._batches():
+        for whole in self._batches()[self.start :]:
             part = share_of_batch(whole, self.rank, self.world) if self.train else whole
             yield [(epoch, place) for place in part.tolist()]
 
@@ -131,8 +145,14 @@ class _Places(Sampler[list[Place]]):
 class _Crops(Dataset[Any]):
     """Cropped and mirrored bytes, a whole batch at a time."""
 
-    def __init__(self, split: Split, transform: Transform, train: bool, seed: int) -> None:
+    def __init__(
+        self, split: Split, transform: Transform, train: bool, seed: int, cache: str | Path | None = None
+    ) -> None:
         self.split, self.transform, self.train, self.seed = split, transform, train, seed
+        self.images: Images = split.images
+        self.places = torch.arange(len(split))
+        if cache is not None:  # kept images stay in their file, mapped into memory, beside those of other splits
+            self.images, self.places = split.kept(transform, cache)
 
     def __getitems__(self, places: list[Place]) -> tuple[Tensor, Tensor, Tensor]:
         index = torch.tensor([place for _, place in places], dtype=torch.int64)
@@ -149,7 +169,7 @@ class _Crops(Dataset[Any]):
 
     def _cropped(self, place: int, top: int, left: int, mirrored: bool) -> UInt8[Tensor, "channels size size"]:
         tools = optional_module("torchvision.transforms.v2.functional")
-        images = self.split.images
+        images, place = self.images, int(self.places[place])
         if isinstance(images, Tensor):
             image = fitted(images[place : place + 1], self.transform)[0]
         else:

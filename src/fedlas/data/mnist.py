@@ -1,13 +1,11 @@
 """MNIST: handwritten digits in IDX files, compressed or not, in `mnist/` or torchvision's `MNIST/raw/`."""
 
+from pathlib import Path
 from typing import ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
 from fedlas.data.base.fetching import Source
-from fedlas.data.base.formats import read_idx
+from fedlas.data.base.formats import read_idx_pair
 from fedlas.data.base.images import Transform
 
 # The author's own address often refuses; the other one is PyTorch's copy.
@@ -40,12 +38,9 @@ class MNIST(AbstractDataset):
         return tuple("0123456789")
 
     def read(self, part: str) -> Part:
-        prefix = "train" if part == "train" else "t10k"
-        images, labels = (self._array(f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
-        return Part(as_images(images[:, None]), as_labels(labels))
+        images, labels = read_idx_pair(part, self.files, self._found)
+        return Part(as_images(images), as_labels(labels))
 
-    def _array(self, name: str) -> NDArray[np.uint8]:
-        published, content = self.files[name]
+    def _found(self, name: str, md5: str) -> Path:
         places = [f"{folder}/{name}{end}" for folder in ("mnist", "MNIST/raw") for end in ("", ".gz")]
-        source = Source(tuple(f"{address}/{name}.gz" for address in ADDRESSES), published)
-        return read_idx(self.first_file(places, source, "mnist"), content)
+        return self.first_file(places, Source(tuple(f"{address}/{name}.gz" for address in ADDRESSES), md5), "mnist")

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from fedlas.data.base import AbstractDataset, Part, as_labels, there
 from fedlas.data.base.fetching import DamagedFileError, Source
-from fedlas.data.base.formats import lines_of
+from fedlas.data.base.formats import lines_of, read_names
 from fedlas.data.base.images import IMAGENET, Transform
 
 FOLDER = "tiny-imagenet-200"
@@ -36,13 +36,7 @@ class TinyImageNet(AbstractDataset):
     @cached_property
     def class_names(self) -> tuple[str, ...]:
         """WordNet numbers in their order; `words.txt` beside them explains each."""
-        file = self.unpacked(self.archive, FOLDER) / "wnids.txt"
-        names = sorted(lines_of(file))
-        if len(set(names)) != self.num_classes or len(names) != self.num_classes:
-            raise DamagedFileError(
-                f"{file} is damaged: {len(set(names))} classes, where {self.num_classes} are expected"
-            )
-        return tuple(names)
+        return read_names(self.unpacked(self.archive, FOLDER) / "wnids.txt", self.num_classes, "classes")
 
     def read(self, part: str) -> Part:
         folder = self.unpacked(self.archive, FOLDER)

@@ -29,6 +29,7 @@ one, all ignored) leaves mu and sigma as they are. A sample whose norm is NaN, i
 mu and sigma and gets gamma = 0, so alpha_i = alpha. gamma is 0 where sigma + eps is 0, and is limited to +-1e6.
 """
 
+import math
 from typing import Literal, TypedDict, Unpack, cast, get_args
 
 import torch
@@ -49,6 +50,7 @@ from fedlas.losses.base import (
     within,
 )
 
+Norm = float | Literal["inf"]
 Source = Literal["features", "max_prob", "max_logit"]
 Normalise = Literal["ema", "batch", "none"]
 Start = Literal["published", "first_batch"]
@@ -80,7 +82,7 @@ class NCI(AbstractExact):
 
     Args:
         theta: weight of the current batch in the running statistics.
-        norm: p of the feature norm, 1 or more, `inf` included.
+        norm: p of the feature norm, 1 or more, infinity included, which may be written "inf".
         source: what is normalised: the features' norm, the largest probability, or the largest logit.
         normalise: by running statistics, by those of the batch alone, or not at all.
         start: running statistics begin at the published 20 and 100, or with the first batch.
@@ -92,7 +94,7 @@ class NCI(AbstractExact):
         self,
         *,
         theta: float = 0.95,
-        norm: float = 1.0,
+        norm: Norm = 1.0,
         source: Source = "features",
         normalise: Normalise = "ema",
         start: Start = "published",
@@ -100,7 +102,8 @@ class NCI(AbstractExact):
     ) -> None:
         super().__init__()
         self.theta = within("theta", theta, 0, 1)
-        self.norm = norm if norm == float("inf") else at_least("norm", norm, 1)
+        infinite = norm in ("inf", math.inf)
+        self.norm = math.inf if infinite else at_least("norm", cast("float", norm), 1)
         self.source = one_of("source", source, get_args(Source))
         self.normalise = one_of("normalise", normalise, get_args(Normalise))
         self.eps = at_least("eps", eps, 0)
@@ -258,11 +261,12 @@ class SmoothingOptions(TypedDict, total=False):
     """The keywords that steer the smoothing; `NCI`, `BCG` and `AdaptiveSmoothing` explain them."""
 
     theta: float
-    norm: float
+    norm: Norm
     source: Source
     normalise: Normalise
     start: Start
     eps: float | None
+    shuffle_indicator: bool
     gate: Gate
     gate_width: int | None
     gate_zero: Literal[-1, 0] | None
@@ -285,6 +289,7 @@ class AdaptiveSmoothing(nn.Module):
         alpha_max: highest alpha_i.
         preset: `default`, `official` or `paper`, see the module's docstring.
         theta, norm, source, normalise, start, eps: see `NCI`.
+        shuffle_indicator: deal the indicator to other samples of the batch, for ablation.
         gate, gate_width, gate_zero, gate_positive_index: see `BCG`.
 
     """
@@ -296,11 +301,12 @@ class AdaptiveSmoothing(nn.Module):
         alpha: float = 0.05,
         beta: float = 4.0,
         theta: float = 0.95,
-        norm: float = 1.0,
+        norm: Norm = 1.0,
         source: Source = "features",
         normalise: Normalise = "ema",
         start: Start = "published",
         eps: float | None = None,
+        shuffle_indicator: bool = False,
         gate: Gate = "learned",
         gate_width: int | None = None,
         gate_zero: Literal[-1, 0] | None = None,
@@ -318,6 +324,7 @@ class AdaptiveSmoothing(nn.Module):
         self.alpha_min = None if alpha_min is None else within("alpha_min", alpha_min, 0, 1)
         self.alpha_max = None if alpha_max is None else within("alpha_max", alpha_max, alpha_min or 0, 1)
         self.sync = sync
+        self.shuffle_indicator = shuffle_indicator
         eps = chosen["eps"] if eps is None else eps
         self.nci = NCI(theta=theta, norm=norm, source=source, normalise=normalise, start=start, eps=eps)
         self.bcg = BCG(
@@ -347,6 +354,7 @@ class AdaptiveSmoothing(nn.Module):
             valid = torch.ones_like(logits[:, 0], dtype=torch.bool) if valid is None else valid
             shared = self.training and self.sync and ranks.count() > 1
             gamma = self.nci(logits.detach(), features, valid, shared=shared)
+            gamma = gamma[_shuffled(valid)] if self.shuffle_indicator else gamma
             psi = self.bcg(logits, valid, shared=shared)
             alpha_i = self.alpha * 2 * torch.sigmoid(self.beta * psi * gamma)
             if self.alpha_min is not None or self.alpha_max is not None:

@@ -18,8 +18,9 @@ from fedlas.metrics.calibration import (
     rms_error,
     signed_ece,
 )
-from fedlas.metrics.comparison import Comparison, MeanRanks, across_seeds, mean_ranks, paired_bootstrap
+from fedlas.metrics.comparison import Comparison, across_seeds, paired_bootstrap
 from fedlas.metrics.interval import bootstrap, clopper_pearson, noise_floor
+from fedlas.metrics.mean_rank import MeanRanks, mean_ranks
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.scoring import accuracy, brier, nll, top_k
 from fedlas.metrics.selective import (

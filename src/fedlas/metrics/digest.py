@@ -5,7 +5,7 @@ each part is in the cache, and keeps a few numbers a sample (confidence, correct
 the label is among the first five) and one histogram per class. Every metric is read from those.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from fedlas.metrics.samples import Pairs, pairs
 from fedlas.predictions import Predictions
 
 TOP = 5
+COLUMNS = ("confidence", "correct", "loss", "squared_error", "label_square", "among_first")
+SUMS = ("counts", "confidence_sum", "correct_sum")
 
 
 class Intervals:
@@ -79,23 +81,44 @@ class Digest:
                 kept += (scoring.label_ranks(probs, labels) < TOP,)
         self._parts.append(kept)
 
-    def pairs(self) -> Pairs:
-        """Give the confidence of each sample and whether it was correct, in the order in which they passed by."""
-        confidence = self._column(0)
-        return Pairs(confidence, self._column(1), replace(self._about[0], n=len(confidence)))
+    def columns(self) -> dict[str, Tensor]:
+        """Give what is kept, a few numbers a sample and one histogram per class; `from_columns` takes it back."""
+        kept = {name: self._column(place) for place, name in enumerate(COLUMNS[: len(self._parts[0])])}
+        if self.classes is not None:
+            kept |= {f"class_{name}": getattr(self.classes, name) for name in SUMS}
+        return {name: one.cpu() for name, one in kept.items()}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Tensor], split: str | None = None, bins: int = 15) -> "Digest":
+        """Make a digest of what another one gave away; how many losses were floored is not known any more."""
+        made = cls(bins)
+        about = pairs(columns["confidence"], columns["correct"], "confidence").about
+        made._about.append(replace(about, scope="top-label", split=split))
+        made._parts.append(tuple(columns[name] for name in COLUMNS if name in columns))
+        if "class_counts" in columns:
+            counts, confidence, correct = (columns[f"class_{name}"] for name in SUMS)
+            edges = made.way.edges(columns["confidence"][:0])
+            made.classes = Bins(edges, counts, confidence, correct, len(columns["confidence"]), made.way.rule)
+        return made
 
     def histograms(self) -> dict[str, Bins]:
         """Give the bins of the top label, of equal width and of equal mass, for reliability diagrams."""
-        found = self.pairs()
+        found = self.top
         ways = {"width": self.way, "mass": replace(self.way, kind="mass")}
         return {name: way.fill(found.confidence, found.correct).cpu() for name, way in ways.items()}
 
     def results(self, intervals: Intervals | None = None) -> dict[str, Result]:
         """Compute every metric; those for which a sound method exists get an interval if one is asked for."""
-        return _of_pairs(self.pairs(), self.way.bins, intervals) | self._of_rows(intervals)
+        return _of_pairs(self.top, self.way.bins, intervals) | self._of_rows(intervals)
 
     def _column(self, place: int) -> Tensor:
         return torch.cat([part[place] for part in self._parts])
+
+    @property
+    def top(self) -> Pairs:
+        """The confidence of the likeliest class of each sample, and whether it was correct."""
+        confidence = self._column(0)
+        return Pairs(confidence, self._column(1), replace(self._about[0], n=len(confidence)))
 
     def _of_rows(self, intervals: Intervals | None) -> dict[str, Result]:
         """Compute every metric that asks for the probabilities of all classes."""

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from fedlas.train.loop import fit as fit
     from fedlas.train.loop import fit_many as fit_many
     from fedlas.train.protocols import list_recipes as list_recipes
+    from fedlas.train.protocols import protocol_named as protocol_named
+    from fedlas.train.protocols import published_models as published_models
     from fedlas.train.protocols import recipe_for as recipe_for
     from fedlas.train.recipe import Recipe as Recipe
     from fedlas.train.runs import Run as Run
@@ -28,6 +30,8 @@ _HOMES = {
     "fit": "loop",
     "fit_many": "loop",
     "list_recipes": "protocols",
+    "protocol_named": "protocols",
+    "published_models": "protocols",
     "recipe_for": "protocols",
 }
 __all__ = list(_HOMES)

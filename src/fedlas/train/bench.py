@@ -6,9 +6,8 @@ only the seed changes, even the captured step goes on with other data, weights a
 
 import os
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedlas import ranks
 from fedlas.catalog import keywords
-from fedlas.data import Loader, Resident, Sample, build_data
+from fedlas.data import CATALOG as DATA
+from fedlas.data import AbstractDataset, Loader, Resident, Sample, build_data
 from fedlas.data.base import Split, share_of_batch
+from fedlas.data.base.fetching import Progress
 from fedlas.data.base.keyed import order
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
@@ -31,9 +32,10 @@ from fedlas.train.predict import Source, evaluation_source, images_dtype, rank
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import RunError
 from fedlas.train.step import Parts, TrainStep
+from fedlas.train.validation import learns_from_validation
 
 # What a captured step does not depend on: it finds these in tensors that can be refilled.
-REFILLED = ("seed", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
+REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
 NETWORK = ("model", "model_options", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic")
 
 
@@ -46,6 +48,7 @@ class Bench:
         data_root: where data lies.
         capture: whether the step may be captured.
         before: the bench of the recipe before, of which this one takes over what fits.
+        progress: told about files of the data that are fetched.
     """
 
     def __init__(
@@ -56,26 +59,28 @@ class Bench:
         *,
         capture: bool = True,
         before: "Bench | None" = None,
+        progress: Progress | None = None,
     ) -> None:
-        self.recipe, self.device, self.root = recipe, device, data_root
+        self.recipe, self.device = recipe, device
+        self._common = {"progress": progress} | ({} if data_root is None else {"root": data_root})
         self.world = ranks.count()
-        self.data = build_data(recipe.data, **_data_options(recipe, data_root))
+        self.data = build_data(recipe.data, seed=recipe.seed, **self._common, **recipe.data_options)
+        self._foreign: dict[str, AbstractDataset] = {}
         self.capture = capture and recipe.capture and self.world == 1
         split = self.data.split("train")
         self.samples = len(split)
-        same = before is not None and before.capture == self.capture and before.samples == self.samples
-        same = same and self.world == 1  # DistributedDataParallel is wrapped around one network for good
-        same = same and _same(cast("Bench", before).recipe, recipe, REFILLED)
-        self._place_training_data(split, before if same else None)
+        alike = before if before is not None and self._step_fits(before) else None
+        self._place_training_data(split, alike)
         seed_everything(recipe.seed)
         fresh = build_model(recipe.model, self.data.num_classes, **recipe.model_options)
         fresh_loss = self._drawn_loss()
-        fits = before is not None and self._network_fits(before)
-        self.net: WithFeatures = cast("Bench", before).net if fits else self._prepared(fresh)
-        if fits:
+        if before is not None and self._network_fits(before):
+            self.net: WithFeatures = before.net
             restore_module(self.net.model, fresh.state_dict())
-        if same:
-            self._take_over(cast("Bench", before), fresh_loss)
+        else:
+            self.net = self._prepared(fresh)
+        if alike is not None:
+            self._take_over(alike, fresh_loss)
         else:
             self._assemble(fresh_loss)
         if self.world > 1:
@@ -85,6 +90,15 @@ class Bench:
         same = all(getattr(before.recipe, name) == getattr(self.recipe, name) for name in NETWORK)
         return same and self.world == 1 and before.data.num_classes == self.data.num_classes
 
+    def _step_fits(self, before: "Bench") -> bool:
+        """Say whether the step of a bench can go on with this one's data; not with several processes.
+
+        DistributedDataParallel is wrapped around one network for good.
+        """
+        mine, theirs = self.recipe.to_dict(), before.recipe.to_dict()
+        same = all(mine[name] == theirs[name] for name in mine if name not in REFILLED)
+        return same and self.world == 1 and before.capture == self.capture and before.samples == self.samples
+
     def _drawn_loss(self) -> AbstractLoss:
         options: dict[str, Any] = dict(self.recipe.loss_options)
         if "num_samples" in keywords(LOSSES.find(self.recipe.loss)):
@@ -93,6 +107,8 @@ class Bench:
 
     def _prepared(self, model: nn.Module) -> WithFeatures:
         if self.recipe.sync_batchnorm and self.world > 1:
+            if self.device.type != "cuda":
+                raise RunError("sync_batchnorm needs GPUs: torch shares statistics between processes only there")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         net = WithFeatures(model.to(self.device, memory_format=layout))  # type: ignore[call-overload]
@@ -135,27 +151,28 @@ class Bench:
         recipe = self.recipe
         _check_shares(recipe, self.samples, self.world)
         transform = self.data.transform_for("train")
-        shared: dict[str, Any] = {"dtype": images_dtype(recipe), "device": self.device}
+        shared: dict[str, Any] = {
+            "train": True,
+            "seed": recipe.seed,
+            "device": self.device,
+            "dtype": images_dtype(recipe),
+            "channels_last": recipe.channels_last,
+            "cache": recipe.cache,
+        }
         if before is not None and isinstance(before.train, Resident):
             self.train: Source = before.train
             self.train.refill(split, recipe.seed)
         elif self.data.resident:
-            self.train = Resident(
-                split, transform, train=True, seed=recipe.seed, channels_last=recipe.channels_last, **shared
-            )
+            self.train = Resident(split, transform, **shared)
         else:
             self.train = Loader(
                 split,
                 transform,
                 batch_size=recipe.batch_size,
-                train=True,
-                seed=recipe.seed,
-                channels_last=recipe.channels_last,
                 drop_last=recipe.drop_last,
                 rank=rank(),
                 world=self.world,
                 workers=recipe.workers,
-                cache=recipe.cache,
                 **shared,
             )
 
@@ -167,12 +184,13 @@ class Bench:
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """Go through the inputs of the steps of an epoch, from some step on."""
-        self.train.set_epoch(epoch)
         if isinstance(self.train, Resident):
+            self.train.set_epoch(epoch)
             for whole in self.batches_of_places(epoch)[start:]:
                 yield (share_of_batch(whole, rank(), self.world),)
         else:
-            for sample in islice(self.train, start, None):
+            self.train.set_epoch(epoch, start)
+            for sample in self.train:
                 yield tuple(sample)
 
     def batches_of_places(self, epoch: int) -> tuple[Tensor, ...]:
@@ -196,12 +214,44 @@ class Bench:
 
     def foreign(self, name: str) -> Source:
         """Make the test split of other data ready, with the transform that this network's test images get."""
-        data = build_data(name, root=self.root)
+        data = self._foreign_data(name)
         transform = self.data.transform_for("test")
         return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
 
+    def _foreign_data(self, name: str) -> AbstractDataset:
+        if name not in self._foreign:
+            if "path" in keywords(DATA.find(name)):
+                raise RunError(
+                    f"ood={name} does not say which images; see: fedlas predict RUN --data {name} --set path="
+                )
+            self._foreign[name] = build_data(name, **self._common)
+        return self._foreign[name]
+
+    @property
+    def validates_on_test(self) -> bool:
+        """Whether the images that epochs are selected by are those of the test split."""
+        return self.data.selection == "official"
+
+    def check(self) -> None:
+        """Find what would be missing at the end of the run, before it begins."""
+        for name in dict.fromkeys(("val", *self.recipe.splits)):
+            if not len(self.data.split(name)):
+                raise RunError(f"the {name} split of {self.data.title} is empty")
+        for name in self.recipe.ood:
+            self._foreign_data(name).split("test")
+        if self.validates_on_test and learns_from_validation(self.loss):
+            raise RunError(
+                f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
+                "set data_options.selection=held_out"
+            )
+
+    def close(self) -> None:
+        """End the processes that read images; the next pass would start new ones."""
+        if isinstance(self.train, Loader):
+            self.train.close()
+
     def state(self) -> dict[str, Any]:
-        """Give all that a resumed run needs of the device."""
+        """Give all that a resumed run needs of the device; all ranks have to ask."""
         return {
             "model": self.net.model.state_dict(),
             "loss": self.loss.state_dict(),
@@ -215,39 +265,37 @@ class Bench:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
             restore_memory(self.step.parts.optimizer, state["optimizer"])
-            self.step.restore(state["step"])
+            self.step.restore(state["step"], first=rank() == 0)
         except (RuntimeError, KeyError, ValueError) as error:
             raise RunError(f"the checkpoint does not fit the recipe: {str(error).splitlines()[0]}") from error
-
-
-def _same(one: Recipe, other: Recipe, apart_from: tuple[str, ...]) -> bool:
-    mine, theirs = one.to_dict(), other.to_dict()
-    return all(mine[name] == theirs[name] for name in mine if name not in apart_from)
-
-
-def _data_options(recipe: Recipe, root: str | Path | None) -> dict[str, Any]:
-    options = {"seed": recipe.seed, **recipe.data_options}
-    return options if root is None else {"root": root, **options}
 
 
 def _check_shares(recipe: Recipe, samples: int, world: int) -> None:
     """Make sure that all ranks get equally many samples in each step; some losses and statistics need that."""
     if samples < recipe.batch_size and recipe.drop_last:
         raise RunError(f"{samples} training samples do not fill one batch of {recipe.batch_size}; lower batch_size")
+    parts = f"{world} processes" + (f" with {recipe.accumulate} parts each" if recipe.accumulate > 1 else "")
+    if recipe.batch_size % (world * recipe.accumulate):
+        raise RunError(f"{parts} cannot share a batch of {recipe.batch_size} evenly; change batch_size")
     last = 0 if recipe.drop_last else samples % recipe.batch_size
-    for rows in (recipe.batch_size, last):
-        if rows % (world * recipe.accumulate if rows == recipe.batch_size else world):
-            what = "batch_size" if rows == recipe.batch_size else "the last batch of an epoch"
-            raise RunError(f"{what} is {rows}, which {world} processes cannot share evenly; see drop_last, batch_size")
+    if last % world:
+        raise RunError(f"{parts} cannot share the last batch of an epoch, {last} samples, evenly; set drop_last=true")
 
 
 def chosen_device(device: str | torch.device | None = None) -> torch.device:
     """Take the device that was asked for, else a GPU if there is one; with several processes each has its own."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise RunError(f"device is {device!r}; it has to be cpu, cuda or cuda:NUMBER") from None
+    if found.type not in ("cpu", "cuda"):
+        raise RunError(f"device is {device}; it has to be cpu, cuda or cuda:NUMBER")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise RunError("device is cuda, but torch sees no GPU here")
+    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
+        raise RunError(f"device is {device}, but torch sees {torch.cuda.device_count()} GPUs here")
     if str(found) == "cuda":
         found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return found

@@ -1,9 +1,10 @@
-"""Onlookers of a run: a bar in the terminal, TensorBoard, or code of one's own."""
+"""Onlookers of a run: bars in the terminal, TensorBoard, or code of one's own."""
 
 import importlib
 import sys
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fedlas.train.runs import Run
@@ -100,6 +101,37 @@ def _numbers(record: Mapping[str, Any], above: str = "") -> list[tuple[str, floa
 def usual(tensorboard: bool, progress: bool | None) -> list[AbstractCallback]:
     """Give the onlookers that a run has by itself."""
     found: list[AbstractCallback] = [TensorBoard()] if tensorboard else []
-    if sys.stderr.isatty() and sys.stdout.isatty() if progress is None else progress:
+    if _shown(progress):
         found.append(ProgressBar())
     return found
+
+
+def _shown(progress: bool | None) -> bool:
+    return sys.stderr.isatty() and sys.stdout.isatty() if progress is None else progress
+
+
+@contextmanager
+def downloads(progress: bool | None = None) -> Iterator[Callable[[str, int, int | None], None] | None]:
+    """Show a bar for each file that a data set fetches: what is given here is for its `progress`.
+
+    Args:
+        progress: whether to show it; by default in a terminal.
+    """
+    if not _shown(progress):
+        yield None
+        return
+    rich = importlib.import_module("rich.progress")
+    columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+    bar = rich.Progress("[progress.description]{task.description}", *columns, transient=True)
+    tasks: dict[str, Any] = {}
+
+    def fetched(name: str, have: int, total: int | None) -> None:
+        if name not in tasks:
+            bar.start()
+            tasks[name] = bar.add_task(name)
+        bar.update(tasks[name], completed=have, total=total)
+
+    try:
+        yield fetched
+    finally:
+        bar.stop()

@@ -9,6 +9,7 @@ import io
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from fedlas.predictions import write_whole
 from fedlas.train.runs import RunError
 
 FORMAT = "fedlas.checkpoint/1"
+REPEATS = 3.0  # seconds in which another signal says nothing new: a terminal and a launcher both pass Ctrl-C on
 
 
 def on_host(value: Any) -> Any:
@@ -85,33 +87,50 @@ def load(path: Path) -> dict[str, Any]:
 
 
 class StopSignals:
-    """Remembers that SIGINT or SIGTERM came, so that a run can end after the step that it is in."""
+    """Remembers that SIGINT or SIGTERM came, so that a run can end after the step that it is in.
 
-    def __init__(self) -> None:
+    Args:
+        patient: hear one signal only, as one of several processes: each may get its own and the others', and whoever
+            dies of the second takes the checkpoint with it. Alone, a second one acts as usual after some seconds.
+    """
+
+    def __init__(self, *, patient: bool = False) -> None:
         self.caught: int | None = None
+        self.patient = patient
+        self._before: dict[int, Any] = {}
 
     @contextmanager
     def listening(self) -> Iterator["StopSignals"]:
-        """Listen while a run lasts; a second signal acts as usual."""
+        """Listen while a run lasts."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._catch) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._before = before
+        self._before = {number: signal.signal(number, self._catch) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self._put_back()
 
     def _catch(self, number: int, _frame: Any) -> None:
         self.caught = number
-        for caught, handler in self._before.items():
-            signal.signal(caught, handler)
+        heard = time.monotonic()
+
+        # Not a method: who looks for a listener that has heard nothing yet shall not take this for one.
+        def again(repeated: int, _frame: Any) -> None:
+            if not self.patient and time.monotonic() - heard > REPEATS:
+                self._put_back()
+                signal.raise_signal(repeated)
+
+        for one in self._before:
+            signal.signal(one, again)
+
+    def _put_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 class StoppedError(Exception):
-    """A run was asked to stop, and has written a checkpoint.
+    """A run was asked to stop; it has written a checkpoint, or is finished.
 
     Args:
         message: for the user.

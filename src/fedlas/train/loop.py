@@ -8,13 +8,11 @@ for each epoch
 predictions of the last and of the best weights
 """
 
-import importlib
 import math
 import resource
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,18 @@ import torch
 from torch import Tensor
 
 from fedlas import ranks
-from fedlas.metrics.calibration import aece, ece, over_under
-from fedlas.metrics.scoring import accuracy, nll
 from fedlas.predictions import Predictions
 from fedlas.train import checkpoint
 from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.callbacks import AbstractCallback, looks_at_steps, usual
+from fedlas.train.callbacks import AbstractCallback, downloads, looks_at_steps, usual
 from fedlas.train.checkpoint import StoppedError, StopSignals
 from fedlas.train.optim import lr_factor
-from fedlas.train.precision import machine, random_state, restore_random_state
+from fedlas.train.precision import machine, many_compilations, on_stream, random_state, restore_random_state
 from fedlas.train.predict import Source, predictions_of, rank
 from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import MACHINE, Run, locked
-
-COMPILATIONS = 4096  # of one function: every loss shares its forward with all others
+from fedlas.train.validation import judged
 
 
 class DivergedError(ArithmeticError):
@@ -44,7 +39,7 @@ class DivergedError(ArithmeticError):
 
     Args:
         message: says where, and names the last good checkpoint.
-        step: the first bad step, counted from the beginning of the run.
+        step: the first bad step, counted from 1 at the beginning of the run.
         index: positions in the training split of its batch.
     """
 
@@ -80,7 +75,13 @@ def fit(
 
 
 def fit_many(
-    recipes: Iterable[Recipe], *, folder: str | Path = "runs", resume: bool = True, **options: Any
+    recipes: Iterable[Recipe],
+    *,
+    folder: str | Path = "runs",
+    resume: bool = True,
+    callbacks: Sequence[AbstractCallback] = (),
+    progress: bool | None = None,
+    **options: Any,
 ) -> Iterator[Run]:
     """Train many recipes in one process; a network that several share is compiled once.
 
@@ -88,11 +89,14 @@ def fit_many(
         recipes: what to do, one after the other; neighbours that are alike share most.
         folder: every run gets a folder in it.
         resume: continue runs that stand still.
+        callbacks: onlookers of all runs.
+        progress: whether to show a bar for each; by default in a terminal.
         options: device and data_root, as for `fit`.
     """
     engine = Engine(**options)
     for recipe in recipes:
-        yield engine.fit(recipe, out=Path(folder) / recipe.name, resume=resume)
+        out = Path(folder) / recipe.name
+        yield engine.fit(recipe, out=out, resume=resume, callbacks=callbacks, progress=progress)
 
 
 class Engine:
@@ -125,26 +129,18 @@ class Engine:
             if agreed(lambda: _prepared(run, recipe, resume, self.device)) == "finished":
                 return run
             stack.enter_context(machine(recipe, self.device))
-            stack.enter_context(self._on_stream())
-            stack.enter_context(_many_compilations(recipe, self.device))
+            stack.enter_context(on_stream(self._stream))
+            stack.enter_context(many_compilations(recipe, self.device))
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)  # the log tells of this run
             capture = not any(looks_at_steps(one) for one in callbacks)
-            bench = Bench(recipe, self.device, self.data_root, capture=capture, before=self._bench)
+            with downloads(progress) as shown:
+                bench = Bench(recipe, self.device, self.data_root, capture=capture, before=self._bench, progress=shown)
+                bench.check()
             self._bench = bench
             onlookers = [*callbacks, *(usual(recipe.tensorboard, progress) if is_first() else [])]
             _Training(run, bench, onlookers).go()
         return run
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Work on one stream of our own: capture is not possible on the default one, and all steps share gradients."""
-        if self._stream is None:
-            yield
-            return
-        outside = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(outside)
-        with torch.cuda.stream(self._stream):
-            yield
-        outside.wait_stream(self._stream)
 
 
 def _enter(stack: ExitStack, run: Run) -> None:
@@ -155,28 +151,13 @@ def _prepared(run: Run, recipe: Recipe, resume: bool, device: torch.device) -> s
     return run.prepare(recipe, resume=resume, device=device.type, processes=ranks.count())
 
 
-@contextmanager
-def _many_compilations(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Let one process compile more variants of a function than torch allows by default."""
-    if not recipe.compile or device.type != "cuda":
-        yield
-        return
-    config = importlib.import_module("torch._dynamo.config")  # takes a second, which a CPU need not pay
-
-    names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
-    with config.patch(dict.fromkeys(names, COMPILATIONS)), warnings.catch_warnings():
-        # While it traces the loss, the compiler looks at the gradient of its input, and warns of that itself.
-        warnings.filterwarnings("ignore", message=".*attribute of a Tensor that is not a leaf")
-        yield
-
-
 class _Training:
     """One run, from where it stands to its end."""
 
     def __init__(self, run: Run, bench: Bench, onlookers: Sequence[AbstractCallback]) -> None:
         self.run, self.bench, self.recipe, self.onlookers = run, bench, bench.recipe, onlookers
         self.writer = checkpoint.Writer()
-        self.signals = StopSignals()
+        self.signals = StopSignals(patient=ranks.count() > 1)
         self.best: dict[str, Tensor] = {}
         self.best_epoch, self.best_accuracy = 0, -1.0
         self.validation_source = bench.evaluation("val")
@@ -193,10 +174,12 @@ class _Training:
                     epoch, start = epoch + 1, 0
                 self.writer.wait()
                 self._predict_everything()
+            self._stop(self.signals.caught, "at its end")  # who trains many runs is to begin no other
         finally:
             for onlooker in self.onlookers:
                 onlooker.ended(self.run)
             self.writer.close()
+            self.bench.close()
 
     def _epoch(self, epoch: int, start: int) -> None:
         began = time.perf_counter()
@@ -211,7 +194,8 @@ class _Training:
         self._stop_if_diverged()
         seconds = time.perf_counter() - began
         validation = self._predict(self.validation_source, "val")
-        self.bench.loss.end_epoch(validation)
+        # Epochs may be selected on the test split, as published, but nothing is ever learned from it.
+        self.bench.loss.end_epoch(None if self.bench.validates_on_test else validation)
         record = self._record(epoch, trained, validation)
         images = (self.bench.steps_per_epoch - start) * self.recipe.batch_size
         record[MACHINE] = {
@@ -225,9 +209,11 @@ class _Training:
             self.run.append_log(record)
         for onlooker in self.onlookers:
             onlooker.epoch_ended(record)
+        number = any_signal(self.signals.caught, 0, self.bench.device)
         every = self.recipe.checkpoint_every
-        if not every or step % every == 0 or epoch + 1 == self.recipe.epochs:
+        if number is not None or not every or step % every == 0 or epoch + 1 == self.recipe.epochs:
             self._save(epoch + 1, 0)
+        self._stop(number, f"after epoch {epoch + 1} of {self.recipe.epochs}")
 
     def _after_step(self, epoch: int, step: int) -> None:
         """Do what happens between two steps; none of it waits for a GPU unless something is to be written."""
@@ -242,32 +228,27 @@ class _Training:
         if number is not None or (every and step % every == 0 and position < self.bench.steps_per_epoch):
             self._stop_if_diverged()
             self._save(epoch, position)
+        self._stop(number, f"after step {position} of {self.bench.steps_per_epoch} in epoch {epoch + 1}")
+
+    def _stop(self, number: int | None, where: str) -> None:
+        """Stop, if a signal asked for it; what there is to go on from was saved before."""
         if number is not None:
             self.writer.wait()
-            where = f"stopped after step {position} of {self.bench.steps_per_epoch} in epoch {epoch + 1}"
-            raise StoppedError(f"{where}; continue with --resume ({self.run.folder})", number)
+            raise StoppedError(f"stopped {where}; continue with --resume ({self.run.folder})", number)
 
     def _record(self, epoch: int, trained: dict[str, float], validation: Predictions) -> dict[str, Any]:
         """Make the line of the log, and remember the weights of the best epoch."""
         last = (epoch + 1) * self.bench.steps_per_epoch - 1
-        over, under = over_under(validation)
-        judged = {
-            "accuracy": float(accuracy(validation)),
-            "ece": float(ece(validation)),
-            "aece": float(aece(validation)),
-            "over_ece": float(over),
-            "under_ece": float(under),
-            "nll": float(nll(validation)),
-        }
-        if judged["accuracy"] > self.best_accuracy:
-            self.best_epoch, self.best_accuracy = epoch + 1, judged["accuracy"]
+        found = judged(validation)
+        if found["accuracy"] > self.best_accuracy:
+            self.best_epoch, self.best_accuracy = epoch + 1, found["accuracy"]
             self._keep_best()
         return {
             "epoch": epoch + 1,
             "steps": last + 1,
             "lr": self.recipe.lr * lr_factor(self.recipe, last, self.bench.steps_per_epoch),
             "train": _finite(trained),
-            "val": judged,
+            "val": found,
             "gate": self.bench.step.watch.read(),
             "best_epoch": self.best_epoch,
         }
@@ -278,14 +259,14 @@ class _Training:
             if name in self.best:
                 self.best[name].copy_(value)
             else:
-                self.best[name] = value.detach().clone()
+                self.best[name] = value.clone()
 
     def _save(self, epoch: int, position: int) -> None:
         """Write down where the run stands: so many epochs, and so many steps of the next."""
-        generators = of_all(random_state(self.bench.device))
+        generators, state = of_all(random_state(self.bench.device)), self.bench.state()
         if not is_first():
             return
-        content = self.bench.state() | {
+        content = state | {
             "epoch": epoch,
             "position": position,
             "random": generators,
@@ -325,7 +306,7 @@ class _Training:
         samples = ", ".join(map(str, index[:8])) + (f" and {len(index) - 8} more" if len(index) > 8 else "")
         last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint before it"
         raise DivergedError(
-            f"{where}; samples of that batch: {samples} (all in {self.run.log_file}); {last}", step, index
+            f"{where}; samples of that batch: {samples} (all in {self.run.log_file}); {last}", step + 1, index
         )
 
     def _predict(self, source: Source, split: str, *, labelled: bool = True) -> Predictions:
@@ -336,17 +317,27 @@ class _Training:
         )  # fmt: skip
 
     def _predict_everything(self) -> None:
-        """Write the predictions of the last weights, then those of the best."""
-        sources = {"val": self.validation_source, "test": self.bench.evaluation("test")}
-        sources |= {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
-        for state in ("last", "best"):
-            if state == "best":
-                checkpoint.restore_module(self.bench.net.model, self.best)
+        """Write the predictions of the last weights and of the best, and on what data; foreign data comes last."""
+        if is_first():
+            looked_at = dict.fromkeys(("train", "val", *self.recipe.splits))
+            self.run.note({"data": {name: self.bench.data.split(name).checksum() for name in looked_at}})
+        states = {"last": {name: value.clone() for name, value in self.bench.net.model.state_dict().items()}}
+        states["best"] = self.best
+        self._predict_all(states, {name: self.bench.evaluation(name) for name in self.recipe.splits})
+        foreign = {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
+        self._predict_all(states, foreign, labelled=False)
+        of_all(0)  # nobody leaves before the files are there
+
+    def _predict_all(
+        self, states: dict[str, dict[str, Tensor]], sources: dict[str, Source], *, labelled: bool = True
+    ) -> None:
+        for state, weights in states.items() if sources else ():
+            checkpoint.restore_module(self.bench.net.model, weights)
             for split, source in sources.items():
-                made = self._predict(source, split, labelled=not split.startswith("ood-"))
+                made = self._predict(source, split, labelled=labelled)
                 if is_first():
                     made.save(self.run.predictions_file(f"{state}-{split}"))
-        of_all(0)  # nobody leaves before the files are there
+            self._stop(any_signal(self.signals.caught, 0, self.bench.device), "after training")
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
@@ -354,7 +345,7 @@ def _finite(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def _memory(device: torch.device) -> float:
-    """Give the most memory that was used so far, of the device or of this process."""
+    """Give the most memory that was used: of the device in this run, or of this process in its life."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -72,14 +72,15 @@ class Meter:
             total.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """Give the sums of an epoch that is not over."""
-        return dict(self.sums)
+        """Give the sums of an epoch that is not over, over all ranks; each of them has to ask."""
+        totals = ranks.total(torch.stack(list(self.sums.values()))) if self.sums else ()
+        return dict(zip(self.sums, totals, strict=True))
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on with the sums of an epoch that was not over."""
+    def restore(self, state: dict[str, Tensor], *, first: bool = True) -> None:
+        """Go on with the sums of an epoch that was not over; they are those of all ranks, so one rank takes them."""
         self.reset()
         for name, value in state.items():
-            self.add(name, value.to(self.device))
+            self.add(name, value.to(self.device) * first)
 
 
 class GateWatch:
@@ -131,13 +132,13 @@ class GateWatch:
         }
 
     def state(self) -> dict[str, Any]:
-        """Give everything that the next epoch needs."""
-        return {"history": self.history.state_dict(), "sums": self.sums}
+        """Give everything that the next epoch needs; the sums are those of all ranks, each of which has to ask."""
+        return {"history": self.history.state_dict(), "sums": ranks.total(self.sums)}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+    def restore(self, state: dict[str, Any], *, first: bool = True) -> None:
+        """Go on from a saved state; the history is the same on all ranks, the sums are for one of them."""
         self.history.load_state_dict(state["history"])
-        self.sums.copy_(state["sums"])
+        self.sums.copy_(state["sums"] * first)
 
     def reset(self) -> None:
         """Forget everything, in place."""

@@ -4,6 +4,7 @@ The loss scale is torch's rule (halved after an overflow, doubled after 2,000 st
 device, so that it can be part of a captured step.
 """
 
+import importlib
 import os
 import random
 import warnings
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fedlas.train.recipe import Precision, Recipe
 
+COMPILATIONS = 4096  # of one function: every loss shares its forward with all others
 GROWTH_INTERVAL = 2000
 FIRST_SCALE = 65536.0
 
@@ -56,6 +58,10 @@ class Scale:
         self.value.mul_(1 + grown.float() - overflow.float() / 2)
         self.good_steps.copy_(good * ~grown)
 
+    def beyond_help(self, overflow: Bool[Tensor, ""]) -> Bool[Tensor, ""]:
+        """Say whether gradients that are not finite would not become so by a lower scale."""
+        return overflow & (self.value <= 1) if self.used else overflow
+
     def of(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """Scale a loss."""
         return value * self.value if self.used else value
@@ -88,6 +94,34 @@ def machine(recipe: Recipe, device: torch.device) -> Iterator[None]:
     finally:
         _set(before)
         restore_random_state(generators, device)
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on one stream of our own: capture is not possible on the default one, and all steps share gradients."""
+    if stream is None:
+        yield
+        return
+    outside = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outside)
+    with torch.cuda.stream(stream):
+        yield
+    outside.wait_stream(stream)
+
+
+@contextmanager
+def many_compilations(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Let one process compile more variants of a function than torch allows by default."""
+    if not recipe.compile or device.type != "cuda":
+        yield
+        return
+    config = importlib.import_module("torch._dynamo.config")  # takes a second, which a CPU need not pay
+
+    names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
+    with config.patch(dict.fromkeys(names, COMPILATIONS)), warnings.catch_warnings():
+        # While it traces the loss, the compiler looks at the gradient of its input, and warns of that itself.
+        warnings.filterwarnings("ignore", message=".*attribute of a Tensor that is not a leaf")
+        yield
 
 
 def _switches() -> dict[str, Any]:

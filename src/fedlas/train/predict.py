@@ -4,7 +4,8 @@ Files hold no clock times and no paths, so equal runs give equal bytes. With sev
 part of the samples, and the parts are put together: none is counted twice, none is padded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -34,9 +35,11 @@ def evaluation_source(
     split: Split, transform: Transform, recipe: Recipe, device: torch.device, *, resident: bool
 ) -> Source:
     """Make batches of a split as an evaluation sees it; each rank gets its own samples."""
-    dtype = images_dtype(recipe)
+    dtype, layout = images_dtype(recipe), recipe.channels_last
     if resident:
-        return Resident(split, transform, train=False, device=device, dtype=dtype, channels_last=recipe.channels_last)
+        return Resident(
+            split, transform, train=False, device=device, dtype=dtype, channels_last=layout, cache=recipe.cache
+        )
     return Loader(
         split,
         transform,
@@ -44,7 +47,7 @@ def evaluation_source(
         train=False,
         device=device,
         dtype=dtype,
-        channels_last=recipe.channels_last,
+        channels_last=layout,
         rank=rank(),
         world=ranks.count(),
         workers=recipe.workers,
@@ -68,7 +71,7 @@ def predictions_of(
     class_names: tuple[str, ...],
     labelled: bool = True,
 ) -> Predictions:
-    """Let a network look at all samples of a source.
+    """Let a network look at all samples of a source; whatever its precision, the last layer computes in float32.
 
     Args:
         net: the network; it is put into evaluation mode and back.
@@ -82,18 +85,37 @@ def predictions_of(
     was_training = net.training
     net.eval()
     rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for images, labels, index in _batches(source, recipe):
-        with autocast(recipe.precision, device):
-            # Not compiled: validation is short, and another compilation is not.
-            logits, features = net.forward(images)
-        norm = torch.linalg.vector_norm(features.flatten(1), 1, 1, keepdim=True, dtype=torch.float32)
-        rows.append((logits.float(), norm, labels, index))
+    with _whole_logits(net):
+        for images, labels, index in _batches(source, recipe):
+            with autocast(recipe.precision, device):
+                # Not compiled: validation is short, and another compilation is not.
+                logits, features = net.forward(images)
+            norm = torch.linalg.vector_norm(features.flatten(1), 1, 1, keepdim=True, dtype=torch.float32)
+            rows.append((logits.float(), norm, labels, index))
     net.train(was_training)
     classes = len(class_names)
     empty = (_none(device, classes), _none(device, 1), _no_index(device), _no_index(device))
     logits, norm, labels, index = (gathered(torch.cat(parts)) for parts in zip(empty, *rows, strict=True))
     names = class_names if len(class_names) == logits.shape[1] else None
     return Predictions(logits, labels if labelled else None, features=norm, index=index, class_names=names, split=split)
+
+
+@contextmanager
+def _whole_logits(net: WithFeatures) -> Iterator[None]:
+    """Let the last layer compute in float32: eight bits would make equal logits, and steps in every confidence."""
+    head = net.model.get_submodule(net.head_name)
+    narrow = head.forward
+
+    def whole(features: Tensor) -> Tensor:
+        with torch.autocast(features.device.type, enabled=False):
+            logits: Tensor = narrow(features.float())
+            return logits
+
+    head.forward = whole
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def _batches(source: Source, recipe: Recipe) -> Iterable[Sample]:

@@ -1,6 +1,7 @@
 """One run on several processes: who is who, how they agree, and who writes."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,7 +30,10 @@ def joined(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
-        yield
+        with warnings.catch_warnings():
+            # The strides of a dimension of size 1 mean nothing, and DistributedDataParallel copes with any.
+            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+            yield
     finally:
         dist.destroy_process_group()
 

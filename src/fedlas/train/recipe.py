@@ -22,6 +22,19 @@ Schedule: TypeAlias = Literal["constant", "multi_step", "cosine", "one_cycle", "
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
 OPTIONS = ("data_options", "model_options", "loss_options")
+# Fields that do nothing unless another one has one of some values.
+ACTS_WITH: Mapping[str, tuple[str, tuple[Plain, ...]]] = {
+    "momentum": ("optimizer", ("sgd",)),
+    "nesterov": ("optimizer", ("sgd",)),
+    "beta1": ("optimizer", ("adamw",)),
+    "beta2": ("optimizer", ("adamw",)),
+    "milestones": ("schedule", ("multi_step",)),
+    "decay": ("schedule", ("multi_step",)),
+    "warmup": ("schedule", ("constant", "multi_step", "cosine")),
+    "peak_at": ("schedule", ("one_cycle", "triangle")),
+    "start_factor": ("schedule", ("one_cycle", "triangle")),
+    "end_factor": ("schedule", ("one_cycle", "triangle", "cosine")),
+}
 
 
 def carried_out(default: Any) -> Any:
@@ -71,8 +84,9 @@ class Recipe:
         deterministic: same recipe, same machine, same bytes.
         compile: compile network and loss, where there is a GPU.
         sync_batchnorm: statistics of BatchNorm over all processes.
-        ood: foreign data sets that predictions are made for at the end.
         eval_batch_size: samples in one step of an evaluation.
+        splits: which splits predictions are made for at the end; a finished run makes up for one it lacks.
+        ood: the same for foreign data sets.
         capture: capture the step in a CUDA graph, where there is a GPU.
         checkpoint_every: steps between checkpoints; 0 writes one after each epoch. The end of a run has one anyway.
         workers: processes that read large images; None for one per processor.
@@ -117,8 +131,9 @@ class Recipe:
     deterministic: bool = False
     compile: bool = True
     sync_batchnorm: bool = False
-    ood: tuple[str, ...] = ()
     eval_batch_size: int = 1000
+    splits: tuple[str, ...] = carried_out(("val", "test"))
+    ood: tuple[str, ...] = carried_out(())
     capture: bool = carried_out(True)
     checkpoint_every: int = carried_out(0)
     workers: int | None = carried_out(None)
@@ -135,9 +150,17 @@ class Recipe:
         _check(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")
         _check(0 <= self.peak_at <= 1, "peak_at", self.peak_at, "between 0 and 1")
         _check(self.batch_size % self.accumulate == 0, "accumulate", self.accumulate, "a divisor of batch_size")
+        _check(bool(self.splits), "splits", self.splits, "at least one of train, val and test")
+        for name in self.splits:
+            _check(name in ("train", "val", "test"), "splits", name, "of train, val and test")
         for name in OPTIONS:
             if "seed" in getattr(self, name):
                 raise ValueError(f"{name} has a seed; the recipe's own seed decides: seed=...")
+        for name in _idle(vars(self)):
+            other, _ = ACTS_WITH[name]
+            raise ValueError(f"{name} does nothing with {other}={getattr(self, other)}; leave it out")
+        _check(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
+        _check(self.clip is not None or not self.clip_loss, "clip_loss", True, "false where clip is none")
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -154,9 +177,12 @@ class Recipe:
         return "-".join("".join(c if c.isalnum() or c in "_." else "_" for c in word) for word in words)
 
     def replace(self, **changes: Plain) -> "Recipe":
-        """Make a variant of the recipe."""
+        """Make a variant of the recipe; what can do nothing beside the changes goes back to its default."""
         _known(changes)
-        return dataclass_replace(self, **changes)
+        idle = _idle({**vars(self), **changes})
+        return dataclass_replace(
+            self, **{name: value for name, value in idle.items() if name not in changes}, **changes
+        )
 
     def with_settings(self, settings: Mapping[str, str]) -> "Recipe":
         """Make a variant from text, as it comes from the command line: {"epochs": "10", "loss_options.alpha": "0.1"}.
@@ -167,7 +193,7 @@ class Recipe:
         for name, text in settings.items():
             first, dot, option = name.partition(".")
             if dot and first in OPTIONS:
-                changes[first] = {**changes.get(first, getattr(self, first)), option: _value(text)}
+                changes[first] = {**changes.get(first, getattr(self, first)), option: value_of(text)}
                 continue
             _known([name])
             changes[name] = _parsed(name, _types()[name], text)
@@ -191,10 +217,10 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Plain]) -> "Recipe":
-        """Read back what `to_dict` wrote."""
+        """Read back what `to_dict` wrote, also before fields that do nothing were refused."""
         _known(values)
         given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-        return cls(**given)
+        return cls(**given | _idle(given))
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
@@ -202,6 +228,16 @@ def differences(one: Recipe, other: Recipe) -> list[str]:
     mine, theirs = one.deciding(), other.deciding()
     names = [f.name for f in fields(Recipe) if mine.get(f.name, MISSING) != theirs.get(f.name, MISSING)]
     return [f"{name}: {getattr(one, name)!r} and {getattr(other, name)!r}" for name in names]
+
+
+def _idle(values: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Name the fields that were set and do nothing beside the others, with their defaults."""
+    defaults = {one.name: _default(one) for one in fields(Recipe)}
+    return {
+        name: defaults[name]
+        for name, (other, wanted) in ACTS_WITH.items()
+        if values.get(other, defaults[other]) not in wanted and values.get(name, defaults[name]) != defaults[name]
+    }
 
 
 def _known(names: Any) -> None:
@@ -285,13 +321,13 @@ def _parsed(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one for
         return _fitting(name, kind, text)
     if kind is str:
         return text
-    value = _value(text)
+    value = value_of(text)
     if not isinstance(value, dict):
         raise TypeError(f'{name} must be JSON such as {{"word": 1}}, or set one keyword: {name}.word=1; not {text!r}')
     return value
 
 
-def _value(text: str) -> Plain:
+def value_of(text: str) -> Plain:
     """Read a value whose type nobody knows: JSON where it is JSON, otherwise the text itself."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:

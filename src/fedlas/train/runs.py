@@ -6,13 +6,17 @@
     RUN/checkpoint.pt       where the run stands, and the weights of its best epoch
     RUN/predictions/        {best,last}-{val,test,ood-NAME}.safetensors
 
-Files are written whole or not at all. Predictions come last, so a run that has them all is finished.
+Files are written whole or not at all. A run is finished when its log knows all epochs, and all predictions are there;
+they come last. The checkpoint may be thrown away then.
 """
 
 import fcntl
 import json
+import os
 import platform
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -48,12 +52,29 @@ class Run:
         """What was asked for."""
         if not self.recipe_file.exists():
             raise RunError(f"{self.folder} is no run folder: it has no recipe.json")
-        return Recipe.from_dict(json.loads(self.recipe_file.read_text(encoding="utf-8")))
+        with _readable(self.recipe_file):
+            return Recipe.from_dict(json.loads(self.recipe_file.read_text(encoding="utf-8")))
 
     @property
     def recipe_file(self) -> Path:
         """Where the recipe lies."""
         return self.folder / "recipe.json"
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, device and commit of the process that worked here last, and checksums of the data.
+
+        Where another environment began the run, it is listed under "earlier".
+        """
+        if not self.environment_file.exists():
+            return {}
+        with _readable(self.environment_file):
+            return dict(json.loads(self.environment_file.read_text(encoding="utf-8")))
+
+    @property
+    def environment_file(self) -> Path:
+        """Where that lies."""
+        return self.folder / "environment.json"
 
     @property
     def checkpoint(self) -> Path:
@@ -93,32 +114,57 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether everything that the recipe asks for is there."""
-        splits = ["val", "test", *(f"ood-{name}" for name in self.recipe.ood)]
+        return self.finished_for(self.recipe)
+
+    def finished_for(self, recipe: Recipe) -> bool:
+        """Say whether everything is there that a recipe asks for, which may name other splits and foreign data."""
+        if sum("diverged" not in record for record in self.log) < recipe.epochs:
+            return False
+        splits = [*recipe.splits, *(f"ood-{name}" for name in recipe.ood)]
         return all(self.predictions_file(f"{state}-{split}").exists() for state in STATES for split in splits)
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was trained here; a recipe alone can be replaced by another one."""
+        predictions = self.predictions_file("any").parent
+        return self.checkpoint.exists() or bool(self.log) or (predictions.exists() and any(predictions.iterdir()))
 
     def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> str:
         """Say whether a recipe has to "start", "continue", or is "finished" in this folder, and write it down.
 
         Another recipe in the folder is an error, and so is a run that stands still and nobody asked to continue.
         """
-        if self.recipe_file.exists():
+        if self.recipe_file.exists() and self.begun:
             others = differences(self.recipe, recipe)
             if others:
                 raise RunError(
                     f"{self.folder} holds a run of another recipe ({'; '.join(others)}); choose another --out"
                 )
-            if self.finished:
+            if self.finished_for(recipe):
                 return "finished"
-            if self.checkpoint.exists() and not resume:
+            if self.checkpoint.exists() and not resume and not self.finished:
                 raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with --resume")
-        elif self.folder.exists() and any(p for p in self.folder.iterdir() if not p.name.startswith(".")):
+            if self.finished and not self.checkpoint.exists():
+                raise RunError(f"{self.folder} is finished and has no checkpoint, so it can predict nothing more")
+        elif not self.recipe_file.exists() and any(one for one in self.folder.glob("*") if one.name[0] != "."):
             raise RunError(f"{self.folder} is not empty and holds no run; choose another --out")
         for rest in self.folder.glob(".checkpoint.pt.*"):  # half a checkpoint, of a process that was killed
             rest.unlink()
         write_whole(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
-        about = json.dumps(environment(device, processes), indent=1) + "\n"
-        write_whole(self.folder / "environment.json", about.encode())
+        self._note_environment(environment(device, processes))
         return "continue" if self.checkpoint.exists() else "start"
+
+    def note(self, about: Mapping[str, Any]) -> None:
+        """Write down where and on what a run takes place, beside what is known already."""
+        write_whole(self.environment_file, (json.dumps(self.environment | dict(about), indent=1) + "\n").encode())
+
+    def _note_environment(self, now: Mapping[str, Any]) -> None:
+        """Write down who works here now, and keep those who trained the epochs before."""
+        known = self.environment if self.begun else {}
+        before = {name: known[name] for name in now if name in known}
+        if before and before != now:
+            known["earlier"] = [*known.get("earlier", []), before]
+        write_whole(self.environment_file, (json.dumps(known | dict(now), indent=1) + "\n").encode())
 
     def keep_log(self, epochs: int) -> None:
         """Keep the first epochs of the log; later ones will be trained again."""
@@ -129,18 +175,55 @@ class Run:
         """Add the line of an epoch."""
         with self.log_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Name a file of a run that does not hold what it should."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
+
+
+# Files that are locked by this process. A lock lasts as long as anybody has its file open, and a forked process, such
+# as one that reads images, would keep it open after its parent's end.
+_locks: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for descriptor in _locks:
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run folder; the lock goes when its process does, however it ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunError(f"another process is working in {folder}") from error
+    descriptor, owner = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644), os.getpid()
+    _locks.add(descriptor)
+    try:
+        _lock(descriptor, folder)
         yield
+    finally:
+        if os.getpid() == owner:
+            _locks.discard(descriptor)
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RunError(f"another process is working in {folder}") from error
+    except OSError as error:
+        raise RunError(f"{folder} cannot be locked ({error}); choose a file system that knows locks") from error
 
 
 def environment(device: str, processes: int) -> dict[str, Any]:
@@ -148,6 +231,7 @@ def environment(device: str, processes: int) -> dict[str, Any]:
     found = {name: _version(name) for name in ("fedlas", "torch", "torchvision", "timm", "numpy")}
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
+        "commit": commit(),
         "versions": {word: version for word, version in found.items() if version},
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -157,6 +241,17 @@ def environment(device: str, processes: int) -> dict[str, Any]:
         "processes": processes,
         "threads": torch.get_num_threads(),
     }
+
+
+def commit() -> str | None:
+    """Say which commit of this repository is running: `$FEDLAS_COMMIT`, or what git says of the folder; else None."""
+    given = os.environ.get("FEDLAS_COMMIT")
+    git = shutil.which("git")
+    if given or git is None:
+        return given
+    asked = [git, "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603 (our own words)
+    return answer.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

@@ -12,7 +12,8 @@ The first steps of a batch size run eagerly, as real steps, and warm everything 
 then on replayed. Capturing changes no number: an uncompiled captured step equals the eager one bit for bit.
 
 A step whose loss or gradient is not finite sets a flag on the device and from then on the optimizer changes nothing;
-the host finds the flag when it next reads the sums.
+the host finds the flag when it next reads the sums. In float16 an overflow skips one step and lowers the scale; only
+where the scale has come down to 1 it is a bad step like any other.
 """
 
 import sys
@@ -31,7 +32,7 @@ from fedlas.data.base import Sample
 from fedlas.train.meters import GateWatch, Meter
 from fedlas.train.mixing import Mixer
 from fedlas.train.optim import SKIP, Rates, gradient_norm, scale_gradients
-from fedlas.train.precision import Scale, autocast
+from fedlas.train.precision import Scale, autocast, random_state, restore_random_state
 from fedlas.train.recipe import Recipe
 
 WARM = 3  # eager steps before a capture: enough for compilation, autotuning and allocation
@@ -107,15 +108,32 @@ class TrainStep:
     def _first(self, *inputs: Tensor) -> None:
         """Do the first step; what cannot be compiled runs as it is from then on."""
         compiled = [m for m in (self.parts.net, self.parts.loss) if m._compiled_call_impl is not None]
+        put_back = self._remembered() if compiled else None
         try:
             self.eager(*inputs)
         except _compiler_errors() as error:
-            if not compiled:
+            if put_back is None or _ran_out_of_memory(error):
                 raise
             warnings.warn(f"not compiled: {_first_line(error)}", UserWarning, stacklevel=3)
             for module in compiled:
                 module._compiled_call_impl = None
+            put_back()
             self.eager(*inputs)
+
+    def _remembered(self) -> Callable[[], None]:
+        """Remember what half a step may change, all but gradients, and give what puts it back."""
+        random = random_state(self.device)
+        names, watched = list(self.meter.sums), [self.watch.sums, self.watch.history.now]
+        changed = [*self.parts.task.buffers(), *watched, *self.meter.sums.values()]
+        before = [value.clone() for value in changed]
+
+        def put_back() -> None:
+            for value, old in zip(changed, before, strict=True):
+                value.copy_(old)
+            self.meter.sums = {name: self.meter.sums[name] for name in names}
+            restore_random_state(random, self.device)
+
+        return put_back
 
     def eager(self, *inputs: Tensor) -> None:
         """Do one step; nothing in here may wait for the device."""
@@ -148,12 +166,15 @@ class TrainStep:
     def _update(self, fine: Bool[Tensor, ""]) -> None:
         """Clip, look for bad numbers, and let the optimizer take its step unless there are any."""
         net, loss = ([p.grad for p in m.parameters() if p.grad is not None] for m in (self.parts.net, self.parts.loss))
-        norm = gradient_norm([*net, *loss] if self.recipe.clip_loss else net, self.device) / self.scale.value
+        together = self.recipe.clip_loss
+        norm = gradient_norm([*net, *loss] if together else net, self.device) / self.scale.value
+        overflow = ~norm.isfinite()
+        if loss and not together:  # what is not clipped may be as bad
+            overflow = overflow | ~gradient_norm(loss, self.device).isfinite()
         self._clip(net, loss, norm)
         if ranks.count() > 1:  # all ranks must freeze together
             fine = ranks.total((~fine).float()) == 0
-        overflow = ~norm.isfinite()
-        bad = ~fine if self.scale.used else ~fine | overflow  # in float16 an overflow is part of the plan
+        bad = ~fine | self.scale.beyond_help(overflow)
         self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.count, self.first_bad))
         skip = (self.first_bad >= 0) | overflow
         getattr(self.parts.optimizer, SKIP).copy_(skip.float())
@@ -196,7 +217,7 @@ class TrainStep:
         return None if step < 0 else step
 
     def state(self) -> dict[str, Any]:
-        """Give what a resumed run needs of the step itself."""
+        """Give what a resumed run needs of the step itself; all ranks have to ask."""
         return {
             "count": self.count,
             "scale": self.scale.value,
@@ -205,13 +226,13 @@ class TrainStep:
             "watch": self.watch.state(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, in place."""
+    def restore(self, state: dict[str, Any], *, first: bool = True) -> None:
+        """Go on from a saved state, in place; sums over all ranks go to the first."""
         self.count.copy_(state["count"])
         self.scale.value.copy_(state["scale"])
         self.scale.good_steps.copy_(state["good_steps"])
-        self.meter.restore(state["meter"])
-        self.watch.restore(state["watch"])
+        self.meter.restore(state["meter"], first=first)
+        self.watch.restore(state["watch"], first=first)
         self.first_bad.fill_(-1)
 
     def reset(self) -> None:
@@ -226,7 +247,14 @@ class TrainStep:
 def _compiler_errors() -> tuple[type[BaseException], ...]:
     """Name what the compiler raises, if it was loaded; loading it takes a second."""
     module = sys.modules.get("torch._dynamo.exc")
-    return (RuntimeError,) if module is None else (RuntimeError, module.TorchDynamoException)
+    names = ("TorchDynamoException", "FailOnRecompileLimitHit")
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def _ran_out_of_memory(error: BaseException) -> bool:
+    """Say whether the compiler only passes on that there was no memory; without it there would be even less."""
+    reasons = (getattr(error, "inner_exception", None), error.__cause__)
+    return any(isinstance(reason, torch.OutOfMemoryError) for reason in reasons)
 
 
 def _first_line(error: BaseException) -> str:

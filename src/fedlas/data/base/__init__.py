@@ -9,6 +9,7 @@ checks of the contents, and finding files are done here. Nothing is read before 
 `Split.index` is a sample's position in the data set's own order, which no seed changes.
 """
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,8 @@ class Split:
         index: position of each sample in the data set's own order.
         class_names: one name per class.
         dataset: catalogue name of the data set.
+        part: the image files that the split was picked from: what is kept of them on disk serves all of its splits.
+        places: where in it each sample of the split lies.
     """
 
     name: str
@@ -70,6 +73,8 @@ class Split:
     index: Int[Tensor, " n"]
     class_names: tuple[str, ...]
     dataset: str
+    part: tuple[Path, ...] | None = None
+    places: Int[Tensor, " n"] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.images) == len(self.labels) == len(self.index):
@@ -81,6 +86,16 @@ class Split:
     def __repr__(self) -> str:
         return f"Split({self.dataset} {self.name}, n={len(self):,}, classes={len(self.class_names)})"
 
+    def checksum(self) -> str:
+        """Give the SHA-256 of labels and images; of image files their names and sizes count, not their contents."""
+        found = hashlib.sha256(self.labels.numpy().tobytes())
+        if isinstance(self.images, Tensor):
+            found.update(self.images.contiguous().numpy().data)
+        else:
+            for path in self.images:
+                found.update(f"{path.parent.name}/{path.name} {path.stat().st_size}\n".encode())
+        return found.hexdigest()
+
     def decoded(self, transform: Transform, *, cache: str | Path | None = None, workers: int | None = None) -> "Split":
         """Hold the images in memory, at the size and channels that a transform starts from.
 
@@ -91,14 +106,40 @@ class Split:
         """
         if isinstance(self.images, Tensor):
             return replace(self, images=fitted(self.images, transform))
-        folder = None if cache is None else Path(cache).expanduser()
-        return replace(self, images=decoded(self.images, transform, folder, workers))
+        if cache is None:
+            images = decoded(self.images, transform, None, workers)
+        else:
+            whole, places = self.kept(transform, cache, workers=workers)
+            images = whole[places]
+        return replace(self, images=images, part=None, places=None)
+
+    def kept(
+        self, transform: Transform, cache: str | Path, *, workers: int | None = None
+    ) -> tuple[UInt8[Tensor, "m channels stored stored"], Int[Tensor, " n"]]:
+        """Give the decoded images of the whole part, mapped into memory from a file, and where this split's lie in it.
+
+        Args:
+            transform: of the data set that a network was trained on, which need not be this one.
+            cache: the folder that keeps them.
+            workers: threads that decode; by default one for each processor.
+        """
+        if isinstance(self.images, Tensor):
+            return fitted(self.images, transform), torch.arange(len(self))
+        part, places = self._origin()
+        return decoded(part, transform, Path(cache).expanduser(), workers), places
+
+    def _origin(self) -> tuple[tuple[Path, ...], Int[Tensor, " n"]]:
+        assert not isinstance(self.images, Tensor)
+        return self.part or self.images, torch.arange(len(self)) if self.places is None else self.places
 
     def picked(self, positions: Int[Tensor, " m"]) -> "Split":
         """Keep only the samples at some positions of this split, in that order."""
-        images = self.images
-        chosen = images[positions] if isinstance(images, Tensor) else tuple(images[n] for n in positions.tolist())
-        return replace(self, images=chosen, labels=self.labels[positions], index=self.index[positions])
+        labels, index = self.labels[positions], self.index[positions]
+        if isinstance(self.images, Tensor):
+            return replace(self, images=self.images[positions], labels=labels, index=index)
+        part, places = self._origin()
+        files = tuple(self.images[n] for n in positions.tolist())
+        return replace(self, images=files, labels=labels, index=index, part=part, places=places[positions])
 
 
 class Common(TypedDict, total=False):

@@ -8,6 +8,7 @@ fetching the same file.
 import fcntl
 import hashlib
 import http.client
+import os
 import shutil
 import tarfile
 import tempfile
@@ -114,6 +115,8 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
                 continue
             found = md5_of(part)
             if found == source.md5:
+                with part.open("rb") as file:
+                    os.fsync(file.fileno())
                 part.replace(path)
                 return
             part.unlink()  # nothing to go on from: another try starts anew
@@ -180,6 +183,7 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
             _extract(archive, room)
             if not (room / inside).is_dir():
                 raise DamagedFileError(f"{archive} holds no folder {inside}")
+            os.sync()  # one by one, many thousand small files would take minutes
             (room / inside).replace(folder)
         finally:
             shutil.rmtree(room, ignore_errors=True)

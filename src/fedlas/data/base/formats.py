@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,6 +56,30 @@ def read_idx(path: Path, md5: str | None = None) -> Bytes:
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
+def read_idx_pair(
+    part: str, files: Mapping[str, tuple[str, str]], found: Callable[[str, str], Path]
+) -> tuple[Bytes, Bytes]:
+    """Read images and labels of a part of MNIST, or of data in its format.
+
+    Args:
+        part: "train" or "test".
+        files: of each file: MD5 as it is published, and of what it holds.
+        found: gives the path of a file, from its name and published MD5.
+    """
+    prefix = "train" if part == "train" else "t10k"
+    names = [f"{prefix}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1")]
+    images, labels = (read_idx(found(name, files[name][0]), files[name][1]) for name in names)
+    return images[:, None], labels
+
+
+def read_names(path: Path, count: int, what: str) -> tuple[str, ...]:
+    """Read the names of all classes, a line each, and sort them."""
+    names = sorted(lines_of(path))
+    if len(set(names)) != count or len(names) != count:
+        raise DamagedFileError(f"{path} is damaged: {len(set(names))} {what}, where {count} are expected")
+    return tuple(names)
+
+
 def read_cifar_binary(path: Path, label_bytes: int, md5: str | None = None) -> tuple[Bytes, Bytes]:
     """Read records of label bytes, the last of which counts, and 3 x 32 x 32 pixels."""
     content = np.frombuffer(checked_bytes(path, md5), np.uint8)
@@ -93,16 +118,26 @@ def plain_unpickled(content: bytes, path: Path) -> Any:
         raise DamagedFileError(f"{path} {error}") from None
     except Exception as error:  # a broken pickle may fail in any way at all
         raise DamagedFileError(f"{path} cannot be unpickled: {error!r}") from error
-    waiting = [made]
+    waiting, seen = [made], set()
     while waiting:
         thing = waiting.pop()
-        waiting += [*thing.keys(), *thing.values()] if type(thing) is dict else thing if type(thing) is list else []
-        if type(thing) not in _PLAIN or (isinstance(thing, np.ndarray) and thing.dtype == object):
+        if type(thing) not in _PLAIN or (isinstance(thing, np.ndarray) and thing.dtype.hasobject):
             raise DamagedFileError(f"{path} holds a {type(thing).__name__}, which is no plain data")
+        if id(thing) not in seen and isinstance(thing, (dict, list)):  # a list may hold itself
+            seen.add(id(thing))
+            waiting += [*thing.keys(), *thing.values()] if isinstance(thing, dict) else thing
     return made
 
 
 _PLAIN = (dict, list, str, bytes, bool, int, float, type(None), np.ndarray)
+_ARRAY = object()  # stands for the class of arrays, which a file may name but not call
+
+
+def _blank_array(kind: Any, shape: Any, code: Any) -> NDArray[Any]:
+    """Make the empty array that every pickled array starts from; its contents follow."""
+    if kind is not _ARRAY or shape != (0,):
+        raise DamagedFileError(f"makes an array of shape {shape} of nothing; it is not unpickled")
+    return np.empty(0, np.dtype(code))
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -111,8 +146,8 @@ class _PlainUnpickler(pickle.Unpickler):
     admitted: ClassVar = {
         (module, name): thing
         for name, thing, modules in (
-            ("_reconstruct", np.empty(0).__reduce__()[0], ("numpy.core.multiarray", "numpy._core.multiarray")),
-            ("ndarray", np.ndarray, ("numpy",)),
+            ("_reconstruct", _blank_array, ("numpy.core.multiarray", "numpy._core.multiarray")),
+            ("ndarray", _ARRAY, ("numpy",)),
             ("dtype", np.dtype, ("numpy",)),
         )
         for module in modules

@@ -1,0 +1,118 @@
+"""What each part of the method is worth: the parts exchanged one at a time, and controls that the paper lacks.
+
+Controls: label smoothing with the mean alpha that FeDLaS ended with (is it only less smoothing?), the learned gate's
+directions dealt to other samples of the batch (does it matter which sample gets which?), and the indicator dealt in the
+same way. The first of them can be planned when FeDLaS-LS is in the ledger.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedlas.experiments.base import Choice
+from fedlas.experiments.grid import AbstractGrid, Measured, Place
+from fedlas.experiments.ledger import Ledger
+from fedlas.train import recipe_for
+from fedlas.train.recipe import Recipe
+
+OURS = "fedlas_ls"
+BASE = OURS.removeprefix("fedlas_")
+MARGIN = "fedlas_mbls"
+SAME_ALPHA = "ls same mean alpha"
+DIGITS = 5  # of the mean alpha: more would make another recipe of rounding
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row: a loss with some keywords changed.
+
+    Args:
+        loss: the loss.
+        about: what is different, in a few words.
+        options: its keywords that differ from the protocol's.
+    """
+
+    loss: str
+    about: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _variants() -> dict[str, Variant]:
+    found = {
+        "ce": Variant("ce", "cross-entropy"),
+        BASE: Variant(BASE, "label smoothing"),
+        "ls half": Variant(BASE, "label smoothing, half the alpha", {"alpha": 0.025}),
+        OURS: Variant(OURS, "FeDLaS-LS as published"),
+        SAME_ALPHA: Variant(BASE, "control: label smoothing with the mean alpha that FeDLaS-LS ended with"),
+        f"{OURS} gate=shuffled": Variant(OURS, "control: directions of other samples", {"gate": "shuffled"}),
+        f"{OURS} indicator=shuffled": Variant(OURS, "control: norms of other samples", {"shuffle_indicator": True}),
+    }
+    exchanged: list[tuple[str, str, dict[str, Any]]] = [
+        ("gate=positive", "gate fixed: more smoothing for larger norms", {"gate": "positive"}),
+        ("gate=negative", "gate fixed: less smoothing for larger norms", {"gate": "negative"}),
+        ("gate=soft", "gate without the sign", {"gate": "soft"}),
+        ("norm=2", "L2 norm", {"norm": 2}),
+        ("norm=inf", "largest feature", {"norm": "inf"}),
+        ("source=max_prob", "largest probability in place of the norm", {"source": "max_prob"}),
+        ("source=max_logit", "largest logit in place of the norm", {"source": "max_logit"}),
+        ("normalise=batch", "statistics of the batch alone", {"normalise": "batch"}),
+        ("normalise=none", "not normalised", {"normalise": "none"}),
+        ("start=first_batch", "running statistics start with the first batch", {"start": "first_batch"}),
+        *((f"theta={v}", f"weight of the batch {v}", {"theta": v}) for v in (0.001, 0.1, 0.5)),
+        *((f"beta={v}", f"strength {v}", {"beta": v}) for v in (0.5, 1.0, 2.0, 8.0)),
+    ]
+    found |= {f"{OURS} {name}": Variant(OURS, about, options) for name, about, options in exchanged}
+    found |= {MARGIN: Variant(MARGIN, "FeDLaS-MbLS as published")}
+    found |= {
+        f"{MARGIN} {name}": Variant(MARGIN, about, options)
+        for name, about, options in (
+            ("margin_reduction=sum", "margins added up over classes", {"margin_reduction": "sum"}),
+            *((n, a, o) for n, a, o in exchanged if n.startswith("gate=")),
+            ("start=first_batch", "running statistics start with the first batch", {"start": "first_batch"}),
+        )
+    }
+    return found
+
+
+class Ablations(AbstractGrid):
+    """Source, normalisation, start, theta, beta, gate and margins exchanged one at a time, and three controls."""
+
+    name = "ablations"
+    title = "What each part of FeDLaS is worth"
+
+    @property
+    def methods(self) -> dict[str, str]:
+        return {name: variant.about for name, variant in _variants().items()}
+
+    def known_data(self) -> Sequence[str]:
+        return ("cifar10",)
+
+    def models(self, data: str, protocol: str) -> Sequence[str]:
+        return tuple(super().models(data, protocol))[:1]
+
+    def measured(self, data: str) -> Sequence[Measured]:
+        del data
+        shown = (("ece", "ECE %"), ("aece", "AECE %"), ("over_ece", "O-ECE %"), ("under_ece", "U-ECE %"))
+        return (
+            Measured("accuracy", "accuracy %", higher_is_better=True, printed=False),
+            *(Measured(metric, heading, printed=False) for metric, heading in shown),
+        )
+
+    def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
+        variant = _variants()[row]
+        options = dict(variant.options)
+        if row == SAME_ALPHA:
+            alpha = self._mean_alpha(place, seed, choice, ledger)
+            if alpha is None:
+                return None
+            options["alpha"] = alpha
+        made = recipe_for(place.data, place.model, variant.loss, protocol=choice.protocol, seed=seed)
+        return made.replace(loss_options={**made.loss_options, **options}).with_settings(choice.changes)
+
+    def _mean_alpha(self, place: Place, seed: int, choice: Choice, ledger: Ledger) -> float | None:
+        """Take the mean alpha of the last epoch of FeDLaS-LS with the same seed."""
+        ours = self.recipe(place, OURS, seed, choice, ledger)
+        line = None if ours is None else ledger.find(ours)
+        if line is None or ours is None:
+            return None
+        return round(float(line.curve[-1]["gate"]["alpha_ratio"]) * float(ours.loss_options.get("alpha", 0.05)), DIGITS)

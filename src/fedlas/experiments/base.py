@@ -1,0 +1,112 @@
+"""What an experiment is: runs that it wants, and the tables and figures that their ledger lines make.
+
+plan(choice)   ─► recipes             (what has to be trained)
+tables(ledger) ─► rows and columns    (from ledger lines and printed numbers alone)
+draw(...)      ─► figures and their data
+
+An experiment never trains: `reproduce.py` does, and writes each finished run into the ledger.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from fedlas.catalog import nearest
+from fedlas.experiments.ledger import Ledger
+from fedlas.report.tables import Table
+from fedlas.train.recipe import Recipe
+from fedlas.train.runs import Run
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a user asks an experiment for; None leaves it to the experiment.
+
+    Args:
+        data: data sets.
+        models: networks.
+        losses: losses, or other rows of the experiment, by name.
+        seeds: one run for each.
+        protocol: "paper", "official", "fast" or "small".
+        changes: fields of all recipes that shall be otherwise, as on the command line.
+    """
+
+    data: tuple[str, ...] | None = None
+    models: tuple[str, ...] | None = None
+    losses: tuple[str, ...] | None = None
+    seeds: tuple[int, ...] = (1, 2, 3)
+    protocol: str = "paper"
+    changes: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, known: Iterable[str], asked: Sequence[str] | None, kind: str) -> list[str]:
+        """Give what was asked for of what is known, in the order of the known."""
+        names = list(known)
+        for name in asked or ():
+            if name not in names:
+                raise ValueError(f"this experiment has no {kind} {name!r}; {nearest(name, names)}")
+        return [name for name in names if asked is None or name in asked]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One run that an experiment wants.
+
+    Args:
+        recipe: what to train.
+        protocol: the recipe's protocol, by name.
+        posthoc: how it is judged: as trained (None), or after a calibrator that is fitted on the validation split.
+    """
+
+    recipe: Recipe
+    protocol: str
+    posthoc: tuple[str | None, ...] = (None,)
+
+    def missing(self, ledger: Ledger) -> bool:
+        """Say whether the ledger lacks one of the lines, or their foreign data."""
+        lines = [ledger.find(self.recipe, one) for one in self.posthoc]
+        return any(line is None or not set(self.recipe.ood) <= set(line.ood) for line in lines)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Where figures are drawn from, and where they go.
+
+    Args:
+        ledger: what was measured.
+        choice: what was asked for.
+        folder: for figures and their data.
+        find: gives the folder of a recipe's run, or None where it is not on this machine.
+        data_root: where data lies.
+        device: where networks look at images.
+    """
+
+    ledger: Ledger
+    choice: Choice
+    folder: Path
+    find: Callable[[Recipe], Run | None]
+    data_root: Path | None = None
+    device: str | None = None
+
+
+class AbstractExperiment(ABC):
+    """One table or figure of the paper, or one of our own."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
+        """List the runs that the experiment is made of, in the order in which they matter.
+
+        Runs whose recipe depends on the outcome of others are listed once those are in the ledger.
+        """
+
+    @abstractmethod
+    def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
+        """Make the tables; cells without runs are empty."""
+
+    def draw(self, drawing: Drawing) -> list[Path]:
+        """Draw the figures; by default there are none."""
+        del drawing
+        return []

@@ -1,0 +1,171 @@
+"""Tables of methods against data sets and networks, as most of the paper's are: what they share.
+
+A file of its own says which methods, places and numbers a table has; here the runs are planned, and the cells filled
+from ledger lines, a value for each seed, with the paper's number beside them.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from fedlas.experiments import paper
+from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
+from fedlas.experiments.ledger import Ledger, Line, Measure
+from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
+from fedlas.train import protocol_named, published_models, recipe_for
+from fedlas.train.recipe import Recipe
+
+PUBLISHED = ("paper", "official")
+
+
+class Place(NamedTuple):
+    """A data set and a network."""
+
+    data: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number of a table.
+
+    Args:
+        metric: its name in a ledger line, and in the paper's numbers.
+        heading: what stands above its column.
+        higher_is_better: whether larger is better.
+        ood: the foreign data set, for an AUROC.
+        score: what tells foreign samples apart, for an AUROC.
+        printed: whether the paper prints it.
+    """
+
+    metric: str
+    heading: str
+    higher_is_better: bool = False
+    ood: str | None = None
+    score: str = "entropy"
+    printed: bool = True
+
+    def of(self, line: Line) -> Measure | None:
+        """Take the number from a ledger line."""
+        held = line.metrics if self.ood is None else line.ood.get(self.ood, {})
+        return held.get(self.metric if self.ood is None else self.score)
+
+
+class AbstractGrid(AbstractExperiment):
+    """Methods in rows, places and metrics in columns."""
+
+    title: ClassVar[str]
+    ranked: ClassVar[tuple[str, ...]] = ()  # headings of the numbers that mean ranks are made of
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """Rows in the paper's order, with the paper's names."""
+        return paper.methods(self.name)
+
+    def known_data(self) -> Sequence[str]:
+        """List the data sets, in the paper's order."""
+        return paper.data_sets(self.name)
+
+    @abstractmethod
+    def measured(self, data: str) -> Sequence[Measured]:
+        """List the numbers of a place."""
+
+    def foreign(self, data: str) -> tuple[str, ...]:
+        """List the foreign data sets that a network is shown."""
+        return tuple(sorted({one.ood for one in self.measured(data) if one.ood is not None}))
+
+    def models(self, data: str, protocol: str) -> Sequence[str]:
+        """List the networks of a data set; those of the paper, or those of another protocol."""
+        return protocol_named(protocol).models(data)
+
+    def places(self, choice: Choice) -> list[Place]:
+        """List the places that were asked for."""
+        protocol = protocol_named(choice.protocol)
+        # Any data set may be named; without a name, those of the paper that the protocol has a network for.
+        known = choice.data or [data for data in self.known_data() if protocol.models(data)]
+        found = []
+        for data in known:
+            # Without a network of the protocol, the recipe says what is wrong.
+            models = choice.models or self.models(data, choice.protocol) or (self._no_model(data, choice),)
+            found += [Place(data, model) for model in models]
+        if not found:
+            raise ValueError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
+        return found
+
+    def _no_model(self, data: str, choice: Choice) -> str:
+        return recipe_for(data, protocol=choice.protocol).model
+
+    def rows(self, choice: Choice) -> list[str]:
+        """List the rows that were asked for."""
+        return choice.of(self.methods, choice.losses, "row")
+
+    def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
+        """Make the recipe of one run; None as long as it depends on runs that are not in the ledger."""
+        del ledger
+        made = recipe_for(place.data, place.model, loss_of(row), protocol=choice.protocol, seed=seed)
+        return made.with_settings(choice.changes).replace(ood=self.foreign(place.data))
+
+    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
+        return [
+            Wanted(recipe, choice.protocol, (calibrator_of(row),))
+            for place in self.places(choice)
+            for row in self.rows(choice)
+            for seed in choice.seeds
+            if (recipe := self.recipe(place, row, seed, choice, ledger)) is not None
+        ]
+
+    def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
+        places, rows = self.places(choice), self.rows(choice)
+        columns = [
+            Column(one.heading, _heading(place), one.higher_is_better, compared=choice.protocol in PUBLISHED)
+            for place in places
+            for one in self.measured(place.data)
+        ]
+        filled = [
+            Row(row, self.methods[row], tuple(self._cell(ledger, choice, place, row, one)
+                                              for place in places for one in self.measured(place.data)))
+            for row in rows
+        ]  # fmt: skip
+        table = Table(f"{self.name}-{choice.protocol}", self.title, tuple(columns), tuple(filled), self.notes(choice))
+        return [mean_rank_columns(table, self.ranked) if len(rows) > 1 and self.ranked else table]
+
+    def notes(self, choice: Choice) -> tuple[str, ...]:
+        """Say below a table what has to be known about it."""
+        protocol = protocol_named(choice.protocol)
+        if choice.protocol in PUBLISHED:
+            return (f"Protocol: {protocol.summary}.",)
+        return (
+            f"The {protocol.name} protocol ({protocol.summary}): a short version of the comparison. Printed numbers are"
+            " the paper's own, of its network and its many epochs: for orientation, not for comparison.",
+        )
+
+    def _cell(self, ledger: Ledger, choice: Choice, place: Place, row: str, one: Measured) -> Cell:
+        found = []
+        for seed in choice.seeds:
+            recipe = self.recipe(place, row, seed, choice, ledger)
+            line = None if recipe is None else ledger.find(recipe, calibrator_of(row))
+            measure = None if line is None else one.of(line)
+            found += [] if measure is None else [measure]
+        theirs = (place.model,) if choice.protocol in PUBLISHED else published_models(place.data)[:1]
+        beside = [paper.printed(self.name, row, place.data, model, metric=one.metric, ood=one.ood) for model in theirs]
+        return Cell(
+            values=tuple(value for value, _, _ in found),
+            intervals=tuple((low, high) for _, low, high in found if low is not None and high is not None),
+            printed=beside[0] if beside and one.printed else None,
+            planned=len(choice.seeds),
+        )
+
+
+def loss_of(row: str) -> str:
+    """Give the loss of a row such as "ce+temperature"."""
+    return row.partition("+")[0]
+
+
+def calibrator_of(row: str) -> str | None:
+    """Give the calibrator of a row such as "ce+temperature"; None of one that is judged as trained."""
+    return row.partition("+")[2] or None
+
+
+def _heading(place: Place) -> str:
+    return f"{paper.data_name(place.data)}, {place.model}"

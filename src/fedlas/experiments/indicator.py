@@ -1,0 +1,172 @@
+"""The paper's first figure: feature norms against confidence, activations of easy and of hard images, and the theorem.
+
+The theorem (Park et al., ICCV 2023, as the paper's section 3 cites it). Let a be the features that enter the last
+layer, W its weights, B = sign(W) those of the hidden classifier with the logits B a, and sign(x) = 1 above zero and -1
+otherwise. Then for every class j
+
+    0 <= ||a||_1 - (B a)_j <= ||a||_inf ||sign(a) - b_j||_1
+
+Why: ||a||_1 = Σ_k sign(a_k) a_k, so the difference is Σ_k (sign(a_k) - b_jk) a_k. A unit whose signs agree adds 0, any
+other adds 2 |a_k|: that is the left side, and Hölder's inequality is the right one. So both bounds hold for all
+features and weights, trained or not: to check them on every sample is to check that norms, features and weights are
+what they are taken for, no more. After a rectifier, where a >= 0, the difference is twice the activation of the units
+that vote against class j. What training can change is how small that is: how much of the norm the largest hidden logit
+makes up, and how closely it follows the norm. So both are measured with the weights as drawn too.
+
+The theorem leaves out the last layer's bias; `Theorem.remarks` says so where there is one, and where features are
+negative. The paper's caption and text disagree about the axes of the scatter plot; this follows the text, norm on x.
+"Normalised" is not defined there; here it is the indicator, with mean and deviation of the test split.
+
+The paper shows MNIST. Where its files are not there Fashion-MNIST takes its place, and where that is missing too the
+8 x 8 digits that come with scikit-learn; figures say which.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
+from fedlas.experiments.ledger import Ledger
+from fedlas.predictions import Predictions
+from fedlas.report.figures import (
+    Theorem,
+    Theorems,
+    activations_data,
+    activations_figure,
+    indicator_data,
+    indicator_figure,
+    save_with_data,
+    theorem_data,
+    theorem_figure,
+)
+from fedlas.report.tables import Table
+from fedlas.train.bench import Bench, chosen_device
+from fedlas.train.checkpoint import load, restore_module
+from fedlas.train.precision import autocast, machine
+from fedlas.train.protocols import list_recipes, recipe_for
+from fedlas.train.recipe import Recipe
+from fedlas.train.runs import Run, RunError
+
+PROTOCOL, MODEL, LOSS = "small", "small_cnn", "ce"
+PAPER, ALWAYS_THERE = "mnist", "digits"
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What a network makes of all test images.
+
+    Args:
+        predictions: with all features, not only their norm.
+        images: the images as they are published.
+        weight: of the last layer.
+        bias: of the last layer.
+    """
+
+    predictions: Predictions
+    images: UInt8[Tensor, "n channels rows columns"]
+    weight: Float[Tensor, "classes width"]
+    bias: Float[Tensor, " classes"] | None
+
+
+class Indicator(AbstractExperiment):
+    """Feature norm and confidence, activations, and the theorem behind them, of a small network."""
+
+    name = "indicator"
+
+    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
+        """List one run, on the first data that was trained on or is at hand; or runs on all data that was asked for."""
+        recipes = list(_recipes(choice))
+        if choice.data is None:
+            recipes = [next(one for one in recipes if ledger.find(one) is not None or _at_hand(one))]
+        return [Wanted(recipe, PROTOCOL) for recipe in recipes]
+
+    def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
+        """Make none: the figures' data holds the numbers, which need the network itself."""
+        del ledger, choice
+        return []
+
+    def draw(self, drawing: Drawing) -> list[Path]:
+        """Draw from the first run that there is, or from the runs on all data that was asked for."""
+        found = [drawing.find(recipe) for recipe in _recipes(drawing.choice)]
+        there = [run for run in found if run is not None and run.finished and run.checkpoint.exists()]
+        used = there[:1] if drawing.choice.data is None else there
+        return [path for run in used for path in _drawn(drawing, run)]
+
+
+def _recipes(choice: Choice) -> Iterator[Recipe]:
+    """Make the recipes of all data that was asked for, or could be used, the paper's first."""
+    choice.of([MODEL], choice.models, "network")
+    choice.of([LOSS], choice.losses, "loss")
+    small = {recipe.data for name, recipe in list_recipes([LOSS]) if name == PROTOCOL and recipe.model == MODEL}
+    order = sorted(small, key=lambda data: (data != PAPER, data == ALWAYS_THERE, data))
+    for data in choice.of(order, choice.data, "data set"):
+        made = recipe_for(data, MODEL, LOSS, protocol=PROTOCOL, seed=choice.seeds[0])
+        yield made.with_settings(choice.changes)
+
+
+def _at_hand(recipe: Recipe) -> bool:
+    """Say whether the data can be read without fetching it."""
+    # A bench is the way to data from here; this variant of the recipe, which may not fetch, is never trained.
+    offline = recipe.replace(data_options={**recipe.data_options, "download": False})
+    cpu = torch.device("cpu")
+    try:
+        with machine(offline, cpu):
+            Bench(offline, cpu, capture=False).evaluation("test")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
+    """Draw the three figures of one run."""
+    recipe, device = run.recipe, chosen_device(drawing.device)
+    with machine(recipe, device):
+        bench = Bench(recipe, device, drawing.data_root, capture=False)
+        before = look(bench)
+        restore_module(bench.net.model, load(run.checkpoint)["best"])
+        after = look(bench)
+    written = run.predictions("best-test")
+    if written.index is None or not torch.equal(written.index, cast("Tensor", after.predictions.index)):
+        raise RunError(f"the test split of {recipe.data} is not the one that {run.folder} was judged on")
+    title = bench.data.title if recipe.data == PAPER else f"{bench.data.title} instead of the paper's MNIST"
+    indicator = indicator_data(written, title)
+    yield from save_with_data(indicator_figure(indicator), indicator, drawing.folder, f"indicator-{recipe.data}")
+    activations = activations_data(after.predictions, after.images, title)
+    name = f"indicator-activations-{recipe.data}"
+    yield from save_with_data(activations_figure(activations), activations, drawing.folder, name)
+    theorems = Theorems(title, _theorem(after, "trained", written), _theorem(before, "as drawn"))
+    name = f"indicator-theorem-{recipe.data}"
+    yield from save_with_data(theorem_figure(theorems), theorems, drawing.folder, name)
+
+
+def _theorem(seen: Look, title: str, written: Predictions | None = None) -> Theorem:
+    """Check the theorem, on the norms that the run wrote down where there are any."""
+    norms = None if written is None or written.features is None else written.features[:, 0]
+    return theorem_data(seen.predictions, seen.weight, seen.bias, norms=norms, title=title)
+
+
+@torch.no_grad()
+def look(bench: Bench) -> Look:
+    """Let the network of a bench look at all test images."""
+    split, net = bench.data.split("test"), bench.net
+    source: Any = bench.evaluation("test")  # small images live on the device
+    net.eval()
+    rows = []
+    for images, labels, index in source.batches(bench.recipe.eval_batch_size):
+        with autocast(bench.recipe.precision, bench.device):
+            logits, features = net.forward(images)  # as predictions are made: not compiled
+        rows.append((logits.float(), labels, features.float().flatten(1), index))
+    logits, labels, features, index = (torch.cat(parts).cpu() for parts in zip(*rows, strict=True))
+    head: Any = net.model.get_submodule(net.head_name)
+    bias = None if head.bias is None else head.bias.detach().cpu().clone()
+    return Look(
+        Predictions(logits, labels, features=features, index=index, class_names=split.class_names, split="test"),
+        cast("Tensor", split.images),
+        head.weight.detach().flatten(1).cpu().clone(),
+        bias,
+    )

@@ -1,0 +1,69 @@
+"""The page about reproduction, written from the ledger: what was measured, beside what the paper prints.
+
+Everything on it can be made again: tables from ledger lines, the list of runs that are missing, and the words, which
+are the same whatever the numbers say.
+"""
+
+from collections.abc import Sequence
+
+from fedlas.experiments.base import Choice
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.planning import CATALOG, experiment_named, planned
+from fedlas.report.tables import Detail
+from fedlas.train import protocol_named
+
+HEAD = """\
+# Reproduction
+
+This page is written by `scripts/pages` from the ledger in `results/`: no number on it comes from anywhere else but,
+where it says "printed", from the paper. A cell is empty until its runs are done. `fedlas reproduce NAME` trains what is
+missing and prints the table as it fills; it can be stopped at any time and goes on where it stopped.
+
+```sh
+fedlas list experiments
+fedlas reproduce sota --data cifar10 --protocol fast             # short: 20 epochs of ResNet-18
+fedlas reproduce sota --data cifar10 --model resnet50_cifar      # as printed: 350 epochs of ResNet-50
+fedlas reproduce sota --data cifar10 --protocol fast --dry-run   # the plan and the table, nothing is started
+fedlas compare cifar10/fast/fedlas_ls cifar10/fast/ls            # paired, on the same test samples, over seeds
+```
+
+A value is the mean over seeds ± its standard deviation. An interval is the mean of the seeds' 95 % bootstrap intervals,
+which is what another test set of the same size would change. A difference to a printed number is "inside" noise if the
+printed number lies in the range of those intervals, or within two standard errors of the mean.
+"""
+
+
+def reproduction_page(ledger: Ledger) -> str:
+    """Write the page."""
+    done = {(line.protocol, line.recipe.data) for line in ledger.lines.values()}
+    parts = [HEAD, _summary(ledger)]
+    for name in CATALOG.entries:
+        parts += _section(name, ledger, sorted({protocol for protocol, _ in done}))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _summary(ledger: Ledger) -> str:
+    lines = [line for line in ledger.lines.values() if line.posthoc is None]
+    if not lines:
+        return "The ledger is empty: nothing has been run yet.\n"
+    hours = sum(line.seconds for line in lines) / 3600
+    devices = sorted({str(line.environment.get("device_name", "")) for line in lines})
+    return f"{len(lines)} trainings, {hours:.1f} hours on {', '.join(devices)}.\n"
+
+
+def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
+    experiment = experiment_named(name)
+    written = []
+    for protocol in protocols:
+        choice = Choice(protocol=protocol)
+        try:
+            plan = planned(experiment, choice, ledger)
+        except ValueError:  # the protocol has no network for this experiment
+            continue
+        if len(plan.missing) == len(plan.wanted):
+            continue
+        detail: Detail = "full" if protocol in ("paper", "official") else "both"
+        written += [f"### {protocol_named(protocol).name} protocol: {plan}\n"]
+        written += [table.markdown(detail) for table in experiment.tables(ledger, choice)]
+    about = (type(experiment).__doc__ or "").split("\n", 1)[0]
+    return [f"## {name}\n", f"{about}\n", *(written or ["Nothing of it has been run yet.\n"])]

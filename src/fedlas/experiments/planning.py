@@ -1,0 +1,91 @@
+"""What an experiment wants, and what of it is missing: the plan, and how long it will take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from fedlas.catalog import Catalog, summary
+from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
+from fedlas.experiments.ledger import Ledger
+from fedlas.train.recipe import Recipe
+
+CATALOG = Catalog("fedlas.experiments", AbstractExperiment, "experiment")  # type: ignore[type-abstract]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an experiment wants, and what of it is missing.
+
+    Args:
+        wanted: every run.
+        missing: those that the ledger lacks, in the order in which they will be trained.
+        minutes: how long they will take, as far as the ledger knows such runs; None where it does not.
+    """
+
+    wanted: tuple[Wanted, ...]
+    missing: tuple[Wanted, ...]
+    minutes: float | None
+
+    def __str__(self) -> str:
+        known = "time unknown: the ledger has no such runs yet" if self.minutes is None else f"{self.minutes:.1f} min"
+        done = len(self.wanted) - len(self.missing)
+        return f"{len(self.wanted)} runs, {done} in the ledger, {len(self.missing)} to train" + (
+            f" ({known})" if self.missing else ""
+        )
+
+    def rows(self) -> list[list[str]]:
+        """List the runs that are missing: data, network, loss, how it is judged, seed, epochs, folder."""
+        return [_row(one.recipe, one.posthoc) for one in self.missing]
+
+
+HEAD = ("data", "model", "loss", "judged", "seed", "epochs", "folder")
+
+
+def _row(recipe: Recipe, posthoc: Sequence[str | None]) -> list[str]:
+    judged = ", ".join(one or "as trained" for one in posthoc)
+    return [recipe.data, recipe.model, recipe.loss, judged, str(recipe.seed), str(recipe.epochs), recipe.name]
+
+
+def experiment_named(name: str) -> AbstractExperiment:
+    """Look an experiment up."""
+    return CATALOG.find(name)()
+
+
+def list_experiments() -> list[list[str]]:
+    """List all experiments: name, and what it is."""
+    return [[name, summary(cls)] for name, cls in CATALOG.entries.items()]
+
+
+def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only: str | None = None) -> Plan:
+    """Say what is wanted, and what is missing; runs that several rows share count once.
+
+    Args:
+        experiment: what to make again.
+        choice: which part of it.
+        ledger: what was measured already.
+        only: a part of the names of the run folders that are meant; None for all.
+    """
+    wanted: dict[str, Wanted] = {}
+    for one in experiment.plan(choice, ledger):
+        before = wanted.get(one.recipe.name)
+        judged = (*before.posthoc, *one.posthoc) if before else one.posthoc
+        wanted[one.recipe.name] = Wanted(one.recipe, one.protocol, tuple(dict.fromkeys(judged)))
+    meant = tuple(one for name, one in wanted.items() if only is None or only in name)
+    missing = tuple(one for one in meant if one.missing(ledger))
+    return Plan(meant, missing, _minutes(missing, ledger))
+
+
+def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> float | None:
+    """Estimate from runs of the same data, network and batch size: seconds an epoch."""
+    known: dict[tuple[Any, ...], list[float]] = {}
+    for line in ledger.lines.values():
+        if line.posthoc is None and line.seconds:
+            known.setdefault(_kind(line.recipe), []).append(line.seconds / line.recipe.epochs)
+    if any(_kind(one.recipe) not in known for one in missing):
+        return None
+    return sum(median(known[_kind(one.recipe)]) * one.recipe.epochs for one in missing) / 60
+
+
+def _kind(recipe: Recipe) -> tuple[Any, ...]:
+    return recipe.data, recipe.model, recipe.batch_size, recipe.precision

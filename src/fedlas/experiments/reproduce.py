@@ -1,0 +1,91 @@
+"""From the name of a table to the table: plan, train what is missing, write the ledger, lay out.
+
+plan ─► what the ledger lacks ─► launch ─► run folders ─► ledger ─► tables
+
+Runs whose recipe depends on others are planned when those are done, so planning is repeated until nothing is missing.
+Everything can be stopped at any time, and started again: finished runs are found, broken ones continue.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fedlas.experiments.base import AbstractExperiment, Choice, Drawing
+from fedlas.experiments.kept import record
+from fedlas.experiments.launch import launched
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.planning import planned
+from fedlas.report.tables import Table
+from fedlas.train.recipe import Recipe
+from fedlas.train.runs import Run
+
+
+def reproduce(
+    experiment: AbstractExperiment,
+    choice: Choice,
+    *,
+    ledger: Ledger,
+    runs: Path,
+    told: Callable[[str], None],
+    only: str | None = None,
+    limit_minutes: float | None = None,
+    **launch: Any,
+) -> Iterator[list[Table]]:
+    """Train what is missing, and give the tables anew whenever a run is finished.
+
+    Args:
+        experiment: what to make again.
+        choice: which part of it.
+        ledger: where finished runs are written down.
+        runs: folder of the run folders.
+        told: gets a line when something happens.
+        only: a part of the names of the run folders that are trained; None for all.
+        limit_minutes: when to stop; the rest is done next time.
+        launch: where to train, as for `launched`.
+    """
+    clock = _Clock(limit_minutes)
+    tried: set[str] = set()
+    while True:
+        plan = planned(experiment, choice, ledger, only)
+        new = [one for one in plan.missing if one.recipe.name not in tried]
+        if not new or clock.over:
+            return
+        tried |= {one.recipe.name for one in new}
+        by_name = {one.recipe.name: one for one in new}
+        recipes = [one.recipe for one in new]
+        for run in launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch):
+            one = by_name[run.folder.name]
+            for posthoc in one.posthoc:
+                record(run, one.protocol, posthoc, ledger)
+            yield experiment.tables(ledger, choice)
+
+
+class _Clock:
+    """Counts the minutes that are left."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = None if minutes is None else time.monotonic() + 60 * minutes
+
+    @property
+    def left(self) -> float | None:
+        """How many minutes there are; None for any number."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic()) / 60
+
+    @property
+    def over(self) -> bool:
+        """Whether there are none."""
+        return self.left == 0.0
+
+
+def drawn(
+    experiment: AbstractExperiment, choice: Choice, *, ledger: Ledger, runs: Path, folder: Path, **where: Any
+) -> list[Path]:
+    """Draw the figures of an experiment, and write its tables in every format."""
+
+    def find(recipe: Recipe) -> Run | None:
+        run = Run(runs / recipe.name)
+        return run if run.recipe_file.exists() and run.finished else None
+
+    written = [path for table in experiment.tables(ledger, choice) for path in table.save(folder)]
+    return written + experiment.draw(Drawing(ledger, choice, folder, find, **where))

@@ -1,0 +1,197 @@
+"""Hyperparameters of a loss, searched on the validation split; the test split is never looked at.
+
+A trial is a run whose recipe asks for no predictions but those of the validation split. Suggestions are drawn by a
+seeded sampler, and finished runs are found again: a search that was stopped and is started anew repeats its first
+trials in no time, and goes on. Everything is recorded in `search.json`: what was searched, every trial, and the choice.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedlas.metrics.calibration import aece, ece
+from fedlas.metrics.scoring import accuracy, brier, nll
+from fedlas.predictions import optional_module, write_whole
+from fedlas.train import DivergedError, Engine
+from fedlas.train.recipe import Recipe
+
+FORMAT = "fedlas.search/1"
+METRICS: Mapping[str, Callable[..., float]] = {
+    "nll": nll,
+    "ece": ece,
+    "aece": aece,
+    "brier": brier,
+    "accuracy": accuracy,
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """What values a keyword of the loss may have: between two ends, or one of a list.
+
+    Args:
+        name: the keyword.
+        low: the lower end.
+        high: the upper end.
+        log: whether factors count rather than differences.
+        values: the list, where there is one.
+    """
+
+    name: str
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    values: tuple[Any, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Range":
+        """Read `beta=0.5:8`, `beta=0.5:8:log` or `theta=0.1,0.5,0.95`."""
+        name, _, rest = text.partition("=")
+        parts = rest.split(":")
+        log = parts[2:] == ["log"]
+        try:
+            if len(parts) == 1:
+                return cls(name, values=tuple(json.loads(word) for word in rest.split(",")))
+            low, high = float(parts[0]), float(parts[1])
+        except ValueError:
+            low = high = math.nan
+        if not (name and low < high and len(parts) == 2 + log and math.isfinite(high - low) and (low > 0 or not log)):
+            raise ValueError(f"a range is written NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C; not {text!r}")
+        return cls(name, low, high, log)
+
+    def suggested(self, trial: Any) -> Any:
+        """Let a trial choose."""
+        if self.values:
+            return trial.suggest_categorical(self.name, list(self.values))
+        return trial.suggest_float(self.name, self.low, self.high, log=self.log)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One try.
+
+    Args:
+        options: keywords of the loss.
+        values: the metric on the validation split, for each seed; None where the run diverged.
+        mean: their mean; None if one diverged.
+        runs: names of the run folders.
+    """
+
+    options: dict[str, Any]
+    values: tuple[float | None, ...]
+    mean: float | None
+    runs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Search:
+    """All that a search did.
+
+    Args:
+        recipe: what was varied.
+        ranges: the keywords and their ranges.
+        metric: what was minimised (accuracy: maximised) on the validation split.
+        seeds: a run for each, in every trial.
+        sampler_seed: of the suggestions.
+        trials: all of them, in order.
+        versions: of the sampler.
+    """
+
+    recipe: Recipe
+    ranges: tuple[Range, ...]
+    metric: str
+    seeds: tuple[int, ...]
+    sampler_seed: int
+    trials: tuple[Trial, ...]
+    versions: Mapping[str, str]
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the best mean."""
+        good = [trial for trial in self.trials if trial.mean is not None]
+        if not good:
+            raise ValueError("every trial diverged; there is nothing to choose from")
+        sign = -1 if self.metric == "accuracy" else 1
+        return min(good, key=lambda trial: sign * (trial.mean or 0.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """List everything as plain values that JSON knows."""
+        fields = {"format": FORMAT, "split": "val", **asdict(self), "recipe": self.recipe.to_dict()}
+        good = any(trial.mean is not None for trial in self.trials)
+        return fields | {"best": asdict(self.best) if good else None}
+
+
+def search(
+    recipe: Recipe,
+    ranges: Sequence[Range],
+    *,
+    trials: int,
+    folder: Path,
+    metric: str = "nll",
+    seeds: Sequence[int] = (1,),
+    sampler_seed: int = 0,
+    told: Callable[[str], None],
+    **engine: Any,
+) -> Search:
+    """Try keywords of a loss, and record every try in `folder/search.json`.
+
+    Args:
+        recipe: what to train; its loss is varied.
+        ranges: which keywords, and what values they may have.
+        trials: how many to try.
+        folder: for run folders and the record.
+        metric: "nll", "ece", "aece", "brier" or "accuracy", on the validation split.
+        seeds: runs of each trial, whose mean counts.
+        sampler_seed: equal seeds suggest equal values.
+        told: gets a line after each trial.
+        engine: device and data_root.
+    """
+    if metric not in METRICS:
+        raise ValueError(f"{metric!r} cannot be searched for; known: {', '.join(METRICS)}")
+    if not ranges or trials < 1:
+        raise ValueError("a search needs at least one range and one trial")
+    optuna = optional_module("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        direction="maximize" if metric == "accuracy" else "minimize",
+        sampler=optuna.samplers.TPESampler(seed=sampler_seed),
+    )
+    bench, done = Engine(**engine), []
+    for number in range(1, trials + 1):
+        asked = study.ask()
+        options = {one.name: one.suggested(asked) for one in ranges}
+        varied = recipe.replace(loss_options={**recipe.loss_options, **options}, splits=("val",), ood=())
+        trial = _tried(bench, [varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder)
+        done.append(trial)
+        if trial.mean is None:
+            study.tell(asked, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(asked, trial.mean)
+        versions = {"optuna": optuna.__version__}
+        found = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(done), versions)
+        write_whole(folder / "search.json", (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode())
+        words = " ".join(
+            f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()
+        )
+        told(
+            f"trial {number} of {trials}: {words}: {'diverged' if trial.mean is None else f'{metric} {trial.mean:.5f}'}"
+        )
+    return found
+
+
+def _tried(
+    engine: Engine, variants: Sequence[Recipe], options: dict[str, Any], metric: Callable[..., float], folder: Path
+) -> Trial:
+    values: list[float | None] = []
+    for variant in variants:
+        try:
+            run = engine.fit(variant, out=folder / "runs" / variant.name, resume=True)
+            values.append(float(metric(run.predictions("best-val"))))
+        except DivergedError:
+            values.append(None)
+    known = [value for value in values if value is not None]
+    mean = math.fsum(known) / len(known) if len(known) == len(values) else None
+    return Trial(options, tuple(values), mean, tuple(variant.name for variant in variants))

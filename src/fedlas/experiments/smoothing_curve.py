@@ -1,0 +1,66 @@
+"""How the indicator becomes smoothing: alpha_i against the NCI, in both modes of the gate and for several beta.
+
+The curves are not drawn from a formula but computed by the loss that recipes build: its gate is fixed to one mode, and
+the indicator is handed in as the largest logit, without normalisation.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
+from fedlas.experiments.ledger import Ledger
+from fedlas.report.figures import save_with_data, smoothing_data, smoothing_figure
+from fedlas.report.tables import Table
+from fedlas.train.bench import Bench
+from fedlas.train.precision import machine
+from fedlas.train.protocols import loss_options, recipe_for
+
+LOSS, PUBLISHED_FOR = "fedlas_ls", "cifar10"
+BETAS = (0.0, 0.5, 1.0, 4.0)  # plain label smoothing, and the published ones
+MODES = ("positive", "negative")
+NCI = torch.linspace(-3, 3, 121)
+
+
+class SmoothingCurve(AbstractExperiment):
+    """Smoothing against the indicator, as the library computes it; needs no run."""
+
+    name = "smoothing_curve"
+
+    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
+        """List no runs."""
+        del choice, ledger
+        return []
+
+    def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
+        """Make none."""
+        del ledger, choice
+        return []
+
+    def draw(self, drawing: Drawing) -> list[Path]:
+        """Draw the curves around the alpha that is published for CIFAR-10."""
+        alpha = float(loss_options(LOSS, PUBLISHED_FOR)["alpha"])
+        found = {(beta, mode): alpha_of(NCI, alpha=alpha, beta=beta, mode=mode) for beta in BETAS for mode in MODES}
+        data = smoothing_data(alpha, found)
+        return save_with_data(smoothing_figure(data), data, drawing.folder, self.name)
+
+
+def alpha_of(nci: Float[Tensor, " n"], *, alpha: float, beta: float, mode: str) -> tuple[Tensor, Tensor]:
+    """Let the loss compute the smoothing of some values of the indicator; gives both as it saw them.
+
+    Args:
+        nci: values of the indicator.
+        alpha: the smoothing to move around.
+        beta: how strongly.
+        mode: of the gate, "positive" or "negative".
+    """
+    options = {"alpha": alpha, "beta": beta, "gate": mode, "source": "max_logit", "normalise": "none"}
+    recipe, cpu = recipe_for("digits", loss=LOSS, protocol="small", loss_options=options), torch.device("cpu")
+    with machine(recipe, cpu), torch.no_grad():
+        # A bench is the way to a loss from here.
+        loss: Any = Bench(recipe, cpu, capture=False).loss.eval()
+        loss.smoothing(nci[:, None].expand(-1, loss.num_classes))
+    return loss.gamma, loss.alpha_i

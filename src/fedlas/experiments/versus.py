@@ -1,0 +1,148 @@
+"""Whether one model is better than another, on the same test samples, over seeds.
+
+A side is a run folder, a file of predictions, or rows of the ledger: a line's id, or `data/method`, such as
+`cifar10/fedlas_ls` or `cifar10/fast/ce+temperature`, which stands for all seeds. Runs of both sides are paired by seed,
+and each pair is compared by the paired bootstrap; over seeds the mean difference and its standard error are told.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from fedlas.experiments.kept import STATE, kept_of
+from fedlas.experiments.ledger import Ledger, Line
+from fedlas.metrics.calibration import aece, ece
+from fedlas.metrics.comparison import Comparison, paired_bootstrap
+from fedlas.metrics.scoring import accuracy, brier, nll
+from fedlas.predictions import Predictions
+from fedlas.train.runs import Run
+
+Metric = Callable[..., Any]
+METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "ece": ece, "aece": aece, "nll": nll, "brier": brier}
+
+
+@dataclass(frozen=True)
+class Side:
+    """The predictions of one side, by seed; a single file has the seed None."""
+
+    name: str
+    runs: Mapping[int | None, Predictions]
+
+
+@dataclass(frozen=True)
+class Versus:
+    """The difference of two sides in one metric.
+
+    Args:
+        metric: name of the metric.
+        pairs: the comparison of each seed.
+    """
+
+    metric: str
+    pairs: Mapping[int | None, Comparison]
+
+    @property
+    def difference(self) -> float:
+        """The first side's value minus the second's, averaged over seeds."""
+        return fmean(one.difference for one in self.pairs.values())
+
+    @property
+    def standard_error(self) -> float | None:
+        """Standard error of the mean difference over seeds; None for a single one."""
+        values = [one.difference for one in self.pairs.values()]
+        return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+
+    def rows(self) -> list[list[str]]:
+        """Lay the comparison out: a row for each seed, and one for their mean."""
+        found = [[self.metric, "" if seed is None else str(seed), *_shown(one)] for seed, one in self.pairs.items()]
+        if self.standard_error is not None:
+            unit = _unit(next(iter(self.pairs.values())))
+            shown = f"{unit * self.difference:+.4g} ± {unit * self.standard_error:.2g}"
+            found.append([self.metric, "mean", "", "", shown, "", "", ""])
+        return found
+
+
+HEAD = ("metric", "seed", "first", "second", "difference", "interval", "p", "better")
+
+
+def _unit(one: Comparison) -> int:
+    return 100 if one.first.definition.unit == "fraction" else 1
+
+
+def _shown(one: Comparison) -> list[str]:
+    unit = _unit(one)
+    low, high = (unit * end for end in (one.interval.low, one.interval.high))
+    return [
+        f"{unit * float(one.first):.4g}",
+        f"{unit * float(one.second):.4g}",
+        f"{unit * one.difference:+.4g}",
+        f"[{low:+.4g}, {high:+.4g}]",
+        f"{one.p_value:.3g}",
+        one.better or "",
+    ]
+
+
+def side(text: str, ledger: Ledger) -> Side:
+    """Find what a side stands for."""
+    path = Path(text)
+    if path.is_dir():
+        run = Run(path)
+        return Side(text, {run.recipe.seed: run.predictions(f"{STATE}-test")})
+    if path.is_file():
+        return Side(text, {None: Predictions.read(path)})
+    lines = [ledger.lines[text]] if text in ledger.lines else _lines(text, ledger)
+    if not lines:
+        raise ValueError(
+            f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger are"
+            f" written as data/method or data/protocol/method: {', '.join(_known(ledger)) or 'it is empty'}"
+        )
+    found: dict[int | None, Predictions] = {}
+    for line in lines:
+        given = kept_of(line, ledger).predictions()
+        if given is None:
+            raise ValueError(f"{line.id}: of more than ten classes the ledger keeps no probabilities; name run folders")
+        if line.seed in found:
+            several = ", ".join(one.id for one in lines if one.seed == line.seed)
+            raise ValueError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
+        found[line.seed] = given
+    return Side(text, found)
+
+
+def _lines(text: str, ledger: Ledger) -> list[Line]:
+    data, *protocol, method = text.split("/") if "/" in text else ("", text)
+    return [
+        line
+        for line in ledger.lines.values()
+        if line.recipe.data == data and line.method == method and (not protocol or line.protocol == protocol[0])
+    ]
+
+
+def _known(ledger: Ledger) -> list[str]:
+    return sorted({f"{line.recipe.data}/{line.protocol}/{line.method}" for line in ledger.lines.values()})
+
+
+def versus(
+    first: Side, second: Side, metrics: Sequence[str] = ("accuracy", "ece", "nll"), **options: Any
+) -> list[Versus]:
+    """Compare two sides, seed by seed."""
+    for name in metrics:
+        if name not in METRICS:
+            raise ValueError(f"{name!r} cannot be compared; known: {', '.join(METRICS)}")
+    seeds = {seed: seed for seed in first.runs if seed in second.runs}
+    if len(first.runs) == len(second.runs) == 1:
+        seeds = dict(zip(first.runs, second.runs, strict=True))
+    if not seeds:
+        raise ValueError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
+    return [
+        Versus(
+            name,
+            {
+                seed: paired_bootstrap(METRICS[name], first.runs[seed], second.runs[other], **options)
+                for seed, other in seeds.items()
+            },
+        )
+        for name in metrics
+    ]

@@ -1,0 +1,101 @@
+"""Many methods on many data sets: which is best on the whole, and which differences are more than chance.
+
+Many methods on many data sets are compared by mean ranks (rank 1 is best). Equal values share the smallest of their
+ranks, as in the paper's tables; the Friedman test and the critical difference of Nemenyi use average ranks, as those
+tests are defined:  CD = q_alpha sqrt(k (k + 1) / (6 N)) for k methods on N data sets.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlas.predictions import optional_module
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MeanRanks:
+    """Mean ranks of methods over data sets, best first, with what can be said about their differences.
+
+    Args:
+        ranks: mean rank of every method, ties at the smallest of their ranks.
+        average_ranks: the same with ties at the average of their ranks, which the tests are about.
+        datasets: how many columns were ranked.
+        critical_difference: how far two average ranks have to lie apart to differ at the chosen level.
+        p_value: of the Friedman test that all methods are equal.
+        alpha: the level.
+    """
+
+    ranks: Mapping[str, float]
+    average_ranks: Mapping[str, float]
+    datasets: int
+    critical_difference: float
+    p_value: float
+    alpha: float
+
+    def differ(self, first: str, second: str) -> bool:
+        """Say whether two methods differ at the chosen level."""
+        return abs(self.average_ranks[first] - self.average_ranks[second]) >= self.critical_difference
+
+    def __str__(self) -> str:
+        best = next(iter(self.ranks))
+        worse = [name for name in self.ranks if self.differ(best, name)]
+        verdict = f"{best} differs from {', '.join(worse)}" if worse else f"no method is shown to differ from {best}"
+        return (
+            f"{len(self.ranks)} methods on {self.datasets} data sets: Friedman p = {self.p_value:.3g}, critical "
+            f"difference {self.critical_difference:.2f} (Nemenyi, {100 * self.alpha:g} %): {verdict}"
+        )
+
+
+def mean_ranks(
+    table: Mapping[str, Sequence[float]], *, higher_is_better: bool = False, alpha: float = 0.05
+) -> MeanRanks:
+    """Rank methods on every data set, average the ranks, and say which differences are more than chance.
+
+    Args:
+        table: for every method its values, one per data set.
+        higher_is_better: whether rank 1 goes to the largest value.
+        alpha: level of the critical difference.
+    """
+    methods = list(table)
+    if len(methods) < 2:
+        raise ValueError("at least two methods are needed to rank them")
+    lengths = {len(values) for values in table.values()}
+    if len(lengths) != 1 or not min(lengths):
+        raise ValueError(f"every method needs a value on every data set; lengths are {sorted(lengths)}")
+    values = np.array([list(table[name]) for name in methods], dtype=np.float64)
+    if np.isnan(values).any():
+        row, column = (int(i) for i in np.argwhere(np.isnan(values))[0])
+        raise ValueError(f"{methods[row]} has no value on data set {column}")
+    signed = -values if higher_is_better else values
+    before = (signed[None, :, :] < signed[:, None, :]).sum(1)
+    equal = (signed[None, :, :] == signed[:, None, :]).sum(1)
+    smallest, average = (before + 1).mean(1), (before + (equal + 1) / 2).mean(1)
+    order = np.argsort(smallest, kind="stable")
+    count, datasets = values.shape
+    return MeanRanks(
+        ranks={methods[i]: float(smallest[i]) for i in order},
+        average_ranks={methods[i]: float(average[i]) for i in order},
+        datasets=datasets,
+        critical_difference=_studentised_range(1 - alpha, count) * math.sqrt(count * (count + 1) / (6 * datasets)),
+        p_value=_friedman(before + (equal + 1) / 2),
+        alpha=alpha,
+    )
+
+
+def _studentised_range(share: float, methods: int) -> float:
+    stats = optional_module("scipy.stats")
+    return float(stats.studentized_range.ppf(share, methods, np.inf)) / math.sqrt(2)
+
+
+def _friedman(ranks: Floats) -> float:
+    methods, datasets = ranks.shape
+    spread = ((ranks.mean(1) - (methods + 1) / 2) ** 2).sum() * datasets
+    within = ((ranks - (methods + 1) / 2) ** 2).sum() / (datasets * (methods - 1))
+    if within == 0:
+        return 1.0
+    return float(optional_module("scipy.special").gammaincc((methods - 1) / 2, spread / within / 2))

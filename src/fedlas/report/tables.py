@@ -1,0 +1,452 @@
+"""Tables of measured numbers beside printed ones, as text, Markdown, LaTeX, CSV and HTML.
+
+A printed value p lies inside the noise of n seeds with mean m and standard deviation s when one of their bootstrap
+intervals, or a gap between those, holds it, or when
+
+    |m - p| <= 2 sqrt(s^2 (1/n + 1/3))
+
+which takes the paper's value as a mean of three seeds that spread as ours do.
+
+Numbers are fractions in here and percent only where they are shown. Words come from outside and are made harmless for
+every format; what cannot be printed becomes a space.
+"""
+
+import csv
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Literal, NamedTuple
+
+from fedlas.metrics.mean_rank import mean_ranks
+from fedlas.metrics.result import aligned
+from fedlas.predictions import write_whole
+
+Detail = Literal["ours", "both", "full"]
+
+PAPER_SEEDS = 3
+RANKS = "Mean rank"
+PARTS = {"ours": ("ours",), "both": ("ours", "printed"), "full": ("ours", "interval", "printed", "difference")}
+FIELDS = ("row", "paper", "group", "column", "mean", "spread", "n", "planned", "low", "high")
+COMPARED = ("printed", "difference", "inside_noise")
+# `[` and `*` would be read as arguments of the `\\` before them; `<`, `>` and `|` are other signs in TeX's first fonts.
+LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {sign: f"{{{sign}}}" for sign in "[]*"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", '"': "''"}
+    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "−": "$-$", "±": r"$\pm$", "×": r"$\times$"}
+    | {"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "θ": r"$\theta$", "λ": r"$\lambda$", "τ": r"$\tau$"}
+)
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>%s</title><style>
+body { font: 15px/1.4 system-ui, sans-serif; margin: 2em; color-scheme: light dark }
+div { overflow-x: auto; margin-bottom: 3em }
+table { border-collapse: collapse } thead, tbody { border-top: 1px solid; border-bottom: 1px solid }
+th, td { padding: .15em .6em; text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
+caption, .label, .note { text-align: left } .note { white-space: normal } [scope=colgroup] { text-align: center }
+</style></head><body>
+%s</body></html>
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was measured and what the paper says, in one place of a table.
+
+    Args:
+        values: ours, one for each seed; fractions rather than percent.
+        intervals: bootstrap interval of each of them, or none at all.
+        printed: the paper's number, in the same unit.
+        planned: how many seeds the experiment wants.
+    """
+
+    values: tuple[float, ...] = ()
+    intervals: tuple[tuple[float, float], ...] = ()
+    printed: float | None = None
+    planned: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.intervals) not in {0, len(self.values)}:
+            raise ValueError(f"{len(self.values)} values cannot have {len(self.intervals)} intervals")
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over seeds."""
+        return fmean(self.values) if self.values else None
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds."""
+        values = [float(value) for value in self.values]
+        if len(values) < 2:
+            return None
+        return stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Means of the lower and of the upper ends."""
+        if not self.intervals:
+            return None
+        return fmean(low for low, _ in self.intervals), fmean(high for _, high in self.intervals)
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        return None if self.mean is None or self.printed is None else self.mean - float(self.printed)
+
+    @property
+    def inside_noise(self) -> bool | None:
+        """Whether the paper's number could be ours; None where that cannot be said."""
+        gap, spread = self.difference, self.spread
+        if gap is None or self.printed is None or not math.isfinite(gap) or (spread is None and not self.intervals):
+            return None
+        if self.intervals and min(self.intervals)[0] <= self.printed <= max(high for _, high in self.intervals):
+            return True
+        # Equal seeds have no spread, and their mean may still miss the paper's number by the last bit.
+        return spread is not None and abs(gap) <= 2 * spread * math.sqrt(1 / len(self.values) + 1 / PAPER_SEEDS) + 1e-12
+
+
+@dataclass(frozen=True)
+class Column:
+    """What stands in a column, and how it is shown.
+
+    Args:
+        name: heading, such as "ECE %".
+        group: neighbours of one group share a heading, such as "CIFAR-10, ResNet-50".
+        higher_is_better: whether the best value is the largest.
+        percent: whether values are shown times 100.
+        digits: how many of them stand behind the point.
+        ranked: whether the best and the second are marked.
+        compared: whether ours minus the paper's means anything.
+    """
+
+    name: str
+    group: str = ""
+    higher_is_better: bool = False
+    percent: bool = True
+    digits: int = 2
+    ranked: bool = True
+    compared: bool = True
+
+    def shown(self, value: float, sign: str = "") -> str:
+        """Write a number as the table shows it; nothing is ever minus zero."""
+        return f"{float(value) * (100 if self.percent else 1):{sign}z.{self.digits}f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method.
+
+    Args:
+        name: catalogue name, such as "fedlas_ls".
+        paper: the paper's name, such as "FeDLaS-LS".
+        cells: one for each column.
+    """
+
+    name: str
+    paper: str
+    cells: tuple[Cell, ...]
+
+
+class Mark(NamedTuple):
+    """Which rows of a column are best, and which come next; equal numbers share a place."""
+
+    best: tuple[int, ...] = ()
+    second: tuple[int, ...] = ()
+
+
+class Marks(NamedTuple):
+    """The marks of a column, among our numbers and among the paper's."""
+
+    ours: Mark
+    printed: Mark
+
+
+def _plain(text: str) -> str:
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
+
+
+def _markdown(text: str) -> str:
+    escaped = re.sub(r"([\\`*_{}\[\]<>|~&$#])", r"\\\1", _plain(text))
+    return re.sub(r"^(\d*)([-+=.)])", r"\1\\\2", escaped)  # would begin a list, or underline a heading
+
+
+def _latex(text: str) -> str:
+    return _plain(text).translate(LATEX)
+
+
+def _html(text: str) -> str:
+    return html.escape(_plain(text))
+
+
+def _for_spreadsheet(text: str) -> str:
+    plain = _plain(text)
+    return f"'{plain}" if plain.startswith(tuple("=+-@＝＋－＠")) else plain
+
+
+class _Style(NamedTuple):
+    """How a format writes words, marks and signs."""
+
+    escape: Callable[[str], str]
+    best: str
+    second: str
+    marks: str
+    around: str = "±"
+    minus: str = "-"
+    labels: tuple[str, ...] = ("method", "name")
+
+
+TEXT = _Style(_plain, "{}**", "{}*", "**: best; *: second best.", around="+-")
+MARKDOWN = _Style(_markdown, "**{}**", "*{}*", "Bold: best; italic: second best.")
+UNDERLINED = "Bold: best; underlined: second best."
+TEX = _Style(_latex, r"\textbf{{{}}}", r"\underline{{{}}}", UNDERLINED, r"$\pm$", "$-$", ("Method",))
+HTML = _Style(_html, '<b class="best">{}</b>', '<u class="second">{}</u>', UNDERLINED)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Methods in rows, measurements in columns.
+
+    `detail` says how much of each cell is shown: "ours" is mean and standard deviation over seeds, "both" has the
+    printed number beside it, "full" also the interval, the difference and whether that is inside noise. Cells that were
+    not run are empty; those with fewer seeds than planned say so.
+
+    Args:
+        name: of its files, without ending.
+        title: what the table is of.
+        columns: their headings.
+        rows: one for each method.
+        notes: sentences below.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w.+-]*", self.name, re.ASCII):
+            raise ValueError(f"a table is named like a file, in letters, digits and any of ._+-; this is {self.name!r}")
+        for row in self.rows:
+            if len(row.cells) != len(self.columns):
+                raise ValueError(f"{row.name} has {len(row.cells)} cells for {len(self.columns)} columns")
+
+    def marks(self) -> tuple[Marks, ...]:
+        """Say for each column which rows are best and second, as rounded; a number alone is neither."""
+        columns = [(column, [row.cells[place] for row in self.rows]) for place, column in enumerate(self.columns)]
+        return tuple(
+            Marks(_mark(column, [cell.mean for cell in cells]), _mark(column, [cell.printed for cell in cells]))
+            for column, cells in columns
+        )
+
+    def text(self, detail: Detail = "ours") -> str:
+        """Lay the table out for a terminal of any width; its own signs are ASCII."""
+        heads, lines, notes = self._filled(detail, TEXT)
+        above = [[word for head, span in level for word in (head, *[""] * (span - 1))] for level in heads]
+        held = [_lined_up([line[place] for line in lines]) for place in range(2, len(above[-1]))]
+        body = [[*line[:2], *(column[number] for column in held)] for number, line in enumerate(lines)]
+        made = aligned([*above, *body])
+        made.insert(len(above), "-" * max(map(len, made)))
+        return "\n".join([*filter(None, [_plain(self.title)]), *made, *notes]) + "\n"
+
+    def markdown(self, detail: Detail = "ours") -> str:
+        """Write a Markdown table: bold is best, italic is second."""
+        heads, lines, notes = self._filled(detail, MARKDOWN)
+        above = [[head for head, span in level for _ in range(span)] for level in heads]
+        head = ["<br>".join(filter(None, column)) for column in zip(*above, strict=True)]
+        rule = [":---" if place < 2 else "---:" for place in range(len(head))]
+        grid = "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines))
+        return "\n\n".join([*([f"### {_markdown(self.title)}"] if _plain(self.title) else []), grid, *notes]) + "\n"
+
+    def latex(self, detail: Detail = "ours") -> str:
+        """Write a LaTeX table that needs the package booktabs; a wide one goes over both columns of a page."""
+        heads, lines, notes = self._filled(detail, TEX)
+        width = len(heads[-1]) - 1
+        kind, size = "table" if width <= 4 else "table*", r"\footnotesize" if width <= 8 else r"\scriptsize"
+        made = [rf"\begin{{{kind}}}[t]", rf"\centering\caption{{{_latex(self.title)}}}\label{{tab:{self.name}}}"]
+        made += [rf"{size}\setlength{{\tabcolsep}}{{3pt}}", rf"\begin{{tabular}}{{l{'r' * width}}}", r"\toprule"]
+        for level in heads[:-1]:
+            made.append(" & ".join(rf"\multicolumn{{{span}}}{{c}}{{{head}}}" for head, span in level) + r" \\")
+            stops = accumulate(span for _, span in level)
+            spans = [(stop - span + 1, stop) for (head, span), stop in zip(level, stops, strict=True) if head]
+            made += ["".join(rf"\cmidrule(lr){{{start}-{stop}}}" for start, stop in spans)] if spans else []
+        made += [" & ".join(head for head, _ in heads[-1]) + r" \\", r"\midrule"]
+        made += [*(" & ".join(line) + r" \\" for line in lines), r"\bottomrule", r"\end{tabular}"]
+        made += [rf"\par\smallskip{{{size} {' '.join(notes)}\par}}"] if notes else []
+        return "\n".join([*made, rf"\end{{{kind}}}"]) + "\n"
+
+    def csv(self) -> str:
+        """Write one line for each cell, as fractions; words that a spreadsheet would compute get an apostrophe."""
+        lines = io.StringIO(newline="")
+        writer = csv.writer(lines)
+        writer.writerow((*FIELDS, *COMPARED))
+        for row in self.rows:
+            for column, cell in zip(self.columns, row.cells, strict=True):
+                words = [_for_spreadsheet(word) for word in (row.name, row.paper, column.group, column.name)]
+                ours = [cell.mean, cell.spread, len(cell.values), cell.planned, *(cell.interval or (None, None))]
+                compared = [cell.difference, cell.inside_noise] if column.compared else [None, None]
+                writer.writerow([*words, *ours, None if cell.printed is None else float(cell.printed), *compared])
+        return lines.getvalue()
+
+    def html(self, detail: Detail = "ours") -> str:
+        """Write a `<table>` with classes `best`, `second`, `label` and `note`; `page` puts it on a page."""
+        heads, lines, notes = self._filled(detail, HTML)
+        made = [f'<table class="fedlas-table" id="{self.name}">', f"<caption>{_html(self.title)}</caption>", "<thead>"]
+        for level in heads[:-1]:
+            wide = [(head, f'colspan="{span}"') for head, span in level]
+            cells = [
+                _tag("th", head, f'scope="colgroup" {span}') if head else _tag("td", "", span) for head, span in wide
+            ]
+            made.append(_tag("tr", "".join(cells)))
+        made.append(_tag("tr", "".join(_tag("th", head, 'scope="col"') for head, _ in heads[-1])))
+        made += ["</thead>", "<tbody>"]
+        for paper, name, *entries in lines:
+            label = _tag("th", paper, 'scope="row" class="label"') + _tag("td", name, 'class="label"')
+            made.append(_tag("tr", label + "".join(_tag("td", entry) for entry in entries)))
+        below = [_tag("tr", _tag("td", note, f'class="note" colspan="{len(heads[-1])}"')) for note in notes]
+        return "\n".join([*made, "</tbody>", *(["<tfoot>", *below, "</tfoot>"] if below else []), "</table>"]) + "\n"
+
+    def save(
+        self, folder: str | Path, formats: Sequence[str] = ("md", "tex", "csv", "html", "txt"), detail: Detail = "both"
+    ) -> list[Path]:
+        """Write the table into a folder, a file for each format, and say where they are."""
+        made = {"md": self.markdown(detail), "tex": self.latex(detail), "csv": self.csv(), "txt": self.text(detail)}
+        made["html"] = page([self], self.title, detail)
+        if unknown := [wanted for wanted in formats if wanted not in made]:
+            raise ValueError(f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(made)}")
+        paths = {wanted: Path(folder) / f"{self.name}.{wanted}" for wanted in formats}
+        for wanted, path in paths.items():
+            write_whole(path, made[wanted].encode())
+        return list(paths.values())
+
+    def _filled(self, detail: Detail, style: _Style) -> tuple[list[list[tuple[str, int]]], list[list[str]], list[str]]:
+        """Give what a format lays out, escaped: headings with their spans, the widest first; lines; notes."""
+        if detail not in PARTS:
+            raise ValueError(f"detail is one of {', '.join(PARTS)}, not {detail!r}")
+        parts = [self._parts(place, detail) for place in range(len(self.columns))]
+        heads = [[(column.name, len(held)) for column, held in zip(self.columns, parts, strict=True)]]
+        if any(column.group for column in self.columns):
+            grouped = groupby(range(len(parts)), key=lambda place: self.columns[place].group)
+            heads.insert(0, [(group, sum(len(parts[place]) for place in places)) for group, places in grouped])
+        if any(len(held) > 1 for held in parts):
+            heads.append([(part, 1) for held in parts for part in held])
+        heads = [[*((label if level is heads[-1] else "", 1) for label in style.labels), *level] for level in heads]
+        marks, lines = self.marks(), []
+        for number, row in enumerate(self.rows):
+            words = (row.paper, row.name) if len(style.labels) > 1 else (row.paper or row.name,)
+            places = zip(parts, self.columns, row.cells, marks, strict=True)
+            entries = [_entry(part, a, b, c, row=number, style=style) for held, a, b, c in places for part in held]
+            lines.append([*map(style.escape, words), *entries])
+        escaped = [[(style.escape(head), span) for head, span in level] for level in heads]
+        return escaped, lines, [style.escape(note) for note in (*self.notes, *self._legend(detail, style))]
+
+    def _parts(self, place: int, detail: Detail) -> list[str]:
+        """List what some cell of a column has; ours has its place even where nothing was run."""
+        wanted = [part for part in PARTS[detail] if self.columns[place].compared or part != "difference"]
+        cells = [row.cells[place] for row in self.rows]
+        return [part for part in wanted if part == "ours" or any(getattr(cell, part) is not None for cell in cells)]
+
+    def _legend(self, detail: Detail, style: _Style) -> list[str]:
+        """Explain the signs that occur."""
+        cells, full = [cell for row in self.rows for cell in row.cells], detail == "full"
+        around = "+-" if style is TEXT else "±"
+        sentences = {
+            style.marks: any(mark.ours.best or (mark.printed.best and detail != "ours") for mark in self.marks()),
+            f"{around}: standard deviation over seeds.": any(cell.spread is not None for cell in cells),
+            "(n/m): n of m planned seeds were run.": any(0 < len(cell.values) < cell.planned for cell in cells),
+            "interval: mean of the seeds' bootstrap intervals.": full and any(cell.intervals for cell in cells),
+            "difference: ours minus printed; inside: the printed value is within the seeds' intervals or two standard "
+            "errors; outside: it is not.": full and any(cell.inside_noise is not None for cell in cells),
+        }
+        return [sentence for sentence, occurs in sentences.items() if occurs]
+
+
+def page(tables: Sequence[Table], title: str, detail: Detail = "both") -> str:
+    """Put tables on an HTML page that needs nothing else."""
+    return PAGE % (_html(title), "".join(f"<div>\n{table.html(detail)}</div>\n" for table in tables))
+
+
+def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
+    """Add a column for each metric: the mean of a method's ranks in all columns of that name.
+
+    Ours are ranked as they are shown, the paper's as it printed them, each among the rows that have every value. Where
+    those rows differ, the two mean ranks are not compared.
+
+    Args:
+        table: what is ranked.
+        metric_columns: names of columns, such as "ECE %"; those of all groups are ranked together.
+    """
+    columns, notes, added = list(table.columns), list(table.notes), []
+    for metric in metric_columns:
+        places = [n for n, column in enumerate(table.columns) if column.name == metric and column.group != RANKS]
+        if not places:
+            names = ", ".join(dict.fromkeys(column.name for column in table.columns))
+            raise ValueError(f"no column is called {metric!r}; there are {names}")
+        ours, printed = {}, {}
+        for number, row in enumerate(table.rows):
+            held = [(table.columns[place], row.cells[place]) for place in places]
+            ours[number] = [_signed(c, None if cell.mean is None else float(c.shown(cell.mean))) for c, cell in held]
+            printed[number] = [_signed(c, cell.printed) for c, cell in held]
+        first, second = _ranks(ours), _ranks(printed)
+        same = first.keys() == second.keys()
+        columns.append(Column(metric.removesuffix(" %"), RANKS, percent=False, compared=same))
+        added.append([Cell((first[n],) if n in first else (), (), second.get(n)) for n in range(len(table.rows))])
+        notes.append(f"Mean rank of {metric} (columns ranked: {len(places)}): equal values share the smallest rank.")
+        if first and second and not same:
+            notes[-1] += f" Ours are of {len(first)} rows, the printed ones of {len(second)} that are not the same."
+    rows = [replace(row, cells=(*row.cells, *(held[n] for held in added))) for n, row in enumerate(table.rows)]
+    return replace(table, columns=tuple(columns), rows=tuple(rows), notes=tuple(notes))
+
+
+def _ranks(table: dict[int, list[float]]) -> dict[int, float]:
+    whole = {str(row): values for row, values in table.items() if all(map(math.isfinite, values))}
+    return {int(row): rank for row, rank in mean_ranks(whole).ranks.items()} if len(whole) > 1 else {}
+
+
+def _signed(column: Column, value: float | None) -> float:
+    # 13.43 / 100 and 0.1343 are one number to the paper, but not to the machine.
+    return math.nan if value is None else round(-value if column.higher_is_better else float(value), 12)
+
+
+def _mark(column: Column, values: Sequence[float | None]) -> Mark:
+    shown = [math.nan if value is None else float(column.shown(value)) for value in values]
+    there = [value for value in shown if math.isfinite(value)]
+    if not column.ranked or len(there) < 2:
+        return Mark()
+    order = sorted(set(there), reverse=column.higher_is_better)[:2]
+    return Mark(*(tuple(n for n, value in enumerate(shown) if value == level) for level in order))
+
+
+def _entry(part: str, column: Column, cell: Cell, marks: Marks, *, row: int, style: _Style) -> str:
+    number, aside, mark = "", "", Mark()
+    if part == "ours" and cell.mean is not None:
+        number, mark = column.shown(cell.mean), marks.ours
+        if cell.spread is not None and math.isfinite(cell.spread):
+            aside = f" {style.around} {column.shown(cell.spread)}"
+        if len(cell.values) < cell.planned:
+            aside += f" ({len(cell.values)}/{cell.planned})"
+    elif part == "interval" and cell.interval is not None:
+        number = f"[{', '.join(column.shown(end) for end in cell.interval)}]"
+    elif part == "printed" and cell.printed is not None:
+        number, mark = column.shown(cell.printed), marks.printed
+    elif part == "difference" and cell.difference is not None:
+        number = column.shown(cell.difference, "+")
+        aside = {None: "", True: " inside", False: " outside"}[cell.inside_noise]
+    sign = style.best if row in mark.best else style.second if row in mark.second else "{}"
+    return sign.format(number.replace("-", style.minus)) + aside
+
+
+def _lined_up(column: Sequence[str]) -> list[str]:
+    """Indent entries so that their first numbers end below each other."""
+    ends = [len(entry.partition(" ")[0].rstrip("*")) for entry in column]
+    return [" " * (max(ends) - end) * bool(entry) + entry for entry, end in zip(column, ends, strict=True)]
+
+
+def _tag(tag: str, content: str, attributes: str = "") -> str:
+    return f"<{' '.join(filter(None, [tag, attributes]))}>{content}</{tag}>"

@@ -1,0 +1,127 @@
+"""Predictions of a trained run on any data: other splits, foreign data, or images of one's own.
+
+A name without the data set's, such as "best-test", belongs to predictions on the very data of the recipe. Other data,
+or other keywords of the same, give the file another name, and no file is replaced by other predictions.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlas.catalog import nearest
+from fedlas.data import AbstractDataset, Split, build_data
+from fedlas.models import WithFeatures, build_model
+from fedlas.predictions import Predictions
+from fedlas.train import checkpoint
+from fedlas.train.bench import chosen_device
+from fedlas.train.callbacks import downloads
+from fedlas.train.precision import machine
+from fedlas.train.predict import evaluation_source, predictions_of
+from fedlas.train.recipe import Plain, Recipe
+from fedlas.train.runs import STATES, Run, RunError, locked
+
+
+def predict_with(
+    folder: str | Path,
+    data: str,
+    *,
+    split: str | None = None,
+    state: str = "best",
+    options: Mapping[str, Plain] | None = None,
+    out: str | Path | None = None,
+    data_root: str | Path | None = None,
+    device: str | torch.device | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Let the network of a run look at data, and give the file of its predictions.
+
+    Images pass through the transform of the data that the network was trained on. Labels are kept where the classes are
+    those of the network; otherwise the data is foreign to it.
+
+    Args:
+        folder: of the run.
+        data: name of the data set.
+        split: of that data set; by default "test", and all images of a folder that the network was not trained on.
+        state: "best" or "last" weights.
+        options: keywords of the data set, beside those of the recipe if it is the recipe's.
+        out: file to write; by default in the `predictions` of the run, which has to be finished then.
+        data_root: where data lies.
+        device: where to compute.
+        progress: whether to show a bar while data is fetched; by default in a terminal.
+    """
+    run = Run(Path(folder))
+    recipe = run.recipe
+    if state not in STATES:
+        raise ValueError(f"state is {state!r}; {nearest(state, list(STATES))}")
+    if not run.checkpoint.exists():
+        raise RunError(f"{run.folder} has no checkpoint; train it first")
+    given = recipe.replace(data_options=dict(options or {})).data_options
+    wanted = {**recipe.data_options, **given} if data == recipe.data else dict(given)
+    own = data == recipe.data and wanted == recipe.data_options
+    with nullcontext() if out is not None else locked(run.folder), downloads(progress) as shown:
+        saved = checkpoint.load(run.checkpoint)
+        if out is None and saved["epoch"] < recipe.epochs:
+            stands = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
+            raise RunError(f"{stands}; continue it with --resume, or say where to write: --out FILE")
+        common = {"seed": recipe.seed, "progress": shown} | ({} if data_root is None else {"root": data_root})
+        home = build_data(recipe.data, **common, **recipe.data_options)
+        other = build_data(data, **common, **wanted)
+        split = split or ("all" if "all" in other.splits and not own else "test")
+        name = split if own else _name(data, split, wanted)
+        net = _network(recipe, home, run, saved["best" if state == "best" else "model"], chosen_device(device))
+        made = _predictions(net, recipe, home, other.split(split), name=name, resident=other.resident)
+        path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
+        if out is None and path.exists() and not _holds(path, made):
+            raise RunError(f"{path} is there and holds other predictions; remove it, or say where to write: --out FILE")
+        made.save(path)
+    return path
+
+
+def _name(data: str, split: str, options: Mapping[str, Plain]) -> str:
+    """Call predictions on other data by its name, and by a hash of its keywords if there are any."""
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{data}-{split}-{digest}" if options else f"{data}-{split}"
+
+
+def _network(
+    recipe: Recipe, data: AbstractDataset, run: Run, weights: Mapping[str, Any], device: torch.device
+) -> WithFeatures:
+    options = {name: value for name, value in recipe.model_options.items() if name != "pretrained"}
+    model = build_model(recipe.model, data.num_classes, **options)
+    if not weights:
+        raise RunError(f"{run.checkpoint} holds no such weights yet")
+    try:
+        checkpoint.restore_module(model, weights)
+    except RuntimeError as error:
+        first = " ".join(str(error).split("\n")[:2])
+        raise RunError(
+            f"{run.checkpoint} does not fit {recipe.model} for {data.num_classes} classes: {first}"
+        ) from error
+    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    return WithFeatures(model.to(device, memory_format=layout))  # type: ignore[call-overload]
+
+
+def _predictions(
+    net: WithFeatures, recipe: Recipe, home: AbstractDataset, found: Split, *, name: str, resident: bool
+) -> Predictions:
+    device = next(net.parameters()).device
+    transform = home.transform_for(found.name if found.name in home.splits else "test")
+    labelled = found.class_names == home.class_names
+    with machine(recipe, device):
+        source = evaluation_source(found, transform, recipe, device, resident=resident)
+        return predictions_of(
+            net, source, recipe, device=device, split=name, class_names=home.class_names, labelled=labelled
+        )
+
+
+def _holds(path: Path, made: Predictions) -> bool:
+    """Say whether a file holds exactly these predictions."""
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(Path(folder) / path.name)
+        return (Path(folder) / path.name).read_bytes() == path.read_bytes()

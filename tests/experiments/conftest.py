@@ -1,0 +1,42 @@
+"""A small ledger that all tests of experiments read: four trainings of one epoch on digits."""
+
+from pathlib import Path
+
+import pytest
+
+from fedlas.experiments.base import Choice
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.planning import experiment_named
+from fedlas.experiments.reproduce import reproduce
+
+
+@pytest.fixture(scope="session")
+def choice() -> Choice:
+    return Choice(
+        data=("digits",),
+        losses=("ce", "ls", "ce+temperature"),
+        seeds=(1, 2),
+        protocol="small",
+        changes={"epochs": "1", "batch_size": "100"},
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, choice: Choice) -> Path:
+    """A folder with `runs` and `results`; tests that change something copy it."""
+    folder = tmp_path_factory.mktemp("trained")
+    list(
+        reproduce(
+            experiment_named("sota"),
+            choice,
+            ledger=Ledger(folder / "results"),
+            runs=folder / "runs",
+            told=lambda _: None,
+        )
+    )
+    return folder
+
+
+@pytest.fixture
+def ledger(trained: Path) -> Ledger:
+    return Ledger(trained / "results")

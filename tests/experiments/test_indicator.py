@@ -1,0 +1,190 @@
+"""The paper's first figure, and its theorem on a trained network."""
+
+import json
+
+import pytest
+import torch
+
+from fedlas.experiments import indicator
+from fedlas.experiments.base import Choice, Drawing
+from fedlas.experiments.indicator import Indicator
+from fedlas.experiments.ledger import Ledger, Line
+from fedlas.predictions import Predictions
+from fedlas.train import Run, RunError, fit, recipe_for
+from fedlas.train.checkpoint import load
+
+CHANGES = {"epochs": "3", "data_options.train_samples": "200"}
+CHOICE = Choice(data=("digits",), seeds=(4, 5), changes=CHANGES)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A small network that was trained on digits."""
+    (wanted,) = Indicator().plan(CHOICE, Ledger("nowhere"))
+    return fit(wanted.recipe, out=tmp_path_factory.mktemp("runs") / "run", device="cpu", progress=False)
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of that run, which a test may damage."""
+    import shutil
+
+    return Run(shutil.copytree(trained.folder, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def figures(trained, tmp_path_factory):
+    """The figures of that run, and the folder that they lie in."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("figures")
+    return folder, Indicator().draw(drawing(trained, folder))
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What would be written, without the time that it takes."""
+    pytest.importorskip("matplotlib")
+    found = {}
+
+    def keep(_, data, folder, name):
+        found[name] = data
+        return [folder / f"{name}.json"]
+
+    monkeypatch.setattr(indicator, "save_with_data", keep)
+    return found
+
+
+def drawing(run, folder, choice=CHOICE):
+    found = {} if run is None else {run.recipe.key: run}
+    return Drawing(Ledger("nowhere"), choice, folder, lambda recipe: found.get(recipe.key), device="cpu")
+
+
+def read(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_the_paper_s_data_comes_first_and_digits_last(monkeypatch):
+    plan = Indicator().plan
+    for missing, wanted in (((), "mnist"), (("mnist",), "fashion_mnist"), (("mnist", "fashion_mnist"), "digits")):
+        monkeypatch.setattr(indicator, "_at_hand", lambda recipe, away=missing: recipe.data not in away)
+        (one,) = plan(Choice(), Ledger("nowhere"))
+        assert one.recipe == recipe_for(wanted, "small_cnn", "ce", protocol="small", seed=1)
+        assert one.protocol == "small"
+
+
+def test_data_that_was_trained_on_need_not_be_at_hand(monkeypatch, tmp_path):
+    monkeypatch.setattr(indicator, "_at_hand", lambda recipe: recipe.data == "digits")
+    done = recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small", seed=1)
+    (tmp_path / "x.jsonl").write_text(Line(done.name, done, "small", {}, {}).to_json() + "\n")
+    (one,) = Indicator().plan(Choice(), Ledger(tmp_path))
+    assert one.recipe == done
+
+
+def test_data_is_at_hand_only_if_it_need_not_be_fetched(monkeypatch, tmp_path):
+    from fedlas.data.base import fetching
+    from fedlas.data.fashion_mnist import FashionMNIST
+
+    monkeypatch.setenv("FEDLAS_DATA", str(tmp_path / "empty"))
+    monkeypatch.setattr(FashionMNIST, "debian", str(tmp_path / "not installed"))
+    monkeypatch.setattr(fetching, "_fetch_from_any", lambda source, *_: pytest.fail(f"{source.name} is fetched"))
+    state = torch.get_rng_state()
+    (one,) = Indicator().plan(Choice(), Ledger("nowhere"))
+    assert one.recipe.data == "digits"
+    assert "download" not in one.recipe.data_options
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_user_may_ask_for_data_and_changes():
+    names = [one.recipe.data for one in Indicator().plan(Choice(data=("digits", "mnist")), Ledger("nowhere"))]
+    assert names == ["mnist", "digits"]
+    (one,) = Indicator().plan(CHOICE, Ledger("nowhere"))
+    assert (one.recipe.seed, one.recipe.epochs) == (4, 3)
+    for wrong in (Choice(data=("cifar10",)), Choice(models=("resnet50",)), Choice(losses=("ls",))):
+        with pytest.raises(ValueError, match="this experiment has no"):
+            Indicator().plan(wrong, Ledger("nowhere"))
+
+
+def test_without_a_run_nothing_is_drawn(tmp_path):
+    assert Indicator().draw(drawing(None, tmp_path / "figures")) == []
+    assert Indicator().tables(Ledger("nowhere"), CHOICE) == []
+    assert not (tmp_path / "figures").exists()
+
+
+def test_the_three_figures_of_a_trained_network(trained, figures):
+    folder, files = figures
+    names = ["indicator-digits", "indicator-activations-digits", "indicator-theorem-digits"]
+    assert [path.name for path in files] == [f"{name}.{end}" for name in names for end in ("pdf", "png", "json")]
+    assert all(path.stat().st_size > 1000 for path in files)
+    written = trained.predictions("best-test")
+
+    cloud = read(folder, names[0])
+    assert cloud["title"] == "Digits instead of the paper's MNIST"
+    assert cloud["confidence"] == pytest.approx(written.confidence.tolist(), rel=1e-6)
+    assert cloud["correct"] == written.correct.tolist()
+
+    activations = read(folder, names[1])
+    norms = written.features[:, 0].tolist()
+    assert activations["high"][0]["norm"] == pytest.approx(max(norms), rel=1e-5)
+    assert activations["low"][0]["norm"] == pytest.approx(min(norms), rel=1e-5)
+    from sklearn.datasets import load_digits
+
+    shown = activations["high"][0]
+    pixels = load_digits().images[shown["index"]] * (255 / 16)
+    assert shown["pixels"] == pixels.round().astype(int).tolist()
+    assert sum(shown["features"]) == pytest.approx(shown["norm"], rel=1e-5)
+
+
+def test_the_theorem_holds_on_every_test_sample_of_a_trained_network(trained, figures):
+    folder, _ = figures
+    found = read(folder, "indicator-theorem-digits")
+    written = trained.predictions("best-test")
+    for state in ("trained", "drawn"):
+        assert found[state]["pairs"] == 797 * 10
+        assert found[state]["violations"] == 0
+        assert found[state]["largest_violation"] < 1e-5
+        assert found[state]["negative"] == 0
+        (remark,) = found[state]["remarks"]
+        assert "bias" in remark
+    assert found["trained"]["norm"] == pytest.approx(written.features[:, 0].tolist(), rel=1e-6)
+    assert found["trained"]["norm"] != pytest.approx(found["drawn"]["norm"], rel=1e-2)
+    weight = load(trained.checkpoint)["best"]["fc.weight"]
+    shown = read(folder, "indicator-activations-digits")["low"][0]
+    hidden = [sum(a if w > 0 else -a for a, w in zip(shown["features"], row, strict=True)) for row in weight.tolist()]
+    place = written.index.tolist().index(shown["index"])
+    assert found["trained"]["hidden"][place] == pytest.approx(max(hidden), rel=1e-4)
+
+
+def test_norms_that_a_run_wrote_down_wrongly_are_found(run, kept, tmp_path):
+    written = run.predictions("best-test")
+    wrong = Predictions(written.logits, written.labels, features=written.features / 5, index=written.index)
+    wrong.save(run.predictions_file("best-test"))
+    Indicator().draw(drawing(run, tmp_path))
+    found = kept["indicator-theorem-digits"]
+    assert found.trained.violations > 0
+    assert found.trained.largest_violation > 0.1
+    assert found.drawn.violations == 0
+
+
+def test_another_test_split_is_refused(run, tmp_path):
+    written = run.predictions("best-test")
+    wrong = Predictions(written.logits, written.labels, features=written.features, index=written.index.flip(0))
+    wrong.save(run.predictions_file("best-test"))
+    with pytest.raises(RunError, match="not the one"):
+        Indicator().draw(drawing(run, tmp_path / "figures"))
+    assert not (tmp_path / "figures").exists()
+
+
+def test_the_first_run_that_is_there_is_drawn(trained, kept, tmp_path):
+    choice = Choice(seeds=(4,), changes=CHANGES)  # MNIST takes no train_samples, but a run of it is only looked for
+    files = Indicator().draw(drawing(trained, tmp_path, choice))
+    assert [path.stem for path in files] == list(kept)
+    assert all(name.endswith("digits") for name in kept)
+
+
+def test_the_weights_are_those_of_the_best_epoch(run, kept, tmp_path):
+    saved = torch.load(run.checkpoint, weights_only=True)
+    saved["model"] = {name: torch.zeros_like(value) for name, value in saved["model"].items()}
+    torch.save(saved, run.checkpoint)
+    Indicator().draw(drawing(run, tmp_path))
+    assert kept["indicator-theorem-digits"].trained.violations == 0
+    assert kept["indicator-activations-digits"].high[0].norm > 0

@@ -1,0 +1,224 @@
+"""The ledger: complete, computed again, and hard to fool."""
+
+import json
+import multiprocessing
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.evaluation import evaluate
+from fedlas.experiments.kept import Kept, problems, record
+from fedlas.experiments.ledger import Ledger, Line, line_id
+from fedlas.metrics import accuracy, ece, nll
+from fedlas.predictions import Predictions
+from fedlas.train import Recipe, Run, fit
+
+
+def made(classes: int, n: int = 400, seed: int = 0) -> Predictions:
+    source = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, classes, generator=source)
+    labels = torch.where(
+        torch.rand(n, generator=source) < 0.7, logits.argmax(1), torch.randint(classes, (n,), generator=source)
+    )
+    return Predictions(logits, labels, split="test")
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_every_run_and_calibrator_has_one_line(ledger):
+    methods = sorted((line.method, line.seed) for line in ledger.lines.values())
+    assert methods == [(m, s) for m in ("ce", "ce+temperature", "ls") for s in (1, 2)]
+
+
+def test_a_line_holds_what_is_needed_to_believe_it(ledger, trained):
+    line = next(line for line in ledger.lines.values() if line.method == "ce")
+    run = Run(trained / "runs" / line.recipe.name)
+    assert line.recipe.key == run.recipe.key
+    assert line.protocol == "small"
+    assert line.environment["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert line.environment["device"] == "cpu"
+    assert set(line.data) == {"train", "val", "test"}
+    assert line.seconds > 0
+    assert line.images_per_second > 0
+    assert len(line.curve) == line.best_epoch == 1
+    assert line.curve[0]["val"]["accuracy"] == pytest.approx(run.log[0]["val"]["accuracy"], abs=1e-4)
+    assert len(line.date) == 10
+    value, low, high = line.metrics["ece"]
+    assert low <= value <= high
+
+
+def test_numbers_are_those_of_the_run_but_for_rounding(ledger, trained):
+    for line in ledger.lines.values():
+        if line.posthoc is None:
+            whole = evaluate(Run(trained / "runs" / line.recipe.name).predictions("best-test"), intervals=False)
+            for name, (value, _, _) in line.metrics.items():
+                if not name.endswith(("_official", "_test", "mce")):  # a bin of three samples moves more
+                    assert value == pytest.approx(float(whole[name]), abs=2e-3), name
+            assert line.metrics["accuracy"][0] == float(whole["accuracy"])
+
+
+def test_temperature_does_not_change_the_accuracy(ledger):
+    by_method = {(line.method, line.seed): line for line in ledger.lines.values()}
+    for seed in (1, 2):
+        before, after = by_method["ce", seed], by_method["ce+temperature", seed]
+        assert before.metrics["accuracy"] == after.metrics["accuracy"]
+        assert after.metrics["nll"][0] < before.metrics["nll"][0]
+        assert after.posthoc["fitted_on"] == "val"
+        assert after.posthoc["temperature"] > 0
+
+
+def test_a_sound_ledger_has_no_problems(ledger):
+    assert list(problems(ledger, intervals=True)) == []
+
+
+def test_a_changed_number_is_found(copy):
+    path = copy / "results" / "digits-small.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines[0]["metrics"]["ece"][0] += 1e-4
+    lines[1]["metrics"]["aece"][2] += 0.01
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = list(problems(Ledger(copy / "results")))
+    assert len(values) == 1
+    assert "ece is" in values[0]
+    assert len(list(problems(Ledger(copy / "results"), intervals=True))) == 2
+
+
+def test_missing_and_changed_and_stray_predictions_are_found(copy):
+    files = sorted((copy / "results" / "predictions").iterdir())
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-1] + b"x")
+    (copy / "results" / "predictions" / "stray.npz").write_bytes(b"")
+    found = " ".join(problems(Ledger(copy / "results")))
+    assert "are not there" in found
+    assert "another checksum" in found
+    assert "stray.npz belongs to no line" in found
+
+
+def test_predictions_of_a_line_lie_inside_the_ledger(copy):
+    path = copy / "results" / "digits-small.jsonl"
+    path.write_text(path.read_text().replace('"predictions/', '"../predictions/'))
+    with pytest.raises(ValueError, match="outside of the ledger"):
+        list(problems(Ledger(copy / "results")))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fedlas.ledger/1", "id": "x", "speed": 3}', "not json"])
+def test_a_damaged_line_is_named(tmp_path, text):
+    (tmp_path / "a-b.jsonl").write_text(f"{text}\n")
+    with pytest.raises(ValueError, match=r"a-b.jsonl:1 is no line of a ledger"):
+        _ = Ledger(tmp_path).lines
+
+
+def test_a_run_that_is_in_twice_is_named(copy):
+    path = copy / "results" / "digits-small.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
+    with pytest.raises(ValueError, match="twice"):
+        _ = Ledger(copy / "results").lines
+
+
+def test_adding_again_changes_nothing(copy, ledger):
+    before = (copy / "results" / "digits-small.jsonl").read_bytes()
+    book = Ledger(copy / "results")
+    for line in ledger.lines.values():
+        record(Run(copy / "runs" / line.recipe.name), "small", line.posthoc and line.posthoc["name"], book)
+    assert (copy / "results" / "digits-small.jsonl").read_bytes() == before
+
+
+def add_all(folder: str) -> None:
+    for run in sorted((Path(folder) / "runs").iterdir()):
+        record(Run(run), "small", None, Ledger(f"{folder}/new"))
+
+
+def test_two_processes_add_each_run_once(copy):
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=add_all, args=(str(copy),)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert len(Ledger(copy / "new").lines) == 4
+    assert list(problems(Ledger(copy / "new"))) == []
+
+
+def test_foreign_data_that_comes_later_completes_the_line(copy):
+    line = next(line for line in Ledger(copy / "results").lines.values() if line.method == "ls")
+    folder = copy / "runs" / line.recipe.name
+    with_more = line.recipe.replace(ood=("digits",))
+    assert with_more.name == line.recipe.name
+    steps = len(Run(folder).log)
+    fit(with_more, out=folder, resume=True)
+    assert len(Run(folder).log) == steps
+    added = record(Run(folder), "small", None, Ledger(copy / "results"))
+    assert added.ood["digits"]["entropy"][0] == pytest.approx(0.5, abs=0.02)
+    assert added.metrics == line.metrics
+    book = Ledger(copy / "results")
+    assert len(book.lines) == 6
+    assert list(problems(book)) == []
+
+
+def test_ids_name_recipe_and_calibrator():
+    recipe = Recipe(data="digits", model="small_cnn", loss="ce")
+    assert line_id(recipe, None) == recipe.name
+    assert line_id(recipe, "temperature") == f"{recipe.name}+temperature"
+
+
+def test_a_line_survives_being_written(ledger):
+    for line in ledger.lines.values():
+        assert Line.from_json(line.to_json(), "here") == line
+
+
+@pytest.mark.parametrize("classes", [2, 10, 11, 100])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_kept_predictions_give_the_numbers_again(classes, calibrated):
+    given = made(classes)
+    kept = Kept.unpack(Kept.of(given, {"far": made(classes, 50, 1)}, calibrated=calibrated).pack())
+    few = classes <= 10 and not calibrated
+    found = kept.metrics()
+    whole = evaluate(given, intervals=False)
+    for name, result in whole.before.results.items():
+        assert found[name][0] == pytest.approx(float(result), abs=2e-3 if few else 1e-6), name
+    assert found["accuracy"][0] == float(accuracy(given))
+    assert found["ece_official"][0] == pytest.approx(float(ece(given, compat="official")), abs=2e-3)
+    assert kept.detection()["far"]["entropy"][0] == pytest.approx(
+        float(evaluate(given, ood={"far": made(classes, 50, 1)}).before.detection["far"]["entropy"].auroc), abs=5e-3
+    )
+    assert (kept.predictions() is None) == (not few)
+
+
+def test_rounding_keeps_the_likeliest_class_and_large_logits():
+    logits = torch.tensor([[1.0, 1.0 + 1e-5], [1.0 + 1e-5, 1.0], [1e6, -1e6], [-1e6, 1e30]])
+    given = Predictions(logits, torch.tensor([1, 0, 0, 1]))
+    kept = Kept.of(given).predictions()
+    assert kept.prediction.tolist() == [1, 0, 0, 1]
+    assert float(accuracy(kept)) == 1.0
+    assert np.isfinite(float(nll(kept)))
+
+
+def test_equal_predictions_give_equal_bytes():
+    assert Kept.of(made(5)).pack() == Kept.of(made(5)).pack()
+
+
+def test_files_that_are_no_predictions_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is damaged"):
+        Kept.unpack(b"PK nothing", "x.npz")
+    empty = tmp_path / "e.npz"
+    np.savez(empty, a=np.ones(3))
+    with pytest.raises(ValueError, match="holds no predictions"):
+        Kept.unpack(empty.read_bytes(), "x.npz")
+    hostile = tmp_path / "h.npz"
+    np.savez(hostile, labels=np.array([{"a": 1}], dtype=object), logits=np.ones((1, 2)))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        Kept.unpack(hostile.read_bytes(), "x.npz")
+    bomb = tmp_path / "b.npz"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as folder:
+        folder.writestr("logits.npy", b"0" * (65 * 2**20))
+    with pytest.raises(ValueError, match="would unpack to"):
+        Kept.unpack(bomb.read_bytes(), "x.npz")

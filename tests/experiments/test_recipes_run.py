@@ -1,0 +1,115 @@
+"""Every recipe of every table builds its network, loss and optimizer, and trains two steps.
+
+Images are made up, since no data set can be had here; their number of classes, channels and size are the real ones. In
+the short version every recipe trains two steps of a small network, and every network two steps of one recipe; the slow
+one trains each recipe with its own network.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from fedlas.data import build_data
+from fedlas.data.base import AbstractDataset, Split
+from fedlas.experiments.base import Choice
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.planning import CATALOG, experiment_named, planned
+from fedlas.train import Recipe
+from fedlas.train import bench as bench_module
+from fedlas.train.bench import Bench
+
+SAMPLES = 4
+CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "cub200": 200, "aircraft": 100}
+
+
+def recipes() -> dict[str, Recipe]:
+    """Every recipe that some table wants with seed 1."""
+    found = {}
+    for name in CATALOG.entries:
+        for protocol in ("paper", "official", "fast"):
+            try:
+                plan = planned(experiment_named(name), Choice(seeds=(1,), protocol=protocol), Ledger("nowhere"))
+            except ValueError:
+                continue
+            wanted = {one.recipe.name: one.recipe.replace(ood=()) for one in plan.wanted}
+            found |= {key: recipe for key, recipe in wanted.items() if recipe.data in CLASSES}
+    return found
+
+
+RECIPES = recipes()
+LARGE = ("resnet101", "resnet101_cifar", "resnet101_tiny", "vit_base_patch16_384")  # left to the slow version
+NETWORKS = {(recipe.data, recipe.model): recipe for recipe in RECIPES.values() if recipe.loss == "fedlas_mbls"}
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let data sets have four images, of the size that theirs have."""
+
+    def built(name: str, **options: object) -> AbstractDataset:
+        data = build_data(name, **{**options, "download": False})
+        random = torch.Generator().manual_seed(0)
+        side = {"tiny_imagenet": 64}.get(name, 32)
+        images: torch.Tensor | tuple[Path, ...] = torch.randint(
+            256, (SAMPLES, 3, side, side), generator=random, dtype=torch.uint8
+        )
+        if not data.resident:
+            images = tuple(tmp_path / f"{n}.png" for n in range(SAMPLES))
+            for path in images:
+                Image.new("RGB", (300, 200), (120, 80, 40)).save(path)
+        names = tuple(str(n) for n in range(CLASSES[name]))
+        labels = torch.randint(len(names), (SAMPLES,), generator=random)
+        split = Split("train", images, labels, torch.arange(SAMPLES), names, name)
+        monkeypatch.setattr(type(data), "split", lambda _self, _name: split)
+        monkeypatch.setattr(type(data), "class_names", names, raising=False)
+        monkeypatch.setattr(type(data), "num_classes", len(names), raising=False)
+        return data
+
+    monkeypatch.setattr(bench_module, "build_data", built)
+
+
+def two_steps(recipe: Recipe) -> Iterator[torch.Tensor]:
+    """Train two steps, and give the weights of the last layer before and after."""
+    small = recipe.replace(batch_size=2, drop_last=False, workers=0, precision="fp32")
+    small = small.replace(model_options={k: v for k, v in small.model_options.items() if k != "pretrained"})
+    bench = Bench(small, torch.device("cpu"))
+    last = list(bench.net.parameters())[-1]
+    yield last.detach().clone()
+    steps = 0
+    for inputs in bench.batches(0):
+        bench.step(*inputs)
+        steps += 1
+    assert steps == 2
+    assert bench.step.bad_step() is None
+    yield last.detach().clone()
+
+
+def trains(recipe: Recipe) -> None:
+    before, after = two_steps(recipe)
+    assert bool(after.isfinite().all())
+    assert not torch.equal(before, after)
+
+
+def test_all_tables_have_recipes():
+    assert {recipe.loss for recipe in RECIPES.values()} >= {"ce", "fedlas_ls", "adafocal", "cpc", "crl"}
+    assert len(NETWORKS) == 13
+    assert len(RECIPES) > 200
+
+
+@pytest.mark.parametrize("key", [key for key, recipe in RECIPES.items() if recipe.data in ("cifar10", "cifar100")])
+def test_every_recipe_trains_a_small_network(made_up, key):
+    options = {"in_channels": 3}
+    trains(RECIPES[key].replace(model="small_cnn", model_options=options, channels_last=False))
+
+
+@pytest.mark.parametrize("place", [place for place in NETWORKS if place[1] not in LARGE], ids="-".join)
+def test_every_network_trains(made_up, place):
+    trains(NETWORKS[place])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", list(RECIPES))
+def test_every_recipe_trains_its_own_network(made_up, key):
+    trains(RECIPES[key])

@@ -1,0 +1,247 @@
+"""From the name of a table to the table: plans, cells, and what is not trained twice."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedlas.cli import app
+from fedlas.experiments import paper
+from fedlas.experiments.base import Choice
+from fedlas.experiments.kept import kept_of
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.planning import CATALOG, experiment_named, planned
+from fedlas.experiments.reproduce import drawn, reproduce
+from fedlas.experiments.versus import side, versus
+from fedlas.losses import CATALOG as LOSSES
+from fedlas.metrics import paired_bootstrap
+from fedlas.metrics.calibration import ece
+from fedlas.train import Run, recipe_for
+from fedlas.train.protocols import list_recipes
+
+PRINTED = json.loads(Path(paper.__file__).with_name("paper.json").read_text())
+
+
+def cell(table, row, column, group=None):
+    place = next(n for n, c in enumerate(table.columns) if c.name == column and (group is None or c.group == group))
+    return next(r for r in table.rows if r.name == row).cells[place]
+
+
+def test_every_table_of_the_issue_is_there():
+    wanted = {"sota", "finegrained", "ood", "over_under", "gate_stability", "indicator", "smoothing_curve", "ablations"}
+    assert wanted <= set(CATALOG.entries)
+
+
+def test_the_main_table_has_all_losses_and_temperature_scaling():
+    rows = list(experiment_named("sota").methods)
+    assert sorted(rows) == sorted([*LOSSES.entries, "ce+temperature"])
+    assert len(experiment_named("finegrained").methods) == 9
+    assert len(experiment_named("ood").methods) == 9
+    assert list(experiment_named("over_under").methods) == ["ce", "ls", "fedlas_ls", "mbls", "fedlas_mbls"]
+
+
+def test_printed_numbers_are_found_where_they_were_printed():
+    assert paper.printed("sota", "fedlas_ls", "cifar10", "resnet50_cifar", metric="ece") == pytest.approx(0.0129)
+    assert paper.printed("sota", "ce", "cifar10", "resnet50_cifar", metric="aece") == pytest.approx(0.0584)
+    assert paper.printed("ood", "ce", "cifar10", "resnet50_cifar", metric="auroc", ood="svhn") == pytest.approx(0.9137)
+    assert paper.printed("finegrained", "focal", "cub200", "resnet101", metric="ece") is None  # commented out there
+    assert paper.printed("sota", "ce", "digits", "small_cnn", metric="ece") is None
+    used = 0
+    for name in ("sota", "finegrained", "ood", "over_under"):
+        table = experiment_named(name).tables(Ledger("nowhere"), Choice())[0]
+        used += sum(
+            c.printed is not None
+            for r in table.rows
+            for c, col in zip(r.cells, table.columns, strict=False)
+            if col.group != "Mean rank"
+        )
+    assert used == sum(not row.get("commented_out") for row in PRINTED["numbers"])
+
+
+def test_mean_ranks_of_printed_numbers_are_the_printed_mean_ranks():
+    for name in ("sota", "finegrained"):
+        table = experiment_named(name).tables(Ledger("nowhere"), Choice())[0]
+        for method, stated in paper.printed_summaries(name).items():
+            for metric in ("ECE", "AECE"):
+                found = cell(table, method, metric, "Mean rank").printed
+                assert found == pytest.approx(stated[f"mean_rank_{metric}"], abs=0.006), (name, method, metric)
+
+
+def test_plans_have_the_published_recipes():
+    plan = planned(experiment_named("sota"), Choice(data=("cifar10",), models=("resnet50_cifar",)), Ledger("nowhere"))
+    assert len(plan.wanted) == len(plan.missing) == 45
+    published = recipe_for("cifar10", "resnet50_cifar", "fedlas_ls", protocol="paper", seed=2)
+    assert published in [one.recipe for one in plan.wanted]
+    ce = [one for one in plan.wanted if one.recipe.loss == "ce"]
+    assert all(one.posthoc == (None, "temperature") for one in ce)
+    assert plan.minutes is None
+
+
+def test_tables_that_share_runs_want_the_same_ones():
+    nowhere, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
+    names = {
+        name: {one.recipe.name for one in planned(experiment_named(name), choice, nowhere).wanted}
+        for name in ("sota", "ood", "over_under", "gate_stability", "ablations")
+    }
+    assert names["ood"] <= names["sota"]
+    assert names["over_under"] <= names["sota"]
+    assert names["gate_stability"] <= names["sota"]
+    assert len(names["ablations"] & names["sota"]) == 12  # ce, ls and both FeDLaS losses
+
+
+def test_finished_runs_are_not_trained_again(trained, choice, ledger):
+    plan = planned(experiment_named("sota"), choice, ledger)
+    assert len(plan.wanted) == 4
+    assert not plan.missing
+    assert list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", told=print)) == []
+
+
+def test_time_is_estimated_from_runs_that_are_alike(choice, ledger):
+    more = Choice(**{**vars(choice), "seeds": (1, 2, 3)})
+    plan = planned(experiment_named("sota"), more, ledger)
+    assert len(plan.missing) == 2
+    assert 0 < plan.minutes < 5
+    assert "min)" in str(plan)
+
+
+def test_cells_hold_a_value_for_each_seed(choice, ledger):
+    table = experiment_named("sota").tables(ledger, choice)[0]
+    found = cell(table, "ls", "ECE %")
+    values = [line.metrics["ece"][0] for line in ledger.lines.values() if line.method == "ls"]
+    assert sorted(found.values) == sorted(values)
+    assert len(found.intervals) == 2
+    assert "small protocol" in " ".join(table.notes)
+    other = experiment_named("sota").tables(ledger, Choice(**{**vars(choice), "losses": ("ce", "focal")}))[0]
+    assert cell(other, "focal", "ECE %").values == ()
+
+
+def test_only_trains_the_named_runs(choice, tmp_path):
+    plan = planned(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
+    assert [one.recipe.loss for one in plan.missing] == ["ls", "ls"]
+
+
+def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
+    rows = ("fedlas_ls", "ls same mean alpha")
+    choice = Choice(
+        data=("digits",), losses=rows, seeds=(1,), protocol="small", changes={"epochs": "1", "batch_size": "100"}
+    )
+    experiment, book = experiment_named("ablations"), Ledger(tmp_path / "results")
+    assert len(planned(experiment, choice, book).wanted) == 1
+    tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs", told=lambda _: None))
+    assert len(tables) == 2
+    lines = {line.recipe.loss: line for line in book.lines.values()}
+    ratio = lines["fedlas_ls"].curve[-1]["gate"]["alpha_ratio"]
+    assert lines["ls"].recipe.loss_options["alpha"] == pytest.approx(0.05 * ratio, abs=1e-5)
+    assert all(cell(tables[-1][0], row, "ECE %").values for row in rows)
+
+
+@pytest.mark.parametrize("name", sorted(CATALOG.entries))
+def test_every_recipe_of_every_experiment_is_a_good_one(name):
+    for protocol in ("paper", "official", "fast"):
+        try:
+            plan = planned(experiment_named(name), Choice(protocol=protocol), Ledger("nowhere"))
+        except ValueError as error:
+            assert protocol == "fast"
+            assert "has no network" in str(error)  # noqa: PT017
+            continue
+        for one in plan.wanted:
+            LOSSES.find(one.recipe.loss)(num_classes=10, **one.recipe.loss_options)
+
+
+def test_tables_and_their_data_are_written(trained, choice, ledger, tmp_path):
+    paths = drawn(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", folder=tmp_path)
+    assert {path.suffix for path in paths} == {".md", ".tex", ".csv", ".html", ".txt"}
+
+
+def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
+    arguments = ["reproduce", "sota", "--data", "cifar10", "--protocol", "fast", "--dry-run", "--ledger", str(tmp_path)]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "45 runs, 0 in the ledger, 45 to train" in shown.output
+    assert "FeDLaS-MbLS" in shown.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "reproduce",
+        "sota",
+        "--data",
+        "digits",
+        "--protocol",
+        "small",
+        "--losses",
+        "ls",
+        "--seeds",
+        "1",
+        "--set",
+        "epochs=1",
+        "--out",
+        "made",
+    ]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert len(Ledger("results").lines) == 1
+    assert Path("made/sota-small.md").exists()
+    again = CliRunner().invoke(app, arguments)
+    assert "1 runs, 1 in the ledger, 0 to train" in again.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("reproduce nothing", "no experiment is called 'nothing'"),
+        ("reproduce sota --protocol quick", "no protocol is called 'quick'"),
+        ("reproduce sota --losses ce,zz", "has no row 'zz'"),
+        ("reproduce sota --data mars", "'mars'"),
+        ("reproduce sota --seeds 1,x", "whole numbers"),
+        ("reproduce sota --data digits --protocol fast", "has no network for 'digits'"),
+        ("reproduce sota --set epoch=3", "has no field 'epoch'"),
+        ("compare a b", "is neither a run folder nor a file"),
+    ],
+)
+def test_wrong_words_end_in_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, arguments.split())
+    assert shown.exit_code == 1
+    assert message in shown.output
+    assert "Traceback" not in shown.output
+
+
+def test_two_sides_are_paired_by_seed(trained, ledger):
+    found = versus(side("digits/ce", ledger), side("digits/small/ls", ledger), ("ece", "accuracy"))
+    assert set(found[0].pairs) == {1, 2}
+    line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
+    other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
+    direct = paired_bootstrap(ece, kept_of(line, ledger).predictions(), kept_of(other, ledger).predictions())
+    assert found[0].pairs[2] == direct
+    differences = [one.difference for one in found[0].pairs.values()]
+    assert found[0].difference == pytest.approx(sum(differences) / 2)
+    assert found[0].standard_error == pytest.approx(abs(differences[0] - differences[1]) / 2)
+    assert len(found[0].rows()) == 3
+
+
+def test_run_folders_and_files_can_be_compared(trained, ledger):
+    folders = sorted((trained / "runs").iterdir())
+    run = Run(folders[0])
+    shown = CliRunner().invoke(app, ["compare", str(folders[0]), str(run.predictions_file("last-test"))])
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"accuracy +\S+ +\S+ +\S+ +\+0", shown.output)
+
+
+def test_ready_recipes_and_tables_agree():
+    """What `fedlas list recipes` shows is what the tables train."""
+    ready = {recipe.replace(seed=1) for protocol, recipe in list_recipes() if protocol == "fast"}
+    plan = planned(experiment_named("sota"), Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
+    assert {one.recipe for one in plan.wanted} <= ready
+
+
+def test_a_checksum_names_the_data(ledger):
+    checksums = {tuple(sorted(line.data.items())) for line in ledger.lines.values()}
+    tests = {line.data["test"] for line in ledger.lines.values()}
+    assert len(tests) == 1  # the same for every seed
+    assert len(checksums) == 2  # each seed has its own training split
+    assert all(re.fullmatch("[0-9a-f]{64}", value) for value in tests)

@@ -1,0 +1,35 @@
+"""The repository's own results: every number can be computed again, and the page shows them."""
+
+from pathlib import Path
+
+import pytest
+
+from fedlas.experiments.kept import problems
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.page import reproduction_page
+
+HOUSE = Path(__file__).parents[2]
+
+
+def test_every_number_of_the_ledger_comes_out_again():
+    assert list(problems(Ledger(HOUSE / "results"))) == []
+
+
+@pytest.mark.slow
+def test_every_interval_of_the_ledger_comes_out_again():
+    assert list(problems(Ledger(HOUSE / "results"), intervals=True)) == []
+
+
+def test_the_page_is_what_the_ledger_says():
+    written = (HOUSE / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    assert written == reproduction_page(Ledger(HOUSE / "results")), "write it anew: scripts/pages"
+
+
+def test_a_page_shows_what_was_run_and_what_was_not(ledger):
+    page = reproduction_page(ledger)
+    assert "4 trainings" in page
+    assert "Nothing of it has been run yet." in page
+
+
+def test_an_empty_ledger_makes_a_page_that_says_so(tmp_path):
+    assert "The ledger is empty" in reproduction_page(Ledger(tmp_path))

@@ -1,0 +1,118 @@
+"""A search looks at the validation split alone, records everything, and goes on where it stopped."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fedlas.cli import app
+from fedlas.experiments.search import Range, search
+from fedlas.metrics import nll
+from fedlas.train import Run, recipe_for
+
+RECIPE = recipe_for("digits", "small_cnn", "ls", epochs=1, batch_size=100, data_options={"train_samples": 200})
+
+
+def silent(_: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("search")
+    ranges = [Range.parse("alpha=0.01:0.4:log")]
+    return folder, search(RECIPE, ranges, trials=3, folder=folder, seeds=(1, 2), told=silent)
+
+
+def test_the_test_split_is_never_looked_at(done):
+    folder, _found = done
+    files = {path.name for path in folder.rglob("*.safetensors")}
+    assert files == {"best-val.safetensors", "last-val.safetensors"}
+    runs = [Run(path) for path in (folder / "runs").iterdir()]
+    assert len(runs) == 6
+    assert all("test" not in run.environment["data"] for run in runs)
+    assert all(run.finished for run in runs)
+
+
+def test_everything_is_recorded(done):
+    folder, found = done
+    record = json.loads((folder / "search.json").read_text())
+    assert record["split"] == "val"
+    assert record["metric"] == "nll"
+    assert [trial["options"] for trial in record["trials"]] == [trial.options for trial in found.trials]
+    assert record["best"]["mean"] == min(trial["mean"] for trial in record["trials"])
+    for trial in found.trials:
+        values = [float(nll(Run(folder / "runs" / name).predictions("best-val"))) for name in trial.runs]
+        assert list(trial.values) == values
+        assert trial.mean == pytest.approx(sum(values) / 2)
+        assert 0.01 <= trial.options["alpha"] <= 0.4
+
+
+def test_a_search_that_is_started_again_trains_nothing_twice(done):
+    folder, found = done
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    again = search(RECIPE, found.ranges, trials=4, folder=folder, seeds=(1, 2), told=silent)
+    assert again.trials[:3] == found.trials
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    assert {path: after[path] for path in before} == before
+    assert len(after) == len(before) + 4
+
+
+def test_the_chosen_values_can_be_tested_afterwards(done, tmp_path):
+    _folder, found = done
+    recipe = RECIPE.replace(loss_options={**RECIPE.loss_options, **found.best.options}, seed=1)
+    assert recipe.name == found.best.runs[0]
+
+
+def test_a_diverging_trial_is_no_choice(tmp_path):
+    recipe = RECIPE.replace(lr=1e30)
+    found = search(recipe, [Range.parse("alpha=0.1,0.2")], trials=1, folder=tmp_path, told=silent)
+    assert found.trials[0].values == (None,)
+    assert json.loads((tmp_path / "search.json").read_text())["best"] is None
+    with pytest.raises(ValueError, match="every trial diverged"):
+        _ = found.best
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("beta=0.5:8", Range("beta", 0.5, 8.0)),
+        ("beta=0.5:8:log", Range("beta", 0.5, 8.0, log=True)),
+        ('gate="soft","learned"', Range("gate", values=("soft", "learned"))),
+        ("theta=0.1,0.95", Range("theta", values=(0.1, 0.95))),
+    ],
+)
+def test_ranges_are_read(text, expected):
+    assert Range.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["beta", "beta=", "=1:2", "beta=2:1", "beta=0:1:log", "beta=1:2:lin", "beta=a:b", "b=1:inf", "b=soft", "b=1:2:3:4"],
+)
+def test_ranges_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="a range is written"):
+        Range.parse(text)
+
+
+def test_the_command_tells_what_to_set(tmp_path):
+    arguments = [
+        "search",
+        "--data",
+        "digits",
+        "--loss",
+        "ls",
+        "--over",
+        "alpha=0.05,0.1",
+        "--trials",
+        "1",
+        "--set",
+        "epochs=1",
+        "--out",
+    ]
+    shown = CliRunner().invoke(app, [*arguments, str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "--set loss_options.alpha=0." in shown.output
+    wrong = CliRunner().invoke(app, [*arguments, str(tmp_path), "--metric", "speed"])
+    assert wrong.exit_code == 1
+    assert "cannot be searched for" in wrong.output

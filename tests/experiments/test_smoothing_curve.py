@@ -1,0 +1,58 @@
+"""The smoothing curve is the library's own arithmetic."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from fedlas.experiments.base import Choice, Drawing
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.smoothing_curve import BETAS, SmoothingCurve, alpha_of
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 4.0])
+@pytest.mark.parametrize(("mode", "psi"), [("positive", 1), ("negative", -1)])
+def test_alpha_is_the_formula_in_either_mode(beta, mode, psi):
+    nci = torch.tensor([-3.0, -0.5, 0.0, 0.25, 2.0])
+    seen, alpha_i = alpha_of(nci, alpha=0.1, beta=beta, mode=mode)
+    assert torch.equal(seen, nci)
+    assert alpha_i.tolist() == pytest.approx([0.1 * 2 / (1 + math.exp(-beta * psi * x)) for x in nci.tolist()])
+
+
+def test_alpha_is_computed_by_the_loss(monkeypatch):
+    from fedlas.losses.fedlas import AdaptiveSmoothing
+
+    forward = AdaptiveSmoothing.forward
+
+    def other(self, *inputs):
+        forward(self, *inputs)
+        self.alpha_i = self.alpha_i + 1
+        return self.alpha_i
+
+    monkeypatch.setattr(AdaptiveSmoothing, "forward", other)
+    _, alpha_i = alpha_of(torch.zeros(2), alpha=0.1, beta=1.0, mode="positive")
+    assert alpha_i.tolist() == pytest.approx([1.1, 1.1])
+
+
+def test_random_states_stay_as_they_are():
+    before = torch.get_rng_state()
+    alpha_of(torch.zeros(2), alpha=0.1, beta=1.0, mode="positive")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_experiment_needs_no_run_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    experiment, ledger = SmoothingCurve(), Ledger(tmp_path / "ledger")
+    assert experiment.plan(Choice(), ledger) == []
+    assert experiment.tables(ledger, Choice()) == []
+    files = experiment.draw(Drawing(ledger, Choice(), tmp_path / "figures", lambda _: None))
+    assert [path.name for path in files] == [f"smoothing_curve.{end}" for end in ("pdf", "png", "json")]
+    data = json.loads(files[2].read_text())
+    assert data["alpha"] == 0.05
+    assert [(one["beta"], one["mode"]) for one in data["curves"]] == [
+        (beta, mode) for beta in BETAS for mode in ("positive", "negative")
+    ]
+    for up, down in zip(data["curves"][::2], data["curves"][1::2], strict=True):
+        assert up["alpha_i"] == pytest.approx(down["alpha_i"][::-1], abs=1e-7)  # rotated by half a turn: x -> -x
+        assert all(0 <= value <= 0.1 for value in up["alpha_i"])

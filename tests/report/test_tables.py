@@ -1,0 +1,636 @@
+"""Tables say what was measured and what was printed, in every format, and nothing that was not."""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedlas.metrics.result import Definition, Result
+from fedlas.report.tables import Cell, Column, Detail, Mark, Row, Table, mean_rank_columns, page
+
+DETAILS: tuple[Detail, ...] = ("ours", "both", "full")
+GROUPS = ("CIFAR-10, ResNet-101", "CIFAR-10, ResNet-50", "CIFAR-100, ResNet-101")
+# ECE in percent of the paper's main table, in those groups, and the ranks that this makes; two share a value.
+PRINTED = {
+    "CE": ([5.74, 5.85, 12.94], [7, 7, 4]),
+    "MMCE": ([3.61, 3.1, 13.43], [4, 4, 6]),
+    "ECP": ([5.41, 3.01, 13.43], [6, 3, 6]),
+    "CPC": ([3.78, 3.91, 13.32], [5, 6, 5]),
+    "LS": ([3.07, 3.59, 6.08], [3, 5, 1]),
+    "MbLS": ([1.38, 1.21, 6.1], [2, 1, 2]),
+    "FeDLaS-LS": ([1.37, 1.29, 7.48], [1, 2, 3]),
+}
+NASTY = r"""50% of $x_1^2$ {#1} & ~\alpha | <b>"it's"</b> [1] *s* `c` """
+
+
+def paper_table() -> Table:
+    rows = tuple(
+        Row(name.lower(), name, tuple(Cell(printed=value / 100, planned=3) for value in values))
+        for name, (values, _) in PRINTED.items()
+    )
+    return Table("paper", "Printed", tuple(Column("ECE %", group) for group in GROUPS), rows)
+
+
+def small_table(**changes: Any) -> Table:
+    """Two metrics on two data sets: a whole row, a row that is half run, a row that was not."""
+    columns = tuple(
+        Column(name, group, higher_is_better=name == "accuracy %")
+        for group in ("CIFAR-10", "CIFAR-100")
+        for name in ("accuracy %", "ECE %")
+    )
+    whole = (
+        Cell((0.951, 0.952, 0.949), ((0.94, 0.96),) * 3, 0.9511, 3),
+        Cell((0.0585, 0.06, 0.055), ((0.05, 0.07),) * 3, 0.0785, 3),
+        Cell((0.77,) * 3, (), 0.7707, 3),
+        Cell((0.125, 0.127, 0.126), ((0.12, 0.13),) * 3, None, 3),
+    )
+    half = (
+        Cell((0.95,), ((0.94, 0.96),), 0.9487, 3),
+        Cell((0.0129,), ((0.011, 0.015),), 0.012, 3),
+        Cell(printed=0.78, planned=3),
+        Cell(planned=3),
+    )
+    empty = tuple(Cell(planned=3) for _ in columns)
+    fields: dict[str, Any] = {
+        "name": "small-fast",
+        "title": "Fast",
+        "columns": columns,
+        "rows": (Row("ce", "CE", whole), Row("fedlas_ls", "FeDLaS-LS", half), Row("ls", "LS", empty)),
+        "notes": ("Fast protocol: 20 epochs.",),
+    }
+    return Table(**{**fields, **changes})
+
+
+def one_column(*cells: Cell, **options: Any) -> Table:
+    rows = tuple(Row("abcdefg"[n], "ABCDEFG"[n], (cell,)) for n, cell in enumerate(cells))
+    return Table("one", "One", (Column("ECE %", **options),), rows)
+
+
+def named(text: str) -> Table:
+    """Make a table in which every word is the given one."""
+    cells = (Cell((0.5, 0.25), ((0.2, 0.6),) * 2, 0.5, 3), Cell(printed=0.125))
+    rows = (Row(text, text, cells), Row(text, text, cells[::-1]))
+    return Table("t", text, (Column(text, text), Column(text, text)), rows, (text,))
+
+
+def plain(text: str) -> str:
+    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
+
+
+def test_a_cell_averages_its_seeds() -> None:
+    cell = Cell((0.01, 0.02, 0.03), ((0.0, 0.02), (0.01, 0.04), (0.02, 0.06)), 0.015, 3)
+    assert cell.mean == pytest.approx(0.02)
+    assert cell.spread == pytest.approx(0.01)
+    assert cell.interval == pytest.approx((0.01, 0.04))
+    assert cell.difference == pytest.approx(0.005)
+
+
+def test_an_empty_cell_has_nothing() -> None:
+    cell = Cell(printed=0.015, planned=3)
+    assert (cell.mean, cell.spread, cell.interval, cell.difference, cell.inside_noise) == (None,) * 5
+    assert Cell((0.01,)).spread is None
+    assert Cell((0.01,)).difference is None
+
+
+def test_results_of_metrics_are_values() -> None:
+    values = tuple(Result(value, Definition("ECE")) for value in (0.01, 0.03))
+    cell = Cell(values, printed=Result(0.02, Definition("ECE")), planned=2)
+    assert cell.spread == pytest.approx(math.sqrt(2) / 100)
+    table = one_column(cell)
+    assert "2.00 +- 1.41" in table.text()
+    (line,) = csv.DictReader(io.StringIO(table.csv()))
+    assert (line["mean"], line["printed"]) == ("0.02", "0.02")
+
+
+@pytest.mark.parametrize(
+    ("cell", "inside"),
+    [
+        (Cell((0.02,), ((0.01, 0.03),), 0.03), True),
+        (Cell((0.02,), ((0.01, 0.03),), 0.031), False),
+        (Cell((0.02,), (), 0.02), None),  # one seed without interval says nothing of noise
+        (Cell((0.02,), ((0.01, 0.03),)), None),
+        (Cell((), (), 0.02), None),
+        (Cell((math.nan, 0.02), (), 0.02), None),
+        # Equal seeds have no spread, so that only the hull of their intervals counts; its ends may be of any seed.
+        (Cell((0.03,) * 2, ((0.0, 0.02), (0.04, 0.06)), 0.031), True),
+        (Cell((0.03,) * 2, ((0.04, 0.06), (0.0, 0.02)), 0.001), True),
+        (Cell((0.03,) * 2, ((0.04, 0.06), (0.0, 0.02)), 0.059), True),
+        (Cell((0.03,) * 2, ((0.0, 0.06), (0.01, 0.02)), 0.059), True),
+        (Cell((0.03,) * 2, ((0.04, 0.06), (0.0, 0.02)), 0.061), False),
+        (Cell((0.03,) * 2, ((0.04, 0.06), (0.01, 0.02)), 0.009), False),
+        # Intervals that miss the printed value do not overrule a spread that reaches it.
+        (Cell((0.05, 0.01), ((0.04, 0.06), (0.0, 0.02)), 0.061), True),
+        # Spread 0.01 of three seeds: two standard errors of the difference are 0.02 sqrt(2/3) = 0.01633.
+        (Cell((0.01, 0.02, 0.03), (), 0.02 + 0.0163), True),
+        (Cell((0.01, 0.02, 0.03), (), 0.02 - 0.0163), True),
+        (Cell((0.01, 0.02, 0.03), (), 0.02 + 0.0164), False),
+        # The same spread of two seeds: 2 x 0.01 sqrt(1/2 + 1/3) = 0.018257.
+        (Cell((0.0, math.sqrt(2) / 100), (), math.sqrt(0.5) / 100 + 0.0182), True),
+        (Cell((0.0, math.sqrt(2) / 100), (), math.sqrt(0.5) / 100 + 0.0183), False),
+        (Cell((0.0009,) * 3, (), 0.0009), True),  # the machine's mean of the three is another number
+        (Cell((0.0129,) * 3, (), 0.013), False),
+    ],
+)
+def test_noise_is_the_hull_of_intervals_or_two_standard_errors(cell: Cell, inside: bool | None) -> None:
+    assert cell.inside_noise is inside
+
+
+def test_every_value_has_an_interval_or_none_has() -> None:
+    with pytest.raises(ValueError, match="2 values cannot have 1 intervals"):
+        Cell((0.1, 0.2), ((0.0, 0.3),))
+
+
+def test_marks_are_of_the_papers_own_table() -> None:
+    marks = [mark.printed for mark in paper_table().marks()]
+    assert marks == [Mark((6,), (5,)), Mark((5,), (6,)), Mark((4,), (5,))]
+    assert all(mark.ours == Mark() for mark in paper_table().marks())
+    assert "best" in paper_table().text("both")
+    assert "best" not in paper_table().text("ours")
+    assert "planned" not in paper_table().text("both")
+
+
+def test_what_looks_equal_shares_a_mark() -> None:
+    cells = [Cell((value,)) for value in (0.01234, 0.01226, 0.0124, 0.01235001, 0.5)]  # 1.23 1.23 1.24 1.24 50.00
+    assert one_column(*cells).marks()[0].ours == Mark((0, 1), (2, 3))
+    assert one_column(*cells, digits=3).marks()[0].ours == Mark((1,), (0,))
+    assert one_column(*cells, higher_is_better=True).marks()[0].ours == Mark((4,), (2, 3))
+    assert one_column(*cells, percent=False).marks()[0].ours == Mark((0, 1, 2, 3), (4,))
+
+
+def test_ours_and_printed_are_marked_apart() -> None:
+    table = one_column(Cell((0.01,), (), 0.02), Cell((0.02,), (), 0.01), Cell((), (), 0.015), Cell((math.nan,)))
+    assert table.marks()[0] == (Mark((0,), (1,)), Mark((1,), (2,)))
+
+
+def test_nothing_is_marked_that_stands_alone_or_is_not_ranked() -> None:
+    assert one_column(Cell((0.01,)), Cell()).marks()[0].ours == Mark()
+    assert one_column(Cell((0.01,)), Cell((0.02,)), ranked=False).marks()[0].ours == Mark()
+    assert one_column(Cell((0.01,)), Cell((0.01,))).marks()[0].ours == Mark((0, 1))
+
+
+def test_text_shows_the_table() -> None:
+    assert small_table().text("ours") == (
+        "Fast\n"
+        "                      CIFAR-10                        CIFAR-100\n"
+        "method     name       accuracy %       ECE %          accuracy %     ECE %\n"
+        "----------------------------------------------------------------------------------\n"
+        "CE         ce         95.07** +- 0.15  5.78* +- 0.26  77.00 +- 0.00  12.60 +- 0.10\n"
+        "FeDLaS-LS  fedlas_ls  95.00* (1/3)     1.29** (1/3)\n"
+        "LS         ls\n"
+        "Fast protocol: 20 epochs.\n"
+        "**: best; *: second best.\n"
+        "+-: standard deviation over seeds.\n"
+        "(n/m): n of m planned seeds were run.\n"
+    )
+
+
+def test_full_text_shows_intervals_differences_and_noise() -> None:
+    lines = small_table().text("full").splitlines()
+    row = next(line for line in lines if line.startswith("CE "))
+    assert row.split("  ")[0] == "CE"
+    assert re.findall(r"\[.*?\]", row) == ["[94.00, 96.00]", "[5.00, 7.00]", "[12.00, 13.00]"]
+    assert re.findall(r"[-+]\d+\.\d\d (?:inside|outside)", row) == ["-0.04 inside", "-2.07 outside", "-0.07 outside"]
+    assert any("inside: the printed value is within" in line for line in lines)
+    assert "interval" not in small_table().text("both")
+
+
+def test_a_difference_of_nothing_has_no_minus() -> None:
+    text = one_column(Cell((0.01,), (), 0.01001)).text("full")
+    assert "+0.00" in text
+    assert "-0.00" not in text
+
+
+@pytest.mark.parametrize("detail", DETAILS)
+def test_text_is_legible_in_any_locale(detail: Detail) -> None:
+    assert small_table().text(detail).isascii()
+
+
+def test_a_column_has_only_the_parts_that_some_cell_has() -> None:
+    heads = small_table().text("both").splitlines()[3].split()
+    assert heads == ["method", "name", *["ours", "printed"] * 3, "ours"]
+    heads = paper_table().text("full").splitlines()[3].split()
+    assert heads == ["method", "name", *["ours", "printed"] * 3]
+
+
+def test_a_run_that_failed_is_shown_and_never_best() -> None:
+    table = one_column(Cell((math.nan, 0.01), (), 0.01, 2), Cell((0.02,)), Cell((0.03,)))
+    assert table.marks()[0].ours == Mark((1,), (2,))
+    assert re.search(r"^A +a +nan$", table.text(), re.MULTILINE)
+
+
+def test_numbers_end_below_each_other() -> None:
+    lines = one_column(Cell((0.0123,)), Cell((0.1234, 0.12)), Cell((1.0,))).text().splitlines()[3:6]
+    assert len({line.index(".") for line in lines}) == 1
+
+
+fractions = st.floats(-2, 2, allow_nan=False).map(lambda value: round(value, 5))
+
+
+Written = tuple[list[float], list[tuple[float, float]], float | None, int]
+Options = tuple[str, str, bool, bool, int, bool]
+
+
+@st.composite
+def written_cells(draw: st.DrawFn) -> Written:
+    values = draw(st.lists(fractions, max_size=3))
+    pairs = st.tuples(fractions, fractions)
+    intervals = draw(st.lists(pairs, min_size=len(values), max_size=len(values))) if draw(st.booleans()) else []
+    return values, intervals, draw(st.none() | fractions), draw(st.integers(0, 4))
+
+
+@st.composite
+def written_tables(draw: st.DrawFn) -> tuple[list[Options], list[tuple[str, list[Written]]]]:
+    """What tables are made of; made in here, their shape checks would draw random numbers behind hypothesis's back."""
+    names, groups = st.sampled_from(["ECE %", "NLL"]), st.sampled_from(["", "one", "a long heading of a group"])
+    flag = st.booleans()
+    columns = draw(st.lists(st.tuples(names, groups, flag, flag, st.integers(1, 4), flag), max_size=4))
+    row = st.lists(written_cells(), min_size=len(columns), max_size=len(columns))
+    return columns, draw(st.lists(st.tuples(st.sampled_from(["CE", "FeDLaS-LS"]), row), max_size=4))
+
+
+def table_of(written: tuple[list[Options], list[tuple[str, list[Written]]]]) -> Table:
+    columns = tuple(
+        Column(name, group, higher_is_better=higher, percent=percent, digits=digits, ranked=ranked)
+        for name, group, higher, percent, digits, ranked in written[0]
+    )
+    rows = tuple(
+        Row(name.lower(), name, tuple(Cell(tuple(v), tuple(i), printed, planned) for v, i, printed, planned in held))
+        for name, held in written[1]
+    )
+    return Table("t", "Title", columns, rows)
+
+
+def expected(table: Table, row: Row, detail: Detail) -> list[str]:
+    """All numbers that belong into a row, in order, written down a second time."""
+    found = []
+    for column, cell in zip(table.columns, row.cells, strict=True):
+        numbers = [cell.mean, cell.spread]
+        numbers += [*(cell.interval or ())] if detail == "full" else []
+        numbers += [cell.printed] if detail != "ours" else []
+        scale = 100 if column.percent else 1
+        shown = [f"{scale * number:.{column.digits}f}" for number in numbers if number is not None]
+        if detail == "full" and cell.difference is not None:
+            shown.append(f"{scale * cell.difference:+.{column.digits}f}")
+        found += [re.sub(r"^[-+](0\.0+)$", r"\1", number) for number in shown]
+    return found
+
+
+@given(written_tables(), st.sampled_from(DETAILS))
+def test_text_never_loses_a_value(written: Any, detail: Detail) -> None:
+    table = table_of(written)
+    lines = table.text(detail).splitlines()
+    start = next(place for place, line in enumerate(lines) if re.fullmatch("-+", line)) + 1
+    for row, line in zip(table.rows, lines[start:], strict=False):
+        words = line.split()
+        assert words[:2] == [row.paper, row.name]
+        found = [re.sub(r"^\+(0\.0+)$", r"\1", number) for number in re.findall(r"[-+]?\d+\.\d+", line)]
+        assert found == expected(table, row, detail)
+        partial = [cell for cell in row.cells if 0 < len(cell.values) < cell.planned]
+        assert re.findall(r"\(\d/\d\)", line) == [f"({len(cell.values)}/{cell.planned})" for cell in partial]
+
+
+@given(written_tables(), st.sampled_from(DETAILS))
+def test_all_formats_show_the_numbers_of_the_text(written: Any, detail: Detail) -> None:
+    table = table_of(written)
+    minus = table.latex(detail).replace("$-$", "-")
+    for row in table.rows:
+        wanted = expected(table, row, detail)
+        for made in (table.markdown(detail), minus, table.html(detail)):
+            found = [re.findall(r"[-+]?\d+\.\d+", line) for line in made.splitlines() if f"{row.paper}" in line]
+            assert wanted in [[re.sub(r"^\+(0\.0+)$", r"\1", number) for number in numbers] for numbers in found]
+    check_latex(table.latex(detail))
+    check_markdown(table.markdown(detail))
+    Parsed.of(table.html(detail))
+
+
+def markdown_cells(line: str) -> list[str]:
+    assert line.startswith("| ")
+    assert line.endswith(" |")
+    parts = re.findall(r"(?:\\.|[^|\\])*", line[1:-1])
+    found = [part.strip() for part in parts[::2]]
+    assert "|".join(parts[::2]) == line[1:-1]
+    return [re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", part) for part in found]
+
+
+def check_markdown(made: str) -> list[list[str]]:
+    lines = [markdown_cells(line) for line in made.splitlines() if line.startswith("|")]
+    assert len({len(line) for line in lines}) == 1
+    assert re.fullmatch(r"(:---|---:)+", "".join(lines[1]))
+    return lines
+
+
+def test_markdown_marks_and_aligns() -> None:
+    made = small_table().markdown("both").splitlines()
+    assert made[0] == "### Fast"
+    assert made[2].startswith("| method | name | CIFAR-10<br>accuracy %<br>ours | CIFAR-10<br>accuracy %<br>printed |")
+    assert made[3] == "| :--- | :--- |" + " ---: |" * 7
+    assert made[5] == (
+        r"| FeDLaS-LS | fedlas\_ls | *95.00* (1/3) | *94.87* | **1.29** (1/3) | **1.20** |  | **78.00** |  |"
+    )
+    assert made[6] == "| LS | ls |" + "  |" * 7
+    assert "Bold: best; italic: second best." in made
+
+
+@given(st.text() | st.text(r"\|`*_<&[]#-+1. ", max_size=8))
+def test_markdown_keeps_words_in_their_cells(text: str) -> None:
+    made = named(text).markdown("full")
+    lines = check_markdown(made)
+    assert [line[:2] for line in lines[2:]] == [[plain(text)] * 2] * 2
+    for line in made.splitlines():
+        assert not re.match(r"\s|[-+=]|\d+[.)]|#(?!## )", line)
+    assert not re.search(r"(?<!\\)(\\\\)*[<&](?!br>)", made)
+
+
+def check_latex(made: str) -> list[str]:
+    """Check what TeX would stumble over; the rows of the table come back."""
+    bare = re.sub(r"\\[\\&%$#_{}]", "", made)
+    depth = 0
+    for sign in bare:
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        assert depth >= 0
+    assert depth == 0
+    assert not re.search(r"[%#_^~|<>\"]", bare)
+    assert bare.count("$") % 2 == 0
+    assert re.findall(r"\\begin\{(.*?)\}", made) == re.findall(r"\\end\{(.*?)\}", made)[::-1]
+    assert "" not in made.splitlines()[:-1]
+    assert not re.search(r"\\(\\|[a-z]+rule(\{.*?\})?)\s*[\[*]", made)
+    spec = re.search(r"\\begin\{tabular\}\{(lr*)\}", made)
+    assert spec
+    width = len(spec[1])
+    rows = [line for line in made.splitlines() if line.endswith(r" \\")]
+    for row in rows:
+        spans = [int(span) - 1 for span in re.findall(r"\\multicolumn\{(\d+)\}", row)]
+        assert len(re.findall(r"(?<!\\)&", row)) + sum(spans) == width - 1
+    for start, stop in re.findall(r"\\cmidrule\(lr\)\{(\d+)-(\d+)\}", made):
+        assert 1 < int(start) <= int(stop) <= width
+    used = set(re.findall(r"\\([a-zA-Z]+)", bare))
+    assert used <= {
+        *("begin", "end", "centering", "caption", "label", "footnotesize", "scriptsize", "setlength", "tabcolsep"),
+        *("toprule", "midrule", "bottomrule", "cmidrule", "multicolumn", "textbf", "underline", "pm", "par"),
+        *("smallskip", "textbackslash", "textasciitilde", "textasciicircum", "textless", "textgreater", "textbar"),
+        *("times", "alpha", "beta", "gamma", "theta", "lambda", "tau"),
+    }
+    return rows
+
+
+def test_latex_has_the_rows_of_a_paper() -> None:
+    made = small_table().latex()
+    rows = check_latex(made)
+    assert rows[0] == r"\multicolumn{1}{c}{} & \multicolumn{2}{c}{CIFAR-10} & \multicolumn{2}{c}{CIFAR-100} \\"
+    assert r"\cmidrule(lr){2-3}\cmidrule(lr){4-5}" in made
+    assert rows[1] == r"Method & accuracy \% & ECE \% & accuracy \% & ECE \% \\"
+    assert rows[2] == (
+        r"CE & \textbf{95.07} $\pm$ 0.15 & \underline{5.78} $\pm$ 0.26 & 77.00 $\pm$ 0.00 & 12.60 $\pm$ 0.10 \\"
+    )
+    assert rows[3] == r"FeDLaS-LS & \underline{95.00} (1/3) & \textbf{1.29} (1/3) &  &  \\"
+    assert made.startswith("\\begin{table}[t]\n")
+    assert r"\label{tab:small-fast}" in made
+
+
+def test_a_wide_latex_table_takes_both_columns_of_the_page() -> None:
+    made = small_table().latex("full")
+    check_latex(made)
+    assert made.startswith("\\begin{table*}[t]\n")
+    assert r"$-$0.04 inside" in made
+
+
+def test_latex_escapes_all_that_is_special() -> None:
+    rows = check_latex(named(NASTY).latex("full"))
+    assert rows[-1].startswith(
+        r"50\% of \$x\_1\textasciicircum{}2\$ \{\#1\} \& \textasciitilde{}\textbackslash{}alpha \textbar{} "
+        r"\textless{}b\textgreater{}''it's''\textless{}/b\textgreater{} {[}1{]} {*}s{*} `c` & "
+    )
+    assert r"$\theta$ $\pm$ $\times$" in named("θ ± ×").latex()
+
+
+@given(st.text() | st.text('\\&%$#_{}~^[]*<>|"\n a', max_size=8))
+def test_latex_stays_whole_whatever_the_words_are(text: str) -> None:
+    check_latex(named(text).latex("full"))
+
+
+def test_a_row_without_a_name_in_the_paper_goes_by_its_own() -> None:
+    table = Table("t", "", (Column("ECE %"),), (Row("my_loss", "", (Cell((0.1,)),)),))
+    assert r"my\_loss & 10.00 \\" in table.latex()
+    assert table.text().splitlines()[0].startswith("method")
+    assert table.markdown().startswith("| method")
+
+
+def test_csv_has_everything_as_fractions() -> None:
+    made = small_table().csv()
+    assert made.endswith("\r\n")
+    assert made.count("\r\n") == made.count("\n") == 13
+    lines = list(csv.DictReader(io.StringIO(made, newline="")))
+    first, second, third, *_ = lines
+    assert ",".join(first) == ("row,paper,group,column,mean,spread,n,planned,low,high,printed,difference,inside_noise")
+    cell = small_table().rows[0].cells[0]
+    assert (float(first["mean"]), float(first["spread"])) == (cell.mean, cell.spread)
+    assert (float(first["low"]), float(first["high"])) == cell.interval
+    assert (float(first["printed"]), float(first["difference"])) == (cell.printed, cell.difference)
+    assert (first["n"], first["planned"], first["inside_noise"]) == ("3", "3", "True")
+    assert second["inside_noise"] == "False"
+    assert (third["group"], third["low"], third["high"]) == ("CIFAR-100", "", "")
+    last = lines[-1]
+    assert (last.pop("row"), last.pop("paper"), last.pop("group"), last.pop("column")) == (
+        "ls", "LS", "CIFAR-100", "ECE %",
+    )  # fmt: skip
+    assert (last.pop("n"), last.pop("planned")) == ("0", "3")
+    assert set(last.values()) == {""}
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", " =1", "＝1", '=HYPERLINK("http://x";"y")', "\u200b=1"]
+)
+def test_csv_words_are_no_formulas(text: str) -> None:
+    for line in csv.DictReader(io.StringIO(named(text).csv(), newline="")):
+        assert [line[name] for name in ("row", "paper", "group", "column")] == [f"'{plain(text)}"] * 4
+
+
+@given(st.text())
+def test_csv_is_read_back(text: str) -> None:
+    lines = list(csv.DictReader(io.StringIO(named(text).csv(), newline=""), strict=True))
+    assert len(lines) == 4
+    for line in lines:
+        assert line["row"].removeprefix("'") == plain(text).removeprefix("'")
+        assert line["row"][:1] not in set("=+-@")
+
+
+class Parsed(HTMLParser):
+    """The tags and words of an HTML text, which has to close what it opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[tuple[str, str]] = []
+
+    @classmethod
+    def of(cls, made: str) -> "Parsed":
+        parsed = cls()
+        parsed.feed(made)
+        parsed.close()
+        assert not parsed.open
+        widths = {width for table in made.split("<table")[1:] for width in parsed.widths(table)}
+        assert len(widths) <= made.count("<table")
+        return parsed
+
+    @staticmethod
+    def widths(table: str) -> Iterator[int]:
+        """Count the columns of each row."""
+        for row in re.findall("<tr>.*?</tr>", table):
+            spans = re.findall(r'colspan="(\d+)"', row)
+            yield len(re.findall("<t[hd][ >]", row)) - len(spans) + sum(map(int, spans))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.words.append((self.open[-1] if self.open else "", data))
+
+
+def test_html_is_one_table_with_classes() -> None:
+    made = small_table().html("both")
+    parsed = Parsed.of(made)
+    assert parsed.tags[0] == ("table", {"class": "fedlas-table", "id": "small-fast"})
+    assert ("caption", "Fast") in parsed.words
+    assert {tag for tag, _ in parsed.tags} == {
+        *("table", "caption", "thead", "tbody", "tfoot", "tr", "th", "td", "b", "u"),
+    }  # fmt: skip
+    assert "style" not in made
+    assert [word for tag, word in parsed.words if tag == "b"] == ["95.07", "95.11", "1.29", "1.20", "78.00"]
+    assert [word for tag, word in parsed.words if tag == "u"] == ["5.78", "7.85", "77.07", "95.00", "94.87"]
+    assert {attributes["class"] for tag, attributes in parsed.tags if tag == "b"} == {"best"}
+    groups = [attributes["colspan"] for tag, attributes in parsed.tags if attributes.get("scope") == "colgroup"]
+    assert groups == ["4", "3", "2", "2", "2", "1"]
+    assert made.count("<td></td>") == 9
+
+
+@given(st.text() | st.text("<>&\"'a/", max_size=12))
+def test_html_words_stay_words(text: str) -> None:
+    made = named(text)
+    parsed, empty = Parsed.of(page([made, made], text)), Parsed.of(page([named("a"), named("a")], "a"))
+    allowed = {tag for tag, _ in empty.tags}
+    assert {tag for tag, _ in parsed.tags} <= allowed
+    if plain(text):
+        assert ("title", plain(text)) in parsed.words
+        assert sum(word == plain(text) for _, word in parsed.words) == 1 + 2 * (1 + 1 + 2 + 4 + 1)
+
+
+def test_a_page_needs_nothing_else() -> None:
+    made = page([small_table(), paper_table()], NASTY)
+    parsed = Parsed.of(made)
+    assert made.startswith("<!DOCTYPE html>\n")
+    assert [tag for tag, _ in parsed.tags].count("table") == 2
+    assert not [tag for tag, _ in parsed.tags if tag in {"script", "link", "img"}]
+    assert not re.search(r"https?:|url\(|@import", made)
+
+
+def test_save_writes_every_format(tmp_path: Path) -> None:
+    table = small_table(title="Fäst")
+    paths = table.save(tmp_path / "new")
+    assert [path.name for path in paths] == [f"small-fast.{end}" for end in ("md", "tex", "csv", "html", "txt")]
+    contents = [path.read_bytes().decode() for path in paths]
+    made = [table.markdown("both"), table.latex("both"), table.csv(), page([table], "Fäst"), table.text("both")]
+    assert contents == made
+    assert sorted((tmp_path / "new").iterdir()) == sorted(paths)
+    (again,) = table.save(str(tmp_path / "new"), ("txt",), detail="full")
+    assert again.read_text(encoding="utf-8") == table.text("full")
+
+
+def test_save_writes_all_or_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be written as docx, only as md, tex"):
+        small_table().save(tmp_path, ("md", "docx"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b", "-x", "x\n", "ä", 'x"y'])
+def test_a_table_is_named_like_a_file(name: str) -> None:
+    with pytest.raises(ValueError, match="named like a file"):
+        small_table(name=name)
+
+
+def test_rows_have_a_cell_for_each_column() -> None:
+    with pytest.raises(ValueError, match="ce has 1 cells for 4 columns"):
+        small_table(rows=(Row("ce", "CE", (Cell(),)),))
+
+
+def test_an_unknown_detail_is_refused() -> None:
+    # With the shape checks of the tests the annotation refuses it, without them the table.
+    with pytest.raises((ValueError, TypeError), match="brief"):
+        small_table().text(cast("Any", "brief"))
+
+
+@pytest.mark.parametrize("table", [Table("t", "", (), ()), small_table(rows=()), small_table(notes=())])
+def test_a_table_may_be_empty(table: Table) -> None:
+    for detail in DETAILS:
+        check_latex(table.latex(detail))
+        check_markdown(table.markdown(detail))
+        Parsed.of(table.html(detail))
+        assert "method" in table.text(detail)
+        assert table.csv().startswith("row,paper")
+
+
+def test_mean_ranks_are_the_papers() -> None:
+    pytest.importorskip("scipy")
+    table = mean_rank_columns(paper_table(), ["ECE %"])
+    assert table.columns[3].group == "Mean rank"
+    assert [row.cells[3].values for row in table.rows] == [()] * 7
+    for row, (_, ranks) in zip(table.rows, PRINTED.values(), strict=True):
+        assert row.cells[3].printed == pytest.approx(sum(ranks) / 3)
+    assert table.marks()[3].printed == Mark((5,), (6,))
+    assert "equal values share the smallest rank" in table.notes[-1]
+
+
+def test_ours_are_ranked_as_shown_among_whole_rows() -> None:
+    pytest.importorskip("scipy")
+    columns = (Column("ECE %", "a"), Column("acc", "a", higher_is_better=True), Column("ECE %", "b"))
+    ours = [(0.01004, 0.9, 0.02), (0.00996, 0.8, 0.01), (0.5, 0.95, None), (0.03, 0.7, 0.03)]
+    printed = [(0.01, 0.9, 0.02), (0.02, 0.8, 0.01), (0.03, 0.7, 0.03), (None, 0.6, 0.04)]
+    rows = tuple(
+        Row("ce", "CE", tuple(Cell(() if o is None else (o,), (), p) for o, p in zip(a, b, strict=True)))
+        for a, b in zip(ours, printed, strict=True)
+    )
+    table = mean_rank_columns(Table("t", "T", columns, rows), ["ECE %", "acc"])
+    assert [(column.name, column.group) for column in table.columns[3:]] == [("ECE", "Mean rank"), ("acc", "Mean rank")]
+    assert [row.cells[3].mean for row in table.rows] == [1.5, 1.0, None, 3.0]  # 1.00 and 1.00 share a rank
+    assert [row.cells[3].printed for row in table.rows] == [1.5, 1.5, 3.0, None]
+    assert [row.cells[4].mean for row in table.rows] == [2.0, 3.0, 1.0, 4.0]
+    assert not table.columns[3].compared
+    assert table.columns[4].compared
+    assert "of 3 rows, the printed ones of 3 that are not the same" in table.notes[0]
+    assert "printed" not in table.notes[1]
+    assert [line["difference"] for line in csv.DictReader(io.StringIO(table.csv()))][3::5] == [""] * 4
+    assert table.text("full").splitlines()[3].split()[-5:] == ["ours", "printed", "ours", "printed", "difference"]
+    again = mean_rank_columns(table, ["acc"])  # ranks are not ranked, though their column has the name too
+    assert [row.cells[5] for row in again.rows] == [row.cells[4] for row in again.rows]
+    assert "(columns ranked: 1)" in again.notes[-1]
+
+
+def test_mean_ranks_are_not_fooled_by_the_last_bit() -> None:
+    pytest.importorskip("scipy")
+    assert 0.1 + 0.2 != 0.3
+    table = mean_rank_columns(one_column(Cell(printed=0.3), Cell(printed=0.1 + 0.2)), ["ECE %"])
+    assert [row.cells[1].printed for row in table.rows] == [1.0, 1.0]
+
+
+def test_one_row_has_no_rank() -> None:
+    table = mean_rank_columns(one_column(Cell((0.1,), (), 0.2), Cell()), ["ECE %"])
+    assert [row.cells[1] for row in table.rows] == [Cell(), Cell()]
+
+
+def test_mean_ranks_of_unknown_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="no column is called 'AECE %'; there are ECE %"):
+        mean_rank_columns(paper_table(), ["AECE %"])

@@ -1,0 +1,125 @@
+"""Predictions of a trained run on any data: what they are called, what they never replace, and how precise they are."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from runs_of import SignalAt, large, photographs, prediction_bytes, short
+
+import fedlas
+from fedlas.train import Run, RunError, StoppedError, fit
+from fedlas.train.runs import locked
+from fedlas.train.trained import predict_with
+
+CLASSES = [str(number) for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return fit(short("ce", epochs=2), out=tmp_path_factory.mktemp("trained") / "digits")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    here = tmp_path_factory.mktemp("folder")
+    photographs(here / "other", count=4, seed=1)
+    return fit(large(photographs(here / "home"), "ce", epochs=1, workers=0), out=here / "run")
+
+
+def test_an_unfinished_run_is_not_made_to_look_finished(tmp_path):
+    """Four calls used to write all files by which a finished run was known."""
+    recipe = short("ce", epochs=4)
+    with pytest.raises(StoppedError):
+        fit(recipe, out=tmp_path / "run", callbacks=[SignalAt(10, signal.SIGTERM)])
+    run = Run(tmp_path / "run")
+    for split in ("val", "test"):
+        for state in ("best", "last"):
+            with pytest.raises(RunError, match="is not finished: 1 of 4 epochs; continue it with --resume, or say"):
+                predict_with(run.folder, "digits", split=split, state=state)
+            made = predict_with(
+                run.folder, "digits", split=split, state=state, out=run.predictions_file(f"{state}-{split}")
+            )
+            assert made.exists()
+    assert not run.finished
+    assert len(fit(recipe, out=run.folder, resume=True).log) == 4
+    assert run.finished
+
+
+def test_a_run_that_is_being_trained_is_left_alone(digits, tmp_path):
+    with locked(digits.folder):
+        with pytest.raises(RunError, match="another process is working in"):
+            predict_with(digits.folder, "digits", split="train")
+        predict_with(digits.folder, "digits", split="train", out=tmp_path / "elsewhere")
+
+
+def test_a_finished_run_needs_no_checkpoint(digits, tmp_path):
+    copied = Run(tmp_path / "copied")
+    for path in digits.folder.rglob("*.*"):
+        if path.is_file() and path.name != "checkpoint.pt":
+            (copied.folder / path.relative_to(digits.folder)).parent.mkdir(parents=True, exist_ok=True)
+            (copied.folder / path.relative_to(digits.folder)).write_bytes(path.read_bytes())
+    assert copied.finished
+    assert fit(digits.recipe, out=copied.folder).log == digits.log
+    with pytest.raises(RunError, match="finished and has no checkpoint, so it can predict nothing more"):
+        fit(digits.recipe.replace(ood=("digits",)), out=copied.folder)
+
+
+def test_the_data_of_the_recipe_has_the_bare_name(digits):
+    before = prediction_bytes(digits)
+    assert predict_with(digits.folder, "digits") == digits.predictions_file("best-test")
+    assert predict_with(digits.folder, "digits", split="val", state="last") == digits.predictions_file("last-val")
+    assert prediction_bytes(digits) == before
+    predict_with(digits.folder, "digits", options={"train_samples": 330})  # a keyword as it is in the recipe
+    assert prediction_bytes(digits) == before
+
+
+def test_other_keywords_make_another_name(digits):
+    before = prediction_bytes(digits)
+    path = predict_with(digits.folder, "digits", split="train", options={"label_noise": 0.0})
+    assert path.stem.startswith("best-digits-train-")
+    assert {**prediction_bytes(digits), **before} == prediction_bytes(digits)
+    assert predict_with(digits.folder, "digits", split="train").stem == "best-train"
+
+
+def test_other_images_never_replace_those_of_the_run(folder):
+    """A folder of other images used to be written over the run's own test predictions."""
+    before = prediction_bytes(folder)
+    other = folder.folder.parent / "other"
+    path = predict_with(folder.folder, "folder", options={"path": other})
+    assert path.stem.startswith("best-folder-all-")
+    assert len(fedlas.Predictions.load(path)) == 12  # all images, not a tenth of them
+    assert {name: prediction_bytes(folder)[name] for name in before} == before
+    assert predict_with(folder.folder, "folder").stem == "best-test"  # those it was trained beside
+    path.write_bytes(folder.predictions_file("last-val").read_bytes())
+    with pytest.raises(RunError, match="is there and holds other predictions; remove it, or say where"):
+        predict_with(folder.folder, "folder", options={"path": other})
+
+
+def test_keywords_are_values_and_not_text(folder, tmp_path):
+    options = {"path": folder.folder.parent / "other", "class_names": ["cat", "dog", "owl"], "antialias": False}
+    path = predict_with(folder.folder, "folder", options=options, out=tmp_path / "made")
+    assert fedlas.Predictions.load(path).given_labels is not None
+    with pytest.raises(ValueError, match="the recipe's own seed decides"):
+        predict_with(folder.folder, "folder", options={"seed": 3})
+
+
+def test_weights_that_do_not_fit_are_named(folder, tmp_path):
+    moved = tmp_path / "run"
+    moved.mkdir()
+    recipe = folder.recipe_file.read_text().replace('"in_channels": 3', '"in_channels": 1')
+    (moved / "recipe.json").write_text(recipe)
+    (moved / "checkpoint.pt").write_bytes(folder.checkpoint.read_bytes())
+    with pytest.raises(RunError, match=r"checkpoint\.pt does not fit small_cnn for 3 classes"):
+        predict_with(moved, "folder", out=tmp_path / "made")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_logits_are_not_rounded_to_eight_bits(tmp_path: Path, precision):
+    """Else many samples share a confidence, and the likeliest two classes a logit."""
+    run = fit(short("ce", epochs=2, precision=precision, data_options={"train_samples": 100}), out=tmp_path / "run")
+    logits = run.predictions("best-test").logits
+    assert not torch.equal(logits, logits.to(torch.bfloat16 if precision == "bf16" else torch.float16).float())
+    assert len(logits.amax(1).unique()) > 0.99 * len(logits)
+    record = next(r for r in run.log if r["epoch"] == run.log[-1]["best_epoch"])
+    assert record["val"]["nll"] == float(fedlas.metrics.nll(run.predictions("best-val")))
