@@ -49,4 +49,5 @@ $(READY): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; \
 	fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@scripts/browser
 	@touch $@

@@ -102,6 +102,18 @@ def test_a_fitted_calibrator_is_used_as_it_is(name: str):
     assert state.fits == (calibrator.fitted,)
 
 
+@pytest.mark.usefixtures("in_small_parts")
+def test_states_keep_the_pairs_of_their_samples_but_not_in_files():
+    given, val = predictions(), predictions(500, seed=1, split="other")
+    report = evaluate(given, posthoc="temperature", calibration=val, intervals=False)
+    after = posthoc.Temperature().fit(val).transform(given)
+    for state, wanted in ((report.before, given), (report.after["temperature"], after)):
+        assert torch.equal(state.pairs.confidence, wanted.confidence)
+        assert torch.equal(state.pairs.correct, wanted.correct)
+        assert state.pairs.about.n == len(given)
+    assert Report.from_dict(report.to_dict()).before.pairs is None
+
+
 def test_calibration_data_is_what_names_are_fitted_on():
     given, val = predictions(), predictions(500, seed=1, split="other")
     state = evaluate(given, posthoc=["temperature"], calibration=val, intervals=False).after["temperature"]

@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "train": {
         "predictions", "catalog", "ranks", "losses", "metrics", "posthoc", "ood", "evaluation", "data", "models",
     },
-    "report": {"predictions", "metrics", "evaluation"},
+    "report": {"predictions", "metrics", "evaluation", "ood"},
     "experiments": {"catalog", "predictions", "metrics", "posthoc", "ood", "train", "evaluation", "report"},
     "integrations": {"losses", "metrics", "posthoc", "models.base", "evaluation", "report"},
 }  # fmt: skip

@@ -123,7 +123,10 @@ def machine(tmp_path):
           --version*) echo Python 3.9.1 ;;
         esac
     """)
-    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "browser").write_text("#!/bin/sh\necho browser >> asked\n")
+    for file in ["python", "scripts/browser"]:
+        (tmp_path / file).chmod(0o755)
     (tmp_path / "too_old").write_text("0")
     return tmp_path
 
@@ -136,8 +139,26 @@ def test_the_second_setup_installs_nothing(machine):
     assert setup(machine).returncode == 0
     asked = (machine / "asked").read_text()
     assert "-e .[all,dev]" in asked
+    assert asked.endswith("browser\n")
     assert setup(machine).returncode == 0
     assert (machine / "asked").read_text() == asked
+
+
+@pytest.mark.parametrize("there", ["chromium", "apt-get", "nothing"])
+def test_a_browser_is_installed_where_that_is_possible(tmp_path, there):
+    """Without one, and without a way to install it, the tests say that they are skipped; nothing fails."""
+    for tool in ("bash", "env"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    stand_ins = {"id": "echo 0", "apt-get": f'echo "$@" >> {tmp_path}/asked', "chromium": "true"}
+    for name in {"id", there} & stand_ins.keys():
+        (tmp_path / name).write_text(f"#!{shutil.which('bash')}\n{stand_ins[name]}\n")
+        (tmp_path / name).chmod(0o755)
+    found = run([ROOT / "scripts" / "browser"], env={"PATH": str(tmp_path)})
+    assert found.returncode == 0
+    assert ("will be skipped" in found.stdout) == (there == "nothing")
+    assert (tmp_path / "asked").exists() == (there == "apt-get")
+    if there == "apt-get":
+        assert (tmp_path / "asked").read_text().split()[-1] == "chromium"
 
 
 def test_a_changed_requirement_is_installed_into_the_same_environment(machine):

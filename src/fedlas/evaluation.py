@@ -28,6 +28,7 @@ from fedlas.catalog import nearest
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.digest import Digest, Intervals
 from fedlas.metrics.result import Result, aligned
+from fedlas.metrics.samples import Pairs
 from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
@@ -51,6 +52,8 @@ class State:
         detection: how well foreign data is told apart, where some was given.
         fits: how the calibrator was fitted: once, or once for each fold.
         parameters: what it learned, where that is a single number.
+        pairs: confidence and correctness of each sample, in the order of the predictions, for curves and histograms;
+            not written to files.
     """
 
     name: str
@@ -59,6 +62,7 @@ class State:
     detection: Detection | None = None
     fits: tuple[Fit, ...] = ()
     parameters: Mapping[str, float] = field(default_factory=dict)
+    pairs: Pairs | None = None
 
     def __getitem__(self, metric: str) -> Result:
         if metric not in self.results:
@@ -245,7 +249,8 @@ class _Run:
         single = sorted({name for one in fitted for name, value in one.learned.items() if value.numel() == 1})
         means = {name: math.fsum(float(one.learned[name]) for one in fitted) / len(fitted) for name in single}
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)
-        return State(self.name, self.digest.results(intervals), self.digest.histograms(), detection, fits, means)
+        found, bins, pairs = self.digest.results(intervals), self.digest.histograms(), self.digest.top
+        return State(self.name, found, bins, detection, fits, means, pairs)
 
 
 def _read(

@@ -21,7 +21,9 @@ from fedlas.train import Recipe, Run, fit
 def made(classes: int, n: int = 400, seed: int = 0) -> Predictions:
     source = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(n, classes, generator=source)
-    labels = torch.where(torch.rand(n, generator=source) < 0.7, logits.argmax(1), torch.randint(classes, (n,), generator=source))
+    labels = torch.where(
+        torch.rand(n, generator=source) < 0.7, logits.argmax(1), torch.randint(classes, (n,), generator=source)
+    )
     return Predictions(logits, labels, split="test")
 
 

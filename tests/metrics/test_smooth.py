@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlas.metrics import ece, kde_ece, smooth_ece
+from fedlas.metrics import ece, kde_ece, smooth_curve, smooth_ece
 from fedlas.predictions import Predictions
 from metrics import cases
 
@@ -93,3 +93,48 @@ def test_predictions_and_soft_labels_work():
     known = Predictions(torch.randn(20, 3), torch.randn(20, 3).softmax(1))
     assert 0 <= smooth_ece(known) <= 1
     assert "soft" in kde_ece(known).scope
+
+
+def window_by_hand(confidence: np.ndarray, hits: np.ndarray, place: float, width: float) -> tuple[float, ...]:
+    """What the window around a place sees, sample by sample, with mirror images at both ends."""
+    mass, squares, total, right = 0.0, 0.0, 0.0, 0.0
+    for c, y in zip(confidence, hits, strict=True):
+        weight = sum(
+            np.exp(-(((place - image) / width) ** 2) / 2) for image in (c, -c, 2 - c, c + 2, c - 2, 4 - c, -2 - c)
+        )
+        mass, squares, total, right = mass + weight, squares + weight**2, total + weight * c, right + weight * y
+    return mass, total / mass, right / mass, mass**2 / squares
+
+
+def test_a_smooth_curve_is_what_its_window_sees():
+    confidence, hits = cases.binary(400, shift=0.1)
+    found = smooth_curve(confidence, hits, scope="positive", points=21)
+    assert found.bandwidth == smooth_ece(confidence, hits, scope="positive").details["bandwidth"]
+    for number in range(0, len(found.place), 5):
+        place = float(found.place[number])
+        mass, mean, right, worth = window_by_hand(confidence.numpy(), hits.numpy(), place, found.bandwidth)
+        density = mass / (np.sqrt(2 * np.pi) * found.bandwidth * 400)
+        # Samples lie on a grid, each shared between its two neighbours.
+        for ours, theirs in zip(
+            (found.confidence, found.accuracy, found.density, found.samples), (mean, right, density, worth), strict=True
+        ):
+            assert float(ours[number]) == pytest.approx(theirs, rel=2e-3, abs=1e-4)
+    assert torch.equal(found.gap, found.confidence - found.accuracy)
+
+
+def test_a_calibrated_model_has_no_gap_however_its_confidences_lie():
+    """Smoothing the accuracy itself would show a gap wherever confidences are denser on one side."""
+    confidence = 1 - torch.rand(4_000, dtype=torch.float64) ** 4
+    found = smooth_curve(confidence, confidence.clone(), scope="positive")
+    assert float(found.gap.abs().max()) < 1e-9
+    assert float(torch.trapezoid(found.density, found.place)) == pytest.approx(1, abs=0.02)
+
+
+def test_a_smooth_curve_is_drawn_only_where_there_are_samples():
+    found = smooth_curve(torch.full((50,), 0.9), torch.ones(50), scope="positive", points=101)
+    assert float(found.place.min()) > 0.5
+    assert found.samples.max() <= 50 + 1e-9
+    one = smooth_curve(torch.tensor([0.3]), torch.tensor([1]), scope="positive")
+    assert len(one.place) > 0
+    with pytest.raises(ValueError, match="at least 2"):
+        smooth_curve(torch.rand(9), torch.ones(9), scope="positive", points=1)

@@ -33,7 +33,7 @@ from fedlas.metrics.selective import (
     risk_coverage,
 )
 from fedlas.metrics.significance import ks_test, kuiper_test, spiegelhalter_test
-from fedlas.metrics.smooth import kde_ece, smooth_ece
+from fedlas.metrics.smooth import SmoothCurve, kde_ece, smooth_curve, smooth_ece
 from fedlas.metrics.streaming import (
     AECE,
     AURC,
@@ -68,6 +68,7 @@ __all__ = [
     "Result",
     "RiskCoverage",
     "SignedECE",
+    "SmoothCurve",
     "SmoothECE",
     "accuracy",
     "across_seeds",
@@ -101,6 +102,7 @@ __all__ = [
     "risk_coverage",
     "rms_error",
     "signed_ece",
+    "smooth_curve",
     "smooth_ece",
     "spiegelhalter_test",
     "top_k",

@@ -12,10 +12,14 @@ KDE-ECE (Zhang, Kailkhura and Han, 2020), with a triweight kernel K_h reflected 
     KDE-ECE = integral over z of | z - a(z) | d(z),  d = mean_i K_h(z - c_i),  a = mean_i K_h(z - c_i) correct_i / d
 
 Both put the samples on a fine grid and convolve there, so they cost O(n) and a fixed amount on top.
+
+A smooth reliability diagram shows t - gap(t) with gap(t) = sum_i K_s(t, c_i) (c_i - correct_i) / sum_i K_s(t, c_i) and
+the width s of the smooth ECE. It is the gap that is smoothed, not the accuracy: that of a calibrated model is 0 however
+unevenly its confidences lie. The window at t is worth (sum K)^2 / sum K^2 samples.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
@@ -33,6 +37,32 @@ DENSITY_FLOOR = 0.0001
 KDE_POINTS = 2**13 + 1
 
 
+@dataclass(frozen=True)
+class SmoothCurve:
+    """What a window that slides over confidence sees, wherever it holds at least one sample.
+
+    Args:
+        place: middle of the window, between 0 and 1.
+        confidence: mean confidence in the window.
+        accuracy: share of right answers in it.
+        density: how densely confidences lie there; its integral over 0..1 is 1.
+        samples: how many samples the window is worth.
+        bandwidth: width of the window.
+    """
+
+    place: Float64[Tensor, " points"]
+    confidence: Float64[Tensor, " points"]
+    accuracy: Float64[Tensor, " points"]
+    density: Float64[Tensor, " points"]
+    samples: Float64[Tensor, " points"]
+    bandwidth: float
+
+    @property
+    def gap(self) -> Float64[Tensor, " points"]:
+        """Mean confidence minus accuracy: positive where the model is over-confident."""
+        return self.confidence - self.accuracy
+
+
 def smooth_ece(
     probs: Given,
     labels: Array | None = None,
@@ -40,6 +70,41 @@ def smooth_ece(
 ) -> Result:
     """Measure the calibration error with a kernel whose width the data choose; no bins, no edges."""
     return smooth_result(pairs(probs, labels, **which))
+
+
+def smooth_curve(
+    probs: Given,
+    labels: Array | None = None,
+    *,
+    points: int = 201,
+    scope: Scope = "top-label",
+    ignore_index: int | None = None,
+) -> SmoothCurve:
+    """Slide a window as wide as the kernel of the smooth ECE over confidence: what a smooth diagram is drawn from."""
+    if points < 2:
+        raise ValueError(f"points is {points}; at least 2 are needed")
+    found = pairs(probs, labels, scope, ignore_index)
+    width = float(smooth_result(found).details["bandwidth"])
+    confidence, correct = exact(found.confidence), exact(found.correct)
+    cells = _cells(width)
+    one = torch.ones_like(correct)
+    count, total, hits = (_on_grid(confidence, values, cells) for values in (one, confidence, correct))
+    grid, place = (torch.linspace(0, 1, size, dtype=torch.float64, device=count.device) for size in (cells, points))
+    # Each sample and its mirror images; those further away than two lengths weigh nothing, as no width is above 1.
+    images = [sign * grid + shift for sign in (1, -1) for shift in (-2, 0, 2)]
+    kernel = sum(((place[:, None] - image) / width).square().div(-2).exp() for image in images)
+    assert isinstance(kernel, Tensor)
+    mass = kernel @ count
+    kept = mass >= 1  # the kernel is 1 at its centre
+    mass = mass[kept]
+    return SmoothCurve(
+        place[kept],
+        (kernel @ total)[kept] / mass,
+        (kernel @ hits)[kept] / mass,
+        mass / (math.sqrt(2 * math.pi) * width * len(confidence)),
+        mass**2 / (kernel.square() @ count)[kept],
+        width,
+    )
 
 
 def kde_ece(
@@ -76,7 +141,7 @@ def smooth_result(found: Pairs) -> Result:
     grids: dict[int, tuple[Tensor, Tensor]] = {}
 
     def error(width: float) -> float:
-        points = max(2000, round(20 / width)) // 2 + 1
+        points = _cells(width)
         if points not in grids:
             grids[points] = _on_grid(confidence, gap, points), _on_grid(confidence, one, points)
         return _smoothed_error(*grids[points], width)
@@ -91,6 +156,10 @@ def smooth_result(found: Pairs) -> Result:
                 wide = middle
     about = replace(found.about, estimator="smooth ECE", norm="L1", edges="Gaussian kernel reflected at 0 and 1")
     return Result(error(wide), about, None, {"bandwidth": wide})
+
+
+def _cells(width: float) -> int:
+    return max(2000, round(20 / width)) // 2 + 1
 
 
 def _smoothed_error(gap: Float64[Tensor, " points"], count: Float64[Tensor, " points"], width: float) -> float:

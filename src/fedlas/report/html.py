@@ -1,0 +1,418 @@
+"""The report page: one HTML file about one model or several, which needs no network and opens by a double click.
+
+    save_page("report.html", predictions)
+    save_page("report.html", {"ce": Model(predictions=..., calibration=..., ood=...), "fedlas_ls": Model(...)})
+
+Texts that come from files (class names, paths, names of data sets) are data. They reach the page escaped, or as JSON in
+an element that no browser runs, and its script puts them in as text. A content security policy allows the page's own
+script and style alone, by their hashes, and no network.
+
+A page has no clock time in it: equal input makes equal bytes.
+"""
+
+import base64
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fedlas.evaluation import SHOWN, Report, evaluate
+from fedlas.metrics.result import Result
+from fedlas.predictions import Array, Predictions, optional_module, write_whole
+from fedlas.report.page_data import (
+    Plain,
+    class_data,
+    comparison_data,
+    model_data,
+    names_data,
+    norm_data,
+    ood_data,
+    sample_data,
+    text_data,
+    training_data,
+)
+from fedlas.report.thumbnails import picture_of
+from fedlas.report.words import direction, in_words, sentences
+
+FOLDER = Path(__file__).parent / "page"
+CLASS_DIAGRAMS = 3_000  # of all models together
+MOST_SAMPLES = 50
+PICTURE_BYTES = 1_500_000  # of all pictures together
+LONG = 2_000  # letters of a command, or of a value in a recipe
+
+MEANINGS = {
+    "accuracy": "Share of samples whose likeliest class is the label.",
+    "ece": "Distance of confidence and accuracy, averaged over bins of confidence. 0 is perfect; noise alone makes it "
+    "larger than 0, and the page says by how much.",
+    "aece": "The same over bins that hold equally many samples.",
+    "over_ece": "The part of the ECE that comes from bins where confidence is above accuracy.",
+    "under_ece": "The part of the ECE that comes from bins where confidence is below accuracy.",
+    "signed_ece": "Mean confidence minus accuracy: positive for over-confidence, negative for under-confidence.",
+    "mce": "The largest distance of confidence and accuracy in any bin, however few samples it holds.",
+    "rms_error": "Root of the mean squared distance of confidence and accuracy over bins.",
+    "debiased_l2": "The same, less what chance alone would show.",
+    "smooth_ece": "Calibration error with a kernel instead of bins, whose width the samples choose.",
+    "classwise_ece": "The ECE of each class's probability, averaged over all classes.",
+    "nll": "Mean negative log-likelihood of the labels, in nats: accuracy and calibration in one.",
+    "brier": "Mean squared distance of the probabilities and the truth, over all classes.",
+    "top_5": "Share of samples whose label is among the five likeliest classes.",
+    "aurc": "Share of errors, averaged over all coverages: whether the model knows when it is wrong.",
+    "e_aurc": "The part of the AURC that a better order of the same answers would avoid.",
+    "augrc": "Errors among the answered samples as a share of all samples, averaged over all coverages.",
+    "ks_test": "Largest difference of confidence and hits, added up from low to high confidence.",
+    "kuiper_test": "Range of the same difference.",
+    "spiegelhalter_test": "Distance of the Brier score from what a calibrated model would have, in deviations.",
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """What is known about one model of a page.
+
+    Args:
+        predictions: what it said about the samples, and the truth. Without them a page has summary and diagrams only.
+        report: what `evaluate` found; computed where it is not given.
+        calibration: other predictions of the model, to fit calibrators on; without them they are cross-fitted.
+        posthoc: the calibrators to try, where the report is not given.
+        ood: for the name of every foreign data set, predictions on it, or logits.
+        train_features: features of the training set, for the "knn" score of foreign data.
+        log: the log of its training run, one record for each epoch.
+        recipe: what it was trained with.
+        environment: where it was trained.
+    """
+
+    predictions: Predictions | None = None
+    report: Report | None = None
+    calibration: Predictions | None = None
+    posthoc: str | Sequence[Any] = ("temperature",)
+    ood: Mapping[str, Predictions | Array] = field(default_factory=dict)
+    train_features: Array | None = None
+    log: Sequence[Mapping[str, Any]] = ()
+    recipe: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None
+
+
+Given = Predictions | Report | Model
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of a page; see `report_page`."""
+
+    title: str
+    samples: int
+    level: float
+    resamples: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """What is known about single samples: names, paths, and pictures."""
+
+    ids: Sequence[object] | None
+    paths: Sequence[str | Path] | None
+    images: Any
+
+    def check(self, name: str, model: Model) -> None:
+        """Refuse lists that are not about the samples of a model."""
+        for what in ("ids", "paths", "images"):
+            given = getattr(self, what)
+            if given is not None and model.predictions is not None and len(given) != len(model.predictions):
+                raise ValueError(f"{what} has {len(given)} entries, {name} has {len(model.predictions)} samples")
+
+    def about(self, row: int) -> Plain:
+        """Name a sample."""
+        names = {"id": self.ids, "path": self.paths}
+        return {word: text_data(given[row]) for word, given in names.items() if given is not None}
+
+    def picture(self, row: int) -> str | None:
+        """Make the picture of a sample; None where there is none, or its file cannot be read."""
+        if self.images is not None:
+            return picture_of(self.images[row])
+        if self.paths is None:
+            return None
+        try:
+            return picture_of(Path(self.paths[row]))
+        except Exception:  # a missing or damaged file leaves a gap on the page, which says so
+            return None
+
+
+def report_page(
+    models: Given | Mapping[str, Given],
+    *,
+    title: str = "Calibration report",
+    ids: Sequence[object] | None = None,
+    paths: Sequence[str | Path] | None = None,
+    images: Any = None,
+    samples: int = 12,
+    command: str | None = None,
+    environment: Mapping[str, Any] | None = None,
+    level: float = 0.95,
+    resamples: int | None = None,
+    seed: int = 0,
+) -> str:
+    """Make a page about one model, or about several on the same samples, as one HTML text.
+
+    Args:
+        models: predictions, a report or a `Model`; or several of them by their names.
+        title: heading of the page.
+        ids: a name for each sample.
+        paths: an image file for each sample; those of the samples shown are read and made small.
+        images: instead of files, something that gives an image for `images[row]`: an array, a list of arrays.
+        samples: how many of the most over- and under-confident samples are shown, at most 50 of each kind.
+        command: the command that made the page.
+        environment: further lines for where it was made.
+        level: of all intervals.
+        resamples: how many resamples intervals are made from; each method's own number by default.
+        seed: of the random numbers of intervals and of cross-fitting.
+    """
+    if not 0 <= samples <= MOST_SAMPLES:
+        raise ValueError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
+    held = _by_name(models)
+    known = _Samples(ids, paths, images)
+    for name, model in held.items():
+        known.check(name, model)
+    asked = _Asked(title, samples, level, resamples, seed)
+    reports = {name: _report(model, asked) for name, model in held.items()}
+    data = _data(held, reports, known, asked)
+    about = _environment() | {str(name): value for name, value in (environment or {}).items()}
+    return _filled(data, held, reports, command, about)
+
+
+def save_page(path: str | Path, models: Given | Mapping[str, Given], **options: Any) -> Path:
+    """Write a page to a file, whole or not at all; options are those of `report_page`."""
+    path = Path(path)
+    write_whole(path, report_page(models, **options).encode())
+    return path
+
+
+def embedded(data: Any) -> str:
+    """Write data as JSON that may stand in an HTML element: without <, > and &, and in ASCII."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def unbroken(text: str) -> str:
+    """Keep numbers and their units on one line."""
+    return re.sub(r"(?<=\d) (?=%|points)|(?<=T) = ", lambda found: found[0].replace(" ", "\u00a0"), text)
+
+
+def _by_name(models: Given | Mapping[str, Given]) -> dict[str, Model]:
+    given = models if isinstance(models, Mapping) else {"model": models}
+    if not given:
+        raise ValueError("no model is given")
+    found: dict[str, Model] = {}
+    for name, one in given.items():
+        if isinstance(one, Predictions):
+            found[str(name)] = Model(predictions=one)
+        elif isinstance(one, Report):
+            found[str(name)] = Model(report=one)
+        elif isinstance(one, Model):
+            found[str(name)] = one
+        else:
+            raise TypeError(f"{name} is {type(one).__name__}; Predictions, a Report or a Model is expected")
+        if found[str(name)].predictions is None and found[str(name)].report is None:
+            raise ValueError(f"{name} has neither predictions nor a report")
+    return found
+
+
+def _report(model: Model, asked: _Asked) -> Report:
+    if model.report is not None:
+        return model.report
+    assert model.predictions is not None
+    return evaluate(
+        model.predictions,
+        ood=model.ood or None,
+        posthoc=model.posthoc,
+        calibration=model.calibration,
+        train_features=model.train_features,
+        level=asked.level,
+        resamples=asked.resamples,
+        seed=asked.seed,
+    )
+
+
+def _data(held: Mapping[str, Model], reports: Mapping[str, Report], known: _Samples, asked: _Asked) -> Plain:
+    names: list[list[str]] = []
+    models = [_model(name, model, reports[name], asked, len(held)) for name, model in held.items()]
+    for one, model in zip(models, held.values(), strict=True):
+        called = None if model.predictions is None else names_data(model.predictions)
+        if called is not None and called not in names:
+            names.append(called)
+        one["names"] = None if called is None else names.index(called)
+    pictures: dict[str, str] = {}
+    shown = [sample for one in models for kind in one.get("samples", {}).values() for sample in kind]
+    for sample in shown:
+        sample.update(known.about(sample["row"]))
+    lost = sum(not _keep_picture(pictures, known, sample["row"]) for sample in shown)
+    compared = {name: model.predictions for name, model in held.items() if model.predictions is not None}
+    both = None
+    if len(compared) == len(held):
+        both = comparison_data(compared, level=asked.level, resamples=asked.resamples or 2_000, seed=asked.seed)
+    return {
+        "title": text_data(asked.title),
+        "level": asked.level,
+        "names": names,
+        "models": models,
+        "pictures": pictures,
+        "lost": lost if known.images is not None or known.paths is not None else 0,
+        "comparison": both,
+    }
+
+
+def _model(name: str, model: Model, report: Report, asked: _Asked, models: int) -> Plain:
+    one = model_data(name, report, asked.level)
+    one |= {"direction": direction(report.before), "training": training_data(model.log, model.recipe)}
+    given = model.predictions
+    if given is not None:
+        one["class_table"] = class_data(given, report, most=CLASS_DIAGRAMS // models, level=asked.level)
+        one["ood"] = ood_data(given, model.ood, report, model.train_features)
+        one["norms"] = norm_data(given)
+        one["samples"] = sample_data(given, count=asked.samples)
+    return one
+
+
+def _keep_picture(pictures: dict[str, str], known: _Samples, row: int) -> bool:
+    """Add the picture of a sample to those of the page, as long as there is room."""
+    if str(row) in pictures:
+        return True
+    made = known.picture(row)
+    if made is None or sum(map(len, pictures.values())) + len(made) > PICTURE_BYTES:
+        return False
+    pictures[str(row)] = made
+    return True
+
+
+def _filled(
+    data: Plain,
+    held: Mapping[str, Model],
+    reports: Mapping[str, Report],
+    command: str | None,
+    environment: Mapping[str, Any],
+) -> str:
+    script, style = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+    jinja = optional_module("jinja2")
+    engine = jinja.Environment(autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = engine.from_string((FOLDER / "page.html.jinja").read_text(encoding="utf-8"))
+    first = next(iter(reports.values()))
+    trusted = engine.filters["safe"]
+    text: str = template.render(
+        data=data,
+        models=[_model_words(one, reports[name], held[name]) for one, name in zip(data["models"], held, strict=True)],
+        numbers=_numbers(data, list(reports.values())),
+        definitions=_definitions(first),
+        environment=_lines(environment),
+        command=None if command is None else text_data(command, LONG),
+        script=trusted(script),
+        style=trusted(style),
+        embedded=trusted(embedded(data)),
+        policy=_policy(script, style),
+        sections=_sections(data),
+    )
+    return text
+
+
+def _policy(script: str, style: str) -> str:
+    """Allow the page's own script and style, small pictures in the page, and nothing else."""
+    allowed = [f"'sha256-{base64.b64encode(hashlib.sha256(x.encode()).digest()).decode()}'" for x in (script, style)]
+    parts = ("default-src 'none'", f"script-src {allowed[0]}", f"style-src {allowed[1]}", "img-src data:")
+    return "; ".join([*parts, "base-uri 'none'", "form-action 'none'"])
+
+
+def _sections(data: Plain) -> list[tuple[str, str]]:
+    """List the sections that there is something to show in."""
+    models = data["models"]
+    there = {
+        "summary": True,
+        "comparison": len(models) > 1,
+        "reliability": True,
+        "confidences": any("confidences" in state for one in models for state in one["states"]),
+        "classes": any(one.get("class_table") for one in models),
+        "map": any(one.get("class_table") for one in models),
+        "selective": any("risk" in state for one in models for state in one["states"]),
+        "ood": any(one.get("ood") for one in models),
+        "norms": any(one.get("norms") for one in models),
+        "training": any(one.get("training") for one in models),
+        "samples": any(one.get("samples") and any(one["samples"].values()) for one in models),
+        "method": True,
+    }
+    titles = {
+        "summary": "Summary",
+        "comparison": "Models compared",
+        "reliability": "Reliability",
+        "confidences": "Confidence of right and wrong answers",
+        "classes": "Classes",
+        "map": "Over and under, by class",
+        "selective": "Leaving hard samples unanswered",
+        "ood": "Foreign data",
+        "norms": "Feature norms",
+        "training": "Training and gate",
+        "samples": "Most over- and under-confident samples",
+        "method": "How this was made",
+    }
+    return [(name, titles[name]) for name, shown in there.items() if shown]
+
+
+def _model_words(data: Plain, report: Report, model: Model) -> Plain:
+    said = in_words(report)
+    return {
+        "name": data["name"],
+        "headline": unbroken(said[0].upper() + said[1:]),
+        "direction": data["direction"],
+        "sentences": [unbroken(text_data(line, LONG)) for line in sentences(report)],
+        "recipe": _lines(model.recipe or {}),
+        "environment": _lines(model.environment or {}),
+    }
+
+
+def _numbers(data: Plain, reports: Sequence[Report]) -> Plain:
+    """Lay out the table of the summary: a row for each state of each model."""
+    names = [name for name in SHOWN if any(name in report.before.results for report in reports)]
+    head = [next(r.before[name].heading() for r in reports if name in r.before.results) for name in names]
+    rows = []
+    for one, report in zip(data["models"], reports, strict=True):
+        for place, state in enumerate(report.states):
+            cells = [_cell(state.results.get(name)) for name in names]
+            rows.append({"model": one["name"], "state": one["states"][place]["name"], "cells": cells})
+    return {"head": head, "rows": rows}
+
+
+def _cell(result: Result | None) -> tuple[str, str]:
+    """Give a number and its interval, both as words."""
+    if result is None:
+        return "", ""
+    value, _, interval = result.cell().partition(" ")
+    return value, interval
+
+
+def _definitions(report: Report) -> list[tuple[str, str, str]]:
+    found = report.before.results
+    return [
+        (result.definition.estimator, MEANINGS.get(name, ""), text_data(result.definition, 400))
+        for name, result in found.items()
+    ]
+
+
+def _lines(given: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Write a mapping as lines of words."""
+    found = []
+    for name, value in given.items():
+        words = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        found.append((text_data(name), text_data(words, LONG)))
+    return found
+
+
+def _environment() -> dict[str, str]:
+    found = {}
+    for name in ("fedlas", "torch", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found | {"python": platform.python_version(), "system": platform.platform()}

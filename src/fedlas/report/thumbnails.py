@@ -1,0 +1,63 @@
+"""Small pictures of samples, as data that a page can hold: made anew, so that nothing but pixels of a file gets in.
+
+Arrays are `(height, width)`, `(height, width, channels)` or `(channels, height, width)` with one, three or four
+channels, of whole numbers 0..255 (uint8) or of floating-point numbers 0..1. Nothing is guessed from values: other
+ranges are an error.
+"""
+
+import base64
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedlas.predictions import Array, as_tensor, optional_module
+
+SIDE = 96  # pixels of the longer side
+MOST_PIXELS = 64_000_000  # of a file that is opened
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "PPM")
+CHANNELS = {1, 3, 4}
+
+
+def picture_of(given: Array | str | Path) -> str:
+    """Make the data address of a small picture, of an array or of an image file."""
+    images = optional_module("PIL.Image")
+    made = _opened(images, Path(given)) if isinstance(given, str | Path) else images.fromarray(pixels(given))
+    made.thumbnail((SIDE, SIDE))
+    # Lossless for the small images of data sets; a photograph is many times smaller as JPEG.
+    kind, mode = ("PNG", "RGBA" if "A" in made.getbands() else "RGB") if max(made.size) <= 64 else ("JPEG", "RGB")
+    content = io.BytesIO()
+    made.convert(mode).save(content, kind, optimize=True)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def pixels(given: Array) -> NDArray[np.uint8]:
+    """Bring an array to rows of pixels with whole numbers 0..255."""
+    array = as_tensor(given, "image").cpu().numpy()
+    if array.ndim == 3 and array.shape[2] not in CHANNELS and array.shape[0] in CHANNELS:
+        array = np.moveaxis(array, 0, 2)
+    if array.ndim not in {2, 3} or (array.ndim == 3 and array.shape[2] not in CHANNELS) or 0 in array.shape:
+        raise ValueError(f"an image has shape {array.shape}; (height, width), with 1, 3 or 4 channels, is expected")
+    if array.dtype.kind == "f":
+        if not (array >= 0).all() or not (array <= 1).all():
+            raise ValueError("an image of floating-point numbers has values outside 0..1; undo its normalisation first")
+        array = np.rint(array * 255).astype(np.uint8)
+    if array.dtype != np.uint8:
+        raise TypeError(f"an image holds {array.dtype}; uint8, or floating-point numbers in 0..1, are expected")
+    return array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else np.ascontiguousarray(array)
+
+
+def _opened(images: Any, path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{path.name[:80]} is no file")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the size, which is looked at below, and about odd metadata
+        file = images.open(path, formats=FORMATS)
+        with file:
+            if file.width * file.height > MOST_PIXELS:
+                raise ValueError(f"{path.name[:80]} has {file.width} x {file.height} pixels, which is too many")
+            file.draft("RGB", (SIDE, SIDE))  # a large JPEG is decoded at a fraction of its size
+            return file.convert("RGBA" if "A" in file.getbands() else "RGB")

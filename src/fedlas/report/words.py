@@ -1,0 +1,277 @@
+"""What a report says, in words: nothing that its intervals do not carry.
+
+A direction is claimed only where the interval of the signed ECE leaves out zero, and a place only where the range of
+its accuracy leaves out its confidence even though the worst of all bins was looked for (Bonferroni). Where less is
+known, the words say so, and what chance alone would show stands beside the error.
+"""
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+from fedlas.metrics.bins import Bins
+from fedlas.metrics.result import Interval, Result
+from fedlas.report.places import Place, filled_places
+
+if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+    from fedlas.evaluation import Report, State
+
+Direction = Literal["over", "under", "both", "some", "none", "unknown"]
+Repair = Literal["all", "most", "part", "unclear", "little", "worse"]
+
+PLACE = 0.9  # the confidence that is spoken of
+FEWEST = 10  # samples that a place needs to be spoken of
+LONGEST = 60  # letters of a name that someone else gave
+MUCH = 0.1  # an ECE that may be this large is not known to be small
+
+
+def direction(state: "State") -> Direction:
+    """Say which way confidence is shown to be wrong.
+
+    "over" and "under" are shown by the mean; "both" means that bins of either kind are shown and cancel; "some" that
+    there is an error without a direction; "none" that no error is shown; "unknown" that there are no intervals.
+    """
+    signed, total = state["signed_ece"].interval, state["ece"].interval
+    if signed is None or total is None:
+        return "unknown"
+    if signed.low > 0 or signed.high < 0:
+        return "over" if signed.low > 0 else "under"
+    if total.low > 0:
+        ends = [state[name].interval for name in ("over_ece", "under_ece")]
+        return "both" if all(end is not None and end.low > 0 for end in ends) else "some"
+    return "none"
+
+
+def repair(before: "State", after: "State") -> Repair:
+    """Say how much of a calibration error a calibrator takes away.
+
+    "all" leaves no error that is shown; "most" and "part" of what exceeds chance are clear of the interval before;
+    "unclear" is less, but intervals meet; "little" hardly changes anything.
+    """
+    was, now = before["ece"], after["ece"]
+    start, end = _excess(was), max(_excess(now), 0.0)
+    if float(now) >= float(was):
+        return "worse" if float(now) > 1.05 * float(was) else "little"
+    if was.interval is None or now.interval is None:
+        return "unclear"
+    if now.interval.high < was.interval.low:
+        if now.interval.low <= 0:
+            return "all"
+        return "most" if end < start / 2 else "part"
+    return "unclear" if float(now) < 0.9 * float(was) else "little"
+
+
+def at_confidence(bins: Bins, confidence: float = PLACE, level: float = 0.95) -> Place | None:
+    """Find the bin that holds a confidence; None where it has too few samples to speak of."""
+    places = filled_places(bins, level)
+    found = [place for place in places if place.lower < confidence <= place.upper and place.samples >= FEWEST]
+    return found[0] if found else None
+
+
+def worst_place(state: "State", level: float = 0.95) -> Place | None:
+    """Find the bin that adds most to the error, among those where more than chance is shown."""
+    way = direction(state)
+    bins = state.bins["width"]
+    tried = max(1, int((bins.counts > 0).sum()))
+    wanted = {"over": (1,), "under": (-1,)}.get(way, (1, -1))
+    places = [
+        place
+        for place in filled_places(bins, 1 - (1 - level) / tried)
+        if not place.fits and math.copysign(1, place.weighted_gap) in wanted
+    ]
+    return max(places, key=lambda place: abs(place.weighted_gap), default=None)
+
+
+def in_words(report: "Report") -> str:
+    """Say the most important things in one line: direction, what 0.9 means, and what repairs it."""
+    state, way = report.before, direction(report.before)
+    said = [_headline(state, way)]
+    place = at_confidence(state.bins["width"], level=_level(state))
+    if place is not None:
+        said.append(f"at {_about(place)} confidence it is right {_whole(place.accuracy)} of the time")
+    done = _spoken_of(report)
+    if done is not None and way not in {"none", "unknown"}:
+        effect = {
+            "all": "leaves no error that is shown",
+            "most": "repairs most of it",
+            "part": "repairs part of it",
+            "unclear": "may repair some of it",
+            "little": "changes little",
+            "worse": "makes it worse",
+        }
+        said.append(f"{_called(done)} {effect[repair(state, done)]}")
+    return "; ".join(said)
+
+
+def sentences(report: "Report") -> tuple[str, ...]:
+    """Say at some length what a report shows, with its intervals."""
+    state, way = report.before, direction(report.before)
+    level = _level(state)
+    samples = f"{report.n:,} {'sample' if report.n == 1 else 'samples'}"
+    where = f' of the split "{_name(report.split)}"' if report.split else ""
+    said = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where} in {report.classes:,} classes."]
+    said += _direction_sentences(state, way, samples)
+    near = at_confidence(state.bins["width"], level=level)
+    if near is not None:
+        range_ = f"{_range(near.low, near.high)}){', which fits' if near.fits else ''}"
+        said.append(
+            f"Where its confidence is about {_about(near)} ({near.samples:,} samples, mean "
+            f"{_percent(near.confidence)}), it is right {_percent(near.accuracy)} of the time ({range_}."
+        )
+    worst = worst_place(state, level) if way not in {"none", "unknown"} else None
+    if worst is not None:
+        most = abs(worst.weighted_gap) > float(state["ece"]) / 2
+        said.append(
+            f"{'Most' if most else 'The largest part'} of the error lies at confidences from {worst.lower:.2f} to "
+            f"{worst.upper:.2f}: {worst.samples:,} samples, mean confidence {_percent(worst.confidence)}, right "
+            f"{_percent(worst.accuracy)}."
+        )
+    said += [_repair_sentence(state, after, way) for after in report.after.values()]
+    said += sorted({_fitted(after) for after in report.after.values() if after.fits})
+    return tuple(said)
+
+
+def _direction_sentences(state: "State", way: Direction, samples: str) -> list[str]:
+    signed, total = state["signed_ece"], state["ece"]
+    mean = float(state["accuracy"]) + float(signed)
+    compared = f"mean confidence is {_percent(mean)}, accuracy {_percent(float(state['accuracy']))}"
+    error = f"The ECE is {_share(total)}{_chance(total)}."
+    if signed.interval is None or total.interval is None:
+        side = "above" if float(signed) >= 0 else "below"
+        return [
+            f"Mean confidence is {_points(signed)} {side} accuracy; no interval was computed to say how sure that is.",
+            f"The ECE is {_percent(float(total))}.",
+        ]
+    if way in {"over", "under"}:
+        low, high = sorted(abs(end) for end in (signed.interval.low, signed.interval.high))
+        return [
+            f"It is {way}-confident by {_points(signed)} ({_points(low, unit=False)} to {_points(high)} at "
+            f"{100 * signed.interval.level:g} %): {compared}.",
+            error,
+        ]
+    if way == "both":
+        return [
+            f"It is too sure in some places (O-ECE {_share(state['over_ece'])}) and too unsure in others (U-ECE "
+            f"{_share(state['under_ece'])}); on average the two cancel: {compared}.",
+            error,
+        ]
+    if way == "some":
+        return [f"Confidence and accuracy differ, but no single direction is shown: {compared}.", error]
+    unknown = f" {samples.capitalize()} cannot tell more." if total.interval.high >= MUCH else ""
+    return [
+        f"No miscalibration is shown: the ECE is {_percent(float(total))}, and the true one may be anywhere from 0 to "
+        f"{_percent(total.interval.high)}{_chance(total)}.{unknown}"
+    ]
+
+
+def _repair_sentence(before: "State", after: "State", way: Direction) -> str:
+    was, now = before["ece"], after["ece"]
+    change = f"the ECE goes from {_percent(float(was))} to {_share(now)}{_chance(now)}"
+    if way == "none":
+        return f"{_subject(after, brief=True)} has nothing to repair that is shown: {change}."
+    verdict = {
+        "all": "leaves no miscalibration that these samples show",
+        "most": "repairs most of it",
+        "part": "repairs part of it",
+        "unclear": "may repair some of it, which is not sure",
+        "little": "changes little",
+        "worse": "makes it worse",
+    }
+    return f"{_subject(after)} {verdict[repair(before, after)]}: {change}."
+
+
+def _fitted(after: "State") -> str:
+    if len(after.fits) > 1:
+        parts = f"{len(after.fits)} parts"
+        return f"Calibrators were cross-fitted in {parts}: no sample is judged by a fit that saw its label."
+    fit = after.fits[0]
+    of_split = f' of the split "{_name(fit.split)}"' if fit.split else ""
+    return f"Calibrators were fitted on {fit.n:,} samples{of_split}."
+
+
+def _spoken_of(report: "Report") -> "State | None":
+    """Choose the calibrator to speak of first: a temperature where there is one."""
+    states = list(report.after.values())
+    return next((one for one in states if _temperature(one) is not None), states[0] if states else None)
+
+
+def _temperature(state: "State") -> float | None:
+    return state.parameters.get("temperature") if state.name.startswith("temperature") else None
+
+
+def _called(state: "State") -> str:
+    found = _temperature(state)
+    return _name(state.name) if found is None else f"T = {found:.2g}"
+
+
+def _subject(state: "State", *, brief: bool = False) -> str:
+    found, spread = _temperature(state), state.parameters.get("standard_error", math.inf)
+    if found is None:
+        return f"The calibrator {_name(state.name)}"
+    if brief or not spread < 1:
+        return f"A temperature of T = {found:.3g}"
+    # The standard error is that of log T.
+    low, high = (found * math.exp(side * 1.96 * spread) for side in (-1, 1))
+    return f"A temperature of T = {found:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _headline(state: "State", way: Direction) -> str:
+    signed, total = state["signed_ece"], state["ece"]
+    if way in {"over", "under"}:
+        return f"{way}-confident by {_points(signed)}"
+    if way == "both":
+        return f"too sure in some places and too unsure in others (ECE {_percent(float(total))})"
+    if way == "some":
+        return f"confidence and accuracy differ, in no single direction (ECE {_percent(float(total))})"
+    if way == "none":
+        floor = total.details.get("noise_floor")
+        beside = "" if floor is None else f", {_percent(floor)} by chance"
+        return f"no miscalibration is shown (ECE {_percent(float(total))}{beside})"
+    side = "above" if float(signed) >= 0 else "below"
+    return f"mean confidence is {_points(signed)} {side} accuracy (no interval was computed)"
+
+
+def _chance(result: Result) -> str:
+    floor = result.details.get("noise_floor")
+    return "" if floor is None else f"; a perfectly calibrated model would show {_percent(floor)} by chance"
+
+
+def _excess(result: Result) -> float:
+    return float(result) - float(result.details.get("noise_floor", 0.0))
+
+
+def _level(state: "State") -> float:
+    interval = state["ece"].interval
+    return 0.95 if interval is None else interval.level
+
+
+def _share(result: Result) -> str:
+    interval: Interval | None = result.interval
+    around = "" if interval is None else f" ({_range(interval.low, interval.high)})"
+    return f"{_percent(float(result))}{around}"
+
+
+def _name(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _about(place: Place) -> str:
+    return f"{place.confidence:.2f}".removesuffix("0")
+
+
+def _range(low: float, high: float) -> str:
+    return f"{_percent(low).removesuffix(' %')} to {_percent(high)}"
+
+
+def _whole(share: float) -> str:
+    """Write a share in whole percent, or more exactly near 0 and 1."""
+    return f"{100 * share:.0f} %" if 0.01 <= share <= 0.99 else _percent(share)
+
+
+def _percent(share: float) -> str:
+    digits = 1 if abs(share) >= 0.00995 else 2
+    return f"{100 * share:.{digits}f} %"
+
+
+def _points(gap: float, *, unit: bool = True) -> str:
+    size = abs(float(gap))
+    return f"{100 * size:.{1 if size >= 0.00995 else 2}f}" + (" points" if unit else "")

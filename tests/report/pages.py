@@ -1,0 +1,127 @@
+"""Models and pages that the tests of the report page share."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlas.evaluation import evaluate
+from fedlas.predictions import Predictions
+from fedlas.report.html import Model
+
+# Logits of a public ResNet-20 on CIFAR-10's test set; they lie beside the repository where there are any.
+REAL = Path(__file__).parents[3] / "shared" / "data" / "cifar10_resnet20_test_logits.npz"
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+RUNS = "window.ran = true"
+HOSTILE = (
+    f"</script><script>{RUNS}</script>",
+    f'"><img src=x onerror="{RUNS}">',
+    f"<!--<script>{RUNS}//-->",
+    f"' onmouseover='{RUNS}",
+    f"javascript:{RUNS}",
+    "{{ 7 * 7 }}{% raw %}${7*7}",
+    "مرحبا بالعالم \u202eتجربة",
+    "line\u2028separator\u2029and\x00zero\ud800",
+    "&lt;b&gt; &amp; <b>bold</b>",
+    "長い名前" * 2_500,
+)
+
+
+def model(n: int = 700, classes: int = 10, scale: float = 2.0, seed: int = 0, **rest: Any) -> Predictions:
+    """A model whose logits are `scale` times those that the labels were drawn from, with features."""
+    random = torch.Generator().manual_seed(0)  # the same samples for every seed
+    logits = 2.5 * torch.randn(n, classes, generator=random)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
+    features = torch.rand(n, 6, generator=random) * (1 + logits.softmax(1).amax(1, keepdim=True))
+    noise = torch.randn(n, classes, generator=torch.Generator().manual_seed(seed)) if seed else 0.0
+    rest = {"features": features, "split": "val"} | rest
+    return Predictions(scale * (logits + 0.3 * noise), labels, **rest)
+
+
+def foreign(n: int = 300, classes: int = 10, spread: float = 1.5) -> Predictions:
+    random = torch.Generator().manual_seed(1)
+    return Predictions(spread * torch.randn(n, classes, generator=random), features=torch.rand(n, 6, generator=random))
+
+
+def log(epochs: int = 12) -> list[dict[str, Any]]:
+    """The log of a run with a gate, as `fedlas.train` writes it."""
+    counts = [round(200 * math.exp(-((place - 8.5) ** 2) / 8)) for place in range(18)]
+    return [
+        {
+            "epoch": epoch,
+            "train": {"loss": 2 / epoch},
+            "val": {"accuracy": 0.9 - 0.5 / epoch, "ece": 0.02 + 0.05 / epoch},
+            "gate": {
+                "positive": 0.5 + 0.02 * epoch,
+                "negative": 0.5 - 0.02 * epoch,
+                "flip_rate": None if epoch == 1 else 0.4 / epoch,
+                "alpha_ratio": 1 - 0.03 * epoch,
+                "against_gamma": 0.5 + 0.03 * epoch,
+                "gamma_histogram": {"edges": [-4 + 0.5 * n for n in range(17)], "counts": counts},
+            },
+        }
+        for epoch in range(1, epochs + 1)
+    ]
+
+
+def models(resamples: int = 100) -> dict[str, Model]:
+    """Three models on the same samples, the first with everything that a page can show."""
+    first, ood = model(class_names=CIFAR10), {"street numbers": foreign(), "noise": foreign(200, spread=0.5)}
+    options: dict[str, Any] = {"resamples": resamples}
+    recipe = {"data": "cifar10", "loss": "fedlas_ls", "loss_options": {"alpha": 0.05, "beta": 4.0}}
+    return {
+        "sure": Model(
+            predictions=first,
+            report=evaluate(first, ood=ood, posthoc=["temperature", "isotonic"], **options),
+            ood=ood,
+            log=log(),
+            recipe=recipe,
+            environment={"device": "cpu"},
+        ),
+        "unsure": Model(
+            predictions=(second := model(scale=0.4, class_names=CIFAR10, features=None)),
+            report=evaluate(second, posthoc="temperature", **options),
+        ),
+        "other": Model(predictions=(third := model(seed=5)), report=evaluate(third, **options)),
+    }
+
+
+def images(n: int = 700) -> torch.Tensor:
+    return torch.randint(0, 256, (n, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def many_classes() -> Model:
+    """Five thousand samples of a thousand classes."""
+    random = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 1000, (5_000,), generator=random)
+    logits = 2.5 * torch.randn(5_000, 1000, generator=random)
+    logits[torch.arange(5_000), labels] += 10
+    given = Predictions(logits, labels, class_names=[f"kind {k} of things" for k in range(1000)])
+    return Model(predictions=given, report=evaluate(given, intervals=False))
+
+
+def hostile() -> tuple[dict[str, Model], dict[str, Any]]:
+    """A model, and the options of a page, in which every text is an attack."""
+    given = model(300, class_names=HOSTILE, split=HOSTILE[0])
+    ood = {name: foreign(50) for name in (HOSTILE[0], HOSTILE[1], HOSTILE[6])}
+    report = evaluate(given, ood=ood, posthoc="temperature", resamples=50)
+    made = Model(
+        predictions=given,
+        report=report,
+        ood=ood,
+        recipe={HOSTILE[0]: HOSTILE[1], "nested": {HOSTILE[2]: [HOSTILE[0], HOSTILE[9]]}},
+        environment={HOSTILE[1]: HOSTILE[0]},
+        log=log(),
+    )
+    other = Model(predictions=given, report=report)
+    options = {
+        "title": HOSTILE[0],
+        "command": HOSTILE[1] + HOSTILE[0],
+        "ids": [HOSTILE[row % 10] for row in range(300)],
+        "paths": [f"/nowhere/{HOSTILE[(row + 3) % 10]}" for row in range(300)],
+        "environment": {HOSTILE[0]: HOSTILE[1]},
+        "resamples": 50,
+    }
+    return {HOSTILE[0]: made, HOSTILE[9]: other}, options

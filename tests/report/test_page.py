@@ -1,0 +1,278 @@
+"""The page as text: one file, of bounded size, whose texts are data."""
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlas.evaluation import Report, evaluate
+from fedlas.predictions import Predictions
+from fedlas.report import html
+from fedlas.report.html import Model, embedded, report_page, save_page, unbroken
+from fedlas.report.page_data import text_data
+from report import pages
+
+pytest.importorskip("jinja2")
+
+MOST_BYTES = 6_000_000
+
+
+class Reader(HTMLParser):
+    """Lists the elements of a page, and the text inside scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.words: list[str] = []
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag if tag in {"script", "style"} else ""
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif not self._inside:
+            self.words.append(data)
+
+
+def data_of(text: str) -> dict:
+    return json.loads(Reader(text).scripts[0])
+
+
+@pytest.fixture(scope="module")
+def several() -> str:
+    return report_page(pages.models(), images=pages.images(), title="Three models", resamples=100)
+
+
+@pytest.fixture(scope="module")
+def attacked() -> str:
+    models, options = pages.hostile()
+    return report_page(models, **options)
+
+
+def test_predictions_alone_make_a_page(tmp_path):
+    path = save_page(tmp_path / "deep" / "page.html", pages.model(200), resamples=50)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert len(data_of(text)["models"][0]["states"]) == 2  # as given, and a temperature
+    assert [tag for tag, _ in Reader(text).tags].count("html") == 1
+
+
+def test_equal_input_makes_equal_bytes():
+    given = Model(predictions=pages.model(200), posthoc=())
+    assert report_page(given, resamples=50) == report_page(given, resamples=50)
+
+
+def test_nothing_outside_the_file_is_named(several):
+    addresses = {
+        value
+        for tag, attributes in Reader(several).tags
+        for name, value in attributes.items()
+        if name in {"src", "href", "action", "data", "poster", "srcset"} and value and not value.startswith("#")
+    }
+    assert addresses == set()
+    assert "@import" not in several
+    style = re.search(r"<style>(.*?)</style>", several, re.DOTALL)[1]
+    assert "url(" not in style
+
+
+def test_only_our_own_script_and_style_are_allowed(several):
+    reader = Reader(several)
+    policy = next(a["content"] for t, a in reader.tags if a.get("http-equiv") == "Content-Security-Policy")
+    style = re.search(r"<style>(.*?)</style>", several, re.DOTALL)[1]
+    for text in (reader.scripts[1], style):
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert not any(
+        "style" in attributes or any(n.startswith("on") for n in attributes) for _, attributes in reader.tags
+    )
+
+
+def test_the_script_never_makes_markup_of_text():
+    script = (html.FOLDER / "page.js").read_text(encoding="utf-8")
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "</script"):
+        assert word not in script
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", script)
+
+
+def test_pages_are_small(several):
+    assert len(several.encode()) < 1_000_000
+    big = report_page(pages.many_classes())
+    assert len(big.encode()) < 1_000_000
+    assert len(data_of(big)["models"][0]["class_table"]["class"]) == 1_000
+
+
+def test_models_of_many_classes_stay_below_the_limit():
+    one = pages.many_classes()
+    text = report_page(
+        {f"model {k}": dataclasses.replace(one, predictions=one.predictions) for k in range(3)}, resamples=50
+    )
+    assert len(text.encode()) < MOST_BYTES / 2
+    wide = torch.Generator().manual_seed(0)
+    given = Predictions(
+        torch.randn(600, 20_000, generator=wide), torch.randint(20_000, (600,), generator=wide),
+        class_names=[f"{'long name ' * 40}{k}" for k in range(20_000)],
+    )  # fmt: skip
+    text = report_page(Model(predictions=given, report=evaluate(given, intervals=False)))
+    assert len(text.encode()) < MOST_BYTES / 2
+    assert len(data_of(text)["models"][0]["class_table"]["of_answers"]) <= html.CLASS_DIAGRAMS
+
+
+def test_texts_of_files_are_data(attacked):
+    """No element of the page comes from a text, and every text arrives, cut but unchanged."""
+    reader = Reader(attacked)
+    assert len(reader.scripts) == 2
+    assert RAN not in reader.scripts[1]
+    tags = {tag for tag, _ in reader.tags}
+    assert "b" not in tags
+    assert "img" not in tags
+    data = json.loads(reader.scripts[0])
+    assert data["names"][0] == [text_data(name) for name in pages.HOSTILE]
+    assert data["title"] == pages.HOSTILE[0]
+    assert any(pages.HOSTILE[0] in words for words in reader.words)
+    assert "49" not in " ".join(reader.words[:5])
+    between = re.search(r'id="page-data">(.*?)</script>', attacked, re.DOTALL)[1]
+    assert between.isascii()
+    assert not set("<>&") & set(between)
+    assert max(len(name) for name in data["names"][0]) < 250
+
+
+RAN = "window.ran"
+
+
+def test_json_in_a_page_comes_back():
+    given = {name: [name] for name in map(text_data, pages.HOSTILE)}
+    text = embedded(given)
+    assert json.loads(text) == given
+    assert not set("<>&\u2028\u2029") & set(text)
+    with pytest.raises(ValueError, match="JSON"):
+        embedded({"x": float("nan")})
+
+
+def test_sections_are_there_when_there_is_something_to_show(several):
+    names = [a["id"] for t, a in Reader(several).tags if t == "section"]
+    assert names == [
+        "summary", "comparison", "reliability", "confidences", "classes", "map", "selective", "ood", "norms",
+        "training", "samples", "method",
+    ]  # fmt: skip
+    plain = report_page(Model(predictions=pages.model(100, features=None), posthoc=()), resamples=50)
+    names = [a["id"] for t, a in Reader(plain).tags if t == "section"]
+    assert not {"comparison", "ood", "norms", "training"} & set(names)
+
+
+def test_a_saved_report_alone_makes_a_page(tmp_path):
+    report = evaluate(pages.model(200), posthoc="temperature", resamples=50)
+    report.save(tmp_path / "report.json")
+    text = report_page(Report.load(tmp_path / "report.json"))
+    names = [a["id"] for t, a in Reader(text).tags if t == "section"]
+    assert names == ["summary", "reliability", "method"]
+
+
+def test_command_recipe_environment_and_definitions_are_written():
+    text = report_page(
+        Model(predictions=pages.model(100), posthoc=(), recipe={"lr": 0.1, "loss": "ce"}, environment={"gpu": "H200"}),
+        command="fedlas evaluate x.npz --html y.html", environment={"host": "here"}, resamples=50,
+    )  # fmt: skip
+    words = " ".join(Reader(text).words)
+    for wanted in (
+        "fedlas evaluate x.npz --html y.html",
+        "lr",
+        "0.1",
+        "H200",
+        "here",
+        "Brier score",
+        "equal-width bins",
+    ):
+        assert wanted in words
+    report = evaluate(pages.model(100), intervals=False)
+    assert set(report.before.results) <= set(html.MEANINGS)
+
+
+def test_pictures_come_from_arrays_or_files_and_are_bounded(tmp_path, several, monkeypatch):
+    data = data_of(several)
+    rows = {str(one["row"]) for m in data["models"] for kind in ("over", "under") for one in m["samples"][kind]}
+    assert set(data["pictures"]) == rows
+    assert data["lost"] == 0
+    images = pytest.importorskip("PIL.Image")
+    paths = [tmp_path / f"{row}.png" for row in range(100)]
+    for path in paths[:50]:
+        images.new("RGB", (20, 20), (9, 99, 9)).save(path)
+    given = Model(predictions=pages.model(100), posthoc=())
+    data = data_of(report_page(given, paths=paths, resamples=50))
+    shown = [one["row"] for kind in ("over", "under") for one in data["models"][0]["samples"][kind]]
+    assert {int(row) for row in data["pictures"]} == {row for row in shown if row < 50}
+    assert data["lost"] == sum(row >= 50 for row in shown)
+    monkeypatch.setattr(html, "PICTURE_BYTES", 300)
+    assert sum(map(len, data_of(report_page(given, paths=paths, resamples=50))["pictures"].values())) <= 300
+
+
+def test_wrong_input_is_refused():
+    given = Model(predictions=pages.model(100), posthoc=())
+    with pytest.raises(ValueError, match="ids has 3 entries, model has 100 samples"):
+        report_page(given, ids=[1, 2, 3])
+    with pytest.raises(ValueError, match="samples is 99"):
+        report_page(given, samples=99)
+    with pytest.raises(ValueError, match="no model"):
+        report_page({})
+    with pytest.raises(ValueError, match="neither"):
+        report_page({"a": Model()})
+    with pytest.raises(Exception, match=r"a is list|Type-check"):
+        report_page({"a": [1]})
+    with pytest.raises(ValueError, match="values outside"):
+        report_page(given, images=torch.randn(100, 3, 4, 4), resamples=50)
+
+
+def test_numbers_and_units_stay_on_one_line():
+    assert unbroken("by 4.1 points; T = 1.6 at 95 %") == "by 4.1\u00a0points; T\u00a0=\u00a01.6 at 95\u00a0%"
+
+
+def test_the_wheel_holds_the_page():
+    """Everything in the package folder is packed; the files of the page lie there and git knows them."""
+    for name in ("page.html.jinja", "page.css", "page.js"):
+        assert (html.FOLDER / name).is_file()
+    assert html.FOLDER.is_relative_to(Path(html.__file__).parent)
+
+
+VARIABLE = re.compile(r"--([\w-]+): (#[0-9a-f]{6})")
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_have_contrast():
+    """AA of WCAG 2: 4.5 for text, 3 for what a picture is drawn with."""
+    style = (html.FOLDER / "page.css").read_text(encoding="utf-8")
+    blocks = re.findall(r":root[^{]*\{([^}]*--paper[^}]*)\}", style)
+    assert len(blocks) == 4  # light, dark by choice, dark by the system, print
+    assert VARIABLE.findall(blocks[1]) == VARIABLE.findall(blocks[2])
+    for block in blocks:
+        colour = dict(VARIABLE.findall(block))
+        for text in ("ink", "soft", "accent", "over", "under"):
+            for ground in ("paper", "card"):
+                assert contrast(colour[text], colour[ground]) >= 4.5, (text, ground)
+        for drawn in ("bar", "right", "wrong", *(f"line-{k}" for k in range(6))):
+            assert contrast(colour[drawn], colour["paper"]) >= 3, drawn

@@ -1,0 +1,756 @@
+"""The page in a real browser: Debian's Chromium, driven by playwright.
+
+Every control is tested by what it changes. No page may say anything on the console, ask the network for anything, or be
+wider than its window. Where the browser is missing, these tests are skipped:
+
+    pip install playwright && apt-get install chromium
+
+`FEDLAS_CHROMIUM` names another browser, and `FEDLAS_SCREENSHOTS` a folder that pictures of the pages go to.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlas.evaluation import Report, evaluate
+from fedlas.predictions import Predictions
+from fedlas.report.html import Model, save_page
+from report import pages
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+CHROMIUM = os.environ.get("FEDLAS_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("no Chromium: apt-get install chromium, or set FEDLAS_CHROMIUM", allow_module_level=True)
+
+NARROW, WIDE = 375, 1440
+SHOTS = os.environ.get("FEDLAS_SCREENSHOTS")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        # Without its sandbox, because containers often have none; the pages are our own.
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="session")
+def several(folder: Path) -> Path:
+    options: dict[str, Any] = {
+        "images": pages.images(),
+        "ids": range(700),
+        "command": "fedlas evaluate",
+        "resamples": 100,
+    }
+    return save_page(folder / "several.html", pages.models(), title="Three models", **options)
+
+
+@pytest.fixture(scope="session")
+def many(folder: Path) -> Path:
+    return save_page(folder / "many.html", pages.many_classes())
+
+
+@pytest.fixture(scope="session")
+def hostile(folder: Path) -> Path:
+    models, options = pages.hostile()
+    return save_page(folder / "hostile.html", models, **options)
+
+
+class Visit:
+    """An open page, and everything that went wrong on it."""
+
+    def __init__(self, browser: Any, path: Path, width: int = WIDE, scheme: str = "light", **options: Any) -> None:
+        options = {
+            "viewport": {"width": width, "height": 900},
+            "color_scheme": scheme,
+            "reduced_motion": "reduce",
+        } | options
+        self.context = browser.new_context(**options)
+        self.faults: list[str] = []
+        self.page = self.context.new_page()
+        self.page.on("console", lambda message: self.faults.append(f"console: {message.text}"))
+        self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
+        self.page.on("request", self._asked)
+        self.page.on("requestfailed", lambda request: self.faults.append(f"failed: {request.url} {request.failure}"))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready]")
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith(("data:", "file:")) or request.resource_type not in {"document", "image"}:
+            self.faults.append(f"request: {request.url}")
+
+    def text(self, selector: str) -> str:
+        return str(self.page.locator(selector).first.inner_text())
+
+    def count(self, selector: str) -> int:
+        return int(self.page.locator(selector).count())
+
+    def overflow(self) -> int:
+        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.faults == []
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Any]:
+    opened: list[Visit] = []
+
+    def go(path: Path, *args: Any, **options: Any) -> Visit:
+        opened.append(Visit(browser, path, *args, **options))
+        return opened[-1]
+
+    yield go
+    for one in opened:
+        one.close()
+
+
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["several", "many", "hostile"])
+def test_no_page_is_wider_than_its_window(visit, request, name, width, scheme):
+    here = visit(request.getfixturevalue(name), width, scheme)
+    assert here.overflow() == 0
+    for details in here.page.locator("details").all():
+        details.evaluate("one => { one.open = true; }")
+    here.page.wait_for_timeout(50)
+    assert here.overflow() == 0
+    wide = here.page.evaluate("""() => [...document.querySelectorAll("body *")].filter((one) => {
+        if (one.closest('.scroll, svg, .hidden, .patterns') || one.closest('[hidden]')) return false;
+        return one.getBoundingClientRect().right > document.documentElement.clientWidth + 1;
+    }).map((one) => one.outerHTML.slice(0, 120))""")
+    assert wide == []
+    if SHOTS:
+        here.page.evaluate("document.querySelectorAll('main details').forEach((one) => { one.open = false; })")
+        here.page.screenshot(path=Path(SHOTS) / f"{name}-{width}-{scheme}.png", full_page=True)
+
+
+def test_colours_follow_the_system_and_the_switch(visit, several):
+    for scheme in ("light", "dark"):
+        here = visit(several, scheme=scheme)
+        ground = "getComputedStyle(document.body).backgroundColor"
+        system = here.page.evaluate(ground)
+        here.page.select_option("#theme", "dark")
+        dark = here.page.evaluate(ground)
+        here.page.select_option("#theme", "light")
+        light = here.page.evaluate(ground)
+        assert dark != light
+        assert system == {"light": light, "dark": dark}[scheme]
+        here.page.select_option("#theme", "auto")
+        assert here.page.evaluate(ground) == system
+        here.page.select_option("#theme", "dark")
+        here.page.emulate_media(media="print")
+        assert here.page.evaluate(ground) == light
+
+
+def test_the_model_changes_everything_that_is_about_one_model(visit, several):
+    here = visit(several)
+    watched = ("#reliability-diagrams", "#confidence-histogram", "#class-table tbody", "#map-figure", "#sample-list")
+    before = {place: here.page.inner_html(place) for place in watched}
+    assert here.count("#reliability-states input[type=radio]") == 3
+    here.page.select_option("#model", "1")
+    for place in watched:
+        assert here.page.inner_html(place) != before[place], place
+    assert here.count("#reliability-states input[type=radio]") == 2
+    assert "No foreign data was given" in here.text("#ood")
+    assert "have no features" in here.text("#norms")
+    assert "No training log" in here.text("#training")
+    here.page.select_option("#model", "2")
+    assert here.count("#reliability-states input[type=radio]") == 1
+    assert here.text("#class-table tbody th").startswith("class ")  # this one has no names
+    here.page.select_option("#model", "0")
+    for place in watched:
+        assert here.page.inner_html(place) == before[place], place
+
+
+def test_reliability_diagrams_switch_between_groups(visit, several):
+    here = visit(several)
+    drawn = "#reliability-diagrams figure:first-child"
+    widths = "one => one.getAttribute('width')"
+
+    def bars() -> list[str]:
+        return [one.evaluate(widths) for one in here.page.locator(f"{drawn} .bar").all()][:-1]  # less the legend
+
+    assert "ECE" in here.text(f"{drawn} figcaption")
+    filled = here.count("#reliability-diagrams > div:first-child .stop")
+    here.page.check("#bins input[value=mass]")
+    assert "AECE" in here.text(f"{drawn} figcaption")
+    assert here.count("#reliability-diagrams > div:first-child .stop") == 15 != filled
+    here.page.check("#bins input[value=smooth]")
+    assert "smooth ECE" in here.text(f"{drawn} figcaption")
+    assert here.count(f"{drawn} svg[role=group] .line") >= 1
+    assert here.count(f"{drawn} svg[role=group] .bar") == 0
+    here.page.check("#bins input[value=width]")
+    assert here.count("#reliability-diagrams > div:first-child .stop") == filled
+
+
+def test_empty_groups_are_absent(visit, several):
+    here = visit(several)
+    states = here.page.evaluate("JSON.parse(document.getElementById('page-data').textContent).models[0].states")
+    rows = states[0]["diagrams"]["width"]["bins"]
+    first = "#reliability-diagrams > div:first-child svg[role=group]"
+    assert here.count(f"{first} .stop") == len(rows) < 15
+    assert here.count(f"{first} .bar") == here.count(f"{first} .whisker") == len(rows)
+    assert here.count(f"{first} .density") == len(rows)
+
+
+def test_before_and_after_stand_beside_each_other(visit, several):
+    here = visit(several)
+    captions = "#reliability-diagrams figcaption"
+    assert [one.inner_text().split("\n")[0] for one in here.page.locator(captions).all()] == [
+        "As given",
+        "After temperature",
+    ]
+    here.page.uncheck("#beside")
+    assert here.count(captions) == 1
+    assert here.text(captions).startswith("After temperature")
+    here.page.locator("#reliability-states input[type=radio]").nth(2).check()
+    assert here.text(captions).startswith("After isotonic")
+    here.page.check("#beside")
+    assert here.count(captions) == 2
+    here.page.locator("#reliability-states input[type=radio]").nth(0).check()
+    assert here.count(captions) == 1
+    assert here.text(captions).startswith("As given")
+
+
+def test_pointer_and_keys_say_count_accuracy_and_confidence(visit, several):
+    here = visit(several)
+    row = here.page.evaluate(
+        "JSON.parse(document.getElementById('page-data').textContent).models[0].states[0].diagrams.width.bins[3]"
+    )
+    drawing = "#reliability-diagrams > div:first-child .drawing"
+    assert not here.page.locator(f"{drawing} .tip").is_visible()
+    here.page.locator(f"{drawing} .stop").nth(3).hover()
+    said = here.text(f"{drawing} .tip")
+    assert f"{row[2]} samples" in said
+    for word, share in (("mean confidence", row[3]), ("right", row[4])):
+        shown = float(re.search(rf"{word} ([\d.]+)", said)[1])
+        assert shown == pytest.approx(100 * share, abs=0.051)
+    here.page.mouse.move(2, 2)
+    assert not here.page.locator(f"{drawing} .tip").is_visible()
+    here.page.locator(f"{drawing} .stop").first.focus()
+    assert here.page.locator(f"{drawing} .tip").is_visible()
+    for _ in range(3):
+        here.page.keyboard.press("ArrowRight")
+    assert here.text(f"{drawing} .tip") == said
+    focused = "document.activeElement.getAttribute('aria-label')"
+    assert f"{row[2]} samples" in here.page.evaluate(focused)
+    here.page.keyboard.press("End")
+    last = here.page.evaluate(focused)
+    here.page.keyboard.press("ArrowRight")
+    assert here.page.evaluate(focused) == last
+    here.page.keyboard.press("Home")
+    here.page.keyboard.press("ArrowLeft")
+    assert here.page.evaluate(focused) == here.page.locator(f"{drawing} .stop").first.get_attribute("aria-label")
+    here.page.keyboard.press("Escape")
+    assert not here.page.locator(f"{drawing} .tip").is_visible()
+
+
+def test_a_drawing_is_one_stop_of_the_tab_key_and_shows_its_focus(visit, several):
+    here = visit(several)
+    for drawing in here.page.locator("svg[role=group]").all():
+        assert drawing.locator(".stop[tabindex='0']").count() == 1
+        assert drawing.get_attribute("aria-label")
+    here.page.locator("#beside").focus()
+    here.page.keyboard.press("Tab")
+    outline = here.page.evaluate("getComputedStyle(document.activeElement.querySelector('.hit')).strokeWidth")
+    assert outline == "3px"
+    here.page.keyboard.press("Tab")
+    assert here.page.evaluate("document.activeElement.tagName") == "SUMMARY"
+    assert here.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_touching_a_bar_shows_what_it_is(visit, several):
+    here = visit(several, NARROW, has_touch=True, is_mobile=True)
+    here.page.locator("#reliability-diagrams .stop").nth(2).tap()
+    assert "samples" in here.text("#reliability-diagrams .tip")
+    assert here.overflow() == 0
+
+
+def test_every_picture_is_also_a_table(visit, several):
+    here = visit(several)
+    figures = here.page.locator("figure")
+    assert figures.count() >= 12
+    for figure in figures.all():
+        assert figure.locator(".as-table").count() == 1
+        assert figure.locator("tbody tr").count() == 0
+        figure.locator(".as-table summary").click()
+        figure.locator("tbody tr").first.wait_for(state="visible")
+        figure.locator(".as-table summary").click()
+        assert not figure.locator("table").is_visible()
+    rows = here.page.evaluate(
+        "JSON.parse(document.getElementById('page-data').textContent).models[0].states[0].diagrams.width.bins.length"
+    )
+    assert here.count("#reliability-diagrams > div:first-child tbody tr") == rows
+
+
+def test_confidences_change_with_state_and_height(visit, several):
+    here = visit(several)
+
+    def heights() -> list[str]:
+        return here.page.locator("#confidence-histogram svg[role=group] .right").evaluate_all(
+            "all => all.map((one) => one.getAttribute('height'))"
+        )
+
+    seen = [heights()]
+    for scale in ("count", "log", "share"):
+        here.page.check(f"#confidence-scale input[value={scale}]")
+        seen.append(heights())
+    assert seen[0] == seen[3]
+    assert seen[0] != seen[1] != seen[2]
+    here.page.locator("#confidence-states input").nth(1).check()
+    assert heights() != seen[0]
+    assert "After temperature" in here.text("#confidence-histogram figcaption")
+    here.page.locator("#confidence-histogram .stop").last.hover()
+    assert re.search(r"\d+ right .*\n\d+ wrong", here.text("#confidence-histogram .tip"))
+
+
+def test_the_class_table_is_sorted_by_every_column(visit, several):
+    here = visit(several)
+
+    def column(place: int) -> list[str]:
+        return here.page.locator(f"#class-table tbody tr > :nth-child({place})").all_inner_texts()
+
+    def numbers(place: int) -> list[float]:
+        return [float(re.sub(r"[^\d.\-]", "", cell.replace("−", "-"))) for cell in column(place)]
+
+    heads = here.page.locator("#class-table thead button")
+    assert here.page.locator("#class-table th[aria-sort]").get_attribute("data-key") == "weight"
+    sizes = [abs(value) for value in numbers(8)]
+    assert sizes == sorted(sizes, reverse=True)
+    heads.nth(0).click()
+    assert column(1) == sorted(pages.CIFAR10)
+    heads.nth(0).click()
+    assert column(1) == sorted(pages.CIFAR10, reverse=True)
+    for place in (2, 3, 4, 5, 6, 7, 9):
+        heads.nth(place - 1).click()
+        assert numbers(place) == sorted(numbers(place), reverse=True)
+        assert here.page.locator("#class-table th[aria-sort]").get_attribute("aria-sort") == "descending"
+        heads.nth(place - 1).click()
+        assert numbers(place) == sorted(numbers(place))
+        assert here.page.locator("#class-table th[aria-sort]").count() == 1
+
+
+def test_classes_are_searched_and_paged_fluently(visit, many):
+    here = visit(many)
+    assert here.count("#class-table tbody tr") == 20
+    assert here.text("#class-count") == "1,000 of 1,000 classes"
+    assert here.text("#class-page") == "Page 1 of 50"
+    assert here.page.locator("#class-before").is_disabled()
+    first = here.text("#class-table tbody th")
+    here.page.click("#class-after")
+    assert here.text("#class-page") == "Page 2 of 50"
+    assert here.text("#class-table tbody th") != first
+    here.page.click("#class-before")
+    assert here.text("#class-table tbody th") == first
+    here.page.fill("#class-search", "KIND 77")
+    assert here.text("#class-count") == "11 of 1,000 classes"  # 77 and 770 to 779
+    assert all("kind 77" in name for name in here.page.locator("#class-table tbody th").all_inner_texts())
+    assert not here.page.locator("#class-after").is_visible()
+    here.page.fill("#class-search", "nothing like it")
+    assert here.count("#class-table tbody tr") == 0
+    here.page.fill("#class-search", "")
+    assert here.count("#class-table tbody tr") == 20
+    # A search or a sort of a thousand classes is done before anyone notices.
+    slowest = here.page.evaluate("""() => {
+        const search = document.getElementById("class-search");
+        const times = [];
+        for (const wanted of ["k", "kind 1", "things", ""]) {
+            const begun = performance.now();
+            search.value = wanted;
+            search.dispatchEvent(new Event("input"));
+            document.body.getBoundingClientRect();
+            times.push(performance.now() - begun);
+        }
+        for (const head of document.querySelectorAll("#class-table thead button")) {
+            const begun = performance.now();
+            head.click();
+            document.body.getBoundingClientRect();
+            times.push(performance.now() - begun);
+        }
+        return Math.max(...times);
+    }""")
+    assert slowest < 500
+
+
+def test_a_class_shows_its_diagram(visit, several):
+    here = visit(several)
+    here.page.locator("#class-table tbody tr").nth(4).locator("td").first.click()
+    name = here.page.locator("#class-table tbody tr").nth(4).locator("th").inner_text()
+    assert here.text("#class-chosen") == name
+    assert here.page.locator("#class-table tr.chosen th").inner_text() == name
+    answers = here.page.locator("#class-table tbody tr").nth(4).locator("td").nth(1).inner_text()
+    assert f"{answers} samples" in here.text("#class-diagram figcaption")
+    before = here.page.inner_html("#class-diagram .drawing")
+    here.page.check("#class-kind input[value=of_probability]")
+    assert here.page.inner_html("#class-diagram .drawing") != before
+    assert "Probability of this class" in here.text("#class-diagram figcaption")
+    here.page.locator("#class-table tbody th button").nth(2).focus()
+    here.page.keyboard.press("Enter")
+    assert here.text("#class-chosen") == here.page.locator("#class-table tbody tr").nth(2).locator("th").inner_text()
+    here.page.check("#class-kind input[value=of_answers]")
+    assert "Answers of this class" in here.text("#class-diagram figcaption")
+
+
+def test_the_map_is_ordered_and_paged(visit, several, many):
+    here = visit(several)
+
+    def rows() -> list[str]:
+        return here.page.locator("#map-figure text.row").all_text_contents()
+
+    first = rows()
+    assert len(first) == 10
+    seen = {tuple(first)}
+    for order in ("over", "under", "answers", "number"):
+        here.page.select_option("#map-order", order)
+        seen.add(tuple(rows()))
+    assert rows() == list(pages.CIFAR10)
+    assert len(seen) >= 3
+    here.page.select_option("#map-order", "weight")
+    assert rows() == first
+    assert not here.page.locator("#map-after").is_visible()
+    cells = here.page.evaluate(
+        "JSON.parse(document.getElementById('page-data').textContent).models[0].class_table.of_answers.flat().length"
+    )
+    assert here.count("#map-figure .stop") == cells
+    here.page.locator("#map-figure .stop").nth(3).hover()
+    assert re.search(r"too (sure|unsure)|no gap", here.text("#map-figure .tip"))
+    here.page.locator("#map-figure .stop").first.focus()
+    here.page.keyboard.press("ArrowDown")
+    assert here.page.evaluate("document.activeElement.getAttribute('aria-label')").startswith(f"{first[1]},")
+    here.page.keyboard.press("ArrowUp")
+    assert here.page.evaluate("document.activeElement.getAttribute('aria-label')").startswith(f"{first[0]},")
+    there = visit(many)
+    before = there.page.inner_html("#map-figure")
+    assert there.text("#map-page").startswith("Classes 1 to 25 of ")
+    there.page.click("#map-after")
+    assert there.text("#map-page").startswith("Classes 26 to 50 of ")
+    assert there.page.inner_html("#map-figure") != before
+    there.page.click("#map-before")
+    assert there.page.inner_html("#map-figure") == before
+
+
+def test_lines_of_risk_are_hidden_and_shown(visit, several):
+    here = visit(several)
+    drawn = "#risk-figure svg[role=group] path.line"
+    boxes = here.page.locator("#risk-lines input")
+    assert boxes.count() == here.count(drawn) == 5  # three states of the first model, two other models
+    for place in range(5):
+        boxes.nth(place).uncheck()
+    assert here.count(drawn) == 0
+    boxes.nth(3).check()
+    assert here.count(drawn) == 1
+    here.page.locator("#risk-figure .stop").nth(6).hover()
+    said = here.text("#risk-figure .tip")
+    assert "answered" in said
+    assert "unsure" in said
+    assert "best possible" in said
+
+
+def test_foreign_data_changes_with_set_and_score(visit, several):
+    here = visit(several)
+    roc, numbers = "#ood-roc svg[role=group] .line-0", "#ood-numbers"
+    seen = {(here.page.locator(roc).first.get_attribute("d"), here.text(numbers))}
+    assert re.search("AUROC .*AUPR of foreign .*AUPR of known .*FPR at 95", here.text(numbers))
+    scores = here.count("#ood-score option")
+    assert scores >= 5
+    for place in range(1, scores):
+        here.page.select_option("#ood-score", str(place))
+        seen.add((here.page.locator(roc).first.get_attribute("d"), here.text(numbers)))
+    here.page.select_option("#ood-set", "1")
+    seen.add((here.page.locator(roc).first.get_attribute("d"), here.text(numbers)))
+    assert len(seen) == scores + 1
+    assert "noise" in here.text("#ood-roc figcaption")
+    assert here.count("#ood-table tbody tr") == 2 * scores
+    here.page.locator("#ood-table summary").click()
+    assert here.page.locator("#ood-table table").is_visible()
+    here.page.locator("#ood-histogram .stop").nth(20).hover()
+    assert "of the known samples" in here.text("#ood-histogram .tip")
+    here.page.locator("#ood-roc .stop").nth(4).hover()
+    assert "of the foreign found" in here.text("#ood-roc .tip")
+
+
+def test_norms_gate_and_alpha_are_drawn(visit, several):
+    here = visit(several)
+    for place in (
+        "norm-histogram",
+        "norm-groups",
+        "training-curves",
+        "training-gate",
+        "training-ratio",
+        "training-alpha",
+    ):
+        assert here.count(f"#{place} svg[role=group] .line") >= 1, place
+        here.page.locator(f"#{place} .stop").nth(2).hover()
+        assert here.text(f"#{place} .tip")
+    assert "β = 4" in here.text("#training-alpha figcaption")
+    here.page.locator("#training-gate .stop").first.focus()
+    assert "gate at +1 52.0" in here.text("#training-gate .tip")
+
+
+def test_samples_are_shown_with_pictures(visit, several):
+    here = visit(several)
+    assert here.count("#sample-list li") == 12
+    over = here.text("#sample-list")
+    assert here.page.evaluate(
+        "[...document.querySelectorAll('#sample-list img')].every((one) => one.naturalWidth === 8)"
+    )
+    assert all(one.get_attribute("alt") for one in here.page.locator("#sample-list img").all())
+    here.page.check("#sample-kind input[value=under]")
+    assert here.text("#sample-list") != over
+    here.page.check("#sample-kind input[value=over]")
+    assert here.text("#sample-list") == over
+
+
+def test_models_are_compared(visit, several):
+    here = visit(several)
+    assert here.count("#comparison-tests tbody tr") == 12
+    assert re.search(r"is better|no difference is shown", here.text("#comparison-tests tbody"))
+    assert here.count("#comparison-diagrams figure") == 3
+
+
+def test_sections_are_folded_in_a_narrow_window(visit, several):
+    here = visit(several, NARROW)
+    assert not here.page.locator("nav a").first.is_visible()
+    here.page.click("nav summary")
+    assert here.page.locator("nav a").first.is_visible()
+    here.page.set_viewport_size({"width": WIDE, "height": 900})
+    here.page.wait_for_function("document.getElementById('contents').open")
+    assert not here.page.locator("nav summary").is_visible()
+    assert here.page.locator("nav a").first.is_visible()
+
+
+def test_sections_are_reached_and_folded_parts_open(visit, several):
+    here = visit(several)
+    for link in here.page.locator("nav a").all():
+        link.click()
+        assert here.page.evaluate("location.hash") == link.get_attribute("href")
+    here.page.wait_for_function("document.querySelector('nav a[aria-current]') !== null")
+    for summary in here.page.locator("#method summary, #summary summary").all():
+        inside = summary.locator("xpath=following-sibling::*[1]")
+        assert not inside.is_visible()
+        summary.click()
+        assert inside.is_visible()
+    here.page.keyboard.press("Control+Home")
+    here.page.evaluate("document.activeElement.blur()")
+    here.page.keyboard.press("Tab")
+    here.page.evaluate("document.querySelector('.skip').focus()")
+    here.page.keyboard.press("Enter")
+    assert here.page.evaluate("document.activeElement.id") == "main"
+
+
+TESTED = (
+    "#model", "#theme", "#bins", "#reliability-states", "#confidence-states", "#confidence-scale", "#class-search",
+    "#class-table", "#class-before", "#class-after", "#class-kind", "#map-order", "#map-before", "#map-after",
+    "#risk-lines", "#ood-set", "#ood-score", "#sample-kind", "#ood-table summary", ".as-table summary",
+    "#method summary", "#summary summary", "#contents",
+)  # fmt: skip
+
+
+def test_no_control_is_without_a_test(visit, several):
+    """Whoever adds a control adds a test of what it changes, and then its name above."""
+    here = visit(several)
+    left = here.page.evaluate(
+        """(known) => [...document.querySelectorAll("input, select, button, summary, textarea, [contenteditable]")]
+            .filter((one) => !known.some((place) => one.closest(place))).map((one) => one.outerHTML)""",
+        list(TESTED),
+    )
+    assert left == []
+
+
+def test_the_page_can_be_used_without_seeing_it(visit, several):
+    here = visit(several)
+    for landmark in ("header", "nav[aria-label]", "main", "footer"):
+        assert here.count(landmark) == 1
+    assert here.count("h1") == 1
+    faults = here.page.evaluate("""() => {
+        const faults = [];
+        for (const one of document.querySelectorAll("input, select")) {
+            if (!one.labels.length) faults.push(`no label: ${one.outerHTML}`);
+        }
+        for (const one of document.querySelectorAll("fieldset")) {
+            if (!one.querySelector("legend").textContent) faults.push(`no legend: ${one.outerHTML}`);
+        }
+        for (const one of document.querySelectorAll("section")) {
+            const title = document.getElementById(one.getAttribute("aria-labelledby"));
+            if (!title || title.tagName !== "H2") faults.push(`no title: ${one.id}`);
+        }
+        for (const one of document.querySelectorAll("[role=region], [role=group]")) {
+            if (!one.getAttribute("aria-label")) faults.push(`no name: ${one.outerHTML.slice(0, 80)}`);
+        }
+        for (const one of document.querySelectorAll(".stop")) {
+            if (one.getAttribute("role") !== "img" || !one.getAttribute("aria-label")) faults.push("silent mark");
+        }
+        const ids = [...document.querySelectorAll("[id]")].map((one) => one.id);
+        if (new Set(ids).size !== ids.length) faults.push("an id twice");
+        let level = 1;
+        for (const one of document.querySelectorAll("h1, h2, h3, h4")) {
+            const next = Number(one.tagName[1]);
+            if (next > level + 1) faults.push(`heading jumps: ${one.textContent}`);
+            level = next;
+        }
+        for (const one of document.querySelectorAll("table th")) {
+            if (!one.getAttribute("scope")) faults.push(`no scope: ${one.outerHTML}`);
+        }
+        return faults;
+    }""")
+    assert faults == []
+
+
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_nothing_runs_that_a_file_says(visit, hostile, width):
+    here = visit(hostile, width)
+    assert here.page.title() == pages.HOSTILE[0]
+    for model in ("0", "1"):
+        here.page.select_option("#model", model)
+        for kind in ("over", "under"):
+            here.page.check(f"#sample-kind input[value={kind}]")
+        for details in here.page.locator("details").all():
+            details.evaluate("one => { one.open = true; }")
+        for row in range(here.count("#class-table tbody tr")):
+            here.page.locator("#class-table tbody tr").nth(row).hover()
+            here.page.locator("#class-table tbody tr").nth(row).locator("td").first.click()
+        if here.page.locator("#ood-set").is_visible():
+            for place in range(3):
+                here.page.select_option("#ood-set", str(place))
+    here.page.locator("#map-figure .stop").first.hover()
+    assert here.page.evaluate("window.ran") is None
+    assert here.count("main img, main b, main script") == 0
+    names = here.page.evaluate(
+        "[...document.querySelectorAll('#class-table tbody th bdi')].map((one) => one.textContent)"
+    )
+    assert pages.HOSTILE[0] in names
+    assert pages.HOSTILE[6] in names
+    assert max(map(len, names)) < 250
+    assert here.overflow() == 0
+    tall = here.page.evaluate(
+        "Math.max(...[...document.querySelectorAll('#class-table tr')].map((one) => one.offsetHeight))"
+    )
+    assert tall < 120
+
+
+def test_the_policy_stops_what_would_run(browser, hostile, tmp_path):
+    """Even if a text got into the page as markup, it could not run, load or send anything."""
+    text = hostile.read_text(encoding="utf-8")
+    attack = '<script>window.ran = 1</script><img src="https://example.com/x.png"><p style="color:red" onclick="x()">'
+    (tmp_path / "attack.html").write_text(text.replace('<main id="main"', attack + '<main id="main"'), encoding="utf-8")
+    here = Visit(browser, tmp_path / "attack.html")
+    assert here.page.evaluate("window.ran") is None
+    assert here.page.evaluate("fetch('https://example.com').then(() => 'sent', () => 'stopped')") == "stopped"
+    here.context.close()
+    assert sum("Content Security Policy" in fault for fault in here.faults) >= 4  # script, style, image, fetch
+    # What the browser begins to load while it reads on is stopped by the policy, not by a missing network.
+    assert [fault for fault in here.faults if fault.startswith("failed")] == ["failed: https://example.com/x.png csp"]
+
+
+def binary() -> Predictions:
+    probs = torch.rand(300, generator=torch.Generator().manual_seed(0))
+    return Predictions.from_probs(probs, (probs > 0.4).long())
+
+
+def softly_labelled() -> Predictions:
+    given = pages.model(200, 3)
+    return Predictions(given.logits, 0.8 * torch.nn.functional.one_hot(given.labels, 3).float() + 0.2 / 3)
+
+
+def top_only() -> Predictions:
+    probs = torch.tensor([[0.9, 0.05, 0.05], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]])
+    return Predictions.from_probs(probs, [0, 0, 2], top_only=True, class_names=["cat", "dog", "(other 0)"])
+
+
+def constant() -> Predictions:
+    return Predictions.from_probs(torch.full((40, 2), 0.5), torch.arange(40) % 2)
+
+
+def small() -> Predictions:
+    return pages.model(150, 3)
+
+
+ODD: dict[str, Any] = {
+    "one sample": lambda: Model(predictions=small()[:1], posthoc=()),
+    "binary": lambda: Model(predictions=binary()),
+    "soft labels": lambda: Model(predictions=softly_labelled()),
+    "top only": lambda: Model(predictions=top_only(), posthoc=()),
+    "all right": lambda: Model(predictions=small()[small().correct], posthoc=()),
+    "all wrong": lambda: Model(predictions=small()[~small().correct], posthoc=()),
+    "constant": lambda: Model(predictions=constant(), posthoc=()),
+    "report alone": lambda: Report.from_dict(evaluate(small(), posthoc="temperature", resamples=50).to_dict()),
+    "one epoch": lambda: Model(predictions=small(), posthoc=(), log=pages.log(1)),
+    "no gate": lambda: Model(predictions=small(), posthoc=(), log=[one | {"gate": {}} for one in pages.log()]),
+    "foreign numbers alone": lambda: Model(
+        predictions=small(), report=evaluate(small(), ood={"x": pages.foreign(classes=3)}, intervals=False)
+    ),
+    "different samples": lambda: {
+        "a": Model(predictions=small(), posthoc=()),
+        "b": Model(predictions=small()[:99], posthoc=()),
+        "c": evaluate(small(), intervals=False),
+    },
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_small_and_odd_evaluations_make_pages(visit, tmp_path, name):
+    here = visit(save_page(tmp_path / "odd.html", ODD[name](), resamples=50), NARROW)
+    models = here.count("#model option")
+    for model in range(max(1, models)):
+        if models:
+            here.page.select_option("#model", str(model))
+        for radio in here.page.locator("main input[type=radio]:not([disabled])").all():
+            if radio.is_visible():
+                radio.check()
+        for details in here.page.locator("details").all():
+            details.evaluate("one => { one.open = true; }")
+        here.page.wait_for_timeout(50)  # tables are filled when they are opened
+        assert here.overflow() == 0
+        assert not re.search(r"NaN|Infinity|undefined|null|\[object", here.page.inner_text("main"))
+        broken = here.page.evaluate("""() => [...document.querySelectorAll("svg *")]
+            .filter((one) => [...one.attributes].some((a) => /NaN|Infinity|undefined/.test(a.value))).length""")
+        assert broken == 0
+
+
+@pytest.mark.skipif(not pages.REAL.exists(), reason="the logits of the public ResNet-20 are not beside the repository")
+def test_a_real_network_has_a_page(visit, folder):
+    real = Predictions.from_npz(pages.REAL)
+    given = Predictions(real.logits, real.labels, class_names=pages.CIFAR10, split="a quarter of CIFAR-10's test set")
+    path = save_page(folder / "real.html", Model(predictions=given[::4], posthoc="temperature"), resamples=300)
+    assert path.stat().st_size < 1_000_000
+    for width in (NARROW, WIDE):
+        here = visit(path, width)
+        assert here.text(".headline").startswith("Over-confident by ")
+        assert here.overflow() == 0
+        if SHOTS:
+            here.page.screenshot(path=Path(SHOTS) / f"real-{width}.png", full_page=True)
+
+
+def test_a_printed_page_is_light_whole_and_without_controls(visit, several):
+    here = visit(several, 720, "dark")
+    here.page.emulate_media(media="print")
+    here.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert here.overflow() == 0
+    assert not here.page.locator("nav").is_visible()
+    assert not here.page.locator("#bins").is_visible()
+    assert here.page.locator("#method table").first.is_visible()
+    assert here.page.pdf(format="A4")[:4] == b"%PDF"
+
+
+def test_numbers_are_there_without_a_script(browser, several):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(several.as_uri())
+    assert "confident by" in page.locator("#summary").inner_text()
+    assert page.locator(".numbers tbody tr").count() == 6
+    assert "need no script" in page.locator("noscript").inner_text()
+    context.close()

@@ -1,0 +1,231 @@
+"""What the page shows is what the metrics measure, as plain data of bounded size."""
+
+import json
+
+import pytest
+import torch
+
+from fedlas import metrics, ood
+from fedlas.evaluation import evaluate
+from fedlas.metrics.samples import Pairs, pairs
+from fedlas.ood.detection import ranking
+from fedlas.predictions import Predictions
+from fedlas.report import page_data
+from report import pages
+
+
+def test_diagrams_hold_every_sample_and_no_empty_bin():
+    given = pages.model()
+    report = evaluate(given, resamples=50, posthoc="temperature")
+    for state in report.states:
+        data = page_data.state_data(state)
+        for kind, metric in (("width", "ece"), ("mass", "aece")):
+            rows = data["diagrams"][kind]["bins"]
+            assert sum(row[2] for row in rows) == len(given)
+            assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in rows)
+            error = sum(row[2] * abs(row[3] - row[4]) for row in rows) / len(given)
+            assert error == pytest.approx(float(state[metric]), abs=2e-5)
+        assert data["results"]["ece"]["low"] == pytest.approx(state["ece"].interval.low, rel=1e-4)
+        assert data["results"]["ece"]["chance"] == pytest.approx(state["ece"].details["noise_floor"], rel=1e-4)
+
+
+def test_the_smooth_diagram_is_the_smoothed_gap():
+    given = pages.model()
+    data = page_data.smooth_data(pairs(given))
+    curve = metrics.smooth_curve(given, points=101)
+    assert [row[0] for row in data["points"]] == pytest.approx(curve.place.tolist(), abs=1e-5)
+    wanted = (curve.place - curve.gap).clamp(0, 1)
+    assert [row[1] for row in data["points"]] == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert all(row[2] <= row[1] <= row[3] for row in data["points"])
+    json.dumps(data, allow_nan=False)
+
+
+def test_histograms_of_confidence_count_right_and_wrong():
+    given = pages.model()
+    data = page_data.confidence_data(pairs(given))
+    assert sum(data["right"]) == int(given.correct.sum())
+    assert sum(data["wrong"]) == len(given) - int(given.correct.sum())
+    low, high = data["edges"][20], data["edges"][21]
+    inside = (given.confidence > low) & (given.confidence <= high)
+    assert data["right"][20] == int((inside & given.correct).sum())
+
+
+def test_risk_curves_end_at_the_error_and_the_best_is_below():
+    given = pages.model(5_000)
+    data = page_data.risk_data(pairs(given))
+    assert len(data["risk"]) == page_data.POINTS
+    assert data["coverage"][-1] == 1
+    error = 1 - float(given.correct.double().mean())
+    assert data["risk"][-1] == pytest.approx(error, abs=1e-4)
+    assert data["best"][-1] == pytest.approx(error, abs=1e-4)
+    assert all(best <= risk + 1e-6 for best, risk in zip(data["best"], data["risk"], strict=True))
+    right = float(given.correct.double().mean())
+    wanted = [max(0.0, 1 - right / coverage) for coverage in data["coverage"]]
+    assert data["best"] == pytest.approx(wanted, abs=1e-3)
+    tiny = page_data.risk_data(pairs(given[:1]))
+    assert tiny["coverage"] == [1]
+
+
+def test_the_class_table_counts_answers_and_labels():
+    given = pages.model()
+    report = evaluate(given, intervals=False)
+    data = page_data.class_data(given, report)
+    for k in range(10):
+        said, truth = given.prediction == k, given.labels == k
+        assert data["answers"][k] == int(said.sum())
+        assert data["labels"][k] == int(truth.sum())
+        assert data["right"][k] == int((said & truth).sum())
+        assert data["confidence"][k] == pytest.approx(float(given.confidence[said].double().mean()), rel=1e-4)
+    assert data["error"] == pytest.approx(list(metrics.classwise_ece(given).details["per_class"]), rel=1e-4)
+    weights = [
+        (c * a - r) / len(given) for c, a, r in zip(data["confidence"], data["answers"], data["right"], strict=True)
+    ]
+    assert sum(weights) == pytest.approx(float(report["signed_ece"]), abs=1e-4)
+
+
+def test_class_diagrams_are_those_of_the_class_alone():
+    given = pages.model()
+    data = page_data.class_data(given)
+    mine = given.prediction == 3
+    alone = metrics.histogram(Pairs(given.confidence[mine], given.correct[mine], pairs(given).about), bins=10).bins
+    cells = data["of_answers"][data["drawn"].index(3)]
+    filled = alone.counts.nonzero()[:, 0].tolist()
+    assert [cell[0] for cell in cells] == filled
+    assert [cell[1] for cell in cells] == alone.counts[filled].tolist()
+    assert [cell[3] for cell in cells] == pytest.approx(alone.accuracy[filled].tolist(), abs=1e-3)
+    every = metrics.histogram(given, bins=10, scope="class-wise").bins
+    filled = every.counts[3].nonzero()[:, 0].tolist()
+    cells = data["of_probability"][data["drawn"].index(3)]
+    assert [cell[:2] for cell in cells] == [[b, int(every.counts[3, b])] for b in filled]
+
+
+def test_class_diagrams_are_bounded_and_read_in_parts(monkeypatch):
+    given = pages.model()
+    whole = page_data.class_data(given)
+    monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
+    assert page_data.class_data(given) == whole
+    few = page_data.class_data(given, most=3)
+    assert len(few["drawn"]) == len(few["of_answers"]) == len(few["of_probability"]) == 3
+    most = sorted(whole["answers"])[-3:]
+    assert sorted(whole["answers"][k] for k in few["drawn"]) == most
+
+
+def test_soft_labels_and_top_confidences_have_a_class_table(tmp_path):
+    given = pages.model(200, 3)
+    soft = 0.8 * torch.nn.functional.one_hot(given.labels, 3).float() + 0.2 / 3
+    data = page_data.class_data(Predictions(given.logits, soft))
+    assert sum(data["labels"]) == pytest.approx(200, abs=0.1)
+    page_data.sample_data(Predictions(given.logits, soft))
+    path = tmp_path / "top.csv"
+    path.write_text("confidence,prediction,label\n0.9,cat,cat\n0.4,dog,cat\n0.8,dog,dog\n")
+    top = Predictions.from_csv(path)
+    data = page_data.class_data(top, evaluate(top, intervals=False))
+    assert data["class"] == [0, 1]
+    assert data["of_probability"] is None
+    assert page_data.sample_data(top)["over"][0]["truth"] is None
+
+
+def test_the_samples_shown_are_the_worst():
+    given = pages.model()
+    data = page_data.sample_data(given, count=5)
+    wrong = (~given.correct).nonzero()[:, 0]
+    worst = wrong[given.confidence[wrong].argsort(descending=True)[:5]]
+    assert [one["row"] for one in data["over"]] == worst.tolist()
+    right = given.correct.nonzero()[:, 0]
+    shy = right[given.confidence[right].argsort()[:5]]
+    assert [one["row"] for one in data["under"]] == shy.tolist()
+    one = data["over"][0]
+    probs = given.probs[one["row"]]
+    assert one["answer"] == int(probs.argmax())
+    assert one["truth"] == pytest.approx(float(probs[one["label"]]), rel=1e-4)
+    assert page_data.sample_data(given[given.correct])["over"] == []
+
+
+def test_foreign_data_has_curves_and_the_numbers_of_the_report():
+    given, sets = pages.model(), {"noise": pages.foreign()}
+    report = evaluate(given, ood=sets, intervals=False)
+    data = page_data.ood_data(given, sets, report)
+    scores = data["sets"][0]["scores"]
+    assert [one["name"] for one in scores] == list(report.before.detection.scores)
+    for one in scores:
+        measured = report.before.detection["noise"][one["name"]]
+        assert one["numbers"][0]["value"] == pytest.approx(float(measured.auroc), rel=1e-4)
+        false, true = (torch.tensor(one["roc"][name], dtype=torch.float64) for name in ("false", "true"))
+        assert (false[0], true[0], false[-1], true[-1]) == (0, 0, 1, 1)
+        assert float(torch.trapezoid(true, false)) == pytest.approx(float(measured.auroc), abs=5e-3)
+        assert sum(one["histogram"]["known"]) == pytest.approx(1, abs=1e-3)
+        assert sum(one["histogram"]["foreign"]) == pytest.approx(1, abs=1e-3)
+        assert len(one["roc"]["false"]) <= page_data.POINTS + 1
+    without = page_data.ood_data(given, {}, report)
+    assert "roc" not in without["sets"][0]["scores"][0]
+    assert page_data.ood_data(given, {}, evaluate(given, intervals=False)) is None
+
+
+def test_scores_may_be_constant_or_infinite():
+    flat = page_data.score_data(torch.ones(5), torch.ones(3))
+    assert sum(flat["known"]) == pytest.approx(1)
+    endless = torch.full((4,), torch.inf)
+    json.dumps(page_data.score_data(endless, endless), allow_nan=False)
+    json.dumps(page_data.score_data(torch.tensor([0.0, 1.0, torch.inf]), torch.tensor([2.0])), allow_nan=False)
+    assert page_data.roc_data(ranking(torch.zeros(3), torch.zeros(2)))["true"] == [0, 1]
+
+
+def test_norms_are_those_of_the_features():
+    given = pages.model()
+    data = page_data.norm_data(given)
+    norm = -ood.feature_norm(given.features)
+    assert data["mean"] == pytest.approx(float(norm.mean()), rel=1e-4)
+    assert sum(data["right"]) == int(given.correct.sum())
+    assert sum(row[0] for row in data["groups"]) == len(given)
+    first = norm <= norm.sort().values[len(given) // 10 - 1]
+    assert data["groups"][0][2] == pytest.approx(float(given.confidence[first].double().mean()), rel=1e-3)
+    assert page_data.norm_data(pages.model(features=None)) is None
+    assert page_data.norm_data(pages.model(features=torch.ones(700, 2))) is None
+
+
+def test_a_log_becomes_curves():
+    data = page_data.training_data(pages.log(), {"loss_options": {"beta": 4}})
+    assert data["epoch"] == list(range(1, 13))
+    assert data["beta"] == 4
+    assert data["gate"]["flip_rate"][0] is None
+    assert data["gate"]["flip_rate"][1] == pytest.approx(0.2)
+    assert len(data["gate"]["gamma"]["counts"]) == 18
+    broken = [*pages.log(3), {"epoch": 4, "diverged": {}}]
+    assert page_data.training_data(broken)["epoch"] == [1, 2, 3]
+    assert page_data.training_data([]) is None
+    plain = [{k: v for k, v in one.items() if k != "gate"} | {"gate": {}} for one in pages.log()]
+    assert "gate" not in page_data.training_data(plain)
+    long = page_data.training_data(pages.log(3_000))
+    assert len(long["epoch"]) <= page_data.EPOCHS + 1
+    assert long["epoch"][-1] == 3_000
+
+
+def test_models_on_the_same_samples_are_compared_in_pairs():
+    given = {"a": pages.model(), "b": pages.model(scale=1.0), "c": pages.model(seed=3)}
+    data = page_data.comparison_data(given, resamples=100)
+    assert {(test["first"], test["second"]) for test in data["tests"]} == {(0, 1), (0, 2), (1, 2)}
+    found = next(t for t in data["tests"] if (t["first"], t["second"], t["metric"]) == (0, 1, "ece"))
+    wanted = metrics.paired_bootstrap(metrics.ece, given["a"], given["b"], resamples=100)
+    assert found["difference"] == pytest.approx(wanted.difference, rel=1e-4)
+    assert (found["low"], found["high"]) == pytest.approx((wanted.interval.low, wanted.interval.high), rel=1e-4)
+    assert found["better"] == {"first": 0, "second": 1}[wanted.better]
+    five = {name: pages.model(60, scale=1 + k / 5) for k, name in enumerate("abcde")}
+    assert {test["first"] for test in page_data.comparison_data(five, resamples=50)["tests"]} == {0}
+    other = page_data.comparison_data({"a": pages.model(), "b": pages.model(500)})
+    assert "500" in other["tests"][0]["why"]
+    assert page_data.comparison_data({"a": pages.model()}) is None
+
+
+def test_texts_are_cut_and_can_be_written():
+    assert page_data.text_data("short") == "short"
+    long = page_data.text_data("x" * 10_000)
+    assert long.startswith("x" * 200)
+    assert long.endswith("(10,000 characters)")
+    assert len(long) < 230
+    page_data.text_data("half a pair \ud800").encode()
+
+
+def test_everything_is_what_json_knows():
+    for name, one in pages.models(resamples=50).items():
+        data = page_data.model_data(name, one.report)
+        assert json.loads(json.dumps(data, allow_nan=False)) == data

@@ -1,0 +1,79 @@
+"""Pictures of samples: small, made of pixels alone, and refused where their numbers say nothing certain."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.report.thumbnails import SIDE, picture_of, pixels
+
+images = pytest.importorskip("PIL.Image")
+
+
+def opened(address: str) -> images.Image:
+    head, _, content = address.partition(",")
+    assert head in {"data:image/png;base64", "data:image/jpeg;base64"}
+    return images.open(io.BytesIO(base64.b64decode(content)))
+
+
+def test_small_arrays_keep_every_pixel():
+    given = torch.randint(0, 256, (8, 9, 3), dtype=torch.uint8)
+    assert np.array_equal(np.asarray(opened(picture_of(given))), given.numpy())
+    floats = given.double() / 255
+    assert np.array_equal(np.asarray(opened(picture_of(floats.permute(2, 0, 1)))), given.numpy())
+    grey = np.asarray(opened(picture_of(given[:, :, :1])))
+    assert np.array_equal(grey[:, :, 0], given[:, :, 0].numpy())
+
+
+def test_large_pictures_become_small():
+    made = opened(picture_of(np.zeros((1000, 400, 3), dtype=np.uint8)))
+    assert max(made.size) == SIDE
+    assert made.format == "JPEG"
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "words"),
+    [
+        (torch.randn(3, 4, 4), ValueError, "outside 0..1"),
+        (torch.full((3, 4, 4), torch.nan), ValueError, "outside 0..1"),
+        (torch.zeros(4, 4, dtype=torch.int64), TypeError, "uint8"),
+        (torch.zeros(2, 3, 4, 4), ValueError, "shape"),
+        (torch.zeros(5, 4, 7), ValueError, "shape"),
+        (torch.zeros(0, 4, dtype=torch.uint8), ValueError, "shape"),
+    ],
+)
+def test_arrays_that_are_no_images_are_refused(array, error, words):
+    with pytest.raises(error, match=words):
+        pixels(array)
+
+
+def test_files_are_made_anew(tmp_path):
+    """What a file says about itself does not get into the page."""
+    path = tmp_path / "a.png"
+    from PIL.PngImagePlugin import PngInfo
+
+    secret = PngInfo()
+    secret.add_text("secret", "hunter2")
+    images.new("RGBA", (300, 200), (200, 10, 10, 128)).save(path, pnginfo=secret)
+    made = picture_of(path)
+    assert max(opened(made).size) == SIDE
+    assert b"hunter2" not in base64.b64decode(made.partition(",")[2])
+    (tmp_path / "b.jpg").write_bytes((tmp_path / "a.png").read_bytes()[:40])
+    with pytest.raises(OSError, match=r"identify|truncated|broken"):
+        picture_of(tmp_path / "b.jpg")
+    (tmp_path / "c.svg").write_text("<svg onload='x()'/>")
+    with pytest.raises(OSError, match="identify"):
+        picture_of(str(tmp_path / "c.svg"))
+    for nothing in (tmp_path, tmp_path / "missing.png"):
+        with pytest.raises(ValueError, match="is no file"):
+            picture_of(nothing)
+
+
+def test_a_huge_picture_is_not_decoded(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    images.new("L", (200, 200)).save(path)
+    monkeypatch.setattr("fedlas.report.thumbnails.MOST_PIXELS", 10_000)
+    with pytest.raises(ValueError, match="too many"):
+        picture_of(path)
