@@ -255,7 +255,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_the_launcher_may_end_at_any_time(tmp_path, number):
     """Told to stop, or killed: its processes stop with a checkpoint, and the next launcher goes on."""
     recipes = [short(epochs=LONG), short("ls", epochs=LONG), short("focal")]

@@ -125,7 +125,8 @@ for run in launched(recipes, folder=Path({folder!r}), how="ray", address={addres
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_launcher_dies_and_another_goes_on(cluster, tmp_path, number):
     """Killed, it takes its tasks with it; told to stop, it has them write checkpoints first."""
     recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
