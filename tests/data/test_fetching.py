@@ -201,16 +201,16 @@ def test_two_processes_fetch_once(server, tmp_path):
     processes = [context.Process(target=fetch_in_process, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    assert {done.get(timeout=20) for _ in processes} == {str(tmp_path / "a.bin")}
+    assert {done.get(timeout=120) for _ in processes} == {str(tmp_path / "a.bin")}
     for process in processes:
-        process.join()
+        process.join(60)
     assert len(server.asked) == 1
 
 
 def hold(path, ready, go):
     with locked(Path(path)):
         ready.set()
-        go.wait(20)
+        go.wait(120)
 
 
 def test_a_lock_dies_with_its_process(tmp_path):
@@ -218,9 +218,9 @@ def test_a_lock_dies_with_its_process(tmp_path):
     ready, go = context.Event(), context.Event()
     process = context.Process(target=hold, args=(str(tmp_path / "a"), ready, go))
     process.start()
-    assert ready.wait(20)
+    assert ready.wait(120)
     process.kill()
-    process.join()
+    process.join(60)
     with locked(tmp_path / "a"):
         pass
 

@@ -154,6 +154,12 @@ def test_batches_that_are_skipped_are_not_read(birds, monkeypatch):
     loader.set_epoch(1, 5)
     assert same(whole[5:], batches(loader))
     assert len(read) == sum(len(batch[1]) for batch in whole[5:])
+    forked = Loader(birds.split("train"), birds.transform, batch_size=8, train=True, workers=1)
+    forked.set_epoch(1, len(whole))  # a run that was stopped after the last step of an epoch
+    assert batches(forked) == []
+    forked.set_epoch(1, 6)
+    assert same(whole[6:], batches(forked))
+    forked.close()
 
 
 def test_ranks_of_a_machine_share_its_processors(monkeypatch):

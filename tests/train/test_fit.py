@@ -14,6 +14,7 @@ from runs_of import log_without_times, prediction_bytes, short, until
 
 import fedlas
 from fedlas.data import CATALOG as DATA
+from fedlas.data import DamagedFileError
 from fedlas.data.digits import Digits
 from fedlas.train import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many
 from fedlas.train.bench import Bench, chosen_device
@@ -164,7 +165,7 @@ with locked(Path({str(tmp_path)!r})):
             fit(short(), out=tmp_path)
     finally:
         process.kill()
-        process.wait()
+        process.wait(60)
     with locked(tmp_path):  # the lock died with its process
         pass
 
@@ -258,6 +259,28 @@ def test_predictions_of_the_data_at_hand_are_there_before_foreign_data_fails(tmp
     assert run.finished
     for state in ("best", "last"):
         assert torch.equal(run.predictions(f"{state}-ood-digits").logits, run.predictions(f"{state}-test").logits)
+
+
+def test_a_damaged_test_part_is_found_before_the_first_step(tmp_path, monkeypatch):
+    read = Digits.read
+
+    def damaged(data, part):
+        if part == "test":
+            raise DamagedFileError("t10k-images is damaged")
+        return read(data, part)
+
+    monkeypatch.setattr(Digits, "read", damaged)
+    with pytest.raises(DamagedFileError, match="t10k-images is damaged"):
+        fit(short("ce"), out=tmp_path)
+    assert Run(tmp_path).log == []
+    assert fit(short("ce", epochs=1, splits=("val",)), out=tmp_path / "without").finished  # which asks for no test data
+
+
+def test_lines_of_the_log_reach_the_disk(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("fedlas.train.runs.os.fsync", lambda number: written.append(os.fstat(number).st_size))
+    Run(tmp_path).append_log({"epoch": 1})
+    assert written == [len('{"epoch": 1}\n')]
 
 
 class Collect(AbstractCallback):

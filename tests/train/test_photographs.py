@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from runs_of import SignalAt, large, log_without_times, photographs, prediction_bytes, until
 
+from fedlas.data.folder import Folder
 from fedlas.train import Engine, Run, RunError, StoppedError, fit, fit_many
 from fedlas.train.runs import locked
 
@@ -102,6 +103,15 @@ def test_kept_images_change_nothing(images, finished, tmp_path, monkeypatch):
     recipe = large(images, workers=0, cache=str(tmp_path / "kept"))
     assert_equal_runs(fit(recipe, out=tmp_path / "run"), finished)
     assert len(list((tmp_path / "kept").glob("*.npy"))) == 1  # training, validation and test images are one part
+    monkeypatch.setattr("fedlas.data.base.images.decode", lambda *_: pytest.fail("decoded again"))
+    fit(recipe.replace(seed=2), out=tmp_path / "other")
+
+
+def test_images_that_live_on_the_device_are_kept_too_and_give_the_same(images, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(Folder, "resident", True)
+    recipe = large(images, cache=str(tmp_path / "kept"))
+    assert_equal_runs(fit(recipe, out=tmp_path / "run"), finished)
+    assert len(list((tmp_path / "kept").glob("*.npy"))) == 1
     monkeypatch.setattr("fedlas.data.base.images.decode", lambda *_: pytest.fail("decoded again"))
     fit(recipe.replace(seed=2), out=tmp_path / "other")
 

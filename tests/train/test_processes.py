@@ -53,7 +53,15 @@ except RunError as error:
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *words], capture_output=True, text=True, env=environment, timeout=300, check=False)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *words], env=environment, **pipes) as process:
+        try:
+            out, error = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends its workers, which would outlive a kill
+            process.communicate(timeout=60)
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
 
 @pytest.fixture(scope="module")
