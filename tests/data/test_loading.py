@@ -142,7 +142,7 @@ def test_a_closed_loader_leaves_no_process_behind(birds):
 def test_the_workers_of_an_evaluation_go_with_it(birds):
     before = {child.pid for child in multiprocessing.active_children()}
     batches(Loader(birds.split("val"), birds.transform, batch_size=4, train=False, workers=2))
-    assert {child.pid for child in multiprocessing.active_children()} == before
+    assert {child.pid for child in multiprocessing.active_children()} <= before
 
 
 def test_batches_that_are_skipped_are_not_read(birds, monkeypatch):

@@ -34,10 +34,10 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
 
 
 def test_a_run_learns_and_its_processes_end_with_it(images, finished, tmp_path):
-    before = multiprocessing.active_children()
+    before = set(multiprocessing.active_children())
     engine = Engine()
     run = engine.fit(large(images), out=tmp_path / "run")
-    assert multiprocessing.active_children() == before  # also while the engine lives on
+    assert set(multiprocessing.active_children()) <= before  # also while the engine lives on
     with locked(run.folder):
         pass
     assert_equal_runs(run, finished)
