@@ -9,6 +9,7 @@ import torch
 import fedlas
 from data import twins
 from fedlas.data import DamagedFileError, MissingFileError
+from fedlas.data.base.images import decode
 
 
 def pictures(folder: Path, counts: dict[str, int]) -> None:
@@ -124,6 +125,28 @@ def test_a_relative_path_is_below_the_root_unless_it_is_here(tmp_path, monkeypat
     assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 6
     pictures(tmp_path / "pets", {"a": 1, "b": 1})
     assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 2
+
+
+@pytest.mark.parametrize("ending", ["png", "tiff", "pgm"])
+def test_grey_images_of_16_bits_keep_their_greys(tmp_path, ending):
+    """Pillow cuts off at 255, so they used to be white."""
+    image = pytest.importorskip("PIL.Image")
+    grey = np.linspace(0, 65535, 16 * 16).astype(np.uint16).reshape(16, 16)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        image.fromarray(grey).save(tmp_path / name / f"1.{ending}")
+    data = fedlas.build_data("folder", path=tmp_path, image_size=16, resize=16)
+    pixels = decode(data.split("all").images[0], data.transform)
+    assert torch.equal(pixels, torch.from_numpy((grey >> 8).astype(np.uint8)).expand(3, -1, -1))
+
+
+def test_images_without_a_known_white_are_refused(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    transform = fedlas.build_data("folder", path=tmp_path).transform
+    for number, pixels in enumerate((np.ones((4, 4), np.float32), np.full((4, 4), 1 << 20, np.int32))):
+        image.fromarray(pixels).save(tmp_path / f"{number}.tiff")
+        with pytest.raises(DamagedFileError, match=rf"{number}\.tiff is damaged: its pixels are"):
+            decode(tmp_path / f"{number}.tiff", transform)
 
 
 def test_options(tmp_path):
