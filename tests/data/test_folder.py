@@ -101,6 +101,46 @@ def test_a_table_that_cannot_be_understood(tmp_path, text, message):
         fedlas.build_data("folder", path=table(tmp_path, text)).split("all")
 
 
+def test_a_table_in_another_encoding_is_named(tmp_path):
+    path = table(tmp_path, "")
+    path.write_bytes("path,label\nx/0.png,Kätzchen\n".encode("latin-1"))
+    with pytest.raises(DamagedFileError, match=r"list\.csv is not text in UTF-8"):
+        fedlas.build_data("folder", path=path).split("all")
+
+
+def test_a_table_without_rows_is_not_told_about_directories(tmp_path):
+    with pytest.raises(DamagedFileError, match=r"list\.csv has no rows below its header"):
+        fedlas.build_data("folder", path=table(tmp_path, "path,label\n")).split("all")
+
+
+def test_a_folder_that_is_nowhere_is_named_in_both_places(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingFileError, match=f"neither {tmp_path}/pets nor {tmp_path}/root/pets is there"):
+        fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")
+    with pytest.raises(MissingFileError, match=f"^{tmp_path}/pets is not there"):
+        fedlas.build_data("folder", path=tmp_path / "pets").split("all")
+
+
+def test_directories_without_images_are_named(tmp_path):
+    pictures(tmp_path, {"dog": 3, "cat": 3})
+    (tmp_path / "owl").mkdir()
+    with pytest.warns(UserWarning, match="directories without images, which are no classes: owl"):
+        assert fedlas.build_data("folder", path=tmp_path).class_names == ("cat", "dog")
+
+
+def test_images_side_by_side_can_be_looked_at(tmp_path):
+    """docs/train.md predicts on ~/pictures, where hardly anybody has a directory for each class."""
+    pictures(tmp_path, {"pictures": 3})
+    data = fedlas.build_data("folder", path=tmp_path / "pictures")
+    assert data.class_names == ("pictures",)
+    assert len(data.split("all")) == 3
+
+
+def test_an_image_size_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="image_size must be at least 1, not 0"):
+        fedlas.build_data("folder", path=tmp_path, image_size=0)
+
+
 def test_what_is_missing_is_named(tmp_path):
     path = table(tmp_path, "path,label\nx/0.png,a\nx/77.png,a\n")
     with pytest.raises(MissingFileError, match=r"1 images of .*list\.csv are not there, such as .*77\.png"):

@@ -221,5 +221,5 @@ def test_unknown_names_are_refused_with_a_hint():
         recipe_for("digits", loss="celoss")
     with pytest.raises(ValueError, match="did you mean 'paper'"):
         recipe_for("digits", protocol="papers")
-    with pytest.raises(ValueError, match="name one: model="):
+    with pytest.raises(ValueError, match="name one: --model NAME, or model="):
         recipe_for("cifar10", protocol="small")

@@ -72,7 +72,10 @@ class Bench:
         alike = before if before is not None and self._step_fits(before) else None
         self._place_training_data(split, alike)
         seed_everything(recipe.seed)
+        if self.data.num_classes < 2:
+            raise RunError(f"{self.data.title} has one class, {self.data.class_names[0]!r}; a classifier needs two")
         fresh = build_model(recipe.model, self.data.num_classes, **recipe.model_options)
+        self._try(fresh)
         fresh_loss = self._drawn_loss()
         if before is not None and self._network_fits(before):
             self.net: WithFeatures = before.net
@@ -85,6 +88,25 @@ class Bench:
             self._assemble(fresh_loss)
         if self.world > 1:
             seed_everything(recipe.seed + 7919 * rank())  # dropout shall differ between ranks
+
+    @torch.no_grad()
+    def _try(self, model: nn.Module) -> None:
+        """Show the network one black image, so that one of a wrong size is known before anything is trained."""
+        transform = self.data.transform_for("train")
+        was_training = model.training
+        try:
+            model.eval()(torch.zeros(1, transform.channels, transform.size, transform.size))
+        except Exception as error:
+            words = ["model_options.in_channels", "the network's own keywords for the size of images"]
+            if "image_size" in keywords(DATA.find(self.recipe.data)):
+                words.insert(1, "data_options.image_size")
+            shape = f"{transform.channels} x {transform.size} x {transform.size}"
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RunError(
+                f"{self.recipe.model} cannot look at images of {shape}, which {self.recipe.data} has here ({reason}); "
+                f"set {', or '.join(words)}, or choose another --model"
+            ) from error
+        model.train(was_training)
 
     def _network_fits(self, before: "Bench") -> bool:
         same = all(getattr(before.recipe, name) == getattr(self.recipe, name) for name in NETWORK)
@@ -267,7 +289,10 @@ class Bench:
             restore_memory(self.step.parts.optimizer, state["optimizer"])
             self.step.restore(state["step"], first=rank() == 0)
         except (RuntimeError, KeyError, ValueError) as error:
-            raise RunError(f"the checkpoint does not fit the recipe: {str(error).splitlines()[0]}") from error
+            reason = " ".join(str(error).split())
+            raise RunError(
+                f"the checkpoint does not fit the network and data of today; has the data changed? ({reason})"
+            ) from error
 
 
 def _check_shares(recipe: Recipe, samples: int, world: int) -> None:
@@ -275,8 +300,11 @@ def _check_shares(recipe: Recipe, samples: int, world: int) -> None:
     if samples < recipe.batch_size and recipe.drop_last:
         raise RunError(f"{samples} training samples do not fill one batch of {recipe.batch_size}; lower batch_size")
     parts = f"{world} processes" + (f" with {recipe.accumulate} parts each" if recipe.accumulate > 1 else "")
-    if recipe.batch_size % (world * recipe.accumulate):
-        raise RunError(f"{parts} cannot share a batch of {recipe.batch_size} evenly; change batch_size")
+    shares = world * recipe.accumulate
+    if recipe.batch_size % shares:
+        raise RunError(
+            f"{parts} cannot share a batch of {recipe.batch_size} evenly; change batch_size to a multiple of {shares}"
+        )
     last = 0 if recipe.drop_last else samples % recipe.batch_size
     if last % world:
         raise RunError(f"{parts} cannot share the last batch of an epoch, {last} samples, evenly; set drop_last=true")
