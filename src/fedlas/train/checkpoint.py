@@ -86,7 +86,7 @@ def load(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} cannot be read: {error}") from error
     except (RuntimeError, EOFError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
         # Not torch's own words: they advise to unpickle whatever is in there.
-        raise RunError(f"{path} is damaged, or no checkpoint; remove it to train from the beginning") from error
+        raise RunError(f"{path} cannot be read: it is damaged, or no checkpoint; remove it to begin anew") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")
     return content
