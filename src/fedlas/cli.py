@@ -277,7 +277,10 @@ def listed(what: Catalogue) -> tuple[list[str], list[list[str]]]:
     if what is Catalogue.data:
         from fedlas.data import list_data
 
-        return ["name", "in a sentence", "source"], [[r.name, r.summary, r.citation] for r in list_data()]
+        everywhere = set.intersection(*(set(r.keywords) for r in list_data()))
+        own = {r.name: " ".join(word for word in r.keywords if word not in everywhere) for r in list_data()}
+        head = ["name", "in a sentence", "keywords of its own", "source"]
+        return head, [[r.name, r.summary, own[r.name], r.citation] for r in list_data()]
     if what is Catalogue.models:
         from fedlas.models import list_models
 

@@ -47,6 +47,20 @@ def test_the_option_for_the_size_of_images_is_named(tmp_path):
         Bench(recipe, CPU)
 
 
+def test_a_network_with_two_heads_takes_the_one_that_is_named(tmp_path):
+    """A distilled DeiT averages two layers; there was no way to say which of them has the features."""
+    pytest.importorskip("timm")
+    small = {"in_channels": 1, "img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    recipe = short("fedlas_ls", epochs=1, data_options={"train_samples": 50}).replace(
+        model="timm:deit_tiny_distilled_patch16_224", model_options=small
+    )
+    with pytest.raises(RunError, match=r"deit_tiny_.*: .*head=.*; in a recipe, head=PATH does that"):
+        Bench(recipe, CPU)
+    run = fit(recipe.with_settings({"head": "head"}), out=tmp_path / "run")
+    made = predict_with(run.folder, "digits", out=tmp_path / "test.safetensors")
+    assert torch.equal(fedlas.Predictions.load(made).logits, run.predictions("best-test").logits)
+
+
 def test_the_trial_changes_nothing():
     pytest.importorskip("torchvision")
     recipe = Recipe(data="digits", model="resnet18_cifar", loss="ce", model_options={"in_channels": 1})

@@ -93,23 +93,27 @@ class Bench:
     def _try(self, model: nn.Module) -> None:
         """Show the network one black image, so that one of a wrong size is known before anything is trained."""
         transform = self.data.transform_for("train")
+        shape = transform.channels, transform.size, transform.size
         was_training = model.training
         try:
-            model.eval()(torch.zeros(1, transform.channels, transform.size, transform.size))
+            seen = WithFeatures(model, self.recipe.head)
+            seen.eval()(torch.zeros(1, *shape))
+            seen.unwrap()
         except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if "head=" in reason:
+                raise RunError(f"{self.recipe.model}: {reason}; in a recipe, head=PATH does that") from error
             words = ["model_options.in_channels", "the network's own keywords for the size of images"]
             if "image_size" in keywords(DATA.find(self.recipe.data)):
                 words.insert(1, "data_options.image_size")
-            shape = f"{transform.channels} x {transform.size} x {transform.size}"
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RunError(
-                f"{self.recipe.model} cannot look at images of {shape}, which {self.recipe.data} has here ({reason}); "
-                f"set {', or '.join(words)}, or choose another --model"
+                f"{self.recipe.model} cannot look at images of {' x '.join(map(str, shape))}, which "
+                f"{self.recipe.data} has here ({reason}); set {', or '.join(words)}, or choose another --model"
             ) from error
         model.train(was_training)
 
     def _network_fits(self, before: "Bench") -> bool:
-        same = all(getattr(before.recipe, name) == getattr(self.recipe, name) for name in NETWORK)
+        same = all(getattr(before.recipe, name) == getattr(self.recipe, name) for name in (*NETWORK, "head"))
         return same and self.world == 1 and before.data.num_classes == self.data.num_classes
 
     def _step_fits(self, before: "Bench") -> bool:
@@ -133,7 +137,7 @@ class Bench:
                 raise RunError("sync_batchnorm needs GPUs: torch shares statistics between processes only there")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-        net = WithFeatures(model.to(self.device, memory_format=layout))  # type: ignore[call-overload]
+        net = WithFeatures(model.to(self.device, memory_format=layout), self.recipe.head)  # type: ignore[call-overload]
         if self.compiled:
             # Apart from the loss, so that runs with other losses need not compile the network again.
             net.compile(fullgraph=True, dynamic=False)

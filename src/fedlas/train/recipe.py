@@ -62,6 +62,7 @@ class Recipe:
         data_options: keywords of the data set.
         model_options: keywords of the network.
         loss_options: keywords of the loss.
+        head: the path of the network's last linear layer, where `WithFeatures` does not find it or finds several.
         seed: decides the split, the weights, the order of the samples and their augmentation.
         epochs: passes over the training split.
         batch_size: samples in one step, over all processes together.
@@ -149,6 +150,7 @@ class Recipe:
     workers: int | None = carried_out(None)
     cache: str | None = carried_out(None)
     tensorboard: bool = carried_out(False)
+    head: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():

@@ -123,7 +123,7 @@ def _network(
             f"{run.checkpoint} does not fit {recipe.model} for {data.num_classes} classes: {first}"
         ) from error
     layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    return WithFeatures(model.to(device, memory_format=layout))  # type: ignore[call-overload]
+    return WithFeatures(model.to(device, memory_format=layout), recipe.head)  # type: ignore[call-overload]
 
 
 def _predictions(
