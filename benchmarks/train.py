@@ -10,10 +10,11 @@
     compile      network and loss compiled
     graph        the whole step captured as one CUDA graph: what `fit` does
 
-Every figure is the wall time of whole epochs, after warming up. On the last rung `fedlas_ls` and `fedlas_mbls` take
-turns with `ce`, so that a slow moment of the machine meets all three. Then: a validation pass over 5,000 images, the
-first step of a fresh process with an empty compiler cache, and the work of an image in FLOPs and bytes against what the
-machine can do. `--synthetic` needs no data. `--profile` lists the kernels that take most of the time.
+Every figure is the wall time of whole epochs, after warming up; of several, the median. On the last rung `fedlas_ls`
+and `fedlas_mbls` take turns with `ce`, so that a slow moment of the machine meets all three. Then: a validation pass
+over 5,000 images, the first step of a fresh process with an empty compiler cache, and the work of an image in FLOPs and
+bytes against what the machine can do. `--synthetic` needs no data. `--profile` lists the kernels that take most of the
+time.
 """
 
 import argparse
@@ -193,7 +194,7 @@ def validation_seconds(bench: Bench) -> float:
         )
         synchronize(bench.device)
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return statistics.median(times[1:])
 
 
 def first_step(data: str, model: str, rows: int, device: torch.device, root: str | None) -> None:
@@ -219,7 +220,7 @@ def first_step_seconds(options: argparse.Namespace, model: str, rows: int) -> fl
                     seconds = time.perf_counter() - start
                     process.wait()
                     return seconds
-        return float("nan")
+        raise RuntimeError(f"the process that was to do a first step ended with exit code {process.returncode}")
 
 
 def work_per_image(model: str) -> tuple[float, float]:

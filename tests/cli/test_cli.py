@@ -1,9 +1,11 @@
 """The command line as people and scripts use it: results, one-line errors, tables that are never cut off."""
 
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,11 +38,11 @@ def test_training_leaves_a_finished_run(run):
     assert (Run(run).recipe.epochs, Run(run).recipe.model) == (2, "small_cnn")
 
 
-def test_a_finished_run_is_shown_again_at_once(run):
-    started = time.perf_counter()
+def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
+    monkeypatch.setattr("fedlas.train.loop.Bench", lambda *_, **__: pytest.fail("it was trained again"))
     done = call("train", "--data", "digits", "--loss", "fedlas_ls", *SHORT, "--out", str(run), "--resume")
     assert done.exit_code == 0
-    assert time.perf_counter() - started < 2
+    assert "test split" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,11 @@ def test_a_finished_run_is_shown_again_at_once(run):
         (["train", "--data", "digits", "--loss", "ce", "--model", "small_cnm"], "did you mean 'small_cnn'"),
         (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.alpha=1"], "loss 'ce' takes no 'alpha'"),
         (["train", "--data", "digits", "--loss", "ce", "--device", "cuda"], "torch sees no GPU"),
+        (["train", "--data", "digits", "--loss", "ce", "--device", "gpu"], "it has to be cpu, cuda or cuda:NUMBER"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "ood=folder"], "ood=folder does not say which images"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "ood=svnh"], "did you mean 'svhn'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "warmup=3"], "warmup does nothing with schedule"),
+        (["train", "--data", "digits", "--loss", "ce", "--protocol", "paper", "--model", "small_cnn"], "says nothing"),
         (["predict", "nowhere", "--data", "digits"], "is no run folder"),
         (["train", "--data", "folder", "--loss", "ce"], "name one: --model NAME"),
         (["train", "--data", "folder", "--loss", "ce", "--model", "small_cnn"], "data set 'folder' needs 'path'"),
@@ -107,11 +114,11 @@ def test_predictions_on_images_of_ones_own(run, tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         image.fromarray(split.images[number, 0].numpy()).save(folder / f"{number}.png")
     out = tmp_path / "own.safetensors"
-    words = ["--data", "folder", "--split", "all", "--set", f"path={tmp_path / 'images'}", "--out", str(out)]
+    words = ["--data", "folder", "--set", f"path={tmp_path / 'images'}", "--out", str(out)]
     done = call("predict", str(run), *words, "--set", 'class_names=["0","1","2","3","4","5","6","7","8","9"]')
     assert done.exit_code == 0, done.output
     made, known = fedlas.Predictions.load(out), Run(run).predictions("best-test")
-    assert len(made) == 20
+    assert len(made) == 20  # all of them, although nobody said so
     expected = sorted(known.logits[:20].amax(1).tolist())
     assert sorted(made.logits.amax(1).tolist()) == pytest.approx(expected, abs=1e-4)
 
@@ -180,7 +187,10 @@ def test_python_m_fedlas_stops_on_a_signal_and_goes_on(tmp_path):
     words = ["train", "--data", "digits", "--loss", "ce", "--out", str(tmp_path / "run"), "--set", "epochs=500"]
     command = [sys.executable, "-m", "fedlas", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 120
         while not (tmp_path / "run" / "checkpoint.pt").exists():
+            assert process.poll() is None
+            assert time.monotonic() < end
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=60)
@@ -194,11 +204,37 @@ def test_the_demo_shows_five_losses(tmp_path, monkeypatch):
     from fedlas.experiments import demo
 
     monkeypatch.setattr(demo, "EPOCHS", 1)
+    monkeypatch.setattr(demo, "evaluate", partial(fedlas.evaluate, intervals=False))  # which take most of the time
     done = call("demo", "--out", str(tmp_path))
     assert done.exit_code == 0, done.output
-    for name, paper in {"ce": "CE", "ls": "LS", "fedlas_ls": "FeDLaS-LS", "fedlas_mbls": "FeDLaS-MbLS"}.items():
-        assert any(line.split()[:2] == [name, paper] for line in done.stdout.splitlines())
+    papers = {"ce": "CE", "ls": "LS", "fedlas_ls": "FeDLaS-LS", "mbls": "MbLS", "fedlas_mbls": "FeDLaS-MbLS"}
+    rows = [line.split()[:2] for line in done.stdout.splitlines() if " as trained " in line]
+    assert rows == [[name, paper] for name, paper in papers.items()]
     assert "…" not in done.stdout
     assert "real question" in " ".join(done.stdout.split())
-    assert done.stdout.count("temperature ") >= 5
+    assert sum(line.split()[:1] == ["temperature"] for line in done.stdout.splitlines()) == 5
+    assert "its interval lies below it" in " ".join(done.stdout.split())
     assert (tmp_path / "figures" / "reliability.png").stat().st_size > 10_000
+
+
+def test_the_demo_shows_a_problem(tmp_path):
+    """Plain cross-entropy is far too sure, and temperature scaling helps; else there would be nothing to show."""
+    from fedlas.experiments.demo import recipes
+    from fedlas.train import fit_many
+
+    (run,) = fit_many([one for one in recipes() if one.loss == "ce"], folder=tmp_path)
+    test, val = run.predictions("best-test"), run.predictions("best-val")
+    report = fedlas.evaluate(test, posthoc=["temperature"], calibration=val, intervals=False)
+    before, after = float(report.before["ece"]), float(report.after["temperature"]["ece"])
+    assert before > 0.07
+    assert float(report.before["over_ece"]) > 0.9 * before
+    assert after < 0.6 * before
+
+
+def test_the_demo_shows_intervals():
+    from fedlas.experiments.demo import _cell
+
+    made = fedlas.Predictions(torch.eye(4).repeat(9, 1), torch.arange(36) % 3)
+    report = fedlas.evaluate(made)
+    assert _cell(report.before["accuracy"]) == "25.0 [13.8, 41.1]"
+    assert re.fullmatch(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", _cell(report.before["nll"]))

@@ -1,6 +1,10 @@
 """On a GPU: a captured step equals the eager one bit for bit, a compiled one nearly, and neither ever waits."""
 
+import math
 import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
-from fedlas.train import Engine, fit
+from fedlas.train import AbstractCallback, Engine, Run, StoppedError, fit
 from fedlas.train.bench import Bench, chosen_device
 from fedlas.train.precision import machine
 from fedlas.train.step import WARM
@@ -112,11 +116,47 @@ def test_a_step_never_waits(loss, capture):
     assert bool(bench.step._graphs) == capture
 
 
+class StopAt(AbstractCallback):
+    """Sends this process a signal after some step, without a look at the device: steps stay captured."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def advanced(self, step: int) -> None:
+        if step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
 def test_a_run_on_a_gpu_resumes_and_repeats_bit_for_bit(tmp_path):
     recipe = short("fedlas_ls", compile=False)
     one, two = fit(recipe, out=tmp_path / "1"), fit(recipe.replace(capture=False), out=tmp_path / "2")
-    assert prediction_bytes(one) == prediction_bytes(two)
-    assert log_without_times(one) == log_without_times(two)
+    with pytest.raises(StoppedError):
+        fit(recipe, out=tmp_path / "3", callbacks=[StopAt(12)])
+    three = fit(recipe, out=tmp_path / "3", resume=True)
+    assert three.log[1]["machine"]["continued_at_step"] == 5
+    for run in (two, three):
+        assert prediction_bytes(run) == prediction_bytes(one)
+        assert log_without_times(run) == log_without_times(one)
+
+
+def test_the_log_tells_of_the_memory_of_its_own_run(tmp_path):
+    torch.empty(2**30, dtype=torch.uint8, device="cuda").zero_()
+    run = fit(short("ce", epochs=1, compile=False), out=tmp_path)
+    assert 0 < run.log[0]["machine"]["memory_mib"] < 900
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_statistics_of_batchnorm_over_two_gpus_are_those_of_one(tmp_path):
+    changes = {"epochs": 1, "batch_size": 50, "compile": False, "sync_batchnorm": True, "lr": 0.01}
+    recipe = short("fedlas_ls", **changes)
+    words = ["--set", "epochs=1", "--set", "batch_size=50", "--set", "compile=false", "--set", "sync_batchnorm=true"]
+    words += ["--set", "lr=0.01", "--set", "deterministic=true", "--set", "data_options.train_samples=330"]
+    words += ["--set", "data_options.label_noise=0.1", "--out", str(tmp_path / "two")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fedlas"]
+    subprocess.run([*command, "train", "--data", "digits", "--loss", "fedlas_ls", *words], check=True, timeout=300)
+    two, one = Run(tmp_path / "two"), fit(recipe, out=tmp_path / "one")
+    assert two.log[0]["train"] == pytest.approx(one.log[0]["train"], rel=1e-2)
+    torch.testing.assert_close(two.predictions().logits, one.predictions().logits, rtol=2e-2, atol=2e-2)
 
 
 def test_a_second_seed_replays_the_captured_step(tmp_path):
@@ -125,6 +165,24 @@ def test_a_second_seed_replays_the_captured_step(tmp_path):
     runs = [engine.fit(recipe, out=tmp_path / f"{recipe.seed}") for recipe in recipes]
     alone = fit(recipes[1], out=tmp_path / "alone")
     assert prediction_bytes(runs[1]) == prediction_bytes(alone)
+
+
+def test_a_bad_gradient_of_the_gate_alone_is_found_in_a_captured_run():
+    device = chosen_device("cuda")
+    recipe = short("fedlas_ls", compile=False, drop_last=True)
+    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+        bench = Bench(recipe, device)
+        bench.net.train()
+        factor = torch.ones((), device=device)
+        next(bench.loss.parameters()).register_hook(lambda gradient: gradient * factor)
+        for epoch in range(2):
+            for number, inputs in enumerate(bench.batches(epoch)):
+                if (epoch, number) == (1, 2):
+                    factor.fill_(math.nan)
+                bench.step(*inputs)
+        assert bench.step._graphs
+        assert bench.step.bad_step() == bench.steps_per_epoch + 2
+        assert all(value.isfinite().all() for value in bench.loss.parameters())
 
 
 def test_a_bad_step_in_a_captured_run_is_found():

@@ -5,6 +5,7 @@ travels. The draws are those of `Resident`: functions of (seed, epoch, sample), 
 ways to the same image give the same image.
 """
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ class Loader:
             num_workers=workers,
             pin_memory=pinned,
             persistent_workers=train and workers > 0,  # an evaluation is seldom; its workers go when it is over
-            worker_init_fn=_seed_worker,
+            worker_init_fn=_begin_worker,
             generator=torch.Generator().manual_seed(seed),
         )
 
@@ -192,6 +193,12 @@ class _Crops(Dataset[Any]):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _begin_worker(number: int) -> None:
+    """Prepare a process that reads."""
+    gc.freeze()  # what the parent left to the collector is not ours to destroy: its threads and devices are not here
+    _seed_worker(number)
 
 
 def _seed_worker(number: int) -> None:

@@ -1,7 +1,8 @@
 """The demonstration: five losses on handwritten digits, and what their confidence is worth.
 
-As they come, the digits are too easy: nearly every answer is right, and confidence is hardly ever wrong. So only a few
-dozen are trained on, and one answer in seven is wrong.
+As they come, the digits are too easy: nearly every network is right, and its confidence hardly ever wrong. So only
+about four images of each digit are trained on, many times and without weight decay. The networks learn them by heart,
+and with plain cross-entropy they are then too sure of all other images (with each of the seeds 1, 2 and 3).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +15,16 @@ from fedlas.report.figures import Reliability, reliability_data, reliability_fig
 from fedlas.train import Recipe, Run, fit_many, recipe_for
 from fedlas.train.protocols import compared_losses
 
-SAMPLES, BATCH, EPOCHS = 60, 25, 40
+SAMPLES, BATCH, EPOCHS = 40, 10, 60
 METRICS = ("accuracy", "ece", "aece", "over_ece", "under_ece", "nll")
 HEAD = ("loss", "paper", "", "accuracy %", "ECE %", "AECE %", "O-ECE %", "U-ECE %", "NLL")
 TEXT = f"""\
-Handwritten digits, 8 x 8 pixels. Only {SAMPLES} images are trained on, of 800 that there are: so the networks are wrong
-often enough that calibration is a real question. 200 images for validation, 797 for testing.
+Handwritten digits, 8 x 8 pixels. Only {SAMPLES} images of 800 are trained on, and learned by heart: so the networks are
+often wrong, and too sure of it, and calibration is a real question. 200 images for validation, 797 for testing.
 A row for each loss: first as trained, below it after temperature scaling on the validation split; in brackets the 95 %
 interval. O-ECE is confidence that is too high, U-ECE too low; they add up to the ECE. One seed on few images: only
-intervals that are far apart mean something."""
+intervals that are far apart mean something. Chance alone makes these errors larger than they are, which intervals allow
+for: where a value is mostly noise, its interval lies below it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ def recipes() -> Iterator[Recipe]:
             epochs=EPOCHS,
             deterministic=True,
             batch_size=BATCH,
+            lr=0.2,
+            weight_decay=0.0,
             data_options={"train_samples": SAMPLES},
         )
 

@@ -19,6 +19,7 @@ from fedlas.data import CATALOG as DATA
 from fedlas.data import AbstractDataset, Loader, Resident, Sample, build_data
 from fedlas.data.base import Split, share_of_batch
 from fedlas.data.base.fetching import Progress
+from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
@@ -36,6 +37,7 @@ from fedlas.train.validation import learns_from_validation
 
 # What a captured step does not depend on: it finds these in tensors that can be refilled.
 REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
+PUBLISHED = "-published"  # a test split as the published code looks at it
 NETWORK = ("model", "model_options", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic")
 
 
@@ -133,9 +135,7 @@ class Bench:
 
     def _prepared(self, model: nn.Module) -> WithFeatures:
         if self.recipe.sync_batchnorm and self.world > 1:
-            if self.device.type != "cuda":
-                raise RunError("sync_batchnorm needs GPUs: torch shares statistics between processes only there")
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            model = _with_shared_statistics(model, self.device)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         net = WithFeatures(model.to(self.device, memory_format=layout), self.recipe.head)  # type: ignore[call-overload]
         if self.compiled:
@@ -232,17 +232,33 @@ class Bench:
         return Sample(*inputs)
 
     def evaluation(self, split: str) -> Source:
-        """Make a split of the run's own data ready to be looked at."""
-        transform = self.data.transform_for(split)
+        """Make a split of the run's own data ready to be looked at; "test-published" as the published code does."""
+        name = split.removesuffix(PUBLISHED)
+        transform = self.data.transform_for(name)
+        if name != split:
+            transform = self._published_transform(self.recipe.data, transform)
         return evaluation_source(
-            self.data.split(split), transform, self.recipe, self.device, resident=self.data.resident
+            self.data.split(name), transform, self.recipe, self.device, resident=self.data.resident
         )
 
     def foreign(self, name: str) -> Source:
-        """Make the test split of other data ready, with the transform that this network's test images get."""
-        data = self._foreign_data(name)
-        transform = self.data.transform_for("test")
+        """Make the test split of other data ready, with the transform that this network's test images get.
+
+        "cifar100-published" passes through the transform that the published code has for that data instead.
+        """
+        data, transform = self._foreign_data(name.removesuffix(PUBLISHED)), self.data.transform_for("test")
+        if name.endswith(PUBLISHED):
+            transform = self._published_transform(name.removesuffix(PUBLISHED), transform)
         return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
+
+    def _published_transform(self, name: str, usual: Transform) -> Transform:
+        """Give the transform of the published code for a data set's test images, which has to be another one."""
+        options = self.recipe.data_options if name == self.recipe.data else {}
+        found = build_data(name, seed=self.recipe.seed, **self._common, **{**options, **DATA.find(name).published})
+        transform = found.transform_for("test")
+        if transform == usual:
+            raise RunError(f"the published code looks at the test images of {name} as we do; leave out {PUBLISHED}")
+        return transform
 
     def _foreign_data(self, name: str) -> AbstractDataset:
         if name not in self._foreign:
@@ -261,10 +277,14 @@ class Bench:
     def check(self) -> None:
         """Find what would be missing at the end of the run, before it begins."""
         for name in dict.fromkeys(("val", *self.recipe.splits)):
-            if not len(self.data.split(name)):
+            if not len(self.data.split(name.removesuffix(PUBLISHED))):
                 raise RunError(f"the {name} split of {self.data.title} is empty")
         for name in self.recipe.ood:
-            self._foreign_data(name).split("test")
+            self._foreign_data(name.removesuffix(PUBLISHED)).split("test")
+        for name in (*self.recipe.splits, *self.recipe.ood):
+            if name.endswith(PUBLISHED):
+                data = name.removesuffix(PUBLISHED).replace("test", self.recipe.data)
+                self._published_transform(data, self.data.transform_for("test"))
         if self.validates_on_test and learns_from_validation(self.loss):
             raise RunError(
                 f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
@@ -297,6 +317,13 @@ class Bench:
             raise RunError(
                 f"the checkpoint does not fit the network and data of today; has the data changed? ({reason})"
             ) from error
+
+
+def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:
+    if device.type != "cuda":
+        raise RunError("sync_batchnorm needs GPUs: torch shares statistics between processes only there")
+    shared: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return shared
 
 
 def _check_shares(recipe: Recipe, samples: int, world: int) -> None:

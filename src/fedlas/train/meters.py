@@ -73,7 +73,7 @@ class Meter:
 
     def state(self) -> dict[str, Tensor]:
         """Give the sums of an epoch that is not over, over all ranks; each of them has to ask."""
-        totals = ranks.total(torch.stack(list(self.sums.values()))) if self.sums else ()
+        totals = ranks.total(torch.stack(list(self.sums.values()))).clone() if self.sums else ()
         return dict(zip(self.sums, totals, strict=True))
 
     def restore(self, state: dict[str, Tensor], *, first: bool = True) -> None:
@@ -133,7 +133,7 @@ class GateWatch:
 
     def state(self) -> dict[str, Any]:
         """Give everything that the next epoch needs; the sums are those of all ranks, each of which has to ask."""
-        return {"history": self.history.state_dict(), "sums": ranks.total(self.sums)}
+        return {"history": self.history.state_dict(), "sums": ranks.total(self.sums).clone()}
 
     def restore(self, state: dict[str, Any], *, first: bool = True) -> None:
         """Go on from a saved state; the history is the same on all ranks, the sums are for one of them."""

@@ -1,10 +1,13 @@
 """One run on several processes: who is who, how they agree, and who writes."""
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +19,7 @@ from fedlas.train.runs import RunError
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(minutes=30)
+_runs = count()
 LOOK_EVERY = 10  # steps between two looks at the other ranks' signals, where a look makes the host wait
 
 
@@ -28,7 +32,10 @@ def joined(device: torch.device) -> Iterator[None]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    gc.collect()  # groups of a run that failed; found in a forked process, they would crash it
+    room, here, world = _meeting_room()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=room, rank=here, world_size=world, timeout=PATIENCE)
     try:
         with warnings.catch_warnings():
             # The strides of a dimension of size 1 mean nothing, and DistributedDataParallel copes with any.
@@ -36,6 +43,20 @@ def joined(device: torch.device) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _meeting_place() -> tuple[Any, int, int]:
+    """Go where torchrun says that all processes meet, once."""
+    store, here, world = next(dist.rendezvous("env://", timeout=PATIENCE))  # type: ignore[attr-defined]
+    store.set_timeout(PATIENCE)
+    return store, here, world
+
+
+def _meeting_room() -> tuple[Any, int, int]:
+    """Give every run a room of its own there, else it would find what the last one has left, and wait for ever."""
+    store, here, world = _meeting_place()
+    return dist.PrefixStore(f"run {next(_runs)}", store), here, world  # type: ignore[attr-defined]
 
 
 def is_first() -> bool:
