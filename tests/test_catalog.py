@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fedlas.catalog import Catalog, keywords, nearest
+import fedlas
+from fedlas.catalog import Catalog, _wrong_type, keywords, nearest
 
 BASE = """
     from abc import ABC, abstractmethod
@@ -193,3 +196,27 @@ def test_a_loss_that_is_dropped_into_the_package_is_listed_and_built(tmp_path):
     assert value == -3.0
     assert summary == "Ask for nothing but large logits."
     assert count > 1
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: fedlas.build_loss("focal", gamma=True), "gamma of loss 'focal' must be a number, not True"),
+        (lambda: fedlas.build_loss("ce", sync="maybe"), "sync of loss 'ce' must be true or false, not 'maybe'"),
+        (lambda: fedlas.build_data("digits", train_samples=1.5), "train_samples of data set 'digits' must be a whole"),
+        (lambda: fedlas.build_data("digits", label_noise="abc"), "label_noise of data set 'digits' must be a number"),
+        (lambda: fedlas.build_data("folder", path=".", image_size="a"), "image_size of data set 'folder' must be a"),
+        (lambda: fedlas.build_data("folder", path=".", image_size=None), "must be a whole number, not None"),
+        (lambda: fedlas.build_data("folder"), "data set 'folder' needs 'path': path=..."),
+    ],
+)
+def test_keywords_of_another_type_are_refused_and_missing_ones_named(build, message):
+    """`gamma=true` used to be trained with as 1, and 1.5 samples as one."""
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        build()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert _wrong_type(np.float32(2), float) is None
+    assert _wrong_type(np.int64(7), int | None) is None
+    assert _wrong_type(np.float32(2), int | None) == "a whole number or none"

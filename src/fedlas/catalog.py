@@ -7,12 +7,21 @@ a class attribute `name`. Adding an entry is adding a file; nothing else changes
 import difflib
 import importlib
 import inspect
+import numbers
 import pkgutil
+import types
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 Entry = TypeVar("Entry")
+# What a keyword of a plain type takes, in words; NumPy's numbers are such numbers too.
+PLAIN: dict[Any, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "text"),
+}
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -25,18 +34,37 @@ def nearest(word: str, known: list[str]) -> str:
 
 def keywords(cls: type) -> list[str]:
     """Name every keyword that a class can be built with, those of its bases included."""
-    found: dict[str, None] = {}
+    return list(_annotations(cls))
+
+
+def _annotations(cls: type) -> dict[str, tuple[Any, bool]]:
+    """Give the type of every keyword, and whether nothing can be built without it."""
+    found: dict[str, tuple[Any, bool]] = {}
     for ancestor in cls.__mro__:
         if "__init__" not in vars(ancestor):
             continue
         parameters = list(inspect.signature(vars(ancestor)["__init__"]).parameters.values())[1:]
         rest = [p.annotation for p in parameters if p.kind is p.VAR_KEYWORD]
-        found.update((p.name, None) for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        own = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        found |= {p.name: (p.annotation, p.default is p.empty) for p in own if p.name not in found}
         named = [dictionary for annotation in rest for dictionary in get_args(annotation)]  # Unpack[SomeTypedDict]
-        found.update((name, None) for dictionary in named for name in dictionary.__annotations__)
+        found |= {n: (kind, False) for one in named for n, kind in one.__annotations__.items() if n not in found}
         if named or not rest:
             break
-    return list(found)
+    return found
+
+
+def _wrong_type(value: object, kind: Any) -> str | None:
+    """Say in words what a keyword takes, if that is plain and the value is something else."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if not all(one in PLAIN or one is types.NoneType for one in kinds):
+        return None
+    if value is None:
+        return None if types.NoneType in kinds else " or ".join(PLAIN[one][1] for one in kinds)
+    plain = [PLAIN[one] for one in kinds if one in PLAIN]
+    if any(isinstance(value, one) and (one is bool or not isinstance(value, bool)) for one, _ in plain):
+        return None
+    return " or ".join([*(words for _, words in plain), *(["none"] if types.NoneType in kinds else [])])
 
 
 def summary(cls: type) -> str:
@@ -82,10 +110,18 @@ class Catalog(Generic[Entry]):
     def build(self, name: str, **options: object) -> Entry:
         """Build an entry, with errors that name the keywords it takes."""
         cls = self.find(name)
-        known = keywords(cls)
-        for option in options:
+        known = _annotations(cls)
+        for option, value in options.items():
             if option not in known:
-                raise TypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, known)}")
+                raise TypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, list(known))}")
+            wanted = _wrong_type(value, known[option][0])
+            if wanted is not None:
+                number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+                kind = ValueError if number else TypeError
+                raise kind(f"{option} of {self.kind} {name!r} must be {wanted}, not {value!r}")
+        for option, (_, needed) in known.items():
+            if needed and option not in options:
+                raise TypeError(f"{self.kind} {name!r} needs {option!r}: {option}=...")
         return cls(**options)
 
     def class_called(self, name: str) -> type[Entry]:

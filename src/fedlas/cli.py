@@ -6,7 +6,9 @@ is as wide as it has to be.
 """
 
 import os
+import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -16,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+usual_warning = warnings.formatwarning
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -274,7 +277,10 @@ def listed(what: Catalogue) -> tuple[list[str], list[list[str]]]:
     if what is Catalogue.data:
         from fedlas.data import list_data
 
-        return ["name", "in a sentence", "source"], [[r.name, r.summary, r.citation] for r in list_data()]
+        everywhere = set.intersection(*(set(r.keywords) for r in list_data()))
+        own = {r.name: " ".join(word for word in r.keywords if word not in everywhere) for r in list_data()}
+        head = ["name", "in a sentence", "keywords of its own", "source"]
+        return head, [[r.name, r.summary, own[r.name], r.citation] for r in list_data()]
     if what is Catalogue.models:
         from fedlas.models import list_models
 
@@ -332,18 +338,48 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
+        if from_interrupt(error):
+            raise typer.Exit(interrupted()) from None
         if os.environ.get("FEDLAS_DEBUG"):
             raise
         typer.echo(f"fedlas: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None
     except Exception as error:
         number = getattr(error, "signal_number", None)
+        if number is None and from_interrupt(error):
+            raise typer.Exit(interrupted()) from None
         if number is None:
             raise
         typer.echo(f"fedlas: {error}", err=True)
         raise typer.Exit(128 + number) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(interrupted()) from None
+
+
+def interrupted() -> int:
+    """Say that Ctrl-C was heard where there is nothing to save, and give the exit code that shells know."""
+    typer.echo("fedlas: interrupted", err=True)
+    return 128 + signal.SIGINT
+
+
+def from_interrupt(error: BaseException | None) -> bool:
+    """Say whether an error only wraps Ctrl-C, as errors in compiled modules that are being imported do."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def plain_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
+    """Write a warning for users in one line; others keep the place that they come from."""
+    if category is UserWarning and not os.environ.get("FEDLAS_DEBUG"):
+        return f"fedlas: {' '.join(str(message).split())}\n"
+    return usual_warning(message, category, *place, **more)
 
 
 def main() -> None:
     """Run the command line."""
-    app(prog_name="fedlas")
+    warnings.formatwarning = plain_warning
+    try:
+        app(prog_name="fedlas")
+    except KeyboardInterrupt:
+        sys.exit(interrupted())

@@ -486,6 +486,15 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that a reader, or a crash, never meets half of it."""
+    try:
+        _write_whole(path, content)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk does not say whose file it was
+
+
+def _write_whole(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

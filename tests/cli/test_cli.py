@@ -61,6 +61,13 @@ def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
         (["train", "--data", "digits", "--loss", "ce", "--set", "warmup=3"], "warmup does nothing with schedule"),
         (["train", "--data", "digits", "--loss", "ce", "--protocol", "paper", "--model", "small_cnn"], "says nothing"),
         (["predict", "nowhere", "--data", "digits"], "is no run folder"),
+        (["train", "--data", "folder", "--loss", "ce"], "name one: --model NAME"),
+        (["train", "--data", "folder", "--loss", "ce", "--model", "small_cnn"], "data set 'folder' needs 'path'"),
+        (
+            ["train", "--data", "digits", "--loss", "ce", "--set", "model_options.in_channels=3"],
+            "cannot look at images",
+        ),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.reduction=none"], "needs one number"),
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, words, message):
@@ -128,6 +135,46 @@ def test_lists_are_whole(what):
         assert record.summary in done.stdout
     if what == "recipes":
         assert fedlas.recipe_for("cifar10", loss="fedlas_ls").key in done.stdout
+
+
+def test_keywords_of_data_are_listed():
+    shown = {line.split()[0]: line for line in call("list", "data").stdout.splitlines() if line.strip()}
+    assert "train_samples label_noise" in shown["digits"]
+    assert "path class_names image_size" in shown["folder"]
+    assert "progress" not in shown["digits"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, wrapped):
+    """It used to print 142 lines."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        if wrapped:
+            raise ImportError("initialization failed") from KeyboardInterrupt()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedlas.train.recipe_for", interrupt, raising=False)
+    done = call("train", "--data", "digits", "--loss", "ce")
+    assert done.exit_code == 130
+    assert done.stderr == "fedlas: interrupted\n"
+
+
+def test_warnings_are_one_line(tmp_path):
+    words = [
+        "--set",
+        "schedule=multi_step",
+        "--set",
+        "milestones=5",
+        "--set",
+        "epochs=1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    few = ["--set", "data_options.train_samples=50"]
+    command = [sys.executable, "-m", "fedlas", "train", "--data", "digits", "--loss", "ce", *few, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("fedlas: milestones 5 lie beyond the end of 1 epochs, so the learning rate never")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_narrow_terminal_variable_does_not_cut_a_pipe(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 import fedlas
 from data import twins
 from fedlas.data import DamagedFileError, MissingFileError
+from fedlas.data.base.images import decode
 
 
 def pictures(folder: Path, counts: dict[str, int]) -> None:
@@ -100,6 +101,46 @@ def test_a_table_that_cannot_be_understood(tmp_path, text, message):
         fedlas.build_data("folder", path=table(tmp_path, text)).split("all")
 
 
+def test_a_table_in_another_encoding_is_named(tmp_path):
+    path = table(tmp_path, "")
+    path.write_bytes("path,label\nx/0.png,Kätzchen\n".encode("latin-1"))
+    with pytest.raises(DamagedFileError, match=r"list\.csv is not text in UTF-8"):
+        fedlas.build_data("folder", path=path).split("all")
+
+
+def test_a_table_without_rows_is_not_told_about_directories(tmp_path):
+    with pytest.raises(DamagedFileError, match=r"list\.csv has no rows below its header"):
+        fedlas.build_data("folder", path=table(tmp_path, "path,label\n")).split("all")
+
+
+def test_a_folder_that_is_nowhere_is_named_in_both_places(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingFileError, match=f"neither {tmp_path}/pets nor {tmp_path}/root/pets is there"):
+        fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")
+    with pytest.raises(MissingFileError, match=f"^{tmp_path}/pets is not there"):
+        fedlas.build_data("folder", path=tmp_path / "pets").split("all")
+
+
+def test_directories_without_images_are_named(tmp_path):
+    pictures(tmp_path, {"dog": 3, "cat": 3})
+    (tmp_path / "owl").mkdir()
+    with pytest.warns(UserWarning, match="directories without images, which are no classes: owl"):
+        assert fedlas.build_data("folder", path=tmp_path).class_names == ("cat", "dog")
+
+
+def test_images_side_by_side_can_be_looked_at(tmp_path):
+    """docs/train.md predicts on ~/pictures, where hardly anybody has a directory for each class."""
+    pictures(tmp_path, {"pictures": 3})
+    data = fedlas.build_data("folder", path=tmp_path / "pictures")
+    assert data.class_names == ("pictures",)
+    assert len(data.split("all")) == 3
+
+
+def test_an_image_size_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="image_size must be at least 1, not 0"):
+        fedlas.build_data("folder", path=tmp_path, image_size=0)
+
+
 def test_what_is_missing_is_named(tmp_path):
     path = table(tmp_path, "path,label\nx/0.png,a\nx/77.png,a\n")
     with pytest.raises(MissingFileError, match=r"1 images of .*list\.csv are not there, such as .*77\.png"):
@@ -124,6 +165,28 @@ def test_a_relative_path_is_below_the_root_unless_it_is_here(tmp_path, monkeypat
     assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 6
     pictures(tmp_path / "pets", {"a": 1, "b": 1})
     assert len(fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")) == 2
+
+
+@pytest.mark.parametrize("ending", ["png", "tiff", "pgm"])
+def test_grey_images_of_16_bits_keep_their_greys(tmp_path, ending):
+    """Pillow cuts off at 255, so they used to be white."""
+    image = pytest.importorskip("PIL.Image")
+    grey = np.linspace(0, 65535, 16 * 16).astype(np.uint16).reshape(16, 16)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        image.fromarray(grey).save(tmp_path / name / f"1.{ending}")
+    data = fedlas.build_data("folder", path=tmp_path, image_size=16, resize=16)
+    pixels = decode(data.split("all").images[0], data.transform)
+    assert torch.equal(pixels, torch.from_numpy((grey >> 8).astype(np.uint8)).expand(3, -1, -1))
+
+
+def test_images_without_a_known_white_are_refused(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    transform = fedlas.build_data("folder", path=tmp_path).transform
+    for number, pixels in enumerate((np.ones((4, 4), np.float32), np.full((4, 4), 1 << 20, np.int32))):
+        image.fromarray(pixels).save(tmp_path / f"{number}.tiff")
+        with pytest.raises(DamagedFileError, match=rf"{number}\.tiff is damaged: its pixels are"):
+            decode(tmp_path / f"{number}.tiff", transform)
 
 
 def test_options(tmp_path):

@@ -384,6 +384,7 @@ FEW = {"batch_size": 20, "epochs": 2, "data_options": {"train_samples": 100}}  #
 
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"precision": "fp16", **FEW}, {"channels_last": True}])
+@pytest.mark.filterwarnings("ignore:fp16 is very slow")
 def test_other_precisions_and_layouts_train_nearly_the_same(finished, tmp_path, changes):
     plain = fit(short(**FEW), out=tmp_path / "plain") if changes.get("precision") == "fp16" else finished
     run = fit(short(**changes), out=tmp_path / "run")

@@ -66,11 +66,34 @@ def test_settings_are_read_by_the_type_of_their_field():
         ({"beta2": "0.99"}, "beta2 does nothing with optimizer=sgd"),
         ({"schedule": "multi_step"}, "milestones must be given for multi_step"),
         ({"clip_loss": "true"}, "clip_loss must be false where clip is none"),
+        ({"momentum": "1.5"}, "momentum must be at least 0 and below 1, not 1.5"),
+        ({"schedule": "one_cycle", "start_factor": "-5"}, "start_factor must be between 0 and 1"),
+        ({"schedule": "cosine", "end_factor": "-1"}, "end_factor must be between 0 and 1"),
+        ({"schedule": "multi_step", "milestones": "3", "decay": "-1"}, "decay must be between 0 and 1"),
+        ({"schedule": "multi_step", "milestones": "5,3,-1"}, "milestones must be epochs from 1 on, each later"),
+        ({"gate_lr_factor": "-1"}, "gate_lr_factor must be at least 0"),
+        ({"gate_weight_decay": "-1"}, "gate_weight_decay must be at least 0, or none"),
+        ({"workers": "-1"}, "workers must be at least 0, or none"),
+        ({"batch_size": "99999999999999999999"}, "batch_size must be at most 2147483647"),
+        ({"loss_options.gamma": "NaN"}, "loss_options.gamma must be finite, not nan"),
+        ({"loss_options.num_classes": "3"}, "loss_options has 'num_classes', which is decided by the data"),
+        ({"model_options.num_classes": "3"}, "model_options has 'num_classes', which is decided by the data"),
+        ({"data_options.progress": "3"}, "data_options has 'progress', which is decided by"),
+        ({"accumulate": "4", "loss_options.weight": "[1, 2]"}, "accumulate=4 with 'weight' in loss_options is not the"),
+        ({"accumulate": "4", "loss_options.ignore_index": "3"}, "accumulate=4 with 'ignore_index' in loss_options"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SMALL.with_settings(settings)
+
+
+def test_a_loss_for_each_sample_is_no_loss_for_a_step():
+    """It used to end in torch's traceback: backward of a vector."""
+    with pytest.raises(ValueError, match='reduction="none", but a step needs one number'):
+        SMALL.replace(loss_options={"reduction": "none"})
+    with pytest.raises(ValueError, match='reduction="none", but a step needs one number'):
+        SMALL.with_settings({"loss_options.reduction": "none"})
 
 
 def test_a_change_drops_what_it_leaves_without_effect():
@@ -198,5 +221,5 @@ def test_unknown_names_are_refused_with_a_hint():
         recipe_for("digits", loss="celoss")
     with pytest.raises(ValueError, match="did you mean 'paper'"):
         recipe_for("digits", protocol="papers")
-    with pytest.raises(ValueError, match="name one: model="):
+    with pytest.raises(ValueError, match="name one: --model NAME, or model="):
         recipe_for("cifar10", protocol="small")

@@ -15,6 +15,7 @@ from fedlas.predictions import Predictions
 from fedlas.train import AbstractCallback, Run, RunError, StoppedError, fit, fit_many
 from fedlas.train.checkpoint import StopSignals
 
+pytestmark = pytest.mark.filterwarnings("ignore:fp16 is very slow")
 HERE = Path(__file__).parent
 RECIPES = {
     "fedlas_ls": short("fedlas_ls", checkpoint_every=3),

@@ -62,6 +62,17 @@ def test_accumulated_parts_equal_the_whole_batch():
     assert whole.step.meter.read()["loss"] == pytest.approx(parts.step.meter.read()["loss"], rel=1e-4)
 
 
+def test_accumulated_parts_of_a_sum_are_not_averaged():
+    """Each part's sum used to be multiplied by its share of the batch, which made a fifth of loss and gradient."""
+    recipe = short("mbls", model_options={"norm": "group"}, loss_options={"reduction": "sum"}, lr=1e-4, clip=None)
+    whole, parts = Bench(recipe, CPU), Bench(recipe.replace(accumulate=5), CPU)
+    steps(whole, 7)
+    steps(parts, 7)
+    for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
+    assert whole.step.meter.read() == pytest.approx(parts.step.meter.read(), rel=1e-3)
+
+
 def test_the_gate_can_have_a_rate_of_its_own():
     recipe = short("fedlas_ls", gate_lr_factor=0.0, gate_weight_decay=0.0)
     bench = Bench(recipe, CPU)

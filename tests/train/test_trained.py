@@ -50,7 +50,7 @@ def test_a_run_that_is_being_trained_is_left_alone(digits, tmp_path):
     with locked(digits.folder):
         with pytest.raises(RunError, match="another process is working in"):
             predict_with(digits.folder, "digits", split="train")
-        predict_with(digits.folder, "digits", split="train", out=tmp_path / "elsewhere")
+        predict_with(digits.folder, "digits", split="train", out=tmp_path / "elsewhere.safetensors")
 
 
 def test_a_finished_run_needs_no_checkpoint(digits, tmp_path):
@@ -98,7 +98,7 @@ def test_other_images_never_replace_those_of_the_run(folder):
 
 def test_keywords_are_values_and_not_text(folder, tmp_path):
     options = {"path": folder.folder.parent / "other", "class_names": ["cat", "dog", "owl"], "antialias": False}
-    path = predict_with(folder.folder, "folder", options=options, out=tmp_path / "made")
+    path = predict_with(folder.folder, "folder", options=options, out=tmp_path / "made.safetensors")
     assert fedlas.Predictions.load(path).given_labels is not None
     with pytest.raises(ValueError, match="the recipe's own seed decides"):
         predict_with(folder.folder, "folder", options={"seed": 3})
@@ -111,9 +111,10 @@ def test_weights_that_do_not_fit_are_named(folder, tmp_path):
     (moved / "recipe.json").write_text(recipe)
     (moved / "checkpoint.pt").write_bytes(folder.checkpoint.read_bytes())
     with pytest.raises(RunError, match=r"checkpoint\.pt does not fit small_cnn for 3 classes"):
-        predict_with(moved, "folder", out=tmp_path / "made")
+        predict_with(moved, "folder", out=tmp_path / "made.safetensors")
 
 
+@pytest.mark.filterwarnings("ignore:fp16 is very slow")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_logits_are_not_rounded_to_eight_bits(tmp_path: Path, precision):
     """Else many samples share a confidence, and the likeliest two classes a logit."""

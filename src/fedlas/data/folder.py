@@ -2,12 +2,14 @@
 
     PATH/cat/1.png, PATH/dog/2.png ...          a seed holds out a tenth of each class; a fixed tenth is for testing
     PATH/train/cat/1.png, PATH/test/dog/2.png   the splits are as given; without `val/` a tenth of `train/` is held out
+    PATH/1.png, PATH/2.png ...                  one class, called like the folder: nothing to train on, but to look at
     PATH.csv with columns path, label and perhaps split; paths are relative to the file
 
 Classes are numbered in the order of their names, or of `class_names` if it is given. The split "all" holds every image.
 """
 
 import csv
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -72,8 +74,8 @@ class Folder(AbstractDataset):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(**common)
-        here = Path(path).expanduser()
-        self.path = here.absolute() if here.exists() else self.root / here
+        self._here = Path(path).expanduser().absolute()
+        self.path = self._here if self._here.exists() else self.root / Path(path).expanduser()
         self.transform = large_transform(image_size, resize, normalisation, antialias, flip)
         self._names = None if class_names is None else tuple(map(str, class_names))
 
@@ -101,8 +103,12 @@ class Folder(AbstractDataset):
     @cached_property
     def _rows(self) -> list[_Row]:
         if not self.path.exists():
-            raise MissingFileError(f"{self.path} is not there: give a directory with a class per directory, or a CSV")
+            both = " nor ".join(map(str, dict.fromkeys((self._here, self.path))))
+            gone = f"{both} is not there" if self._here == self.path else f"neither {both} is there"
+            raise MissingFileError(f"{gone}: give a directory with a class per directory, or a CSV")
         rows = _rows_of_table(self.path) if self.path.is_file() else _rows_of_directory(self.path)
+        if not rows and self.path.is_file():
+            raise DamagedFileError(f"{self.path} has no rows below its header")
         if not rows:
             raise MissingFileError(f"{self.path} has no images in it: put them into a directory for each class")
         missing = [row.path for row in rows if not row.path.exists()]
@@ -155,16 +161,32 @@ class Folder(AbstractDataset):
 def _rows_of_directory(folder: Path) -> list[_Row]:
     if any(inside.is_dir() for name in GIVEN for inside in (folder / name).glob("*")):
         return [row._replace(split=name) for name in GIVEN for row in _rows_below(folder / name)]
-    return _rows_below(folder)
+    flat = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES and path.is_file()]
+    return _rows_below(folder) or [_Row(path, folder.name, "") for path in flat]
 
 
 def _rows_below(folder: Path) -> list[_Row]:
     classes = sorted(inside for inside in folder.glob("*") if inside.is_dir() and not inside.name.startswith("."))
     files = [(path, inside.name) for inside in classes for path in sorted(inside.rglob("*"))]
-    return [_Row(path, label, "") for path, label in files if path.suffix.lower() in IMAGES]
+    rows = [_Row(path, label, "") for path, label in files if path.suffix.lower() in IMAGES]
+    empty = sorted({inside.name for inside in classes} - {row.label for row in rows})
+    if rows and empty:
+        warnings.warn(
+            f"{folder} has directories without images, which are no classes: {', '.join(empty)}", stacklevel=2
+        )
+    return rows
 
 
 def _rows_of_table(file: Path) -> list[_Row]:
+    try:
+        return _rows_of_text(file)
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(f"{file} is not text in UTF-8; save it in that encoding") from error
+    except csv.Error as error:
+        raise DamagedFileError(f"{file} is no CSV file: {error}") from error
+
+
+def _rows_of_text(file: Path) -> list[_Row]:
     with file.open(newline="", encoding="utf-8-sig") as text:
         table = csv.DictReader(text, skipinitialspace=True)
         columns = table.fieldnames or []

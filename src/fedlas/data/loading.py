@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fedlas.data.base import Images, Sample, Split, share_of_batch
+from fedlas.data.base.fetching import DamagedFileError
 from fedlas.data.base.images import Transform, decode, fitted, normalised, optional_module
 from fedlas.data.base.keyed import crops, order
 
@@ -99,8 +100,10 @@ class Loader:
         return len(self._places)
 
     def __iter__(self) -> Iterator[Sample]:
-        for images, labels, index in self._loader:
-            there = [tensor.to(self.device, non_blocking=True) for tensor in (images, labels, index)]
+        for batch in self._loader:
+            if isinstance(batch, Exception):
+                raise batch
+            there = [tensor.to(self.device, non_blocking=True) for tensor in batch]
             seen = normalised(there[0], self._constants, self.dtype, self.channels_last)
             yield Sample(seen, there[1], there[2])
 
@@ -155,7 +158,14 @@ class _Crops(Dataset[Any]):
         if cache is not None:  # kept images stay in their file, mapped into memory, beside those of other splits
             self.images, self.places = split.kept(transform, cache)
 
-    def __getitems__(self, places: list[Place]) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitems__(self, places: list[Place]) -> tuple[Tensor, Tensor, Tensor] | Exception:
+        """Read a batch; a file that cannot be read comes back as an error, which torch would bury in a traceback."""
+        try:
+            return self._read(places)
+        except (OSError, DamagedFileError) as error:
+            return error
+
+    def _read(self, places: list[Place]) -> tuple[Tensor, Tensor, Tensor]:
         index = torch.tensor([place for _, place in places], dtype=torch.int64)
         size, centre = self.transform.size, self.transform.centre
         if self.train and places:

@@ -30,8 +30,8 @@ class Choice:
         losses: losses, or other rows of the experiment, by name.
         seeds: one run for each.
         protocol: "paper", "official", "fast" or "small".
-        split: what is judged: "test", or "test-published", normalised as in the published code.
         changes: fields of all recipes that shall be otherwise, as on the command line.
+        split: what is judged: "test", or "test-published", normalised as in the published code.
     """
 
     data: tuple[str, ...] | None = None
@@ -39,8 +39,8 @@ class Choice:
     losses: tuple[str, ...] | None = None
     seeds: tuple[int, ...] = (1, 2, 3)
     protocol: str = "paper"
-    split: str = TEST
     changes: Mapping[str, str] = field(default_factory=dict)
+    split: str = TEST
 
     def of(self, known: Iterable[str], asked: Sequence[str] | None, kind: str) -> list[str]:
         """Give what was asked for of what is known, in the order of the known."""

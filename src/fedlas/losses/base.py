@@ -167,6 +167,8 @@ class AbstractLoss(AbstractExact):
             raise TypeError(f"ignore_index must be a whole number, not {ignore_index!r}")
         self.ignore_index = ignore_index
         self.reduction: Reduction = one_of("reduction", reduction, ("mean", "sum", "none"))
+        if not isinstance(sync, bool):
+            raise TypeError(f"sync must be true or false, not {sync!r}")
         self.sync = sync
         self.last_terms: dict[str, Tensor] = {}
 
@@ -383,7 +385,7 @@ def within(name: str, value: float, lowest: float, highest: float) -> float:
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
 
 

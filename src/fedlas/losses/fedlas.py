@@ -102,6 +102,8 @@ class NCI(AbstractExact):
     ) -> None:
         super().__init__()
         self.theta = within("theta", theta, 0, 1)
+        if isinstance(norm, str):
+            one_of("norm", norm, ("inf",))
         infinite = norm in ("inf", math.inf)
         self.norm = math.inf if infinite else at_least("norm", cast("float", norm), 1)
         self.source = one_of("source", source, get_args(Source))

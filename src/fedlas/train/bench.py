@@ -74,7 +74,10 @@ class Bench:
         alike = before if before is not None and self._step_fits(before) else None
         self._place_training_data(split, alike)
         seed_everything(recipe.seed)
+        if self.data.num_classes < 2:
+            raise RunError(f"{self.data.title} has one class, {self.data.class_names[0]!r}; a classifier needs two")
         fresh = build_model(recipe.model, self.data.num_classes, **recipe.model_options)
+        self._try(fresh)
         fresh_loss = self._drawn_loss()
         if before is not None and self._network_fits(before):
             self.net: WithFeatures = before.net
@@ -88,8 +91,31 @@ class Bench:
         if self.world > 1:
             seed_everything(recipe.seed + 7919 * rank())  # dropout shall differ between ranks
 
+    @torch.no_grad()
+    def _try(self, model: nn.Module) -> None:
+        """Show the network one black image, so that one of a wrong size is known before anything is trained."""
+        transform = self.data.transform_for("train")
+        shape = transform.channels, transform.size, transform.size
+        was_training = model.training
+        try:
+            seen = WithFeatures(model, self.recipe.head)
+            seen.eval()(torch.zeros(1, *shape))
+            seen.unwrap()
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if "head=" in reason:
+                raise RunError(f"{self.recipe.model}: {reason}; in a recipe, head=PATH does that") from error
+            words = ["model_options.in_channels", "the network's own keywords for the size of images"]
+            if "image_size" in keywords(DATA.find(self.recipe.data)):
+                words.insert(1, "data_options.image_size")
+            raise RunError(
+                f"{self.recipe.model} cannot look at images of {' x '.join(map(str, shape))}, which "
+                f"{self.recipe.data} has here ({reason}); set {', or '.join(words)}, or choose another --model"
+            ) from error
+        model.train(was_training)
+
     def _network_fits(self, before: "Bench") -> bool:
-        same = all(getattr(before.recipe, name) == getattr(self.recipe, name) for name in NETWORK)
+        same = all(getattr(before.recipe, name) == getattr(self.recipe, name) for name in (*NETWORK, "head"))
         return same and self.world == 1 and before.data.num_classes == self.data.num_classes
 
     def _step_fits(self, before: "Bench") -> bool:
@@ -111,7 +137,7 @@ class Bench:
         if self.recipe.sync_batchnorm and self.world > 1:
             model = _with_shared_statistics(model, self.device)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-        net = WithFeatures(model.to(self.device, memory_format=layout))  # type: ignore[call-overload]
+        net = WithFeatures(model.to(self.device, memory_format=layout), self.recipe.head)  # type: ignore[call-overload]
         if self.compiled:
             # Apart from the loss, so that runs with other losses need not compile the network again.
             net.compile(fullgraph=True, dynamic=False)
@@ -287,7 +313,10 @@ class Bench:
             restore_memory(self.step.parts.optimizer, state["optimizer"])
             self.step.restore(state["step"], first=rank() == 0)
         except (RuntimeError, KeyError, ValueError) as error:
-            raise RunError(f"the checkpoint does not fit the recipe: {str(error).splitlines()[0]}") from error
+            reason = " ".join(str(error).split())
+            raise RunError(
+                f"the checkpoint does not fit the network and data of today; has the data changed? ({reason})"
+            ) from error
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:
@@ -302,8 +331,11 @@ def _check_shares(recipe: Recipe, samples: int, world: int) -> None:
     if samples < recipe.batch_size and recipe.drop_last:
         raise RunError(f"{samples} training samples do not fill one batch of {recipe.batch_size}; lower batch_size")
     parts = f"{world} processes" + (f" with {recipe.accumulate} parts each" if recipe.accumulate > 1 else "")
-    if recipe.batch_size % (world * recipe.accumulate):
-        raise RunError(f"{parts} cannot share a batch of {recipe.batch_size} evenly; change batch_size")
+    shares = world * recipe.accumulate
+    if recipe.batch_size % shares:
+        raise RunError(
+            f"{parts} cannot share a batch of {recipe.batch_size} evenly; change batch_size to a multiple of {shares}"
+        )
     last = 0 if recipe.drop_last else samples % recipe.batch_size
     if last % world:
         raise RunError(f"{parts} cannot share the last batch of an epoch, {last} samples, evenly; set drop_last=true")

@@ -1,12 +1,14 @@
 """Onlookers of a run: bars in the terminal, TensorBoard, or code of one's own."""
 
 import importlib
+import inspect
 import sys
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from fedlas.catalog import nearest
 from fedlas.train.runs import Run
 
 if TYPE_CHECKING:
@@ -30,6 +32,26 @@ class AbstractCallback(ABC):  # noqa: B024 (every method may be left as it is)
 
     def ended(self, run: Run) -> None:  # noqa: B027
         """Tell that the run is over, or stops."""
+
+
+HOOKS = tuple(name for name in vars(AbstractCallback) if not name.startswith("_"))
+
+
+def checked_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCallback, ...]:
+    """Refuse what is no list of onlookers, and an onlooker with a public method that nobody would ever call."""
+    if isinstance(callbacks, (AbstractCallback, type)) or not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks takes a list, such as callbacks=[Watch()], not {callbacks!r}")
+    found = tuple(callbacks)
+    for one in found:
+        if isinstance(one, type):
+            raise TypeError(f"callbacks takes objects, not classes: {one.__name__}() instead of {one.__name__}")
+        if not isinstance(one, AbstractCallback):
+            raise TypeError(f"callbacks takes objects of classes that derive from AbstractCallback, not {one!r}")
+        for name in dir(type(one)):
+            if not name.startswith("_") and name not in HOOKS and inspect.isroutine(getattr(type(one), name)):
+                hint = nearest(name, list(HOOKS))
+                raise TypeError(f"{type(one).__name__}.{name} would never be called; {hint} Begin other names with _.")
+    return found
 
 
 def looks_at_steps(callback: AbstractCallback) -> bool:
@@ -73,6 +95,9 @@ class TensorBoard(AbstractCallback):
         self._writer: Any = None
 
     def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
+        self._open(run, epoch)
+
+    def _open(self, run: Run, epoch: int) -> None:
         try:
             board = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
@@ -82,10 +107,41 @@ class TensorBoard(AbstractCallback):
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
         for name, value in _numbers(record):
             self._writer.add_scalar(name, value, record["epoch"])
+        gamma = record.get("gate", {}).get("gamma_histogram")
+        if gamma is not None:
+            self._writer.add_histogram_raw("gate/gamma", **_histogram(**gamma), global_step=record["epoch"])
 
     def ended(self, run: Run) -> None:  # noqa: ARG002
         if self._writer is not None:
             self._writer.close()
+
+
+def write_board(run: Run) -> None:
+    """Write what the log of a finished run tells, where nobody has written it for TensorBoard yet."""
+    if (run.folder / "tensorboard").exists():
+        return
+    board = TensorBoard()
+    board._open(run, 0)
+    for record in run.log:
+        board.epoch_ended(record)
+    board.ended(run)
+
+
+def _histogram(edges: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
+    """Describe counts between edges, and outside of them, as TensorBoard takes them; sums are those of the middles."""
+    width = edges[1] - edges[0]
+    limits = [*edges, edges[-1] + width]
+    middles = [limit - width / 2 for limit in limits]
+    pairs = list(zip(middles, counts, strict=True))
+    return {
+        "min": edges[0] - width,
+        "max": limits[-1],
+        "num": sum(counts),
+        "sum": sum(middle * count for middle, count in pairs),
+        "sum_squares": sum(middle * middle * count for middle, count in pairs),
+        "bucket_limits": limits,
+        "bucket_counts": list(counts),
+    }
 
 
 def _numbers(record: Mapping[str, Any], above: str = "") -> list[tuple[str, float]]:

@@ -10,6 +10,7 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -78,9 +79,14 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint."""
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise RunError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files that no checkpoint of ours can be
+            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        # Not torch's own words: they advise to unpickle whatever is in there.
+        raise RunError(f"{path} cannot be read: it is damaged, or no checkpoint; remove it to begin anew") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")
     return content

@@ -11,6 +11,7 @@ predictions of the last and of the best weights
 import math
 import resource
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +24,7 @@ from fedlas import ranks
 from fedlas.predictions import Predictions
 from fedlas.train import checkpoint
 from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.callbacks import AbstractCallback, downloads, looks_at_steps, usual
+from fedlas.train.callbacks import AbstractCallback, checked_callbacks, downloads, looks_at_steps, usual, write_board
 from fedlas.train.checkpoint import StoppedError, StopSignals
 from fedlas.train.optim import lr_factor
 from fedlas.train.precision import machine, many_compilations, on_stream, random_state, restore_random_state
@@ -122,12 +123,21 @@ class Engine:
         progress: bool | None = None,
     ) -> Run:
         """Train by a recipe; see the function `fit`."""
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"fit takes a Recipe, such as fedlas.recipe_for gives, not a {type(recipe).__name__}")
+        callbacks = checked_callbacks(callbacks)
         run = Run(Path("runs") / recipe.name if out is None else Path(out))
         with ExitStack() as stack:
             stack.enter_context(joined(self.device))
+            if agreed(lambda: run.holds(recipe)):  # without a lock: the folder may be one that can only be read
+                if recipe.tensorboard and is_first():
+                    write_board(run)
+                return run
             agreed(lambda: _enter(stack, run))
             if agreed(lambda: _prepared(run, recipe, resume, self.device)) == "finished":
                 return run
+            if is_first():
+                _warn(recipe, self.device)
             stack.enter_context(machine(recipe, self.device))
             stack.enter_context(on_stream(self._stream))
             stack.enter_context(many_compilations(recipe, self.device))
@@ -141,6 +151,20 @@ class Engine:
             onlookers = [*callbacks, *(usual(recipe.tensorboard, progress) if is_first() else [])]
             _Training(run, bench, onlookers).go()
         return run
+
+
+def _warn(recipe: Recipe, device: torch.device) -> None:
+    """Say what is allowed and hardly meant."""
+    late = [str(epoch) for epoch in recipe.milestones if epoch >= recipe.epochs]
+    if late:
+        never = "" if len(late) < len(recipe.milestones) else ", so the learning rate never drops"
+        warnings.warn(
+            f"milestones {', '.join(late)} lie beyond the end of {recipe.epochs} epochs{never}; "
+            "set milestones=... or another schedule",
+            stacklevel=4,
+        )
+    if recipe.precision == "fp16" and device.type == "cpu":
+        warnings.warn("fp16 is very slow on a CPU; take precision=fp32 or bf16 there", stacklevel=4)
 
 
 def _enter(stack: ExitStack, run: Run) -> None:

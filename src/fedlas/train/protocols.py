@@ -243,7 +243,10 @@ def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
 def _default_model(protocol: Protocol, data: str) -> str:
     models = protocol.models(data)
     if not models:
-        raise ValueError(f"the protocol {protocol.name!r} has no network for {data!r}; name one: model=...")
+        raise ValueError(
+            f"the protocol {protocol.name!r} has no network for {data!r}; name one: --model NAME, "
+            "or model=..., such as those of: fedlas list models"
+        )
     return models[0]
 
 

@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from dataclasses import replace as dataclass_replace
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from fedlas.catalog import nearest
@@ -23,6 +24,13 @@ Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
 SPLITS = ("train", "val", "test", "test-published")
 OPTIONS = ("data_options", "model_options", "loss_options")
+# Keywords that a run fills in by itself, and who decides them.
+FILLED_IN: Mapping[str, Mapping[str, str]] = {
+    "data_options": {"progress": "fit(..., progress=...)", "root": "--data-root, or fit(..., data_root=...)"},
+    "model_options": {"num_classes": "the data"},
+    "loss_options": {"num_classes": "the data"},
+}
+MOST = 2**31 - 1  # of what is counted
 # Fields that do nothing unless another one has one of some values.
 ACTS_WITH: Mapping[str, tuple[str, tuple[Plain, ...]]] = {
     "momentum": ("optimizer", ("sgd",)),
@@ -54,6 +62,7 @@ class Recipe:
         data_options: keywords of the data set.
         model_options: keywords of the network.
         loss_options: keywords of the loss.
+        head: the path of the network's last linear layer, where `WithFeatures` does not find it or finds several.
         seed: decides the split, the weights, the order of the samples and their augmentation.
         epochs: passes over the training split.
         batch_size: samples in one step, over all processes together.
@@ -141,28 +150,61 @@ class Recipe:
     workers: int | None = carried_out(None)
     cache: str | None = carried_out(None)
     tensorboard: bool = carried_out(False)
+    head: str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():
             object.__setattr__(self, name, _fitting(name, kind, getattr(self, name)))
-        for name in ("epochs", "batch_size", "accumulate", "eval_batch_size"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("lr", "weight_decay", "momentum", "warmup", "mixup", "cutmix", "checkpoint_every", "seed"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-        _check(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")
-        _check(0 <= self.peak_at <= 1, "peak_at", self.peak_at, "between 0 and 1")
+        self._check_numbers()
+        self._check_options()
         _check(self.batch_size % self.accumulate == 0, "accumulate", self.accumulate, "a divisor of batch_size")
         _check(bool(self.splits), "splits", self.splits, f"at least one of {', '.join(SPLITS)}")
         for name in self.splits:
             _check(name in SPLITS, "splits", name, f"of {', '.join(SPLITS)}")
-        for name in OPTIONS:
-            if "seed" in getattr(self, name):
-                raise ValueError(f"{name} has a seed; the recipe's own seed decides: seed=...")
         for name in _idle(vars(self)):
             other, _ = ACTS_WITH[name]
             raise ValueError(f"{name} does nothing with {other}={getattr(self, other)}; leave it out")
         _check(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
         _check(self.clip is not None or not self.clip_loss, "clip_loss", True, "false where clip is none")
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers that no run can mean."""
+        for name in ("epochs", "batch_size", "accumulate", "eval_batch_size"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            _check(getattr(self, name) <= MOST, name, getattr(self, name), f"at most {MOST}")
+        for name in ("lr", "weight_decay", "warmup", "mixup", "cutmix", "checkpoint_every", "seed", "gate_lr_factor"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        for name in ("gate_weight_decay", "workers"):
+            value = getattr(self, name)
+            _check(value is None or value >= 0, name, value, "at least 0, or none")
+        for name in ("momentum", "beta1", "beta2"):
+            _check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        for name in ("peak_at", "start_factor", "end_factor", "decay"):
+            _check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
+        _check(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")
+        rising = all(before < after for before, after in pairwise((0, *self.milestones)))
+        _check(rising, "milestones", self.milestones, "epochs from 1 on, each later than the one before")
+
+    def _check_options(self) -> None:
+        """Refuse keywords that the run fills in by itself, and those of a loss that no run can use."""
+        for name in OPTIONS:
+            options = getattr(self, name)
+            if "seed" in options:
+                raise ValueError(f"{name} has a seed; the recipe's own seed decides: seed=...")
+            for word, decides in FILLED_IN[name].items():
+                if word in options:
+                    raise ValueError(f"{name} has {word!r}, which is decided by {decides}; leave it out")
+            _check_finite(name, options)
+        if self.loss_options.get("reduction", "mean") in ("none", None):  # None is what "none" means on a command line
+            raise ValueError('loss_options has reduction="none", but a step needs one number: take "mean" or "sum"')
+        if self.accumulate > 1:
+            # The parts of a batch do not know the denominator of the whole.
+            for word in ("weight", "ignore_index"):
+                if self.loss_options.get(word) is not None:
+                    raise ValueError(
+                        f"accumulate={self.accumulate} with {word!r} in loss_options is not the mean over the batch, "
+                        "because each part would be divided by its own weights; set accumulate=1"
+                    )
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -260,6 +302,18 @@ def _default(one: Any) -> Plain:
 def _check(good: bool, name: str, value: Plain, wanted: str) -> None:
     if not good:
         raise ValueError(f"{name} must be {wanted}, not {value!r}")
+
+
+def _check_finite(name: str, value: Plain) -> None:
+    """Refuse a number in a keyword that is none; JSON would not hold it."""
+    if isinstance(value, Mapping):
+        for word, one in value.items():
+            _check_finite(f"{name}.{word}", one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _check_finite(name, one)
+    elif isinstance(value, float):
+        _check(math.isfinite(value), name, value, "finite")
 
 
 def _fitting(name: str, kind: Any, value: Plain) -> Plain:

@@ -123,6 +123,11 @@ class Run:
         splits = [*recipe.splits, *(f"ood-{name}" for name in recipe.ood)]
         return all(self.predictions_file(f"{state}-{split}").exists() for state in STATES for split in splits)
 
+    def holds(self, recipe: Recipe) -> bool:
+        """Say whether a recipe was carried out here, to its end."""
+        known = self.recipe_file.exists() and self.begun and not differences(self.recipe, recipe)
+        return known and self.finished_for(recipe)
+
     @property
     def begun(self) -> bool:
         """Whether anything was trained here; a recipe alone can be replaced by another one."""
@@ -205,6 +210,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run folder; the lock goes when its process does, however it ends."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, owner = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644), os.getpid()
     _locks.add(descriptor)

@@ -152,8 +152,12 @@ class TrainStep:
         images, labels = self.parts.mixer(sample.images, sample.labels, self.count)
         with autocast(self.recipe.precision, self.device):
             value, output = self.parts.task(images, labels, sample.index)
+        terms = self._terms()
+        if share != 1 and getattr(self.parts.loss, "reduction", "mean") == "sum":
+            # What stands for the whole batch is the part's sum as many times as the part fits in.
+            value, terms = value / share, {name: term / share for name, term in terms.items()}
         self.scale.of(value if share == 1 else value * share).backward()
-        self.meter.add_batch(value, self._terms(), output.logits.detach(), sample.labels)
+        self.meter.add_batch(value, terms, output.logits.detach(), sample.labels)
         self.watch.add(sample.index)
         finite: Tensor = value.detach().isfinite()
         return finite

@@ -7,6 +7,7 @@ or other keywords of the same, give the file another name, and no file is replac
 import hashlib
 import json
 import tempfile
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -59,6 +60,8 @@ def predict_with(
     recipe = run.recipe
     if state not in STATES:
         raise ValueError(f"state is {state!r}; {nearest(state, list(STATES))}")
+    if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
+        raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
     if not run.checkpoint.exists():
         raise RunError(f"{run.folder} has no checkpoint; train it first")
     given = recipe.replace(data_options=dict(options or {})).data_options
@@ -75,12 +78,28 @@ def predict_with(
         split = split or ("all" if "all" in other.splits and not own else "test")
         name = split if own else _name(data, split, wanted)
         net = _network(recipe, home, run, saved["best" if state == "best" else "model"], chosen_device(device))
+        _tell_of_labels(home, other)
         made = _predictions(net, recipe, home, other.split(split), name=name, resident=other.resident)
         path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
         if out is None and path.exists() and not _holds(path, made):
             raise RunError(f"{path} is there and holds other predictions; remove it, or say where to write: --out FILE")
         made.save(path)
     return path
+
+
+def _tell_of_labels(home: AbstractDataset, other: AbstractDataset) -> None:
+    """Say that labels of one's own images are left out, where they might have been meant for this network."""
+    mine, theirs = home.class_names, other.class_names
+    if "all" in other.splits and len(theirs) > 1 and mine != theirs:
+        warnings.warn(
+            f"labels are left out: the classes of the data ({_some(theirs)}) are not those of the network "
+            f"({_some(mine)}); class_names=[...] names those of the network, in its order",
+            stacklevel=3,
+        )
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _name(data: str, split: str, options: Mapping[str, Plain]) -> str:
@@ -104,7 +123,7 @@ def _network(
             f"{run.checkpoint} does not fit {recipe.model} for {data.num_classes} classes: {first}"
         ) from error
     layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    return WithFeatures(model.to(device, memory_format=layout))  # type: ignore[call-overload]
+    return WithFeatures(model.to(device, memory_format=layout), recipe.head)  # type: ignore[call-overload]
 
 
 def _predictions(

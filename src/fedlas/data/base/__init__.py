@@ -297,6 +297,8 @@ def large_transform(
     """Describe what happens to photographs: brought to a square, then cropped."""
     constants = {"imagenet": IMAGENET, "half": HALF}
     mean, std = constants[one_of("normalisation", normalisation, list(constants))]
+    if image_size < 1:
+        raise ValueError(f"image_size must be at least 1, not {image_size}")
     if resize is None:  # the published pairs are 448 and 384, 256 and 224
         resize = round(image_size * (7 / 6 if image_size >= 384 else 8 / 7))
     return Transform(size=image_size, channels=3, mean=mean, std=std, resize=resize, flip=flip, antialias=antialias)

@@ -133,13 +133,25 @@ def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored s
     pillow = optional_module("PIL.Image")
     try:
         with pillow.open(path) as picture:
-            pixels = np.array(picture.convert("RGB" if transform.channels == 3 else "L"))
+            pixels = np.array(_in_bytes(picture).convert("RGB" if transform.channels == 3 else "L"))
     except FileNotFoundError:
         raise
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files of various formats
         raise DamagedFileError(f"{path} is damaged: {error}") from error
     image = torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     return fitted(image[None].contiguous(), transform)[0]
+
+
+def _in_bytes(picture: Any) -> Any:
+    """Bring grey images of 16 bits to 8, which Pillow would cut off at 255, and refuse what has no known white."""
+    if picture.mode.startswith("I"):
+        pixels = np.asarray(picture).astype(np.int64)
+        if pixels.size and not 0 <= pixels.min() <= pixels.max() < 1 << 16:
+            raise ValueError("its pixels are neither of 8 nor of 16 bits; save it as one of both")
+        return optional_module("PIL.Image").fromarray((pixels >> 8).astype(np.uint8))
+    if picture.mode == "F":
+        raise ValueError("its pixels are floating-point numbers, of which nobody knows the white; save it in 8 bits")
+    return picture
 
 
 def decoded(

@@ -1,0 +1,226 @@
+"""What a newcomer gets wrong is answered in a sentence, before anything is trained."""
+
+import errno
+import os
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from runs_of import large, photographs, short
+
+import fedlas
+from fedlas.predictions import write_whole
+from fedlas.train import AbstractCallback, Recipe, Run, RunError, checkpoint, fit
+from fedlas.train.bench import Bench
+from fedlas.train.callbacks import HOOKS
+from fedlas.train.trained import predict_with
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    recipe = short("fedlas_ls", epochs=1, data_options={"train_samples": 50})
+    return fit(recipe, out=tmp_path_factory.mktemp("run") / "run")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("small_cnn", {"in_channels": 3}, "small_cnn cannot look at images of 1 x 8 x 8, which digits has here"),
+        ("resnet18_tiny", {"in_channels": 1}, "resnet18_tiny cannot look at images of 1 x 8 x 8"),
+        ("timm:test_vit", {"in_channels": 1}, r"timm:test_vit cannot .*; set model_options\.in_channels, or the"),
+    ],
+)
+def test_a_network_for_other_images_is_refused_before_training(model, options, message):
+    """These used to end in torch's traceback, from the first step."""
+    if model.startswith("timm"):
+        pytest.importorskip("timm")
+    with pytest.raises(RunError, match=message):
+        Bench(Recipe(data="digits", model=model, loss="ce", model_options=options), CPU)
+
+
+def test_the_option_for_the_size_of_images_is_named(tmp_path):
+    recipe = large(photographs(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
+    with pytest.raises(RunError, match=r"images of 3 x 16 x 16, .* data_options\.image_size"):
+        Bench(recipe, CPU)
+
+
+def test_a_network_with_two_heads_takes_the_one_that_is_named(tmp_path):
+    """A distilled DeiT averages two layers; there was no way to say which of them has the features."""
+    pytest.importorskip("timm")
+    small = {"in_channels": 1, "img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
+    recipe = short("fedlas_ls", epochs=1, data_options={"train_samples": 50}).replace(
+        model="timm:deit_tiny_distilled_patch16_224", model_options=small
+    )
+    with pytest.raises(RunError, match=r"deit_tiny_.*: .*head=.*; in a recipe, head=PATH does that"):
+        Bench(recipe, CPU)
+    run = fit(recipe.with_settings({"head": "head"}), out=tmp_path / "run")
+    made = predict_with(run.folder, "digits", out=tmp_path / "test.safetensors")
+    assert torch.equal(fedlas.Predictions.load(made).logits, run.predictions("best-test").logits)
+
+
+def test_the_trial_changes_nothing():
+    pytest.importorskip("torchvision")
+    recipe = Recipe(data="digits", model="resnet18_cifar", loss="ce", model_options={"in_channels": 1})
+    torch.manual_seed(recipe.seed)
+    alone = fedlas.build_model("resnet18_cifar", 10, in_channels=1).state_dict()
+    made = Bench(recipe, CPU).net
+    assert made.training
+    for name, value in made.model.state_dict().items():
+        assert torch.equal(value, alone[name]), name
+
+
+def test_one_class_is_nothing_to_tell_apart(tmp_path):
+    folder = photographs(tmp_path, 20)
+    with pytest.raises(RunError, match="cat has one class, 'cat'; a classifier needs two"):
+        Bench(large(folder / "cat"), CPU)
+
+
+@pytest.fixture
+def unchecked():
+    """Call as users do, without the type checker of the tests, which comes first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("given", "callbacks", "message"),
+    [
+        ({"data": "digits"}, [], "fit takes a Recipe, .* not a dict"),
+        (short("ce"), AbstractCallback(), r"callbacks takes a list, such as callbacks=\[Watch\(\)\]"),
+        (short("ce"), [AbstractCallback], r"takes objects, not classes: AbstractCallback\(\) instead of"),
+        (short("ce"), [print], "derive from AbstractCallback, not <built-in"),
+    ],
+)
+def test_fit_looks_at_what_it_is_given(tmp_path, given, callbacks, message):
+    with pytest.raises(TypeError, match=message):
+        fit(given, out=tmp_path / "run", callbacks=callbacks)
+    assert not (tmp_path / "run").exists()
+
+
+class Misnamed(AbstractCallback):
+    """Waits for something that nobody tells."""
+
+    def on_epoch_end(self, record: Any) -> None:
+        """Never called."""
+
+
+class Whole(AbstractCallback):
+    """Has every hook, a property, and something of its own."""
+
+    seen = 0
+
+    @property
+    def last(self) -> int:
+        return self.seen
+
+    def advanced(self, step: int) -> None:
+        self._count(step)
+
+    def _count(self, step: int) -> None:
+        self.seen = step
+
+
+def test_a_misnamed_hook_is_never_called_and_so_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"Misnamed\.on_epoch_end would never be called; .*Known: begun, advanced"):
+        fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
+    assert HOOKS == ("begun", "advanced", "stepped", "epoch_ended", "ended")
+    watch = Whole()
+    fit(short("ce", epochs=1, data_options={"train_samples": 50}), out=tmp_path, callbacks=[watch])
+    assert watch.last == 1
+
+
+def test_milestones_beyond_the_end_are_named(tmp_path):
+    """`--set epochs=10` of a published recipe keeps its milestones, and the learning rate never drops."""
+    steps = {"epochs": 1, "schedule": "multi_step", "data_options": {"train_samples": 50}}
+    with pytest.warns(UserWarning, match=r"milestones 150, 250 lie beyond the end of 1 epochs, so .* never drops"):
+        fit(short("ce", **steps, milestones=(150, 250)), out=tmp_path / "run")
+
+
+def test_fp16_on_a_cpu_is_slow(tmp_path):
+    with pytest.warns(UserWarning, match="fp16 is very slow on a CPU"):
+        fit(short("ce", epochs=1, precision="fp16", data_options={"train_samples": 50}), out=tmp_path / "run")
+
+
+def test_a_broken_image_is_named_in_a_sentence(tmp_path):
+    """With workers it used to come with their whole traceback, on one line."""
+    folder = photographs(tmp_path / "images")
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    for workers in (0, 1):
+        with pytest.raises(ValueError, match=r"^\S+\.png is damaged: [^\n]*$") as error:
+            fit(large(folder, workers=workers), out=tmp_path / f"run{workers}")
+        assert "Traceback" not in str(error.value)
+
+
+def test_a_damaged_checkpoint_does_not_advise_to_unpickle(tmp_path):
+    file = tmp_path / "checkpoint.pt"
+    for content in (b"", b"PK\x03\x04 half a file", b"\x80\x04\x95 no tensors", b"text"):
+        file.write_bytes(content)
+        with pytest.raises(RunError, match="cannot be read: it is damaged, or no checkpoint") as error:
+            checkpoint.load(file)
+        assert "weights_only" not in str(error.value)
+
+
+def test_a_checkpoint_of_other_data_is_told_whole(finished, tmp_path):
+    state = checkpoint.load(finished.checkpoint)
+    bench = Bench(finished.recipe.replace(model_options={"norm": "group"}), CPU)
+    with pytest.raises(RunError, match=r"does not fit the network and data of today; has the data changed\? .*key"):
+        bench.restore(state)
+
+
+def test_a_finished_run_is_found_where_nothing_can_be_written(finished, monkeypatch):
+    def refuse(_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), ".lock")
+
+    monkeypatch.setattr("fedlas.train.loop.locked", refuse)
+    assert fit(finished.recipe, out=finished.folder).folder == finished.folder
+
+
+def test_a_file_is_no_run_folder(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(RunError, match="run is a file; choose another --out"):
+        fit(short("ce"), out=tmp_path / "run")
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fedlas.predictions.os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*log\.jsonl"):
+        write_whole(tmp_path / "log.jsonl", b"line")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_predictions_go_to_a_file_that_says_what_it_is(finished, tmp_path):
+    (tmp_path / "folder.safetensors").mkdir()
+    for out in (tmp_path / "p.npz", tmp_path, tmp_path / "folder.safetensors"):
+        with pytest.raises(RunError, match=r"a file that ends in \.safetensors, not to"):
+            predict_with(finished.folder, "digits", out=out)
+
+
+def test_labels_that_are_left_out_are_missed(finished, tmp_path):
+    folder, out = photographs(tmp_path / "images", 2), tmp_path / "own.safetensors"
+    with pytest.warns(UserWarning, match=r"labels are left out: the classes of the data \(cat, dog, owl\) are not"):
+        predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
+    assert fedlas.Predictions.load(out).given_labels is None
+    predict_with(finished.folder, "folder", options={"path": str(folder / "cat")}, out=out)  # nobody expects labels
+
+
+def test_the_board_shows_gamma_also_of_a_finished_run(finished):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert not (finished.folder / "tensorboard").exists()
+    fit(finished.recipe.replace(tensorboard=True), out=finished.folder)
+    events = EventAccumulator(str(finished.folder / "tensorboard"))
+    events.Reload()
+    assert "val/ece" in events.Tags()["scalars"]
+    (shown,) = events.Histograms("gate/gamma")
+    assert shown.histogram_value.num == 50
+    assert Run(finished.folder).finished
