@@ -76,7 +76,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     return Run(folder / "two"), fit(recipe, out=folder / "one")
 
 
-def test_two_processes_equal_one(pair):
+def test_two_processes_equal_one_and_errors_reach_both(pair):
     two, one = pair
     for mine, theirs in zip(two.log, one.log, strict=True):
         for part in ("train", "val"):
@@ -92,50 +92,36 @@ def test_two_processes_equal_one(pair):
         torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(mine.features, theirs.features, rtol=1e-3, atol=1e-3)
 
-
-def test_a_run_of_two_processes_is_found_again_and_errors_reach_all(pair):
-    two, _ = pair
+    # Here and not in a test of its own: tests of one file may be given to two workers, and both would train.
     assert (two.folder / "environment.json").read_text().count('"processes": 2') == 1
     done = torchrun("-m", "fedlas", "train", "--data", "digits", "--loss", "ce", "--out", str(two.folder))
     assert done.returncode != 0
     assert done.stderr.count("holds a run of another recipe") == 2
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("many")
-    photographs(folder / "images")
-    (folder / "runs.py").write_text(RUNS)
-    done = torchrun(str(folder / "runs.py"), str(HERE), str(folder))
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
-
-
-def test_two_processes_that_were_stopped_go_on_bit_for_bit(many):
+def test_two_processes_stop_go_on_bit_for_bit_and_read_images(tmp_path):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
-    folder, printed = many
-    assert printed.count("stopped by 15") == 2  # both agree on the highest
-    stopped, unbroken = Run(folder / "stopped"), Run(folder / "unbroken")
+    photographs(tmp_path / "images")
+    (tmp_path / "runs.py").write_text(RUNS)
+    done = torchrun(str(tmp_path / "runs.py"), str(HERE), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("stopped by 15") == 2  # both agree on the highest
+    stopped, unbroken = Run(tmp_path / "stopped"), Run(tmp_path / "unbroken")
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
     assert log_without_times(stopped) == log_without_times(unbroken)
     assert prediction_bytes(stopped) == prediction_bytes(unbroken)
-
-
-def test_two_processes_read_images_of_which_none_is_seen_twice(many, tmp_path):
-    folder, _ = many
-    recipe = large(folder / "images", model_options={"in_channels": 3, "norm": "group"}, workers=0)
-    two, one = Run(folder / "photographs"), fit(recipe, out=tmp_path / "one")
+    assert done.stdout.count("sync_batchnorm needs GPUs") == 2
+    recipe = large(tmp_path / "images", model_options={"in_channels": 3, "norm": "group"}, workers=0)
+    two, one = Run(tmp_path / "photographs"), fit(recipe, out=tmp_path / "one")
     for mine, theirs in zip(two.log, one.log, strict=True):
         assert mine["train"] == pytest.approx(theirs["train"], rel=1e-3)
     for name in ("best-test", "last-val"):
         mine, theirs = two.predictions(name), one.predictions(name)
-        assert torch.equal(mine.index, theirs.index)
+        assert torch.equal(mine.index, theirs.index)  # none is seen twice
         torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-3, atol=1e-3)
 
 
-def test_statistics_are_shared_on_gpus_only(many):
-    _, printed = many
-    assert printed.count("sync_batchnorm needs GPUs") == 2
+def test_statistics_of_batchnorm_can_be_shared():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     made = _with_shared_statistics(net, torch.device("cuda"))
     assert isinstance(made[1], nn.SyncBatchNorm)
