@@ -3,6 +3,9 @@
 As they come, the digits are too easy: nearly every network is right, and its confidence hardly ever wrong. So only
 about four images of each digit are trained on, many times and without weight decay. The networks learn them by heart,
 and with plain cross-entropy they are then too sure of all other images (with each of the seeds 1, 2 and 3).
+
+About 17 settings were tried, with the numbers of all five losses in sight, until cross-entropy was clearly off. So the
+demonstration shows what the numbers look like, and is no evidence for any loss.
 """
 
 from collections.abc import Callable, Iterator
