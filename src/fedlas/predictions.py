@@ -491,7 +491,8 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError as error:
         if error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk does not say whose file it was
+        # A full disk does not say whose file it was.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _write_whole(path: Path, content: bytes) -> None:
