@@ -91,12 +91,8 @@ class Ablations(AbstractGrid):
         return tuple(super().models(data, protocol))[:1]
 
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
-        del data, choice
-        shown = (("ece", "ECE %"), ("aece", "AECE %"), ("over_ece", "O-ECE %"), ("under_ece", "U-ECE %"))
-        return (
-            Measured("accuracy", "accuracy %", higher_is_better=True, printed=False),
-            *(Measured(metric, heading, printed=False) for metric, heading in shown),
-        )
+        directions = Measured("over_ece", "O-ECE %"), Measured("under_ece", "U-ECE %")
+        return (*super().measured(data, choice), *directions)
 
     def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
         variant = _variants()[row]

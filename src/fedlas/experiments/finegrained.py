@@ -1,9 +1,6 @@
 """The table of photographs: birds and aircraft, networks that were trained before."""
 
-from collections.abc import Sequence
-
-from fedlas.experiments.base import Choice
-from fedlas.experiments.grid import AbstractGrid, Measured
+from fedlas.experiments.grid import AbstractGrid
 
 
 class Finegrained(AbstractGrid):
@@ -12,11 +9,3 @@ class Finegrained(AbstractGrid):
     name = "finegrained"
     title = "Accuracy and calibration on fine-grained photographs"
     ranked = ("ECE %", "AECE %")
-
-    def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
-        del data, choice
-        return (
-            Measured("accuracy", "accuracy %", higher_is_better=True),
-            Measured("ece", "ECE %"),
-            Measured("aece", "AECE %"),
-        )

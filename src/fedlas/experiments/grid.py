@@ -4,7 +4,6 @@ A file of its own says which methods, places and numbers a table has; here the r
 from ledger lines, a value for each seed, with the paper's number beside them.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -69,9 +68,14 @@ class AbstractGrid(AbstractExperiment):
         """List the data sets, in the paper's order."""
         return paper.data_sets(self.name)
 
-    @abstractmethod
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
-        """List the numbers of a place."""
+        """List the numbers of a place; the paper's are laid beside them where it prints them."""
+        del data, choice
+        return (
+            Measured("accuracy", "accuracy %", higher_is_better=True),
+            Measured("ece", "ECE %"),
+            Measured("aece", "AECE %"),
+        )
 
     def foreign(self, data: str, choice: Choice) -> tuple[str, ...]:
         """List the foreign data sets that a network is shown."""

@@ -1,9 +1,6 @@
 """The main table: all losses and temperature scaling on small images."""
 
-from collections.abc import Sequence
-
-from fedlas.experiments.base import Choice
-from fedlas.experiments.grid import AbstractGrid, Measured
+from fedlas.experiments.grid import AbstractGrid
 
 
 class Sota(AbstractGrid):
@@ -12,11 +9,3 @@ class Sota(AbstractGrid):
     name = "sota"
     title = "Accuracy and calibration of all losses"
     ranked = ("ECE %", "AECE %")
-
-    def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
-        del data, choice
-        return (
-            Measured("accuracy", "accuracy %", higher_is_better=True, printed=False),
-            Measured("ece", "ECE %"),
-            Measured("aece", "AECE %"),
-        )
