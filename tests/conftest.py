@@ -12,6 +12,8 @@ import torch
 
 import shape_checks
 
+pytest_plugins = ["no_silent_skips"]
+
 if os.environ.get("FEDLAS_SHAPE_CHECKS", "1") != "0" and importlib.util.find_spec("beartype"):
     shape_checks.install("fedlas")
 

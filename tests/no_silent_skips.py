@@ -1,0 +1,33 @@
+"""With `FEDLAS_WHOLE=1`, as `scripts/check` runs the tests, a skip is a failure unless a GPU or a browser is missing.
+
+A package that is not installed would otherwise turn its tests off, and nobody would know.
+"""
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+MAY_BE_MISSING = ("CUDA", "GPU", "Chromium", "playwright")
+
+
+def judged(report: Any) -> Any:
+    """Turn a skip that nobody may have into a failure."""
+    skipped = report.skipped and not hasattr(report, "wasxfail")
+    if os.environ.get("FEDLAS_WHOLE") == "1" and skipped:
+        reason = str(report.longrepr)
+        if not any(word in reason for word in MAY_BE_MISSING):
+            report.outcome = "failed"
+            report.longrepr = f"only what needs a GPU or a browser may be skipped: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    return judged((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    return judged((yield))

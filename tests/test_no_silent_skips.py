@@ -1,0 +1,43 @@
+"""What is skipped without a word proves nothing, so the whole suite does not allow it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SKIPPED = """
+import pytest
+
+def test_package():
+    pytest.importorskip("a_package_that_is_not_there")
+
+@pytest.mark.skipif(True, reason="needs a CUDA device")
+def test_device():
+    pass
+"""
+MODULE = 'import pytest\npytest.importorskip("a_package_that_is_not_there")\n'
+
+
+@pytest.mark.parametrize(
+    ("whole", "source", "expected"),
+    [
+        ("1", SKIPPED, "1 failed, 1 skipped"),
+        ("0", SKIPPED, "2 skipped"),
+        ("1", MODULE, "1 error"),
+        ("0", MODULE, "1 skipped"),
+    ],
+)
+def test_only_a_gpu_or_a_browser_may_be_missing(tmp_path, whole, source, expected):
+    (tmp_path / "test_made_up.py").write_text(source)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no_silent_skips", "-p", "no:cacheprovider", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "FEDLAS_WHOLE": whole},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert expected in done.stdout, done.stdout
