@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from fedlas.experiments import launch
 from fedlas.experiments.launch import LaunchError, launched
 from fedlas.train import Recipe, Run, StoppedError, recipe_for
 from fedlas.train.runs import locked
+from waiting import until
+
+HERE = Path(__file__).parent
 
 LONG = 60  # epochs of a run that is to be hit in the middle
 ENDLESS = 5000  # and of one that nobody waits for
@@ -27,15 +30,6 @@ def short(loss: str = "ce", **changes: Any) -> Recipe:
     """A run of 2 epochs with 4 steps each."""
     usual = {"epochs": 2, "batch_size": 50, "data_options": {"train_samples": 200}, "deterministic": True}
     return recipe_for("digits", "small_cnn", loss, **{**usual, **changes})
-
-
-def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
-    """Wait for something, and give it."""
-    end = time.monotonic() + seconds
-    while not (found := happened()):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
-    return found
 
 
 def holder(run: Run) -> int | None:
@@ -247,7 +241,7 @@ def test_a_run_that_kills_every_process_is_given_up(tmp_path, monkeypatch):
 LAUNCHER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
+sys.path[:0] = [{here!r}, {above!r}]
 from test_launch import LONG, launched, short
 if __name__ == "__main__":
     recipes = [short(epochs=LONG), short("ls", epochs=LONG), short("focal")]
@@ -261,7 +255,7 @@ def test_the_launcher_may_end_at_any_time(tmp_path, number):
     recipes = [short(epochs=LONG), short("ls", epochs=LONG), short("focal")]
     hit = [Run(tmp_path / "runs" / recipe.name) for recipe in recipes[:2]]
     script = tmp_path / "script.py"
-    script.write_text(LAUNCHER.format(here=str(Path(__file__).parent), folder=str(tmp_path / "runs")))
+    script.write_text(LAUNCHER.format(here=str(HERE), above=str(HERE.parent), folder=str(tmp_path / "runs")))
     with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True) as launcher:
         try:
             pids = [until(lambda run=run: holder(run)) for run in hit]

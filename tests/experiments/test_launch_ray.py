@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_launch import ENDLESS, LONG, assert_complete, exists, holder, in_the_middle, short, times, until
+from test_launch import ENDLESS, HERE, LONG, assert_complete, exists, holder, in_the_middle, short, times
 
 from fedlas.experiments.launch import LaunchError, launched
 from fedlas.train import Recipe, Run
 from fedlas.train.runs import locked
+from waiting import until
 
 pytest.importorskip("ray")
 
@@ -117,7 +118,7 @@ def test_a_node_dies_in_the_middle_of_a_run(cluster, tmp_path):
 LAUNCHER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
+sys.path[:0] = [{here!r}, {above!r}]
 from test_launch import LONG, launched, short
 recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
 for run in launched(recipes, folder=Path({folder!r}), how="ray", address={address!r}):
@@ -132,7 +133,7 @@ def test_the_launcher_dies_and_another_goes_on(cluster, tmp_path, number):
     recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
     done, hit, _ = [Run(tmp_path / "runs" / recipe.name) for recipe in recipes]
     script = tmp_path / "script.py"
-    words = {"here": str(Path(__file__).parent), "folder": str(tmp_path / "runs"), "address": cluster.address}
+    words = {"here": str(HERE), "above": str(HERE.parent), "folder": str(tmp_path / "runs"), "address": cluster.address}
     script.write_text(LAUNCHER.format(**words))
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as launcher:
         try:

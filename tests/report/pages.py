@@ -1,7 +1,6 @@
 """Models and pages that the tests of the report page share."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from fedlas.evaluation import evaluate
 from fedlas.predictions import Predictions
 from fedlas.report.html import Model
 
-# Logits of a public ResNet-20 on CIFAR-10's test set; they lie beside the repository where there are any.
-REAL = Path(__file__).parents[3] / "shared" / "data" / "cifar10_resnet20_test_logits.npz"
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 RUNS = "window.ran = true"

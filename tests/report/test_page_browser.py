@@ -721,20 +721,6 @@ def test_small_and_odd_evaluations_make_pages(visit, tmp_path, name):
         assert broken == 0
 
 
-@pytest.mark.skipif(not pages.REAL.exists(), reason="the logits of the public ResNet-20 are not beside the repository")
-def test_a_real_network_has_a_page(visit, folder):
-    real = Predictions.from_npz(pages.REAL)
-    given = Predictions(real.logits, real.labels, class_names=pages.CIFAR10, split="a quarter of CIFAR-10's test set")
-    path = save_page(folder / "real.html", Model(predictions=given[::4], posthoc="temperature"), resamples=300)
-    assert path.stat().st_size < 1_000_000
-    for width in (NARROW, WIDE):
-        here = visit(path, width)
-        assert here.text(".headline").startswith("Over-confident by ")
-        assert here.overflow() == 0
-        if SHOTS:
-            here.page.screenshot(path=Path(SHOTS) / f"real-{width}.png", full_page=True)
-
-
 def test_a_printed_page_is_light_whole_and_without_controls(visit, several):
     here = visit(several, 720, "dark")
     here.page.emulate_media(media="print")

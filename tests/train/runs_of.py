@@ -1,8 +1,6 @@
 """What the tests of training share: short recipes, and a callback that stops a run where a test wants it."""
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from fedlas.train import AbstractCallback, Recipe, Run, recipe_for
 from fedlas.train.runs import MACHINE
+from waiting import until
 
 SHORT = {
     "epochs": 3,
@@ -42,15 +41,6 @@ def large(path: Path, loss: str = "fedlas_ls", **changes: Any) -> Recipe:
     usual = {"epochs": 2, "batch_size": 8, "workers": 2, "deterministic": True, "lr": 0.05}
     options = {"data_options": {"path": str(path), "image_size": 16}, "model_options": {"in_channels": 3}}
     return Recipe(data="folder", model="small_cnn", loss=loss, **{**usual, **options, **changes})
-
-
-def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
-    """Wait for something, not for ever, and give it."""
-    end = time.monotonic() + seconds
-    while not (found := happened()):
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.02)
-    return found
 
 
 class SignalAt(AbstractCallback):

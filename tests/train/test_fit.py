@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs_of import log_without_times, prediction_bytes, short, until
+from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
 from fedlas.data import CATALOG as DATA
@@ -20,6 +20,7 @@ from fedlas.train import AbstractCallback, DivergedError, Engine, Run, RunError,
 from fedlas.train.bench import Bench, chosen_device
 from fedlas.train.callbacks import downloads
 from fedlas.train.runs import locked
+from waiting import until
 
 NAMES = [record.name for record in fedlas.list_losses()]
 

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs_of import SignalAt, large, log_without_times, photographs, prediction_bytes, until
+from runs_of import SignalAt, large, log_without_times, photographs, prediction_bytes
 
 from fedlas.data.folder import Folder
 from fedlas.train import Engine, Run, RunError, StoppedError, fit, fit_many
 from fedlas.train.runs import locked
+from waiting import until
 
 HERE = Path(__file__).parent
 # Python 3.12 and later warn of any fork in a process with threads; the workers do not touch what the threads hold.
@@ -59,7 +60,7 @@ def test_a_killed_run_leaves_no_lock(images, finished, tmp_path):
     code = f"""
 import signal, sys
 from pathlib import Path
-sys.path.insert(0, {str(HERE)!r})
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
 from runs_of import SignalAt, large
 from fedlas.train import fit
 out = Path({str(tmp_path)!r})

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 RUNS = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import large
 from fedlas.train import AbstractCallback, RunError, StoppedError, fit, recipe_for
 

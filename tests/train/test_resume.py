@@ -82,7 +82,7 @@ def test_a_killed_run_continues_bit_for_bit(unbroken, tmp_path):
     code = f"""
 import signal, sys
 from pathlib import Path
-sys.path.insert(0, {str(HERE)!r})
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
 from runs_of import SignalAt, short
 from fedlas.train import fit
 out = Path({str(tmp_path)!r})
