@@ -33,8 +33,9 @@ ROOMS: dict[str, set[str]] = {
     "train": {
         "predictions", "catalog", "ranks", "losses", "metrics", "posthoc", "ood", "evaluation", "data", "models",
     },
-    "report": {"predictions", "metrics", "evaluation", "ood"},
-    "experiments": {"catalog", "predictions", "metrics", "posthoc", "ood", "train", "evaluation", "report"},
+    "files": {"predictions"},
+    "report": {"predictions", "files", "metrics", "evaluation", "ood"},
+    "experiments": {"catalog", "predictions", "files", "metrics", "posthoc", "ood", "train", "evaluation", "report"},
     "integrations": {"losses", "metrics", "posthoc", "models.base", "evaluation", "report"},
 }  # fmt: skip
 CATALOGUES = {"losses", "data", "models", "posthoc", "integrations"}

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from fedlas import models as models
     from fedlas import ood as ood
     from fedlas import posthoc as posthoc
+    from fedlas import report as report
     from fedlas import train as train
     from fedlas.data import build_data as build_data
     from fedlas.data import list_data as list_data
     from fedlas.evaluation import Report as Report
     from fedlas.evaluation import evaluate as evaluate
+    from fedlas.files import read_predictions as read_predictions
+    from fedlas.files import write_predictions as write_predictions
     from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
     from fedlas.losses import GateHistory as GateHistory
     from fedlas.losses import build_loss as build_loss
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
     from fedlas.models.base import WithLoss as WithLoss
     from fedlas.posthoc import build_calibrator as build_calibrator
     from fedlas.posthoc import list_calibrators as list_calibrators
+    from fedlas.posthoc import load_calibrator as load_calibrator
     from fedlas.predictions import Predictions as Predictions
+    from fedlas.report.answers import judge_files as judge_files
+    from fedlas.report.html import save_page as save_page
     from fedlas.train import Recipe as Recipe
     from fedlas.train import fit as fit
     from fedlas.train import fit_many as fit_many
@@ -59,19 +65,25 @@ _HOMES = {
     "evaluate": "fedlas.evaluation",
     "fit": "fedlas.train",
     "fit_many": "fedlas.train",
+    "judge_files": "fedlas.report.answers",
     "list_calibrators": "fedlas.posthoc",
     "list_data": "fedlas.data",
     "list_losses": "fedlas.losses",
     "list_models": "fedlas.models",
     "list_recipes": "fedlas.train",
+    "load_calibrator": "fedlas.posthoc",
     "losses": None,
     "metrics": None,
     "models": None,
     "ood": None,
     "posthoc": None,
+    "read_predictions": "fedlas.files",
     "recipe_for": "fedlas.train",
+    "report": None,
+    "save_page": "fedlas.report.html",
     "smoothed_cross_entropy": "fedlas.losses",
     "train": None,
+    "write_predictions": "fedlas.files",
 }
 __all__ = list(_HOMES)
 

@@ -1,15 +1,17 @@
 """The command line: parses, calls one function, prints.
 
-Errors of the user end in one line and exit code 1; `FEDLAS_DEBUG=1` shows where they come from. What a command prints
-for a program to read goes to standard output, everything else to standard error. A table that does not go to a terminal
-is as wide as it has to be.
+Errors of the user end in one line and exit code 1, a wrong use of the command line ends in 2, and a condition of
+`--fail-if` that holds in 3; `FEDLAS_DEBUG=1` shows where errors come from. What a command prints for a program to read
+goes to standard output, everything else to standard error. A table that does not go to a terminal is as wide as it has
+to be.
 """
 
 import os
+import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -18,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+CONDITION_HOLDS = 3  # the exit code of `evaluate --fail-if`
 usual_warning = warnings.formatwarning
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +46,7 @@ class Catalogue(StrEnum):
     models = "models"
     recipes = "recipes"
     experiments = "experiments"
+    calibrators = "calibrators"
 
 
 class Launch(StrEnum):
@@ -114,7 +118,7 @@ def predict_run(
 
 @app.command("list")
 def list_catalogue(
-    what: Annotated[Catalogue, typer.Argument(help="losses, data, models, recipes or experiments")],
+    what: Annotated[Catalogue, typer.Argument(help="losses, data, models, calibrators, recipes or experiments")],
 ) -> None:
     """List what there is."""
     with one_line_errors():
@@ -198,12 +202,137 @@ def reproduce_experiment(
                 typer.echo(path)
 
 
+@app.command("evaluate")
+def evaluate_files(
+    files: Annotated[
+        list[str], typer.Argument(help="Predictions of a model: FILE, or NAME=FILE; several are compared.")
+    ],
+    calibrate_on: Annotated[
+        list[str] | None,
+        typer.Option(help="Other predictions of the model, to fit calibrators on: FILE, or MODEL=FILE of several."),
+    ] = None,
+    ood: Annotated[
+        list[str] | None, typer.Option(help="Foreign data: NAME=FILE, or MODEL/NAME=FILE of several models.")
+    ] = None,
+    posthoc: Annotated[str, typer.Option(help="Calibrators to try, separated by commas.")] = "temperature",
+    folds: Annotated[int, typer.Option(help="Parts that calibrators are cross-fitted in.")] = 2,
+    bins: Annotated[int, typer.Option(help="How many bins calibration errors have.")] = 15,
+    level: Annotated[float, typer.Option(help="How often an interval should hold the true value.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Write figures as PDF, PNG and SVG into this folder.")] = None,
+    fail_if: Annotated[
+        list[str] | None, typer.Option(help="End with exit code 3 if this holds, such as ece>0.05; may be repeated.")
+    ] = None,
+) -> None:
+    """Say what the confidence of predictions is worth: from a file to an answer."""
+    with one_line_errors(), progress() as watch:
+        from fedlas.report.answers import Condition, judge_files
+
+        for text in fail_if or ():
+            Condition.parse(text)
+        answer = judge_files(
+            files, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=words(posthoc) or (), folds=folds,
+            bins=bins, level=level, seed=seed, watch=watch,
+        )  # fmt: skip
+        failed = answer.failed(fail_if or ())
+        show = partial(typer.echo, err=json == "-")
+        for line in answer.lines():
+            show(line)
+        show_table(*answer.table(), err=json == "-")
+        for title, table in answer.detections().items():
+            show(f"\n{title}\n{table}")
+        if json is not None:
+            write_text(json, answer.to_json())
+        if html is not None:
+            from fedlas.report.html import save_page
+
+            show(save_page(html, answer.models, title=" and ".join(answer.models), level=level, command=command_line()))
+        if figures is not None:
+            from fedlas.report.figures import save_figures
+
+            for path in save_figures(answer.models, figures):
+                show(path)
+        for line in failed:
+            typer.echo(f"fedlas: {line}", err=True)
+    if failed:
+        raise typer.Exit(CONDITION_HOLDS)
+
+
+calibrate = typer.Typer(no_args_is_help=True, help="Learn a calibrator from predictions, and repair others with it.")
+app.add_typer(calibrate, name="calibrate")
+
+
+@calibrate.command("fit")
+def calibrate_fit(
+    file: Annotated[Path, typer.Argument(help="Predictions with labels, on samples that nothing is judged on.")],
+    out: Annotated[Path, typer.Option(help="Where the calibrator goes: a .safetensors file.")],
+    method: Annotated[str, typer.Option(help="The calibrator; see: fedlas list calibrators")] = "temperature",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="A keyword of the calibrator.")
+    ] = None,
+) -> None:
+    """Learn a calibrator, and save it."""
+    with one_line_errors(), progress() as watch:
+        from fedlas.files import read_predictions
+        from fedlas.posthoc import build_calibrator
+        from fedlas.train.recipe import value_of
+
+        options = {name: value_of(text) for name, text in parsed(settings).items()}
+        calibrator = build_calibrator(method, **options)
+        calibrator.fit(read_predictions(file, watch=partial(watch, f"reading {file.name}")))
+        calibrator.save(out)
+        typer.echo(calibrator, err=True)
+        typer.echo(out)
+
+
+@calibrate.command("apply")
+def calibrate_apply(
+    calibrator: Annotated[Path, typer.Argument(help="A file that `fedlas calibrate fit` wrote.")],
+    file: Annotated[Path, typer.Argument(help="Predictions to repair; labels are not needed.")],
+    out: Annotated[Path, typer.Option(help="Where they go: .safetensors, .npz, .csv, .parquet or .jsonl.")],
+    probs: Annotated[bool, typer.Option("--probs", help="Write probabilities, not logits.")] = False,
+) -> None:
+    """Repair predictions with a saved calibrator."""
+    with one_line_errors(), progress() as watch:
+        from fedlas.files import read_predictions, write_predictions
+        from fedlas.posthoc import load_calibrator
+
+        given = read_predictions(file, watch=partial(watch, f"reading {file.name}"))
+        repaired = load_calibrator(calibrator).transform(given)
+        typer.echo(write_predictions(repaired, out, probs=probs))
+
+
+@app.command("ood")
+def detect_foreign(
+    known: Annotated[Path, typer.Argument(help="Predictions on known data.")],
+    foreign: Annotated[list[str], typer.Argument(help="Predictions on foreign data: NAME=FILE ...")],
+    scores: Annotated[str | None, typer.Option(help="Separated by commas; by default all that are possible.")] = None,
+    tpr: Annotated[float, typer.Option(help="Share of foreign samples that is to be found, for the FPR.")] = 0.95,
+    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+) -> None:
+    """Say how well confidence and other scores tell foreign data from known data."""
+    with one_line_errors(), progress() as watch:
+        from json import dumps
+
+        from fedlas.files import read_predictions
+        from fedlas.ood import detect
+
+        given = {name: read_predictions(path) for name, path in named_files(foreign).items()}
+        found = detect(read_predictions(known, watch=partial(watch, "reading")), given, words(scores), tpr=tpr)
+        if json is not None:
+            write_text(json, dumps(found.to_dict(), allow_nan=False))
+        typer.echo(found, err=json == "-")
+
+
 @app.command("compare")
 def compare_models(
     first: Annotated[str, typer.Argument(help="A run folder, a file of predictions, or ledger rows: data/method.")],
     second: Annotated[str, typer.Argument(help="The same, on the same test samples.")],
     metrics: Annotated[str, typer.Option(help="Of accuracy, ece, aece, nll, brier; by commas.")] = "accuracy,ece,nll",
     ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
+    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
     """Say whether one model is better than another on the same samples, and how sure that is."""
     with one_line_errors():
@@ -212,7 +341,11 @@ def compare_models(
 
         book = Ledger(ledger)
         found = versus(side(first, book), side(second, book), words(metrics) or ())
-        show_table(HEAD, [row for one in found for row in one.rows()])
+        show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
+        if json is not None:
+            from json import dumps
+
+            write_text(json, dumps([one.to_dict() for one in found], allow_nan=False))
 
 
 @app.command("search")
@@ -242,6 +375,54 @@ def search_options(
         )  # fmt: skip
         chosen = " ".join(f"--set loss_options.{name}={value}" for name, value in found.best.options.items())
         typer.echo(f"{metric} {found.best.mean:.5f} on the validation split: {chosen}")
+
+
+def named_files(given: Sequence[str]) -> dict[str, Path]:
+    """Take NAME=FILE apart."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise ValueError(f"foreign data is given as NAME=FILE, not as {text!r}")
+        if name in found:
+            raise ValueError(f"two files are called {name!r}")
+        found[name] = Path(path)
+    return found
+
+
+def write_text(place: str, text: str) -> None:
+    """Write a text to a file, whole or not at all, or to standard output."""
+    if place == "-":
+        typer.echo(text)
+    else:
+        from fedlas.predictions import write_whole
+
+        write_whole(Path(place), text.encode())
+
+
+def command_line() -> str:
+    """Write the command that was given, as one would type it."""
+    return shlex.join(["fedlas", *sys.argv[1:]])
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """Show how far something is, on a terminal only; a program that reads the output sees nothing of it."""
+    if not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def watch(word: str, share: float) -> None:
+            if word not in tasks:
+                tasks[word] = bar.add_task(word, total=1.0)
+            bar.update(tasks[word], completed=share)
+
+        yield watch
 
 
 def words(text: str | None) -> tuple[str, ...] | None:
@@ -286,6 +467,10 @@ def listed(what: Catalogue) -> tuple[list[str], list[list[str]]]:
 
         rows = [[r.name, str(r.image_size or "any"), r.summary] for r in list_models()]
         return ["name", "images", "in a sentence"], rows
+    if what is Catalogue.calibrators:
+        from fedlas.posthoc import list_calibrators
+
+        return ["name", "in a sentence", "source"], [[r.name, r.summary, r.citation] for r in list_calibrators()]
     if what is Catalogue.experiments:
         from fedlas.experiments.planning import list_experiments
 
@@ -313,23 +498,21 @@ def show_run(run: Any) -> None:
     show_table([f"{split} split", "accuracy %", "ECE %", "AECE %", "NLL"], rows)
 
 
-def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
     """Print a table; nothing in it is cut off."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    terminal = sys.stdout.isatty()
+    terminal = (sys.stderr if err else sys.stdout).isatty()
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
     for name in head:
         table.add_column(name, overflow="fold", no_wrap=not terminal)
     for row in rows:
         table.add_row(*row)
     widest = sum(max(len(row[n]) for row in [head, *rows]) + 4 for n in range(len(head)))
-    console = (
-        Console(highlight=False, markup=False) if terminal else Console(width=widest, highlight=False, markup=False)
-    )
-    console.print(table)
+    width = None if terminal else widest
+    Console(width=width, highlight=False, markup=False, stderr=err).print(table)
 
 
 @contextmanager

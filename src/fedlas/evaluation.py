@@ -5,9 +5,9 @@ what comes out to a `Digest`, which keeps the few numbers a sample that all metr
 once too.
 
 A calibrator that is not fitted yet is fitted on `calibration`, other predictions of the same model. Without those it is
-cross-fitted: the samples are dealt into five parts, and each part is repaired by a calibrator that saw the other four,
-so that no sample is judged by a calibrator that knew its label. That costs five fits, so further readings. Foreign data
-is told apart by one calibrator of all samples, since no label is looked at there.
+cross-fitted: the samples are dealt into parts, five by default, and each part is repaired by a calibrator that saw the
+others, so that no sample is judged by a calibrator that knew its label. That costs a fit for each part, so further
+readings. Foreign data is told apart by one calibrator of all samples, since no label is looked at there.
 
 An interval is about the samples that are judged: it takes the calibrator as given, and does not know that another
 calibration set would have made another one.
@@ -16,18 +16,19 @@ calibration set would have made another one.
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from fedlas.catalog import nearest
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.digest import Digest, Intervals
-from fedlas.metrics.result import Result, aligned
+from fedlas.metrics.result import Result, aligned, html_table
 from fedlas.metrics.samples import Pairs
 from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
@@ -146,15 +147,28 @@ class Report:
         """Read a file that `save` wrote."""
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
-    def __str__(self) -> str:
+    def _rows(self) -> list[list[str]]:
         names = [name for name in SHOWN if name in self.before.results]
         head = ["", *(self.before[name].heading() for name in names)]
-        body = [[state.name, *(state[name].cell() for name in names)] for state in self.states]
-        lines = aligned([head, *body])
-        where = f"split {self.split}, " if self.split else ""
-        title = f"{where}n={self.n:,}, {self.classes} classes"
+        return [head, *([state.name, *(state[name].cell() for name in names)] for state in self.states)]
+
+    @property
+    def _title(self) -> str:
+        return f"{f'split {self.split}, ' if self.split else ''}n={self.n:,}, {self.classes} classes"
+
+    def _repr_html_(self) -> str:
+        """Show the numbers in a notebook."""
+        numbers = html_table(self._rows(), self._title)
+        return numbers + "".join(
+            html_table(state.detection.rows(), f"foreign data, {state.name}")
+            for state in self.states
+            if state.detection is not None
+        )
+
+    def __str__(self) -> str:
+        lines = aligned(self._rows())
         found = [f"\n{state.name}\n{state.detection}" for state in self.states if state.detection is not None]
-        return "\n".join([title, *lines, *found])
+        return "\n".join([self._title, *lines, *found])
 
 
 def evaluate(
@@ -164,11 +178,13 @@ def evaluate(
     posthoc: str | AbstractCalibrator | Sequence[str | AbstractCalibrator] = (),
     calibration: Predictions | None = None,
     train_features: Array | None = None,
+    folds: int = FOLDS,
     bins: int = 15,
     intervals: bool = True,
     level: float = 0.95,
     resamples: int | None = None,
     seed: int = 0,
+    watch: Callable[[float], None] | None = None,
 ) -> Report:
     """Measure everything about predictions: accuracy, calibration, scores, selective prediction, foreign data.
 
@@ -179,11 +195,13 @@ def evaluate(
         calibration: predictions of the same model on other samples, which calibrators are fitted on; without it they
             are cross-fitted on the given ones.
         train_features: features of the training set, for the "knn" score of foreign data.
+        folds: in how many parts calibrators are cross-fitted.
         bins: how many bins calibration errors have.
         intervals: whether numbers come with intervals, where there is a sound method.
         level: how often an interval should hold the true value.
         resamples: how many resamples intervals are made from; each method's own number by default.
         seed: of the random numbers of intervals and of cross-fitting.
+        watch: called now and then with the share of the predictions that has been read.
     """
     if not isinstance(predictions, Predictions):
         raise TypeError("evaluate takes Predictions(logits=..., labels=...) or Predictions.from_probs(probs, labels)")
@@ -193,7 +211,10 @@ def evaluate(
             raise TypeError(f"posthoc holds names or built calibrators, such as Temperature(), not {one!r}")
     if ood is not None and not isinstance(ood, Mapping):
         raise TypeError('ood is a mapping from names to predictions or logits, such as {"svhn": logits}')
-    repairs = _named([_repair(one, predictions, calibration, seed, whole=bool(ood)) for one in chosen])
+    if folds < 2:
+        raise ValueError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
+    dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
+    repairs = _named([_repair(one, predictions, calibration, dealt, whole=bool(ood)) for one in chosen])
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
@@ -202,7 +223,7 @@ def evaluate(
         # What a calibrator returns are log-probabilities up to a constant, so only scores of those mean anything.
         *(_Run(name, one, Digest(bins), tuple(s for s in scores if s in OF_PROBS)) for name, one in repairs.items()),
     ]
-    known = _read(predictions, runs, train_features, judged=True)
+    known = _read(predictions, runs, train_features, judged=True, watch=watch)
     others = {name: _read(one, runs, train_features, judged=False) for name, one in foreign.items()}
     way = Intervals(level, resamples, seed) if intervals else None
     states = {}
@@ -254,7 +275,12 @@ class _Run:
 
 
 def _read(
-    given: Predictions, runs: Sequence[_Run], train_features: Array | None, *, judged: bool
+    given: Predictions,
+    runs: Sequence[_Run],
+    train_features: Array | None,
+    *,
+    judged: bool,
+    watch: Callable[[float], None] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Read predictions once: fill the digests where they are to be judged, and find the scores of every run."""
     kept: dict[str, dict[str, list[Tensor]]] = {
@@ -270,6 +296,8 @@ def _read(
                 part = taken if run.repair is None else run.repair.whole.transform(taken)
                 for score, found in kept[run.name].items():
                     found.append(score_of(part, score))
+        if watch is not None:
+            watch(rows.stop / len(given))
     scores = {name: {score: torch.cat(found) for score, found in held.items()} for name, held in kept.items()}
     for run in runs:
         scores[run.name] |= {s: score_of(given, s, train_features) for s in run.scores if s not in OF_LOGITS}
@@ -280,7 +308,7 @@ def _repair(
     wanted: str | AbstractCalibrator,
     predictions: Predictions,
     calibration: Predictions | None,
-    seed: int,
+    dealt: Int64[Tensor, " n"],
     *,
     whole: bool,
 ) -> _Repair:
@@ -296,11 +324,11 @@ def _repair(
                 stacklevel=3,
             )
         return _Repair((calibrator,), calibrator)
-    dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % FOLDS
-    if len(predictions) < 2 * FOLDS:
+    folds = int(dealt.max()) + 1
+    if len(predictions) < 2 * folds:
         raise ValueError(f"{len(predictions)} samples are too few to cross-fit {calibrator.name}; give calibration=...")
     place, truth = dealt.to(predictions.logits.device), predictions.labels
-    fitted = [_copy(calibrator).fit(predictions.logits[place != k], truth[place != k]) for k in range(FOLDS)]
+    fitted = [_copy(calibrator).fit(predictions.logits[place != k], truth[place != k]) for k in range(folds)]
     for one in fitted:
         assert one.fitted is not None
         one.fitted = replace(one.fitted, split=f"{predictions.split or 'the same split'}, other folds")

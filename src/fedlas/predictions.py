@@ -11,6 +11,9 @@ and the columns of a file are recognised by their names:
     label                     class name or number; `label_NAME` columns hold soft labels; may be left out
     confidence, prediction    instead of probabilities, when only the top class is known
     index, feature_NAME       optional; `features`, `class_names`, `split` in npz
+    id, path                  optional: the name of each sample, and its image file
+
+`fedlas.files` reads and writes further kinds of files, and finds the kind by the file's ending.
 """
 
 import csv
@@ -20,12 +23,12 @@ import math
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TextIO, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -43,6 +46,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 
 
+WORDS = ("ids", "paths")  # words for each sample
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
 
 
@@ -53,6 +57,8 @@ class Rest(TypedDict, total=False):
     index: Array | None
     class_names: Sequence[str] | None
     split: str | None
+    ids: Sequence[object] | None
+    paths: Sequence[object] | None
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -68,6 +74,8 @@ class Predictions:
         index: position of each sample in the data set's own order.
         class_names: one name per class.
         split: where the samples come from, such as "test".
+        ids: the name of each sample.
+        paths: the image file of each sample.
     """
 
     logits: Float[Tensor, "n classes"]
@@ -76,6 +84,8 @@ class Predictions:
     index: Int[Tensor, " n"] | None
     class_names: tuple[str, ...] | None
     split: str | None
+    ids: tuple[str, ...] | None
+    paths: tuple[str, ...] | None
     given_probs: Float[Tensor, "n classes"] | None
     top_only: bool
 
@@ -103,7 +113,7 @@ class Predictions:
             labels: as in the constructor.
             tolerance: how far a row may be from one; by default what rounding in its type explains.
             top_only: only the largest probability of each row is known, the rest of the row is filling.
-            rest: features, index, class_names and split, as in the constructor.
+            rest: features, index, class_names, split, ids and paths, as in the constructor.
         """
         given = two_columns(as_floats(probs, "probs"), "probs")
         check_probs(given, tolerance)
@@ -129,12 +139,15 @@ class Predictions:
             raise ValueError(f"class_names has {len(names)} names for {classes} classes")
         width = None if features is None else as_floats(features, "features")
         order = None if index is None else as_tensor(index, "index").long()
-        for name, rows in {"features": width, "index": order}.items():
+        ids, paths = (
+            None if given is None else tuple(map(str, given)) for given in (rest.get("ids"), rest.get("paths"))
+        )
+        for name, rows in {"features": width, "index": order, "ids": ids, "paths": paths}.items():
             if rows is not None and len(rows) != n:
                 raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
         truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(logits.device), n, classes)
         called = None if names is None else tuple(map(str, names))
-        values = (logits, truth, width, order, called, rest.get("split"), given_probs, top_only)
+        values = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs, top_only)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
             object.__setattr__(self, field, value)
 
@@ -154,6 +167,8 @@ class Predictions:
             value = getattr(self, field)
             where = place.to(value.device) if isinstance(value, Tensor) and isinstance(place, Tensor) else place
             taken = value[where] if isinstance(value, Tensor) else value
+            if field in WORDS and value is not None:
+                taken = tuple(value[row] for row in torch.arange(len(self))[place].tolist())
             object.__setattr__(made, field, taken)
         if not len(made):
             raise ValueError("no sample is left")
@@ -205,13 +220,32 @@ class Predictions:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, whole or not at all."""
-        scores = {"logits": self.logits} if self.given_probs is None else {"probs": self.given_probs}
+        write_whole(Path(path), self.to_bytes())
+
+    def to_bytes(self, *, probs: bool = False) -> bytes:
+        """Give the content of a safetensors file; with probabilities where only those are known, or asked for."""
+        scores = {"probs": self.probs} if probs or self.given_probs is not None else {"logits": self.logits}
         optional = {"labels": self.given_labels, "features": self.features, "index": self.index}
         tensors = scores | {k: v for k, v in optional.items() if v is not None}
-        about = {"format": FORMAT, "top_only": self.top_only, "class_names": self.class_names}
-        words = {name: json.dumps(value) for name, value in (about | {"split": self.split}).items()}
+        about = {"format": FORMAT, "top_only": self.top_only, "class_names": self.class_names, "split": self.split}
+        about |= {name: getattr(self, name) for name in WORDS if getattr(self, name) is not None}
+        words = {name: json.dumps(value) for name, value in about.items()}
         content = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        write_whole(Path(path), _in_order(optional_module("safetensors.torch").save(content, metadata=words)))
+        return _in_order(optional_module("safetensors.torch").save(content, metadata=words))
+
+    def with_split(self, split: str | None) -> "Predictions":
+        """Make the same predictions of a split that has a name."""
+        made = self[:]
+        object.__setattr__(made, "split", split)
+        return made
+
+    def with_paths_from(self, folder: Path) -> "Predictions":
+        """Make the same predictions with image files that are looked for in a folder, unless their paths are whole."""
+        if self.paths is None:
+            return self
+        made = self[:]
+        object.__setattr__(made, "paths", tuple(str(folder / path) for path in self.paths))
+        return made
 
     @classmethod
     def load(cls, path: str | Path) -> "Predictions":
@@ -219,31 +253,30 @@ class Predictions:
         words, tensors = read_safetensors(path)
         columns: dict[str, Any] = dict(tensors)
         about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
-        columns["class_names"] = about.get("class_names")
-        return cls._from_columns(columns, path, about.get("split"), about.get("top_only", False))
-
-    @classmethod
-    def read(cls, path: str | Path) -> "Predictions":
-        """Read a file of any kind that is known: its ending says which."""
-        readers = {".safetensors": cls.load, ".npz": cls.from_npz, ".csv": cls.from_csv, ".parquet": cls.from_parquet}
-        ending = Path(path).suffix.lower()
-        if ending not in readers:
-            raise ValueError(f"{path}: predictions are read from {', '.join(readers)}, not from {ending or 'this'}")
-        return readers[ending](path)
+        columns |= {name: about.get(name) for name in ("class_names", *WORDS)}
+        return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False))
 
     @classmethod
     def from_npz(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         with readable(path), np.load(path, allow_pickle=False) as file:
             columns = dict(file)
-        return cls._from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
+        return cls.from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
 
     @classmethod
-    def from_csv(cls, path: str | Path, split: str | None = None) -> "Predictions":
-        """Read a table with a header; see the module's text for the names of its columns."""
+    def from_csv(
+        cls, path: str | Path, split: str | None = None, *, watch: Callable[[float], None] | None = None
+    ) -> "Predictions":
+        """Read a table with a header; see the module's text for the names of its columns.
+
+        Args:
+            path: the file.
+            split: where the samples come from.
+            watch: called now and then with the share of the file that has been read.
+        """
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            columns, tolerance = _read_text(csv.reader(file), path)
-        return cls._from_columns(columns, path, split, tolerance=tolerance)
+            columns, tolerance = _read_text(csv.reader(read_lines(file, path, watch)), path)
+        return cls.from_columns(columns, path, split, tolerance=tolerance)
 
     @classmethod
     def from_parquet(cls, path: str | Path, split: str | None = None) -> "Predictions":
@@ -251,19 +284,28 @@ class Predictions:
         reader = optional_module("pyarrow.parquet")
         with readable(path):
             table = reader.read_table(str(path))
-        return cls._from_columns(
+        return cls.from_columns(
             {name: _arrow_column(table[name], name, path) for name in table.column_names}, path, split
         )
 
     @classmethod
-    def _from_columns(
+    def from_columns(
         cls,
         columns: Mapping[str, Any],
         path: str | Path,
-        split: str | None,
+        split: str | None = None,
         top_only: bool = False,
         tolerance: Tensor | None = None,
     ) -> "Predictions":
+        """Make predictions of named columns; the module's text lists the names that are known.
+
+        Args:
+            columns: an array, or a list of words, for each name.
+            path: the file that they come from, for errors.
+            split: where the samples come from.
+            top_only: whether only the top class is known.
+            tolerance: how far each row of probabilities may be from one.
+        """
         found = [kind for kind in ("logits", "probs") if kind in columns]
         found += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
         if not found and {"confidence", "prediction"} <= columns.keys():
@@ -287,6 +329,8 @@ class Predictions:
             index=np.asarray(columns["index"]).astype(np.int64) if "index" in columns else None,
             class_names=names,
             split=split,
+            ids=_one_of(columns, ("id", "ids"), path),
+            paths=_one_of(columns, ("path", "paths"), path),
         )
         if kind.startswith("logit"):
             return cls(scores, labels, **rest)
@@ -307,7 +351,13 @@ class Predictions:
         place = {name: i for i, name in enumerate(names)}
         predicted = torch.as_tensor([[place[name]] for name in said])
         probs = ((1 - confidence) / (len(names) - 1)).repeat(1, len(names)).scatter(1, predicted, confidence)
-        return cls.from_probs(probs, [place[name] for name in truth], class_names=names, split=split, top_only=True)
+        rest = Rest(
+            class_names=names,
+            split=split,
+            ids=_one_of(columns, ("id", "ids"), path),
+            paths=_one_of(columns, ("path", "paths"), path),
+        )
+        return cls.from_probs(probs, [place[name] for name in truth], top_only=True, **rest)
 
 
 def as_tensor(values: Array, name: str) -> Tensor:
@@ -477,6 +527,18 @@ def readable(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged, or not a file of this kind: {error}") from error
 
 
+def read_lines(file: TextIO, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:
+    """Read the lines of a text, and tell now and then what share of it has been read."""
+    size = max(1, Path(path).stat().st_size)
+    try:
+        for count, line in enumerate(file):
+            if watch is not None and count % 4096 == 0:
+                watch(min(1.0, file.buffer.tell() / size))
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error
+
+
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Read the words and the tensors of a safetensors file."""
     opened = optional_module("safetensors").safe_open
@@ -526,6 +588,14 @@ def _shown(row: Tensor) -> str:
     return text if row.ndim == 0 else f"[{text}]"
 
 
+def _one_of(columns: Mapping[str, Any], names: Sequence[str], path: str | Path) -> Any:
+    """Take the column that has one of several names, or None."""
+    there = [name for name in names if columns.get(name) is not None]
+    if len(there) > 1:
+        raise ValueError(f"{path}: {' and '.join(there)} mean the same; leave one of them out")
+    return columns[there[0]] if there else None
+
+
 def _label(columns: Mapping[str, Any], path: str | Path) -> str:
     there = [name for name in ("label", "labels") if name in columns]
     if len(there) != 1:
@@ -535,6 +605,9 @@ def _label(columns: Mapping[str, Any], path: str | Path) -> str:
 
 def _numbers(columns: Mapping[str, Any], kind: str, names: Sequence[str], path: str | Path) -> NDArray[Any]:
     arrays = [np.asarray(columns[f"{kind}{name}"]) for name in names]
+    table = _neighbours(arrays)
+    if table is not None:
+        return table
     # Columns of one floating-point type keep it, because how far a row may be from one depends on it.
     kinds = {array.dtype for array in arrays}
     wide = kinds.pop() if len(kinds) == 1 and arrays[0].dtype.kind == "f" else np.float64
@@ -542,6 +615,17 @@ def _numbers(columns: Mapping[str, Any], kind: str, names: Sequence[str], path: 
         return np.stack(arrays, axis=1).astype(wide)
     except ValueError as error:
         raise ValueError(f"{path}: a {kind}... column holds something that is not a number ({error})") from error
+
+
+def _neighbours(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
+    """Find the part of a table that arrays are the columns of, in order, so that it need not be copied."""
+    first, step = arrays[0], arrays[0].itemsize
+    for place, one in enumerate(arrays):
+        same = one.base is first.base and one.dtype == first.dtype and one.strides == first.strides
+        if first.base is None or not same or one.ctypes.data != first.ctypes.data + place * step:
+            return None
+    shape, strides = (len(first), len(arrays)), (*first.strides, step)
+    return np.lib.stride_tricks.as_strided(first, shape, strides) if first.dtype.kind == "f" else None
 
 
 def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, Any], Tensor]:
@@ -554,8 +638,8 @@ def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, A
         if header.count(name) > 1:
             raise ValueError(f"{path}: {header.count(name)} columns are called {name!r}; each needs a name of its own")
     number = [i for i, name in enumerate(header) if name.startswith(NUMBERS) or name == "confidence"]
-    # Probabilities come first, so that they are a slice of a row's numbers.
-    number.sort(key=lambda i: not header[i].startswith("prob_"))
+    # Probabilities come first, so that they are a slice of a row's numbers; columns of one kind stand together.
+    number.sort(key=lambda i: (not header[i].startswith("prob_"), header[i].partition("_")[0]))
     classes = sum(header[i].startswith("prob_") for i in number)
     text = [i for i in range(len(header)) if i not in number]
     values, units = array("d"), array("d")

@@ -14,6 +14,7 @@ from typing import Any
 
 from fedlas.experiments.kept import STATE, kept_of
 from fedlas.experiments.ledger import Ledger, Line
+from fedlas.files import read_predictions
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import Comparison, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
@@ -64,6 +65,12 @@ class Versus:
             found.append([self.metric, "mean", "", "", shown, "", "", ""])
         return found
 
+    def to_dict(self) -> dict[str, Any]:
+        """List everything as plain values that JSON knows."""
+        pairs = [{"seed": seed} | one.to_dict() for seed, one in self.pairs.items()]
+        about = {"metric": self.metric, "difference": self.difference, "standard_error": self.standard_error}
+        return about | {"pairs": pairs}
+
 
 HEAD = ("metric", "seed", "first", "second", "difference", "interval", "p", "better")
 
@@ -92,7 +99,7 @@ def side(text: str, ledger: Ledger) -> Side:
         run = Run(path)
         return Side(text, {run.recipe.seed: run.predictions(f"{STATE}-test")})
     if path.is_file():
-        return Side(text, {None: Predictions.read(path)})
+        return Side(text, {None: read_predictions(path)})
     lines = [ledger.lines[text]] if text in ledger.lines else _lines(text, ledger)
     if not lines:
         raise ValueError(

@@ -5,9 +5,10 @@ easy or hard cancels. For sums of absolute gaps the two intervals of `interval.p
 that the joint resampling shows, because the difference of two biased errors is biased as well.
 """
 
+import html
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, Literal
 
@@ -53,6 +54,15 @@ class Comparison:
     def difference(self) -> float:
         """The first model's value minus the second's."""
         return float(self.first) - float(self.second)
+
+    def to_dict(self) -> dict[str, Any]:
+        """List everything as plain values that JSON knows."""
+        fields = {"first": self.first.to_dict(), "second": self.second.to_dict(), "difference": self.difference}
+        return fields | {"interval": asdict(self.interval), "p_value": self.p_value, "better": self.better}
+
+    def _repr_html_(self) -> str:
+        """Show the comparison in a notebook."""
+        return f"<p>{html.escape(str(self))}</p>"
 
     def __str__(self) -> str:
         """Say it in a sentence."""

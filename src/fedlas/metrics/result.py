@@ -5,6 +5,7 @@ and scope, how many samples of which type and split, and an interval where one w
 percent appear only when a result is printed.
 """
 
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -135,6 +136,11 @@ class Result(float):
     def __repr__(self) -> str:
         return f"<{self}>"
 
+    def _repr_html_(self) -> str:
+        """Show the number in a notebook, with what it means below."""
+        shown, _, meaning = str(self).partition(" (")
+        return f"<b>{html.escape(shown)}</b><br><small>{html.escape(meaning.removesuffix(')'))}</small>"
+
     def __format__(self, spec: str) -> str:
         return str(self) if not spec else float(self).__format__(spec)
 
@@ -192,6 +198,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lay rows of words out as lines whose columns begin below each other."""
     widths = [max(len(word) for word in column) for column in zip(*rows, strict=True)]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
+    """Lay rows of words out as a table for notebooks; the first row is its head, and words are only words."""
+    cells = [[html.escape(word) for word in row] for row in rows]
+    head = "".join(f'<th scope="col">{word}</th>' for word in cells[0])
+    body = "".join(f"<tr>{''.join(f'<td>{word}</td>' for word in row)}</tr>" for row in cells[1:])
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _plain(value: Any) -> Any:

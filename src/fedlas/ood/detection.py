@@ -36,7 +36,7 @@ from jaxtyping import Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.metrics.result import Definition, Interval, Result, aligned
+from fedlas.metrics.result import Definition, Interval, Result, aligned, html_table
 from fedlas.ood.scores import missing, score_names, score_of
 from fedlas.predictions import Array, Predictions, as_tensor, check_rows
 
@@ -260,7 +260,8 @@ class Detection:
         }
         return cls(sets)
 
-    def __str__(self) -> str:
+    def rows(self) -> list[list[str]]:
+        """Lay the numbers out: a head, and a row for each foreign data set and score."""
         blocks = [*self.sets.items(), *([("mean", self.mean)] if len(self.sets) > 1 else [])]
         one = next(iter(self.sets.values()))[self.scores[0]]
         head = ["OOD set", "score", "AUROC %", "AUPR out %", "AUPR in %", f"{one.fpr.definition.estimator} %"]
@@ -269,8 +270,15 @@ class Detection:
             for name, block in blocks
             for score, held in block.items()
         ]
-        lines = aligned([head, *body])
-        interval = one.auroc.interval
+        return [head, *body]
+
+    def _repr_html_(self) -> str:
+        """Show the numbers in a notebook."""
+        return html_table(self.rows(), "foreign data")
+
+    def __str__(self) -> str:
+        lines = aligned(self.rows())
+        interval = next(iter(self.sets.values()))[self.scores[0]].auroc.interval
         return "\n".join([*lines, f"[low, high] at {100 * interval.level:g} %"] if interval else lines)
 
 

@@ -32,6 +32,7 @@ from fedlas.catalog import keywords
 from fedlas.predictions import (
     Array,
     Predictions,
+    Rest,
     as_floats,
     as_tensor,
     check_labels,
@@ -202,7 +203,7 @@ def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) ->
     """Give predictions other logits and leave the rest as it is."""
     if predictions.top_only:
         raise ValueError("only the top confidence of each sample is known; calibration needs the logits of every class")
-    rest = {name: getattr(predictions, name) for name in ("features", "index", "class_names", "split")}
+    rest = Rest(**{name: getattr(predictions, name) for name in Rest.__annotations__})  # type: ignore[typeddict-item]
     return Predictions(logits, predictions.given_labels, **rest)
 
 

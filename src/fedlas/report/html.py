@@ -16,14 +16,14 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fedlas.evaluation import SHOWN, Report, evaluate
 from fedlas.metrics.result import Result
-from fedlas.predictions import Array, Predictions, optional_module, write_whole
+from fedlas.predictions import Predictions, optional_module, write_whole
 from fedlas.report.page_data import (
     Plain,
     class_data,
@@ -36,6 +36,7 @@ from fedlas.report.page_data import (
     text_data,
     training_data,
 )
+from fedlas.report.subjects import Model
 from fedlas.report.thumbnails import picture_of
 from fedlas.report.words import direction, in_words, sentences
 
@@ -68,33 +69,6 @@ MEANINGS = {
     "kuiper_test": "Range of the same difference.",
     "spiegelhalter_test": "Distance of the Brier score from what a calibrated model would have, in deviations.",
 }
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Model:
-    """What is known about one model of a page.
-
-    Args:
-        predictions: what it said about the samples, and the truth. Without them a page has summary and diagrams only.
-        report: what `evaluate` found; computed where it is not given.
-        calibration: other predictions of the model, to fit calibrators on; without them they are cross-fitted.
-        posthoc: the calibrators to try, where the report is not given.
-        ood: for the name of every foreign data set, predictions on it, or logits.
-        train_features: features of the training set, for the "knn" score of foreign data.
-        log: the log of its training run, one record for each epoch.
-        recipe: what it was trained with.
-        environment: where it was trained.
-    """
-
-    predictions: Predictions | None = None
-    report: Report | None = None
-    calibration: Predictions | None = None
-    posthoc: str | Sequence[Any] = ("temperature",)
-    ood: Mapping[str, Predictions | Array] = field(default_factory=dict)
-    train_features: Array | None = None
-    log: Sequence[Mapping[str, Any]] = ()
-    recipe: Mapping[str, Any] | None = None
-    environment: Mapping[str, Any] | None = None
 
 
 Given = Predictions | Report | Model
@@ -162,8 +136,9 @@ def report_page(
     Args:
         models: predictions, a report or a `Model`; or several of them by their names.
         title: heading of the page.
-        ids: a name for each sample.
-        paths: an image file for each sample; those of the samples shown are read and made small.
+        ids: a name for each sample; by default those of the predictions.
+        paths: an image file for each sample; those of the samples shown are read and made small. By default those of
+            the predictions.
         images: instead of files, something that gives an image for `images[row]`: an array, a list of arrays.
         samples: how many of the most over- and under-confident samples are shown, at most 50 of each kind.
         command: the command that made the page.
@@ -175,6 +150,9 @@ def report_page(
     if not 0 <= samples <= MOST_SAMPLES:
         raise ValueError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
     held = _by_name(models)
+    named = [model.predictions for model in held.values() if model.predictions is not None]
+    ids = ids if ids is not None else next((one.ids for one in named if one.ids is not None), None)
+    paths = paths if paths is not None else next((one.paths for one in named if one.paths is not None), None)
     known = _Samples(ids, paths, images)
     for name, model in held.items():
         known.check(name, model)

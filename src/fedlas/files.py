@@ -1,0 +1,263 @@
+"""Predictions in files of any kind: the ending of its name says which kind a file is.
+
+| ending | read | written | what it holds |
+|---|---|---|---|
+| .safetensors | yes | yes | all that `Predictions` hold |
+| .npz | yes | yes | arrays `logits` or `probs`, `labels`, and optionally the others |
+| .csv | yes | yes | a column for each class, `logit_NAME` or `prob_NAME`, and `label` |
+| .parquet | yes | yes | the same columns, or a column of lists |
+| .json | yes | | an object of columns, or a list of records |
+| .jsonl | yes | yes | a record in each line: `logits` or `probs` as a list or as an object by class, `label` |
+| .pt, .pth | yes | | a dictionary of tensors, read without unpickling anything else |
+
+The names of columns are those that `fedlas.predictions` lists; nothing is found out by looking at values.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from fedlas.predictions import Predictions, optional_module, read_lines, readable, write_whole
+
+Watch = Callable[[float], None]
+
+
+def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch | None = None) -> Predictions:
+    """Read predictions from a file of any kind.
+
+    Args:
+        path: the file; its ending says which kind it is.
+        split: where the samples come from, if the file does not say so.
+        watch: called now and then with the share of a text file that has been read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({', '.join(READERS)})")
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ValueError(f"{path}: predictions are read from {', '.join(READERS)}, not from {path.suffix or 'this'}")
+    return reader(path, split, watch)
+
+
+def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool = False) -> Path:
+    """Write predictions to a file, whole or not at all; its ending says which kind it becomes.
+
+    Args:
+        predictions: what is written.
+        path: the file.
+        probs: write probabilities instead of logits.
+    """
+    path = Path(path)
+    writer = WRITERS.get(path.suffix.lower())
+    if writer is None:
+        raise ValueError(f"{path}: predictions are written to {', '.join(WRITERS)}, not to {path.suffix or 'this'}")
+    if predictions.top_only and path.suffix.lower() != ".safetensors":
+        raise ValueError(f"{path}: of these predictions only the top class is known; only .safetensors can say so")
+    write_whole(path, writer(predictions, probs or predictions.given_probs is not None))
+    return path
+
+
+def _safetensors(path: Path, split: str | None, _: Watch | None) -> Predictions:
+    found = Predictions.load(path)
+    return found if split is None or found.split is not None else found.with_split(split)
+
+
+def _npz(path: Path, split: str | None, _: Watch | None) -> Predictions:
+    return Predictions.from_npz(path, split)
+
+
+def _csv(path: Path, split: str | None, watch: Watch | None) -> Predictions:
+    return Predictions.from_csv(path, split, watch=watch)
+
+
+def _parquet(path: Path, split: str | None, _: Watch | None) -> Predictions:
+    return Predictions.from_parquet(path, split)
+
+
+def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
+    with readable(path):
+        found = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_number)
+    if isinstance(found, list):
+        return Predictions.from_columns(_columns(enumerate(found), path), path, split)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: an object of columns or a list of records is expected, not {type(found).__name__}")  # noqa: TRY004
+    scalars = {"split", "format"}
+    for name, column in found.items():
+        if name not in scalars and not isinstance(column, list):
+            raise ValueError(f"{path}: {name} is {type(column).__name__}; every column is a list")
+    columns = {name: _array(column, name, path) for name, column in found.items() if name not in scalars}
+    return Predictions.from_columns(columns, path, split or found.get("split"))
+
+
+def _jsonl(path: Path, split: str | None, watch: Watch | None) -> Predictions:
+    with path.open(encoding="utf-8-sig") as file:
+        return Predictions.from_columns(_columns(_records(read_lines(file, path, watch), path), path), path, split)
+
+
+def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
+    with readable(path):
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
+    return Predictions.from_columns({str(name): value for name, value in found.items()}, path, split)
+
+
+def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines):
+        if line.strip():
+            try:
+                yield number, json.loads(line, parse_constant=_no_number)
+            except ValueError as error:
+                raise ValueError(f"{path}: line {number + 1} is no JSON ({error})") from error
+
+
+def _columns(records: Iterable[tuple[int, Any]], path: Path) -> dict[str, Any]:
+    """Turn records into columns; `probs` as an object by class becomes a column for each class."""
+    columns: dict[str, list[Any]] = {}
+    first: list[str] | None = None
+    for number, record in records:
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}: record {number} is {type(record).__name__}; an object with names is expected")  # noqa: TRY004
+        flat: dict[str, Any] = {}
+        for name, value in record.items():
+            if isinstance(value, dict):  # {"probs": {"cat": 0.7, "dog": 0.3}}
+                flat |= {f"{name.removesuffix('s')}_{key}": one for key, one in value.items()}
+            else:
+                flat[name] = value
+        if first is None:
+            first = list(flat)
+            columns = {name: [] for name in first}
+        if flat.keys() != columns.keys():
+            odd = ", ".join(sorted(flat.keys() ^ columns.keys()))
+            raise ValueError(f"{path}: record {number} and the first one do not have the same names: {odd}")
+        for name, value in flat.items():
+            columns[name].append(value)
+    if first is None:
+        raise ValueError(f"{path} has no records; at least one sample is needed")
+    return {name: _array(column, name, path) for name, column in columns.items()}
+
+
+def _array(column: list[Any], name: str, path: Path) -> Any:
+    """Take a column as an array of numbers where all of it is numbers, else as words."""
+    if column and isinstance(column[0], list):
+        for row, value in enumerate(column):
+            if not isinstance(value, list) or len(value) != len(column[0]):
+                raise ValueError(f"{path}: row {row} of {name} is not a list of {len(column[0])} numbers like row 0")
+        flat = [value for row in column for value in row]
+    else:
+        flat = column
+    if not flat or any(isinstance(value, str | bool | None | dict | list) for value in flat):
+        kinds = sorted({type(value).__name__ for value in flat})
+        if flat is not column or len(kinds) > 1 or kinds in (["NoneType"], ["dict"], ["bool"]):
+            raise ValueError(f"{path}: {name} holds {' and '.join(kinds) or 'nothing'}; numbers or words are expected")
+        return column
+    whole = all(isinstance(value, int) for value in flat) and not name.startswith(("logit", "prob", "feature"))
+    return np.asarray(column, dtype=np.int64 if whole else np.float64)
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _to_safetensors(predictions: Predictions, probs: bool) -> bytes:
+    return predictions.to_bytes(probs=probs)
+
+
+def _to_npz(predictions: Predictions, probs: bool) -> bytes:
+    held = _kept(predictions, probs)
+    words = {"class_names": predictions.class_names, "split": predictions.split}
+    held |= {name: np.asarray(value) for name, value in words.items() if value is not None}
+    stream = io.BytesIO()
+    np.savez(stream, **held)
+    return stream.getvalue()
+
+
+def _to_csv(predictions: Predictions, probs: bool) -> bytes:
+    columns = _flat(predictions, probs)
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(columns)
+    # The shortest decimals that give the same number again.
+    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+    return stream.getvalue().encode()
+
+
+def _to_parquet(predictions: Predictions, probs: bool) -> bytes:
+    arrow, parquet = optional_module("pyarrow"), optional_module("pyarrow.parquet")
+    stream = io.BytesIO()
+    parquet.write_table(arrow.table(_flat(predictions, probs)), stream)
+    return stream.getvalue()
+
+
+def _to_jsonl(predictions: Predictions, probs: bool) -> bytes:
+    kind, names = ("probs" if probs else "logits"), predictions.class_names
+    held = {name: column.tolist() for name, column in _kept(predictions, probs).items()}
+    singular = {"labels": "label", "ids": "id", "paths": "path"}
+    lines = []
+    for row in range(len(predictions)):
+        record = {singular.get(name, name): column[row] for name, column in held.items()}
+        if names is not None:
+            record[kind] = dict(zip(names, record[kind], strict=True))
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    return "".join(lines).encode()
+
+
+def _kept(predictions: Predictions, probs: bool) -> dict[str, Any]:
+    """List the columns of predictions as arrays."""
+    scores = {"probs": predictions.probs} if probs else {"logits": predictions.logits}
+    tensors = scores | {
+        "labels": predictions.given_labels,
+        "features": predictions.features,
+        "index": predictions.index,
+    }
+    words = {"ids": predictions.ids, "paths": predictions.paths}
+    # numpy has no bfloat16.
+    held = {name: _numpy(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return held | {name: np.asarray(value) for name, value in words.items() if value is not None}
+
+
+def _numpy(tensor: torch.Tensor) -> Any:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+
+
+def _flat(predictions: Predictions, probs: bool) -> dict[str, Any]:
+    """List the columns of predictions, those of tables one by one, under the names that are read again."""
+    names = predictions.class_names or tuple(map(str, range(predictions.num_classes)))
+    if len(set(names)) < len(names):
+        raise ValueError("two classes have the same name; a table with a column for each class needs different ones")
+    kept, found = _kept(predictions, probs), {}
+    for name, column in kept.items():
+        single = {"ids": "id", "paths": "path"}.get(name, name.removesuffix("s"))
+        if column.ndim == 1:
+            found[single if name != "index" else name] = column
+        else:
+            called = names if name != "features" else tuple(map(str, range(column.shape[1])))
+            found |= {f"{single}_{one}": column[:, i] for i, one in enumerate(called)}
+    if predictions.class_names is not None and found.get("label") is not None:
+        found["label"] = np.asarray([names[i] for i in found["label"].tolist()])
+    return found
+
+
+READERS: Mapping[str, Callable[[Path, str | None, Watch | None], Predictions]] = {
+    ".safetensors": _safetensors,
+    ".npz": _npz,
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".json": _json,
+    ".jsonl": _jsonl,
+    ".pt": _torch,
+    ".pth": _torch,
+}
+WRITERS: Mapping[str, Callable[[Predictions, bool], bytes]] = {
+    ".safetensors": _to_safetensors,
+    ".npz": _to_npz,
+    ".csv": _to_csv,
+    ".parquet": _to_parquet,
+    ".jsonl": _to_jsonl,
+}

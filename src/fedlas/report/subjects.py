@@ -1,0 +1,37 @@
+"""What a page, figures or an answer are about: models, and all that is known of each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fedlas.predictions import Array, Predictions
+
+if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+    from fedlas.evaluation import Report
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """What is known about one model of a page.
+
+    Args:
+        predictions: what it said about the samples, and the truth. Without them a page has summary and diagrams only.
+        report: what `evaluate` found; computed where it is not given.
+        calibration: other predictions of the model, to fit calibrators on; without them they are cross-fitted.
+        posthoc: the calibrators to try, where the report is not given.
+        ood: for the name of every foreign data set, predictions on it, or logits.
+        train_features: features of the training set, for the "knn" score of foreign data.
+        log: the log of its training run, one record for each epoch.
+        recipe: what it was trained with.
+        environment: where it was trained.
+    """
+
+    predictions: Predictions | None = None
+    report: "Report | None" = None
+    calibration: Predictions | None = None
+    posthoc: str | Sequence[Any] = ("temperature",)
+    ood: Mapping[str, Predictions | Array] = field(default_factory=dict)
+    train_features: Array | None = None
+    log: Sequence[Mapping[str, Any]] = ()
+    recipe: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None

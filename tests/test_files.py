@@ -1,0 +1,215 @@
+"""Predictions in files of every kind: what goes in comes out, and what is ambiguous or damaged is named."""
+
+import io
+import json
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.files import READERS, WRITERS, read_predictions, write_predictions
+from fedlas.predictions import Predictions
+
+NAMES = ("cat", 'd"o,g', "ω\nemu")
+
+
+def some(n: int = 7, **rest) -> Predictions:
+    make = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(n, 3, generator=make), torch.randint(3, (n,), generator=make)
+    known = {"class_names": NAMES, "ids": [f"s{i}" for i in range(n)], "paths": [f"img/{i}.png" for i in range(n)]}
+    return Predictions(logits, labels, index=torch.arange(n) + 5, features=torch.rand(n, 2), **(known | rest))
+
+
+def same(one: Predictions, other: Predictions) -> None:
+    assert torch.equal(one.logits.double(), other.logits.double())
+    assert one.labels.tolist() == other.labels.tolist()
+    assert one.index.tolist() == other.index.tolist()
+    assert torch.equal(one.features.double(), other.features.double())
+    assert (one.ids, one.paths) == (other.ids, other.paths)
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_what_is_written_is_read_again(tmp_path, ending):
+    given = some()
+    path = write_predictions(given, tmp_path / f"p{ending}")
+    found = read_predictions(path)
+    same(given, found)
+    assert found.class_names == NAMES
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_probabilities_are_written_as_such(tmp_path, ending):
+    given = some().probs
+    found = read_predictions(write_predictions(Predictions(given.log(), [0] * 7), tmp_path / f"p{ending}", probs=True))
+    assert found.given_probs is not None
+    assert torch.allclose(found.probs.double(), given.double(), atol=1e-7)
+    assert found.class_names in (None, ("0", "1", "2"))
+
+
+@pytest.mark.parametrize("ending", [ending for ending in WRITERS if ending != ".jsonl"])
+def test_soft_labels_and_no_labels(tmp_path, ending):
+    soft = some().probs
+    found = read_predictions(
+        write_predictions(Predictions(some().logits, soft, class_names=NAMES), tmp_path / f"p{ending}")
+    )
+    assert torch.allclose(found.labels.double(), soft.double())
+    found = read_predictions(write_predictions(Predictions(some().logits), tmp_path / f"q{ending}"))
+    assert found.given_labels is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("ending", WRITERS)
+def test_every_type_keeps_its_numbers(tmp_path, dtype, ending):
+    given = Predictions(some().logits.to(dtype), [0] * 7)
+    found = read_predictions(write_predictions(given, tmp_path / f"p{ending}"))
+    assert torch.equal(given.logits.double(), found.logits.double())
+
+
+def test_json_holds_columns_or_records(tmp_path):
+    given = some()
+    columns = {"logits": given.logits.tolist(), "labels": given.labels.tolist(), "class_names": list(NAMES)}
+    (tmp_path / "c.json").write_text(json.dumps(columns | {"split": "test"}))
+    found = read_predictions(tmp_path / "c.json")
+    assert torch.equal(found.logits, given.logits.double())
+    assert (found.class_names, found.split) == (NAMES, "test")
+    records = [
+        {"probs": dict(zip("ab", row, strict=True)), "label": "b", "id": i}
+        for i, row in enumerate([[0.25, 0.75], [1, 0]])
+    ]
+    (tmp_path / "r.json").write_text(json.dumps(records))
+    found = read_predictions(tmp_path / "r.json")
+    assert found.probs.tolist() == [[0.25, 0.75], [1, 0]]
+    assert (found.labels.tolist(), found.class_names, found.ids) == ([1, 1], ("a", "b"), ("0", "1"))
+
+
+def test_lines_of_json(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('\ufeff{"logits": [1, 2.5], "label": 1}\n\n{"logits": [0, 0], "label": 0}\r\n', encoding="utf-8")
+    found = read_predictions(path, "val")
+    assert (found.logits.tolist(), found.labels.tolist(), found.split) == ([[1, 2.5], [0, 0]], [1, 0], "val")
+    path.write_text('{"confidence": 0.9, "prediction": "a", "label": "b"}\n')
+    assert read_predictions(path).top_only
+
+
+def test_tensors(tmp_path):
+    given = some()
+    torch.save({"logits": given.logits, "labels": given.labels, "class_names": list(NAMES)}, tmp_path / "p.pt")
+    found = read_predictions(tmp_path / "p.pt")
+    assert torch.equal(found.logits, given.logits)
+    assert found.class_names == NAMES
+
+
+class Harm:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('this ran')",))
+
+
+def test_nothing_is_unpickled(tmp_path):
+    (tmp_path / "p.pt").write_bytes(pickle.dumps({"logits": Harm()}))
+    torch.save({"logits": Harm()}, tmp_path / "q.pt")
+    np.savez(tmp_path / "r.npz", logits=np.array([Harm()], dtype=object), labels=[0])
+    for name in ("p.pt", "q.pt", "r.npz"):
+        with pytest.raises(ValueError, match=f"{name} is damaged, or not a file of this kind"):
+            read_predictions(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.json", "[1, 2]", "record 0 is int"),
+        ("p.json", "3", "an object of columns or a list of records is expected, not int"),
+        ("p.json", "[]", "has no records"),
+        ("p.json", '{"logits": 3}', "logits is int; every column is a list"),
+        ("p.json", '{"logits": [[1, 2], [1]], "labels": [0, 1]}', "row 1 of logits is not a list of 2 numbers"),
+        ("p.json", '{"logits": [[1, null]], "labels": [0]}', "logits holds NoneType and int"),
+        ("p.json", '{"logits": [[1, NaN]], "labels": [0]}', "NaN is no number"),
+        ("p.json", '{"scores": [[1, 2]], "labels": [0]}', "expected exactly one of .*its columns are scores, labels"),
+        ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits": [1, 2]}', "record 1 and the first one .*: label"),
+        ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits', "line 2 is no JSON"),
+        ("p.jsonl", "", "has no records"),
+        ("p.jsonl", '{"logits": [1, 2], "probs": [0.5, 0.5], "label": 0}', "expected exactly one of"),
+        ("p.jsonl", '{"logits": [1, 2], "label": 0, "id": 1, "ids": 2}', "id and ids mean the same"),
+        ("p.txt", "", r"predictions are read from \.safetensors, .*, not from \.txt"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        read_predictions(tmp_path / name)
+    assert name in str(error.value)
+
+
+def test_folders_missing_files_and_other_encodings(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        read_predictions(tmp_path)
+    for ending in READERS:
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            read_predictions(tmp_path / f"nowhere{ending}")
+    (tmp_path / "p.csv").write_bytes("prob_été,prob_b,label\n0.5,0.5,été\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"p\.csv is no text in UTF-8"):
+        read_predictions(tmp_path / "p.csv")
+
+
+def test_what_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"predictions are written to .*, not to \.xlsx"):
+        write_predictions(some(), tmp_path / "p.xlsx")
+    with pytest.raises(ValueError, match="two classes have the same name"):
+        write_predictions(some(class_names=["a", "a", "b"]), tmp_path / "p.csv")
+    (tmp_path / "top.csv").write_text("confidence,prediction,label\n0.9,a,b\n")
+    with pytest.raises(ValueError, match="only the top class is known"):
+        write_predictions(read_predictions(tmp_path / "top.csv"), tmp_path / "p.npz")
+    assert [file.name for file in tmp_path.iterdir()] == ["top.csv"]
+    again = read_predictions(write_predictions(read_predictions(tmp_path / "top.csv"), tmp_path / "p.safetensors"))
+    assert again.top_only
+
+
+def test_words_of_samples_follow_their_samples(tmp_path):
+    given = some()
+    for rows, left in [(slice(2, 4), (2, 3)), (slice(None, None, -3), (6, 3, 0))]:
+        assert given[rows].ids == tuple(f"s{i}" for i in left)
+    mask = torch.tensor([i in {1, 5} for i in range(7)])
+    assert given[mask].paths == ("img/1.png", "img/5.png")
+    assert given[[6, 0]].ids == ("s6", "s0")
+    assert given.with_paths_from(tmp_path).paths[0] == str(tmp_path / "img/0.png")
+    assert some(paths=["/x.png"] * 7).with_paths_from(tmp_path).paths[0] == "/x.png"
+    with pytest.raises(ValueError, match="ids has 2 rows, logits have 7"):
+        some(ids=["a", "b"])
+
+
+def test_a_name_of_a_split_is_given_where_there_is_none(tmp_path):
+    some(split="val").save(tmp_path / "p.safetensors")
+    some().save(tmp_path / "q.safetensors")
+    assert read_predictions(tmp_path / "p.safetensors", "test").split == "val"
+    assert read_predictions(tmp_path / "q.safetensors", "test").split == "test"
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl"])
+def test_reading_tells_how_far_it_is(tmp_path, ending):
+    path, shares = write_predictions(Predictions(torch.randn(9_000, 2), [0] * 9_000), tmp_path / f"p{ending}"), []
+    read_predictions(path, watch=shares.append)
+    assert len(shares) >= 3
+    assert shares == sorted(shares)
+    assert 0.5 < shares[-1] <= 1
+
+
+def test_columns_of_a_csv_are_not_copied(tmp_path):
+    """The columns of the classes are one table already, whatever stands between them in the file."""
+    (tmp_path / "p.csv").write_text("logit_a,label,feature_x,logit_b\n1,a,7,2\n3,b,8,4\n")
+    found = read_predictions(tmp_path / "p.csv")
+    assert found.logits.tolist() == [[1, 2], [3, 4]]
+    assert found.features.tolist() == [[7], [8]]
+    assert found.logits.stride() == (3, 1)  # rows of three numbers, of which the feature is the third
+
+
+def test_a_compressed_bomb_of_zeros_is_no_crash(tmp_path):
+    """An npz whose member says it is an array of another size is named."""
+    stream = io.BytesIO()
+    np.save(stream, np.zeros((2, 3)))
+    with zipfile.ZipFile(tmp_path / "p.npz", "w") as file:
+        file.writestr("logits.npy", stream.getvalue()[:-8])
+        file.writestr("labels.npy", b"")
+    with pytest.raises(ValueError, match=r"p\.npz is damaged"):
+        read_predictions(tmp_path / "p.npz")
