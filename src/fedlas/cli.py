@@ -218,6 +218,9 @@ def evaluate_files(
     folds: Annotated[int, typer.Option(help="Parts that calibrators are cross-fitted in.")] = 2,
     bins: Annotated[int, typer.Option(help="How many bins calibration errors have.")] = 15,
     level: Annotated[float, typer.Option(help="How often an interval should hold the true value.")] = 0.95,
+    resamples: Annotated[
+        int | None, typer.Option(help="Resamples that intervals are made from; each method's own number by default.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
     html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
@@ -234,7 +237,7 @@ def evaluate_files(
             Condition.parse(text)
         answer = judge_files(
             files, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=words(posthoc) or (), folds=folds,
-            bins=bins, level=level, seed=seed, watch=watch,
+            bins=bins, level=level, resamples=resamples, seed=seed, watch=watch,
         )  # fmt: skip
         failed = answer.failed(fail_if or ())
         show = partial(typer.echo, err=json == "-")
@@ -248,11 +251,12 @@ def evaluate_files(
         if html is not None:
             from fedlas.report.html import save_page
 
-            show(save_page(html, answer.models, title=" and ".join(answer.models), level=level, command=command_line()))
+            about = {"title": " and ".join(answer.models), "command": command_line()}
+            show(save_page(html, answer.models, level=level, resamples=resamples, seed=seed, **about))
         if figures is not None:
             from fedlas.report.figures import save_figures
 
-            for path in save_figures(answer.models, figures):
+            for path in save_figures(answer.models, figures, level=level, resamples=resamples, seed=seed):
                 show(path)
         for line in failed:
             typer.echo(f"fedlas: {line}", err=True)

@@ -205,6 +205,8 @@ def evaluate(
     """
     if not isinstance(predictions, Predictions):
         raise TypeError("evaluate takes Predictions(logits=..., labels=...) or Predictions.from_probs(probs, labels)")
+    if predictions.given_labels is None:
+        raise ValueError("there are no labels (in a file: a column `label` or `labels`), so nothing can be judged")
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:
         if not isinstance(one, str | AbstractCalibrator):
@@ -326,7 +328,8 @@ def _repair(
         return _Repair((calibrator,), calibrator)
     folds = int(dealt.max()) + 1
     if len(predictions) < 2 * folds:
-        raise ValueError(f"{len(predictions)} samples are too few to cross-fit {calibrator.name}; give calibration=...")
+        few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"
+        raise ValueError(f"{few}; give calibration=...")
     place, truth = dealt.to(predictions.logits.device), predictions.labels
     fitted = [_copy(calibrator).fit(predictions.logits[place != k], truth[place != k]) for k in range(folds)]
     for one in fitted:

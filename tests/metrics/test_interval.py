@@ -136,17 +136,18 @@ def coverage(metric: Callable[..., float], name: str, trials: int, resamples: in
 @pytest.mark.parametrize("name", ["calibrated", "over-confident", "over and under"])
 @pytest.mark.parametrize("metric", [ece, aece])
 def test_95_percent_intervals_cover_the_true_value(metric, name):
-    assert 0.92 <= coverage(metric, name, trials=600, resamples=400) <= 0.98
+    # Wide enough for 200 trials, whose standard error is 1.5 points; the slow test below has 1,000 and holds 92 to 98.
+    assert 0.91 <= coverage(metric, name, trials=200, resamples=400) <= 0.99
 
 
 @pytest.mark.parametrize(("metric", "name"), [(rms_error, "over and under"), (debiased_l2, "over-confident")])
 def test_roots_of_mean_squares_are_covered(metric, name):
-    assert 0.92 <= coverage(metric, name, trials=100, resamples=400) <= 0.99
+    assert 0.9 <= coverage(metric, name, trials=60, resamples=400) <= 0.99
 
 
 @pytest.mark.parametrize("metric", [aurc, e_aurc, augrc])
 def test_areas_under_risk_and_coverage_are_covered(metric):
-    assert 0.91 <= coverage(metric, "over-confident", trials=200, resamples=400) <= 0.99
+    assert 0.9 <= coverage(metric, "over-confident", trials=100, resamples=400) <= 0.99
 
 
 @pytest.mark.slow
@@ -264,7 +265,7 @@ def both_coverages(name: str, trials: int, resamples: int) -> list[float]:
 
 @pytest.mark.parametrize("name", ["over and under", "30 % certain, over-confident"])
 def test_over_and_under_confidence_are_covered(name):
-    assert min(both_coverages(name, trials=80, resamples=300)) >= 0.9
+    assert min(both_coverages(name, trials=40, resamples=300)) >= 0.9
 
 
 @pytest.mark.slow

@@ -58,13 +58,13 @@ class Answer:
         models: what each file held, and its report.
         files: where each model was read from.
         compared: paired tests of models on the same samples.
-        apart: why models could not be compared.
+        notes: what could not be done, and why.
     """
 
     models: Mapping[str, Model]
     files: Mapping[str, Path]
     compared: Sequence[Versus] = ()
-    apart: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @property
     def reports(self) -> dict[str, Report]:
@@ -78,7 +78,7 @@ class Answer:
             words = in_words(report)
             said += [f"{name}: {words}.", *(f"  {line}" for line in sentences(report)), ""]
         said += [f"{one.first} and {one.second}: {one.found}" for one in self.compared]
-        return [*said, *self.apart]
+        return [*said, *self.notes]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Lay the numbers out: of one model a column for each state, of several a row for each."""
@@ -138,7 +138,7 @@ class Answer:
             "compared": [
                 {"models": [one.first, one.second], "metric": one.metric} | one.found.to_dict() for one in self.compared
             ],
-            "apart": list(self.apart),
+            "notes": list(self.notes),
         }
 
     def to_json(self) -> str:
@@ -244,14 +244,17 @@ def judge_files(
     for name, path in others.items():
         if path.resolve() == named[name].resolve():
             raise ValueError(f"{path} is the file that is judged; without --calibrate-on calibrators are cross-fitted")
-    models = {}
+    models, notes = {}, []
     for name, path in named.items():
         given = _read(path, watch)
+        why = _no_calibrator(given, folds, calibrated=name in others)
+        if why and posthoc:
+            notes.append(f"{name}: no calibrator is tried: {why}")
         held = Model(
             predictions=given,
             calibration=_like(_read(others[name], watch), given, others[name]) if name in others else None,
             ood={word: _like(_read(one, watch), given, one) for word, one in foreign.get(name, {}).items()},
-            posthoc=() if given.top_only else tuple(posthoc),
+            posthoc=() if why else tuple(posthoc),
         )
         report = evaluate(
             given,
@@ -267,7 +270,16 @@ def judge_files(
         )
         models[name] = replace(held, report=report)
     compared, apart = _compared(models, level, seed, watch)
-    return Answer(models, named, compared, apart)
+    return Answer(models, named, compared, [*notes, *apart])
+
+
+def _no_calibrator(given: Predictions, folds: int, *, calibrated: bool) -> str:
+    """Say why no calibrator can be fitted; nothing where it can."""
+    if given.top_only:
+        return "only the top class of each sample is known"
+    if not calibrated and len(given) < 2 * folds:
+        return f"{len(given)} samples are too few to cross-fit one in {folds} parts; other ones can be given"
+    return ""
 
 
 def _detections(report: Report) -> list[Detection]:
@@ -321,8 +333,11 @@ def _foreign(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[str,
         name, equals, path = text.partition("=")
         if not equals or not name or not path:
             raise ValueError(f"--ood takes NAME=FILE, not {text!r}")
-        model, slash, word = name.rpartition("/") if len(models) > 1 else (models[0], "/", name)
-        if not slash or model not in models:
+        # The name of a model may hold a slash itself.
+        fitting = [one for one in models if name.startswith(f"{one}/")]
+        model = models[0] if len(models) == 1 else max(fitting, key=len, default="")
+        word = name if len(models) == 1 else name.removeprefix(f"{model}/")
+        if model not in models or not word:
             raise ValueError(f"--ood {text}: which model is it of? Write MODEL/NAME=FILE, with {', '.join(models)}")
         if word in found.setdefault(model, {}):
             raise ValueError(f"--ood names two files for {word}")

@@ -1,0 +1,176 @@
+"""`fedlas evaluate`, `calibrate` and `ood` as people and scripts use them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from fedlas.cli import app
+from fedlas.evaluation import Report
+from fedlas.files import read_predictions, write_predictions
+from fedlas.metrics import nll
+from fedlas.ood import detect
+from fedlas.posthoc import build_calibrator, list_calibrators
+from fedlas.predictions import Predictions
+
+
+def call(*words):
+    fewer = ("--resamples", "100") if words[0] == "evaluate" else ()
+    return CliRunner().invoke(app, [str(word) for word in (*words, *fewer)])
+
+
+def drawn(seed, n=400):
+    make = torch.Generator().manual_seed(seed)
+    true = 1.5 * torch.randn(n, 3, generator=make)
+    return Predictions(3 * true, torch.multinomial(true.softmax(1), 1, generator=make)[:, 0])
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, seed in {"val": 1, "test": 2}.items():
+        write_predictions(drawn(seed), tmp_path / f"{name}.csv")
+    write_predictions(Predictions(torch.randn(40, 3)), tmp_path / "far.npz")
+    return tmp_path
+
+
+def test_an_answer_for_people(files):
+    done = call(
+        "evaluate", files / "test.csv", "--calibrate-on", files / "val.csv", "--ood", f"far={files / 'far.npz'}"
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("test: over-confident by ")
+    for word in ("accuracy %", "ECE %", "U-ECE %", "temperature", "AUROC %", "Calibrators were fitted on 400 samples"):
+        assert word in done.stdout, word
+    assert not done.stderr
+
+
+def test_a_csv_written_by_hand(tmp_path):
+    path = tmp_path / "mine.csv"
+    for times, tried in {5: True, 1: False}.items():
+        path.write_text("prob_cat,prob_dog,label\n" + "0.9,0.1,cat\n0.8,0.2,dog\n0.3,0.7,dog\n" * times)
+        done = call("evaluate", path)
+        assert done.exit_code == 0, done.output
+        assert f"{3 * times} samples in 2 classes" in done.stdout
+        assert ("no calibrator is tried: 3 samples are too few" in done.stdout) is not tried
+
+
+def test_answers_for_programs(files):
+    page, kept = files / "page.html", files / "answer.json"
+    done = call("evaluate", files / "test.csv", "--html", page, "--json", kept)
+    assert done.exit_code == 0, done.output
+    found = json.loads(kept.read_text())
+    report = Report.from_dict(found["models"]["test"]["report"])
+    assert f"{100 * float(report['ece']):.2f}" in done.stdout
+    assert page.read_text().startswith("<!doctype html>")
+    assert "fedlas " in page.read_text()
+    piped = call("evaluate", files / "test.csv", "--json", "-")
+    assert json.loads(piped.stdout) == found
+    assert piped.stderr.startswith("test: over-confident")
+
+
+def test_figures(files):
+    done = call("evaluate", files / "test.csv", "--figures", files / "drawn")
+    assert done.exit_code == 0, done.output
+    made = {path.suffix for path in (files / "drawn").iterdir()}
+    assert {".pdf", ".png", ".svg", ".json"} == made
+
+
+def test_a_check_in_a_pipeline(files):
+    fine = call("evaluate", files / "test.csv", "--fail-if", "ece>0.9", "--fail-if", "accuracy<1%")
+    assert (fine.exit_code, fine.stderr) == (0, "")
+    bad = call("evaluate", files / "test.csv", "--fail-if", "ece>0.9", "--fail-if", "ece>1%")
+    assert bad.exit_code == 3
+    assert "so ece>1% holds" in bad.stderr
+    assert bad.stderr.count("\n") == 1
+
+
+def test_a_bad_condition_is_said_before_anything_is_read(tmp_path):
+    done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", "ece")
+    assert (done.exit_code, "is no condition" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("p_cat,p_dog,label\n0.5,0.5,cat\n", "its columns are p_cat, p_dog, label"),
+        ("prob_a,prob_b,label\n0.50,0.30,a\n", "row 0 is not a distribution"),
+        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,c\n", "row 1 has label 'c', expected one of the classes a, b"),
+        ("prob_a,prob_b\n0.5,0.5\n", "there are no labels"),
+        ("prob_a,prob_b,label\n", "at least one sample is needed"),
+        ("prob_a,logit_a,prob_b,label\n0.5,1,0.5,a\n", "expected exactly one of"),
+    ],
+)
+def test_errors_are_one_line_and_name_what_is_there(tmp_path, text, message):
+    (tmp_path / "p.csv").write_text(text)
+    done = call("evaluate", tmp_path / "p.csv")
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.output
+
+
+def test_pictures_lie_beside_the_file_that_names_them(tmp_path):
+    Image.fromarray(np.full((8, 8, 3), 200, np.uint8)).save(tmp_path / "one.png")
+    rows = "".join(f"0.9,0.1,{'ab'[i % 4 == 0]},one.png,sample {i}\n" for i in range(40))
+    (tmp_path / "p.csv").write_text("prob_a,prob_b,label,path,id\n" + rows)
+    done = call("evaluate", tmp_path / "p.csv", "--html", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "page.html").read_text()
+    assert "data:image/" in page
+    assert "sample 4" in page
+
+
+@pytest.mark.parametrize("method", ["temperature", "isotonic"])
+def test_learn_on_one_file_and_repair_another(files, method):
+    kept = files / "calibrator.safetensors"
+    done = call("calibrate", "fit", files / "val.csv", "--method", method, "--out", kept)
+    assert done.exit_code == 0, done.output
+    for ending in (".csv", ".npz"):
+        done = call("calibrate", "apply", kept, files / "test.csv", "--out", files / f"fixed{ending}", "--probs")
+        assert done.exit_code == 0, done.output
+        found = read_predictions(files / f"fixed{ending}")
+        expected = build_calibrator(method).fit(drawn(1)).transform(drawn(2))
+        # Calibrators of steps jump, so a sample at a step may differ where the csv has it in other digits.
+        differ = (found.probs.double() - expected.probs.double()).abs().amax(1) > 1e-5
+        assert int(differ.sum()) <= 2
+        assert float(nll(found)) < float(nll(drawn(2)))
+
+
+def test_a_calibrator_with_a_keyword_and_one_that_is_none(files):
+    words = ("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors", "--method", "histogram_binning")
+    assert call(*words, "--set", "bins=4").exit_code == 0
+    done = call(*words, "--set", "binz=4")
+    assert (done.exit_code, "binz" in done.stderr) == (1, True)
+    done = call("calibrate", "apply", files / "far.npz", files / "test.csv", "--out", files / "x.csv")
+    assert done.exit_code == 1
+    assert "far.npz" in done.stderr
+    assert not (files / "x.csv").exists()
+
+
+def test_calibrators_are_listed():
+    done = call("list", "calibrators")
+    assert done.exit_code == 0
+    assert all(one.name in done.stdout for one in list_calibrators())
+
+
+def test_foreign_data(files):
+    done = call("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "ood.json")
+    assert done.exit_code == 0, done.output
+    expected = detect(read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")})
+    assert done.stdout.strip() == str(expected)
+    assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(expected.to_dict()))
+    done = call("ood", files / "test.csv", files / "far.npz")
+    assert (done.exit_code, "NAME=FILE" in done.stderr) == (1, True)
+
+
+def test_compare_for_programs(files):
+    write_predictions(build_calibrator("temperature").fit(drawn(1)).transform(drawn(2)), files / "fixed.npz")
+    done = call("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-")
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)
+    assert found["metric"] == "ece"
+    assert found["difference"] > 0
+    assert found["pairs"][0]["better"] == "second"

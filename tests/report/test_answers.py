@@ -1,0 +1,203 @@
+"""From files to an answer: what is said, what is compared, what fails, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from fedlas.evaluation import Report, evaluate
+from fedlas.files import write_predictions
+from fedlas.metrics import ece
+from fedlas.metrics.comparison import paired_bootstrap
+from fedlas.predictions import Predictions
+from fedlas.report.answers import Condition, judge_files
+
+N, CLASSES = 600, 4
+
+
+def drawn(seed: int, sharpness: float = 3.0, n: int = N) -> Predictions:
+    """Labels that follow a softmax, and logits that are `sharpness` times too sure."""
+    make = torch.Generator().manual_seed(seed)
+    true = 1.5 * torch.randn(n, CLASSES, generator=make)
+    labels = torch.multinomial(true.softmax(1), 1, generator=make)[:, 0]
+    return Predictions(sharpness * true, labels, class_names=["ant", "bee", "cow", "dog"])
+
+
+@pytest.fixture
+def sure(tmp_path):
+    return write_predictions(drawn(0), tmp_path / "sure.npz")
+
+
+def test_the_numbers_are_those_of_evaluate(sure):
+    answer = judge_files([sure], resamples=200)
+    expected = evaluate(drawn(0), posthoc="temperature", folds=2, resamples=200)
+    assert answer.reports["sure"].to_json() == expected.to_json()
+    assert float(answer.reports["sure"]["ece"]) == float(ece(drawn(0)))
+    assert len(answer.reports["sure"].after["temperature"].fits) == 2
+
+
+def test_what_is_said_first(sure):
+    lines = judge_files([sure], resamples=200).lines()
+    assert lines[0].startswith("sure: over-confident by ")
+    assert "T = " in lines[0]
+    said = " ".join(lines)
+    for word in ("Accuracy is ", "The ECE is ", "by chance", "of the error lies at", "cross-fitted in 2 parts"):
+        assert word in said, word
+
+
+def test_a_file_to_calibrate_on(sure, tmp_path):
+    val = write_predictions(drawn(1), tmp_path / "val.csv")
+    answer = judge_files([sure], calibrate_on=[val], resamples=100)
+    (fit,) = answer.reports["sure"].after["temperature"].fits
+    assert fit.n == N
+    assert answer.reports["sure"].after["temperature"].parameters["temperature"] == pytest.approx(3, rel=0.2)
+    with pytest.raises(ValueError, match="is the file that is judged"):
+        judge_files([sure], calibrate_on=[sure])
+    other = write_predictions(Predictions(torch.randn(9, 3), [0] * 9), tmp_path / "three.npz")
+    with pytest.raises(ValueError, match=r"three\.npz has 3 classes, the predictions that are judged 4"):
+        judge_files([sure], calibrate_on=[other])
+    names = ["bee", "ant", "cow", "dog"]
+    swapped = write_predictions(Predictions(drawn(1).logits, drawn(1).labels, class_names=names), tmp_path / "s.npz")
+    with pytest.raises(ValueError, match="names other classes, or in another order"):
+        judge_files([sure], calibrate_on=[swapped])
+
+
+def test_several_models_are_compared_on_the_same_samples(sure, tmp_path):
+    calm = write_predictions(drawn(0, 1.0), tmp_path / "calm.parquet")
+    answer = judge_files([sure, f"second={calm}"], resamples=100)
+    assert list(answer.reports) == ["sure", "second"]
+    found = next(one for one in answer.compared if one.metric == "ece")
+    assert found.found.better == "second"
+    expected = paired_bootstrap(ece, drawn(0), drawn(0, 1.0))
+    assert found.found.difference == expected.difference
+    assert any(line.startswith("sure and second: ECE differs by +") for line in answer.lines())
+    head, rows = answer.table()
+    assert head[:2] == ["model", "state"]
+    assert [row[:2] for row in rows] == [
+        ["sure", "as given"], ["sure", "temperature"], ["second", "as given"], ["second", "temperature"],
+    ]  # fmt: skip
+
+
+def test_other_samples_are_not_compared_and_this_is_said(sure, tmp_path):
+    other = write_predictions(drawn(5), tmp_path / "other.npz")
+    answer = judge_files([sure, other], resamples=100)
+    assert not answer.compared
+    (why,) = answer.notes
+    assert why.startswith("sure and other are not compared: ")
+    assert why in answer.lines()
+
+
+def test_foreign_data(sure, tmp_path):
+    far = write_predictions(Predictions(0.1 * torch.randn(50, CLASSES)), tmp_path / "far.npz")
+    answer = judge_files([sure], ood=[f"noise={far}"], resamples=100)
+    assert float(answer.reports["sure"].before.detection.sets["noise"]["entropy"].auroc) > 0.9
+    assert set(answer.detections()) == {"sure, as given", "sure, temperature"}
+    both = judge_files([sure, f"two={sure}"], ood=[f"two/noise={far}"], resamples=100)
+    assert both.reports["sure"].before.detection is None
+    assert both.reports["two"].before.detection is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ((), {}, "no file of predictions"),
+        (("a=P", "a=P"), {}, "two models are called 'a'"),
+        (("a=P", "b=P"), {"calibrate_on": ["P"]}, "which model is it of"),
+        (("P",), {"calibrate_on": ["x=P"]}, "which model is it of"),
+        (("P",), {"ood": ["P"]}, "--ood takes NAME=FILE"),
+        (("a=P", "b=P"), {"ood": ["far=P"]}, "which model is it of"),
+        (("P",), {"ood": ["far=P", "far=P"]}, "two files for far"),
+        (("P",), {"folds": 1}, "folds is 1"),
+        (("P",), {"posthoc": ["temprature"]}, "did you mean 'temperature'"),
+    ],
+)
+def test_what_is_refused(sure, given, options, message):
+    def placed(words):
+        return [str(sure) if word == "P" else word.replace("=P", f"={sure}") for word in words]
+
+    options = {name: placed(value) if isinstance(value, list) else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        judge_files(placed(given), **options)
+
+
+def test_files_of_the_same_name_are_told_apart(tmp_path):
+    for folder in ("a", "b"):
+        write_predictions(drawn(0), tmp_path / folder / "test.npz")
+    answer = judge_files([tmp_path / "a" / "test.npz", tmp_path / "b" / "test.npz"], resamples=50)
+    assert [name.split("/")[-2:] for name in answer.reports] == [["a", "test"], ["b", "test"]]
+
+
+def test_a_file_whose_name_has_an_equals_sign(tmp_path):
+    path = write_predictions(drawn(0), tmp_path / "lr=0.1.npz")
+    assert list(judge_files([path], resamples=50).reports) == ["lr=0.1"]
+
+
+def test_confidence_alone_is_judged_without_a_calibrator(tmp_path):
+    rows = "\n".join(f"0.9{i % 10},{'ab'[i % 3 == 0]},a" for i in range(60))
+    (tmp_path / "top.csv").write_text(f"confidence,prediction,label\n{rows}\n")
+    answer = judge_files([tmp_path / "top.csv"], resamples=100)
+    assert not answer.reports["top"].after
+    assert answer.notes == ["top: no calibrator is tried: only the top class of each sample is known"]
+    assert "over-confident" in answer.lines()[0]
+
+
+def test_conditions(sure):
+    answer = judge_files([sure], resamples=200)
+    error = float(answer.reports["sure"]["ece"])
+    held = [f"ece>{error - 0.001}", f"ece>={100 * error - 0.1}%", "accuracy<1", "temperature.ece<0.5", "ece.high>0"]
+    failing = [f"ece>{error + 0.001}", "ece.low>0.9", "temperature.accuracy < 1e-3", "nll<=-1"]
+    assert len(answer.failed(held)) == len(held)
+    assert answer.failed(failing) == []
+    (said,) = answer.failed([held[0]])
+    assert said.startswith(f"sure: ece is {error:.6g}, so ece>")
+
+
+@pytest.mark.parametrize("text", ["ece", "ece>", ">0.1", "ece=0.1", "ece>a", "a.b.c>1", "ece>0.1 or so", ""])
+def test_what_is_no_condition(text):
+    with pytest.raises(ValueError, match=r"condition|before >"):
+        Condition.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eec>0.1", "'eec' is not known; known: .*ece"),
+        ("isotonic.ece>0.1", "there is no 'isotonic' here, only as given, temperature"),
+        ("mce.high>0.1", "mce has no interval"),
+    ],
+)
+def test_a_condition_on_what_is_not_there(sure, text, message):
+    with pytest.raises(ValueError, match=message):
+        judge_files([sure], resamples=50).failed([text])
+
+
+def test_everything_becomes_json(sure, tmp_path):
+    calm = write_predictions(drawn(0, 1.0), tmp_path / "calm.npz")
+    answer = judge_files([sure, calm], resamples=100)
+    found = json.loads(answer.to_json())
+    assert found["models"]["sure"]["in_words"] in answer.lines()[0]
+    assert Report.from_dict(found["models"]["calm"]["report"]).to_json() == answer.reports["calm"].to_json()
+    assert {tuple(one["models"]) for one in found["compared"]} == {("sure", "calm")}
+
+
+def test_it_tells_how_far_it_is(tmp_path):
+    path, seen = write_predictions(drawn(0), tmp_path / "sure.csv"), []
+    judge_files([path, f"again={path}"], resamples=50, watch=lambda word, share: seen.append((word, share)))
+    words = list(dict.fromkeys(word for word, _ in seen))
+    assert words == ["reading sure.csv", "evaluating sure", "evaluating again", "comparing models"]
+    assert ("evaluating sure", 1.0) in seen
+
+
+def test_results_show_themselves_in_a_notebook(sure, tmp_path):
+    """Names from files are only words there, too."""
+    evil = "<script>alert(1)</script>"
+    far = write_predictions(Predictions(torch.randn(50, CLASSES)), tmp_path / "far.npz")
+    answer = judge_files([f"{evil}={sure}", f"b={sure}"], ood=[f"b/{evil}={far}"], resamples=100)
+    report = answer.reports["b"]
+    for shown in (answer, report, report["ece"], report.before.detection, answer.compared[0].found):
+        text = shown._repr_html_()
+        assert text.count("<") == text.count(">") > 0
+        assert "<script" not in text
+    assert "&lt;script&gt;" in answer._repr_html_()
+    assert report["ece"].cell() in report._repr_html_()
+    assert "AUROC" in report._repr_html_()
