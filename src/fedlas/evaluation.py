@@ -205,8 +205,7 @@ def evaluate(
     """
     if not isinstance(predictions, Predictions):
         raise TypeError("evaluate takes Predictions(logits=..., labels=...) or Predictions.from_probs(probs, labels)")
-    if predictions.given_labels is None:
-        raise ValueError("there are no labels (in a file: a column `label` or `labels`), so nothing can be judged")
+    predictions.labels  # noqa: B018 - an error where there are none, before anything is fitted
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:
         if not isinstance(one, str | AbstractCalibrator):

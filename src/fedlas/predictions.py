@@ -281,12 +281,12 @@ class Predictions:
     @classmethod
     def from_parquet(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
-        reader = optional_module("pyarrow.parquet")
         with readable(path):
-            table = reader.read_table(str(path))
-        return cls.from_columns(
-            {name: _arrow_column(table[name], name, path) for name in table.column_names}, path, split
-        )
+            file = optional_module("pyarrow.parquet").ParquetFile(str(path))
+            columns = _arrow_numbers(file)
+            rest = file.read([name for name in file.schema_arrow.names if name not in columns])
+        columns |= {name: _arrow_column(rest[name], name, path) for name in rest.column_names}
+        return cls.from_columns({name: columns[name] for name in file.schema_arrow.names}, path, split)
 
     @classmethod
     def from_columns(
@@ -612,7 +612,7 @@ def _numbers(columns: Mapping[str, Any], kind: str, names: Sequence[str], path: 
     kinds = {array.dtype for array in arrays}
     wide = kinds.pop() if len(kinds) == 1 and arrays[0].dtype.kind == "f" else np.float64
     try:
-        return np.stack(arrays, axis=1).astype(wide)
+        return np.stack(arrays, axis=1).astype(wide, copy=False)
     except ValueError as error:
         raise ValueError(f"{path}: a {kind}... column holds something that is not a number ({error})") from error
 
@@ -662,6 +662,24 @@ def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, A
     columns |= {header[i]: table[:, j] for j, i in enumerate(number)}
     columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
     return columns, torch.tensor(units, dtype=torch.float64) * 1.000002  # a rounding error more
+
+
+def _arrow_numbers(file: Any) -> dict[str, Any]:
+    """Read the columns of a parquet file that make a table of one floating-point type, part by part into one table."""
+    types = optional_module("pyarrow").types
+    schema = file.schema_arrow
+    names = [one.name for one in schema if one.name.startswith(NUMBERS) and types.is_floating(one.type)]
+    names.sort(key=lambda name: name.partition("_")[0])  # columns of one kind stand together
+    kinds = {schema.field(name).type for name in names}
+    if len(kinds) != 1 or len(set(schema.names)) < len(schema.names):
+        return {}
+    table = np.empty((file.metadata.num_rows, len(names)), dtype=kinds.pop().to_pandas_dtype())
+    start = 0
+    for batch in file.iter_batches(columns=names):
+        for place, name in enumerate(names):
+            table[start : start + len(batch), place] = batch[name].to_numpy(zero_copy_only=False)
+        start += len(batch)
+    return {name: table[:, place] for place, name in enumerate(names)}
 
 
 def _arrow_column(column: Any, name: str, path: str | Path) -> Any:

@@ -15,7 +15,7 @@ from scipy.special import logsumexp
 from torch.nn import functional
 
 from fedlas import metrics
-from fedlas.posthoc import Temperature
+from fedlas.posthoc import Temperature, base
 from fedlas.posthoc.base import Samples, scaled_nll
 from fedlas.predictions import Predictions
 
@@ -111,6 +111,20 @@ def test_derivatives_are_those_of_the_nll():
         (bend,) = torch.autograd.grad(slope, factor)
         found = scaled_nll(Samples(logits, truth), 0.7)
         assert found == pytest.approx((value.item(), slope.item(), bend.item()), rel=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.2, 1.0, 4.0, 50.0])
+def test_few_readings_are_enough(scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """A last step of zero length was taken for a step out of the bracket: 26 bisections followed."""
+    make = torch.Generator().manual_seed(1)
+    logits = torch.randn(2_000, 5, generator=make)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=make)[:, 0]
+    asked = []
+    monkeypatch.setattr(base, "scaled_nll", lambda *given: (asked.append(given), scaled_nll(*given))[1])
+    found = base.best_inverse_temperature(Samples((scale * logits).to(dtype), labels), 1e-4, 1e4)
+    assert found * scale == pytest.approx(1, rel=0.1)
+    assert len(asked) <= 12
 
 
 def test_separable_samples_end_at_the_bound_with_a_warning():

@@ -283,6 +283,9 @@ def best_inverse_temperature(samples: Samples, low: float, high: float) -> float
         else:
             right, tried_right = at, True
         newton = -slope / (bend * math.exp(at)) if bend > 0 else math.copysign(math.inf, -slope)
+        # Before the bracket is looked at: a step of nothing lands on its end, and would start a bisection.
+        if abs(newton) <= tolerance:
+            return math.exp(at)
         aim = min(right, max(left, at + min(2.0, max(-2.0, newton))))
         if (aim == left and tried_left) or (aim == right and tried_right):
             aim = (left + right) / 2
