@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedlas.metrics import ece
+from fedlas.metrics.calibration import ece
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import Predictions, optional_module
 
