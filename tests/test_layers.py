@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "predictions": set(),
     "catalog": set(),
     "ranks": set(),
+    "records": {"predictions"},
     "losses": {"predictions", "catalog", "ranks", "metrics.bins"},
     "metrics": {"predictions", "ranks"},
     "posthoc": {"predictions", "catalog", "metrics"},
@@ -31,12 +32,13 @@ ROOMS: dict[str, set[str]] = {
     "data": {"catalog"},
     "models": {"catalog"},
     "train": {
-        "predictions", "catalog", "ranks", "losses", "metrics", "posthoc", "ood", "evaluation", "data", "models",
+        "predictions", "catalog", "ranks", "records", "losses", "metrics", "posthoc", "ood", "evaluation", "data",
+        "models",
     },
     "files": {"predictions"},
     "report": {"predictions", "files", "metrics", "evaluation", "ood"},
     "experiments": {"catalog", "predictions", "files", "metrics", "posthoc", "ood", "train", "evaluation", "report"},
-    "integrations": {"losses", "metrics", "posthoc", "models.base", "evaluation", "report"},
+    "integrations": {"predictions", "losses", "metrics", "posthoc", "models.base", "evaluation", "report", "records"},
 }  # fmt: skip
 CATALOGUES = {"losses", "data", "models", "posthoc", "integrations"}
 DRAWERS = {"util", "utils", "helper", "helpers", "common", "misc", "core", "tool", "tools"}

@@ -35,23 +35,24 @@ class EnsembleTemperature(AbstractCalibrator):
         self.floor = check_floor(floor)
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:
-        factor = torch.tensor(best_inverse_temperature(samples, 1e-4, 1e3), dtype=torch.float64)
+        factor = best_inverse_temperature(samples, 1e-4, 1e3)
         parts = _components(samples.logits, factor)
         shares = samples.shares
         wanted = shares > 0
         own = torch.stack([part[wanted] for part in parts], dim=1).double()
-        return {"weights": _weights(own, shares[wanted].double()).cpu(), "temperature": 1 / factor}
+        weights = _weights(own, shares[wanted].double()).cpu()
+        return {"weights": weights, "temperature": torch.tensor(1 / factor, dtype=torch.float64)}
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
-        parts = _components(logits, 1 / self.learned["temperature"])
+        parts = _components(logits, 1 / float(self.learned["temperature"]))
         weights = learned_like(self.learned["weights"], logits)
         mixed = sum((weight * part for weight, part in zip(weights, parts, strict=True)), torch.zeros_like(logits))
         return log_probs_of(mixed, parts[1], self.floor)
 
 
-def _components(logits: Tensor, factor: Tensor) -> list[Tensor]:
+def _components(logits: Tensor, factor: float) -> list[Tensor]:
     plain = logits.softmax(1)
-    return [(logits * float(factor)).softmax(1), plain, torch.full_like(plain, 1 / logits.shape[1])]
+    return [(logits * factor).softmax(1), plain, torch.full_like(plain, 1 / logits.shape[1])]
 
 
 def _weights(own: Float64[Tensor, "entries 3"], share: Float64[Tensor, " entries"]) -> Float64[Tensor, "3"]:

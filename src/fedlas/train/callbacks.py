@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fedlas.catalog import nearest
+from fedlas.records import Board
 from fedlas.train.runs import Run
 
 if TYPE_CHECKING:
@@ -92,66 +93,28 @@ class TensorBoard(AbstractCallback):
     """Writes the log for TensorBoard, into the run folder."""
 
     def __init__(self) -> None:
-        self._writer: Any = None
+        self._board: Board | None = None
 
     def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
-        self._open(run, epoch)
-
-    def _open(self, run: Run, epoch: int) -> None:
-        try:
-            board = importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise ImportError("tensorboard is needed for this: pip install 'fedlas[integrations]'") from error
-        self._writer = board.SummaryWriter(str(run.folder / "tensorboard"), purge_step=epoch + 1)
+        self._board = Board(run.folder / "tensorboard", first=epoch + 1)
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        for name, value in _numbers(record):
-            self._writer.add_scalar(name, value, record["epoch"])
-        gamma = record.get("gate", {}).get("gamma_histogram")
-        if gamma is not None:
-            self._writer.add_histogram_raw("gate/gamma", **_histogram(**gamma), global_step=record["epoch"])
+        assert self._board is not None
+        self._board.record(record)
 
     def ended(self, run: Run) -> None:  # noqa: ARG002
-        if self._writer is not None:
-            self._writer.close()
+        if self._board is not None:
+            self._board.close()
 
 
 def write_board(run: Run) -> None:
     """Write what the log of a finished run tells, where nobody has written it for TensorBoard yet."""
     if (run.folder / "tensorboard").exists():
         return
-    board = TensorBoard()
-    board._open(run, 0)
+    board = Board(run.folder / "tensorboard", first=1)
     for record in run.log:
-        board.epoch_ended(record)
-    board.ended(run)
-
-
-def _histogram(edges: Sequence[float], counts: Sequence[int]) -> dict[str, Any]:
-    """Describe counts between edges, and outside of them, as TensorBoard takes them; sums are those of the middles."""
-    width = edges[1] - edges[0]
-    limits = [*edges, edges[-1] + width]
-    middles = [limit - width / 2 for limit in limits]
-    pairs = list(zip(middles, counts, strict=True))
-    return {
-        "min": edges[0] - width,
-        "max": limits[-1],
-        "num": sum(counts),
-        "sum": sum(middle * count for middle, count in pairs),
-        "sum_squares": sum(middle * middle * count for middle, count in pairs),
-        "bucket_limits": limits,
-        "bucket_counts": list(counts),
-    }
-
-
-def _numbers(record: Mapping[str, Any], above: str = "") -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            found += _numbers(value, f"{above}{name}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append((above + name, float(value)))
-    return found
+        board.record(record)
+    board.close()
 
 
 def usual(tensorboard: bool, progress: bool | None) -> list[AbstractCallback]:

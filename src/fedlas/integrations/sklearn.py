@@ -1,0 +1,212 @@
+"""Calibrators as scikit-learn estimators, and calibration metrics as its scorers.
+
+    X ─► estimator ─► decision_function or log predict_proba ─► calibrator ─► softmax ─► predict_proba
+
+With `cv=5` each sample is scored by a clone of the estimator that has not seen it. One calibrator is fitted on the
+scores of all samples, and one estimator on all samples: two fitted parts, which can be looked at, rather than an
+average of five pairs. With `cv="prefit"` the estimator is fitted already, and `fit` is given held-out samples for the
+calibrator alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedlas.metrics.calibration import ece
+from fedlas.posthoc import AbstractCalibrator, build_calibrator
+from fedlas.predictions import Predictions, optional_module
+
+base = optional_module("sklearn.base", "train")
+validation = optional_module("sklearn.utils.validation", "train")
+
+RESPONSES = ("predict_proba", "decision_function")
+
+
+class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.BaseEstimator):  # type: ignore[misc,name-defined]
+    """A scikit-learn classifier whose probabilities are repaired by a calibrator.
+
+    After `fit`, `estimator_` and `calibrator_` are its two parts, and `calibrator_.fitted` tells how the second was
+    fitted. Sample weights are not taken: no calibrator knows them.
+
+    Args:
+        estimator: a classifier; it is cloned, unless `cv` is "prefit".
+        calibrator: a name of `fedlas.list_calibrators()`, or a calibrator with options, such as
+            `HistogramBinning(bins=10)`, which is not fitted itself.
+        response_method: what of the estimator is calibrated: "predict_proba", whose logarithms are the logits, or
+            "decision_function", whose values are taken as logits.
+        cv: number of folds, a splitter of scikit-learn, a list of pairs of positions, or "prefit".
+        floor: probabilities of the estimator below this count as this, because a logarithm of 0 is no logit; trees and
+            neighbours often say 0.
+    """
+
+    def __init__(
+        self,
+        estimator: Any,
+        calibrator: Any = "temperature",
+        *,
+        response_method: Any = "predict_proba",
+        cv: Any = 5,
+        floor: Any = 1e-7,
+    ) -> None:
+        # scikit-learn wants anything to be taken here, and to be kept as it is; `fit` checks.
+        self.estimator = estimator
+        self.calibrator = calibrator
+        self.response_method = response_method
+        self.cv = cv
+        self.floor = floor
+
+    def fit(self, X: Any, y: Any) -> "CalibratedClassifier":  # noqa: N803 (scikit-learn's name)
+        """Fit the estimator and the calibrator; with `cv="prefit"` the calibrator alone."""
+        self._check_parameters()
+        labels = validation.column_or_1d(y, warn=True)
+        validation.assert_all_finite(labels, input_name="y")
+        optional_module("sklearn.utils.multiclass", "train").check_classification_targets(labels)
+        prefit = isinstance(self.cv, str)
+        if prefit:
+            validation.check_is_fitted(self.estimator)
+        classes = np.asarray(self.estimator.classes_) if prefit else np.unique(labels)
+        if len(classes) < 2:
+            raise ValueError(f"y has one class, {_shown(classes)}; a classifier needs two at least")
+        codes = _codes(labels, classes)
+        if prefit:
+            fitted, logits = self.estimator, self._logits(self.estimator, X)
+        else:
+            logits = self._cross_logits(X, labels, classes)
+            fitted = base.clone(self.estimator).fit(X, labels)
+        self.estimator_ = fitted
+        self.calibrator_ = self._fresh().fit(logits, codes, split="samples of fit" if prefit else "other folds")
+        self.classes_ = classes
+        return self
+
+    def predict_proba(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
+        """Give calibrated probabilities, a column for each of `classes_`."""
+        validation.check_is_fitted(self)
+        return _softmax(self.calibrator_.transform(self._logits(self.estimator_, X)))
+
+    def predict(self, X: Any) -> NDArray[Any]:  # noqa: N803
+        """Give the most probable class."""
+        best = self.predict_proba(X).argmax(axis=1)
+        found: NDArray[Any] = self.classes_[best]
+        return found
+
+    @property
+    def n_features_in_(self) -> int:
+        """How many columns the estimator was fitted on."""
+        return int(self.estimator_.n_features_in_)
+
+    @property
+    def feature_names_in_(self) -> Any:
+        """What they are called."""
+        return self.estimator_.feature_names_in_
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        theirs = optional_module("sklearn.utils", "train").get_tags(self.estimator)
+        tags.input_tags = theirs.input_tags
+        tags.classifier_tags.multi_class = theirs.classifier_tags.multi_class if theirs.classifier_tags else True
+        tags.array_api_support = False
+        return tags
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "calibrator_")
+
+    def _check_parameters(self) -> None:
+        if self.response_method not in RESPONSES:
+            raise ValueError(
+                f"response_method is {self.response_method!r}; expected {' or '.join(map(repr, RESPONSES))}"
+            )
+        if not isinstance(self.calibrator, str | AbstractCalibrator):
+            raise TypeError(f"calibrator is a name or a calibrator, such as Temperature(), not {self.calibrator!r}")
+        if isinstance(self.cv, str) and self.cv != "prefit":
+            raise ValueError(f'cv is {self.cv!r}; a number of folds, a splitter or "prefit" is expected')
+        if not 0 < self.floor < 0.1:
+            raise ValueError(f"floor is {self.floor}; a small positive probability is needed, such as 1e-7")
+        if not hasattr(self.estimator, self.response_method):
+            other = next(name for name in RESPONSES if name != self.response_method)
+            there = f'; it has {other}: say response_method="{other}"' if hasattr(self.estimator, other) else ""
+            raise ValueError(f"{type(self.estimator).__name__} has no {self.response_method}{there}")
+
+    def _fresh(self) -> AbstractCalibrator:
+        given = self.calibrator
+        return build_calibrator(given) if isinstance(given, str) else type(given)(**given.options)
+
+    def _cross_logits(self, X: Any, labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.float64]:  # noqa: N803
+        """Give the logits of every sample from an estimator that has not seen it."""
+        selection = optional_module("sklearn.model_selection", "train")
+        folds = list(selection.check_cv(self.cv, labels, classifier=True).split(X, labels))
+        for number, (train, _) in enumerate(folds, start=1):
+            absent = np.setdiff1d(classes, labels[train])
+            if len(absent):
+                raise ValueError(
+                    f"the training part of fold {number} of {len(folds)} has no sample of {_shown(absent)}; each class "
+                    'needs two samples at least, in different folds: give more samples, fewer folds, or cv="prefit"'
+                )
+        said = selection.cross_val_predict(self.estimator, X, labels, cv=folds, method=self.response_method)
+        return self._as_logits(said, len(classes))
+
+    def _logits(self, fitted: Any, X: Any) -> NDArray[np.float64]:  # noqa: N803
+        """Give the logits of samples from a fitted estimator."""
+        return self._as_logits(getattr(fitted, self.response_method)(X), len(fitted.classes_))
+
+    def _as_logits(self, said: Any, classes: int) -> NDArray[np.float64]:
+        """Take what an estimator says as rows of logits, a column for each class."""
+        table = np.asarray(said, dtype=np.float64)
+        if table.ndim == 1:
+            table = np.stack([np.zeros_like(table), table], axis=1)
+        if table.ndim != 2 or table.shape[1] != classes:
+            raise ValueError(
+                f"{self.response_method} of {type(self.estimator).__name__} has shape {table.shape} for {classes} "
+                'classes; one column for each is expected (for SVC: decision_function_shape="ovr")'
+            )
+        if self.response_method == "predict_proba":
+            return Predictions.from_probs(table).probs.clamp_min(self.floor).log().numpy()
+        return Predictions(table).logits.numpy()
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A metric of calibration as scikit-learn scores: `scorer(estimator, X, y)`, and higher is better.
+
+    It knows the classes from the estimator, so that a fold without a sample of some class is judged like any other.
+
+    Args:
+        metric: a function of `fedlas.metrics`.
+        higher_is_better: whether the metric is better when it is higher; otherwise the score is minus the metric.
+        options: passed on to the metric, such as `{"bins": 10}`.
+    """
+
+    metric: Callable[..., float]
+    higher_is_better: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, estimator: Any, X: Any, y: Any) -> float:  # noqa: N803
+        probs = np.asarray(estimator.predict_proba(X), dtype=np.float64)
+        codes = _codes(validation.column_or_1d(y), np.asarray(estimator.classes_))
+        value = float(self.metric(Predictions.from_probs(probs, codes), **self.options))
+        return value if self.higher_is_better else -value
+
+
+ece_scorer = Scorer(ece)
+"""Minus the expected calibration error over 15 bins."""
+
+
+def _codes(labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.int64]:
+    """Replace labels by their places among the classes."""
+    places = {value: number for number, value in enumerate(classes.tolist())}
+    try:
+        return np.asarray([places[value] for value in labels.tolist()], dtype=np.int64)
+    except KeyError as error:
+        raise ValueError(f"y holds {error.args[0]!r}, which is none of the classes {_shown(classes)}") from None
+
+
+def _softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
+    return torch.from_numpy(logits).double().softmax(1).numpy()
+
+
+def _shown(classes: Sequence[Any] | NDArray[Any]) -> str:
+    named = [repr(one) for one in np.asarray(classes).tolist()]
+    return ", ".join(named[:6]) + (f" and {len(named) - 6} more" if len(named) > 6 else "")

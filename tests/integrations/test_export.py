@@ -1,0 +1,214 @@
+"""A calibrated network says the same as a file: in torch's own format and in ONNX, for every calibrator that can."""
+
+import json
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import fedlas
+from fedlas.integrations.export import CalibratedModel, load_program, program, save_onnx, save_program
+from fedlas.posthoc import FeatureClipping, Temperature, build_calibrator, list_calibrators
+from fedlas.posthoc.base import AbstractCalibrator, Samples
+
+CLOSE = 1e-4
+OUTSIDE_OF_TORCH = {"probmetrics"}
+NAMES = [record.name for record in list_calibrators() if record.name not in OUTSIDE_OF_TORCH]
+
+
+def fitted(name: str, classes: int = 3) -> AbstractCalibrator:
+    """A calibrator that has something to repair: logits three times too large."""
+    logits = 1.5 * torch.randn(300, classes)
+    labels = torch.multinomial(logits.softmax(1), 1)[:, 0]
+    return build_calibrator(name).fit(3 * logits, labels, split="val")
+
+
+def linear(classes: int = 3) -> nn.Module:
+    """A network whose logits are large enough for calibrators to matter."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(8, 6), nn.ReLU(), nn.Dropout(), nn.Linear(6, classes))
+    for one in (net[1], net[4]):
+        nn.init.normal_(one.weight)
+    return net
+
+
+def by_onnxruntime(path, *inputs: torch.Tensor) -> torch.Tensor:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+    return torch.from_numpy(session.run(None, dict(zip(names, map(np.asarray, inputs), strict=True)))[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_calibrated_network_says_the_same_in_onnx(name, tmp_path):
+    classes = 2 if name == "platt" else 3
+    calibrator, net, images = fitted(name, classes), linear(classes), torch.randn(50, 1, 2, 4)
+    model = CalibratedModel(net, calibrator, class_names="abc"[:classes])
+    save_onnx(model, images[:1], tmp_path / "model.onnx")
+    assert model.training, "exporting left the network in another mode"
+    with torch.no_grad():
+        wanted = torch.from_numpy(calibrator.transform(net.eval()(images).numpy())).softmax(1)
+        plain = net(images).softmax(1)
+    assert (wanted - plain).abs().max() > 0.05, "this calibrator changes nothing, so the test would see nothing"
+    torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    words = json.loads(session.get_modelmeta().custom_metadata_map["fedlas"])
+    assert words["class_names"] == list("abc"[:classes])
+    assert (words["calibrator"]["name"], words["calibrator"]["fitted"]["split"]) == (name, "val")
+    assert [one.name for one in session.get_inputs()] == ["input"]
+    assert [one.name for one in session.get_outputs()] == [words["output"]] == ["probs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+@pytest.mark.parametrize("name", ["temperature", "isotonic"])
+def test_a_program_is_read_back(name, tmp_path):
+    calibrator, net, images = fitted(name), linear(), torch.randn(50, 1, 2, 4)
+    model = CalibratedModel(net, calibrator, class_names="abc")
+    save_program(model, images[:1], tmp_path / "model.pt2")
+    again = load_program(tmp_path / "model.pt2")
+    with torch.no_grad():
+        wanted = torch.from_numpy(calibrator.transform(net.eval()(images).numpy())).softmax(1)
+    torch.testing.assert_close(again.model(images), wanted, atol=CLOSE, rtol=0)
+    assert again.about == json.loads(json.dumps(model.about))
+    assert again.about["class_names"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_our_networks_are_exported_bare_and_with_features(wrapped, tmp_path):
+    net = fedlas.build_model("small_cnn", 3)
+    nn.init.normal_(net.fc.weight, std=3)
+    for _ in range(3):
+        net(torch.randn(16, 1, 8, 8))  # statistics of a BatchNorm that are not those it starts with
+    calibrator, images = fitted("temperature"), torch.randn(7, 1, 8, 8)
+    model = CalibratedModel(fedlas.WithFeatures(net) if wrapped else net, calibrator, output="logits")
+    save_onnx(model, images, tmp_path / "model.onnx")
+    save_program(model, images, tmp_path / "model.pt2")
+    with torch.no_grad():
+        wanted = net.eval()(images) / calibrator.temperature
+    for count in (1, 7):
+        said = by_onnxruntime(tmp_path / "model.onnx", images[:count])
+        torch.testing.assert_close(said, wanted[:count], atol=CLOSE, rtol=0)
+        read = load_program(tmp_path / "model.pt2").model(images[:count])
+        torch.testing.assert_close(read, wanted[:count], atol=CLOSE, rtol=0)
+
+
+def test_a_residual_network_is_exported(tmp_path):
+    net = fedlas.build_model("resnet18_cifar", 3)
+    model = CalibratedModel(fedlas.WithFeatures(net), fitted("vector_scaling"))
+    images = torch.randn(2, 3, 32, 32)
+    save_onnx(model, images, tmp_path / "model.onnx")
+    with torch.no_grad():
+        wanted = model.eval()(images)
+    torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
+
+
+def test_feature_clipping_is_exported_with_its_network(tmp_path):
+    net, images = linear(), torch.randn(200, 1, 2, 4)
+    with torch.no_grad():
+        logits, features = fedlas.WithFeatures(net.eval())(images)
+    labels = torch.multinomial((logits / 4).softmax(1), 1)[:, 0]
+    val = fedlas.Predictions(logits, labels, features=features, split="val")
+    clipping = FeatureClipping(net[4].weight, net[4].bias).fit(val)
+    wanted = clipping.transform(val).probs
+    assert (wanted - val.probs).abs().max() > 0.05
+    model = CalibratedModel(net, clipping)
+    save_onnx(model, images, tmp_path / "model.onnx")
+    save_program(model, images, tmp_path / "model.pt2")
+    torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
+    again = load_program(tmp_path / "model.pt2")
+    torch.testing.assert_close(again.model(images), wanted, atol=CLOSE, rtol=0)
+    assert again.about["calibrator"] == {"name": "feature_clipping", "threshold": clipping.threshold}
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+
+    def forward(self, images, sizes):
+        return self.fc(torch.cat([images, sizes], dim=1))
+
+
+def test_several_inputs_and_a_one_logit_head(tmp_path):
+    net, calibrator = TwoInputs(), Temperature().fit(*one_logit())
+    parts = torch.randn(5, 3), torch.randn(5, 1)
+    save_onnx(CalibratedModel(net, calibrator), parts, tmp_path / "model.onnx")
+    with torch.no_grad():
+        of_class_1 = calibrator.transform(net(*parts)).sigmoid()[:, 0]
+    said = by_onnxruntime(tmp_path / "model.onnx", *parts)
+    torch.testing.assert_close(said, torch.stack([1 - of_class_1, of_class_1], dim=1), atol=CLOSE, rtol=0)
+
+
+def one_logit():
+    logits = torch.randn(300)
+    return 3 * logits, (torch.rand(300) < logits.sigmoid()).long()
+
+
+def test_the_number_of_samples_is_not_fixed():
+    made = program(CalibratedModel(linear(), fitted("temperature")), torch.randn(1, 8))
+    assert made.module()(torch.randn(11, 8)).shape == (11, 3)
+
+
+@pytest.mark.parametrize("name", sorted(OUTSIDE_OF_TORCH))
+def test_a_calibrator_outside_of_torch_is_refused_with_its_name(name, tmp_path):
+    with pytest.raises(ValueError, match=f"{name} cannot be exported: it does its work outside of torch"):
+        save_onnx(CalibratedModel(linear(), fitted(name)), torch.randn(1, 8), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+class Deciding(nn.Module):
+    """Looks at its numbers, as no graph can."""
+
+    def forward(self, images):
+        return images if float(images.sum()) > 0 else -images
+
+
+def test_a_network_that_cannot_be_traced_is_named():
+    with pytest.raises(ValueError, match=r"torch\.export cannot trace Deciding"):
+        program(CalibratedModel(Deciding(), fitted("temperature")), torch.ones(1, 3))
+
+
+class Drifting(AbstractCalibrator):
+    """Gives another answer in a file than in the network: it takes one whose graph was made before."""
+
+    name = "drifting"
+    citation = "No paper."
+
+    def learn(self, samples: Samples):
+        self.calls = 0
+        return {"shift": torch.zeros(())}
+
+    def apply(self, logits):
+        self.calls += 1
+        return logits + torch.tensor([float(self.calls), 0.0, 0.0])
+
+
+def test_a_file_that_says_something_else_is_not_written(tmp_path):
+    model = CalibratedModel(linear(), Drifting().fit(torch.randn(10, 3), torch.randint(3, (10,))))
+    with pytest.raises(ValueError, match=r"probs of the example differ by 0\.\d+, more than tolerance=0\.0001"):
+        save_onnx(model, torch.randn(4, 8), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_meant_is_refused(tmp_path):
+    good, example = fitted("temperature"), torch.randn(2, 8)
+    with pytest.raises(RuntimeError, match="temperature is not fitted yet"):
+        CalibratedModel(linear(), Temperature())
+    with pytest.raises(RuntimeError, match="feature clipping is not fitted yet"):
+        CalibratedModel(linear(), FeatureClipping(torch.ones(3, 6)))
+    with pytest.raises((ValueError, TypeError), match="output"):  # the shape checks may be the first to complain
+        CalibratedModel(linear(), good, output="scores")
+    with pytest.raises(ValueError, match="class_names has 2 names for 3 classes"):
+        program(CalibratedModel(linear(), good, class_names="ab"), example)
+    with pytest.raises(ValueError, match="the network has 4 classes; its calibrator was fitted on 3"):
+        program(CalibratedModel(linear(4), good), example)
+    with pytest.raises(ValueError, match=r"returns a tensor of shape \(2, 4, 2\)"):
+        program(CalibratedModel(nn.Unflatten(1, (4, 2)), good), example)
+    with pytest.raises(ValueError, match="equally many in all"):
+        program(CalibratedModel(TwoInputs(), good), (torch.randn(2, 3), torch.randn(3, 1)))
+    (tmp_path / "other.pt2").write_bytes(b"something else")
+    with pytest.raises(ValueError, match=r"other\.pt2 is damaged"):
+        load_program(tmp_path / "other.pt2")
+    torch.export.save(torch.export.export(linear(), (example,)), tmp_path / "foreign.pt2")
+    with pytest.raises(ValueError, match=r"foreign\.pt2 is not a program that fedlas wrote"):
+        load_program(tmp_path / "foreign.pt2")

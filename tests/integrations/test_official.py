@@ -1,0 +1,169 @@
+"""Checkpoints in the layout of the published code get into our networks whole, or an error says what does not fit.
+
+The published code comes without weights. Layout and names are those that it writes, and the files here are written the
+same way.
+"""
+
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedlas
+from fedlas.integrations.official import load_official, read_official
+
+IMAGES = (2, 3, 32, 32)
+
+
+def published_names(net: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of a CIFAR ResNet as the published code calls them."""
+    return {name.replace(".downsample.", ".shortcut."): value for name, value in net.state_dict().items()}
+
+
+def write(path: Path, net: nn.Module, weights: dict[str, torch.Tensor], **changed) -> Path:
+    """A checkpoint as the published trainer writes it: five entries, the score a numpy number."""
+    gate = nn.Linear(10, 5)
+    optimizer = torch.optim.SGD([*net.parameters(), *gate.parameters()], lr=0.1, momentum=0.9, weight_decay=5e-4)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [150, 250])
+    state = {"epoch": 282, "state_dict": weights, "optimizer": optimizer.state_dict()}
+    state |= {"scheduler": scheduler.state_dict(), "val_score": np.float64(0.9566)}
+    torch.save(state | changed, path)
+    return path
+
+
+def trained(name: str = "resnet18_cifar", classes: int = 10) -> nn.Module:
+    """A network whose weights and statistics are not those that any other starts with."""
+    net = fedlas.build_model(name, classes)
+    net(torch.randn(4, *IMAGES[1:]))
+    return net.eval()
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_cifar_network_says_what_the_published_one_said(prefix, wrapped, tmp_path):
+    theirs = trained()
+    weights = {prefix + name: value for name, value in published_names(theirs).items()}
+    path = write(tmp_path / "best.pth", theirs, weights)
+    net = fedlas.build_model("resnet18_cifar", 10).eval()
+    images = torch.randn(IMAGES)
+    assert not torch.allclose(net(images), theirs(images))
+    found = load_official(path, fedlas.WithFeatures(net) if wrapped else net)
+    assert torch.equal(net(images), theirs(images))
+    assert (found.epoch, found.accuracy) == (283, 0.9566)
+
+
+def test_a_tiny_network_has_the_same_names(tmp_path):
+    theirs = fedlas.build_model("resnet18_tiny", 5)
+    net = fedlas.build_model("resnet18_tiny", 5)
+    load_official(write(tmp_path / "last.pth", theirs, theirs.state_dict()), net)
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in net.state_dict().items())
+
+
+class PublishedViT(nn.Module):
+    """Holds a timm network as `vit`, and its head a second time."""
+
+    def __init__(self, vit: nn.Module) -> None:
+        super().__init__()
+        self.vit, self.fc = vit, vit.head
+
+
+def small_vit() -> nn.Module:
+    return fedlas.build_model("timm:vit_tiny_patch16_224", 7, img_size=32, depth=2)
+
+
+def test_a_vision_transformer_loses_its_wrapper(tmp_path):
+    theirs, net, images = small_vit().eval(), small_vit().eval(), torch.randn(IMAGES)
+    nn.init.normal_(theirs.head.weight)
+    weights = PublishedViT(theirs).state_dict()
+    assert {"fc.weight", "vit.head.weight"} <= set(weights)
+    load_official(write(tmp_path / "best.pth", theirs, weights), net)
+    assert torch.equal(net(images), theirs(images))
+    weights["fc.bias"] = weights["fc.bias"] + 1
+    with pytest.raises(ValueError, match=r"fc\.bias should be the head vit\.head\.bias again, and is not"):
+        read_official(write(tmp_path / "odd.pth", theirs, weights))
+
+
+def test_a_bare_state_dict_and_a_nested_one_are_read(tmp_path):
+    net = fedlas.build_model("resnet18_cifar", 3)
+    weights = published_names(net)
+    torch.save(weights, tmp_path / "bare.pth")
+    torch.save({"state_dict": {"state_dict": weights}}, tmp_path / "nested.pth")
+    for name in ("bare.pth", "nested.pth"):
+        found = read_official(tmp_path / name)
+        assert list(found.weights) == list(net.state_dict())
+        assert (found.epoch, found.accuracy) == (None, None)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+@pytest.mark.parametrize("home", ["numpy._core.multiarray", "numpy.core.multiarray"])
+def test_the_score_is_read_whichever_numpy_wrote_it(kind, home, tmp_path):
+    net = nn.Linear(2, 2)
+    path = write(tmp_path / "best.pth", net, net.state_dict(), val_score=kind(0.75))
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    pickled = next(name for name in parts if name.endswith("data.pkl"))
+    now = next(word for word in (b"numpy._core.multiarray", b"numpy.core.multiarray") if word in parts[pickled])
+    parts[pickled] = parts[pickled].replace(now, home.encode())
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in parts.items():
+            file.writestr(name, content)
+    assert read_official(path).accuracy == 0.75
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
+    theirs = trained()
+    path = write(tmp_path / "best.pth", theirs, published_names(theirs))
+    deeper = fedlas.build_model("resnet34_cifar", 10)
+    before = {name: value.clone() for name, value in deeper.state_dict().items()}
+    with pytest.raises(ValueError, match=r"best\.pth does not fit ResNet: not in the file: layer1\.2\.conv1\.weight"):
+        load_official(path, deeper)
+    assert all(torch.equal(value, before[name]) for name, value in deeper.state_dict().items())
+    with pytest.raises(ValueError, match=r'fc\.weight is \(10, 512\) instead of \(100, 512\).*"resnet18_cifar", 10'):
+        load_official(path, fedlas.build_model("resnet18_cifar", 100))
+    with pytest.raises(ValueError, match=r"not in the network: conv1\.weight, .* and \d+ more"):
+        load_official(path, nn.Linear(512, 10))
+
+
+@pytest.mark.parametrize("name", ["resnet50_cifar", "resnet18_tiny", "resnet50"])
+def test_the_advice_names_the_network_that_a_file_is_of(name, tmp_path):
+    with torch.device("meta"):
+        weights = fedlas.build_model(name, 4).state_dict()
+    torch.save({key: torch.empty_like(value, device="cpu") for key, value in weights.items()}, tmp_path / "best.pth")
+    with pytest.raises(ValueError, match=f'build_model\\("{name}", 4\\)'):
+        load_official(tmp_path / "best.pth", nn.Linear(2, 2))
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_file_is_carried_out(tmp_path):
+    torch.save({"state_dict": {}, "epoch": Evil(tmp_path / "made")}, tmp_path / "evil.pth")
+    with pytest.raises(ValueError, match=r"evil\.pth is damaged, or not a file of this kind"):
+        read_official(tmp_path / "evil.pth")
+    objects = np.array([1, "a"], dtype=object)[0:1]
+    torch.save({"state_dict": {"a": torch.ones(1)}, "val_score": objects}, tmp_path / "objects.pth")
+    with pytest.raises(ValueError, match=r"objects\.pth is damaged"):
+        read_official(tmp_path / "objects.pth")
+    assert not (tmp_path / "made").exists()
+
+
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        read_official(tmp_path / "best.pth")
+    torch.save({"epoch": 3, "model": "resnet"}, tmp_path / "words.pth")
+    with pytest.raises(
+        ValueError, match="holds no weights, neither itself nor under 'state_dict'; it holds epoch, model"
+    ):
+        read_official(tmp_path / "words.pth")
+    torch.save({"a.shortcut.0": torch.ones(1), "a.downsample.0": torch.ones(1)}, tmp_path / "twice.pth")
+    with pytest.raises(ValueError, match=r"has two weights for a\.downsample\.0"):
+        read_official(tmp_path / "twice.pth")

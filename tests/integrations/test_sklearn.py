@@ -1,0 +1,232 @@
+"""Calibrators in scikit-learn do what its own parts would, and what its own checks ask of every estimator."""
+
+import pickle
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize_scalar
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.metrics import log_loss
+from sklearn.model_selection import GridSearchCV, ShuffleSplit, StratifiedKFold, cross_val_score
+from sklearn.naive_bayes import GaussianNB
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import SVC, LinearSVC
+from sklearn.tree import DecisionTreeClassifier
+from sklearn.utils.estimator_checks import check_estimator
+
+from fedlas.integrations.sklearn import CalibratedClassifier, Scorer, ece_scorer
+from fedlas.metrics import accuracy, ece
+from fedlas.posthoc import HistogramBinning, Temperature, list_calibrators
+
+NAMES = np.array(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"])
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """Training and test halves, labelled by words."""
+    images, numbers = load_digits(return_X_y=True)
+    return images[:900], NAMES[numbers[:900]], images[900:], NAMES[numbers[900:]]
+
+
+def sampled(classes: int = 3, n: int = 240):
+    random = np.random.default_rng(0)
+    labels = np.arange(n) % classes
+    return random.normal(size=(n, 4)) + 1.2 * np.eye(classes, 4)[labels], labels
+
+
+@pytest.mark.filterwarnings("ignore:the best temperature of these")  # some of their samples cannot be learned from
+@pytest.mark.parametrize("response_method", ["predict_proba", "decision_function"])
+def test_it_passes_the_checks_of_scikit_learn(response_method):
+    tried = CalibratedClassifier(LogisticRegression(), response_method=response_method, cv=3)
+    found = check_estimator(tried, on_skip=None, on_fail=None)
+    assert len(found) > 40
+    failed = {one["check_name"]: one["exception"] for one in found if one["status"] != "passed"}
+    failed.pop("check_array_api_input", None)  # wants a variable of the environment before anything is imported
+    assert not failed
+
+
+def test_every_sample_is_scored_by_an_estimator_that_has_not_seen_it():
+    features, labels = sampled()
+    model = CalibratedClassifier(GaussianNB(), cv=4).fit(features, labels)
+    logits = np.zeros((len(labels), 3))
+    for train, test in StratifiedKFold(4).split(features, labels):
+        logits[test] = np.log(GaussianNB().fit(features[train], labels[train]).predict_proba(features[test]))
+    best = minimize_scalar(
+        lambda t: nll(logits / t, labels), bounds=(0.1, 10), method="bounded", options={"xatol": 1e-9}
+    )
+    assert model.calibrator_.temperature == pytest.approx(best.x, rel=1e-5)
+    whole = np.log(GaussianNB().fit(features, labels).predict_proba(features)) / best.x
+    np.testing.assert_allclose(model.predict_proba(features), softmax(whole), atol=1e-5)
+    assert model.calibrator_.fitted.n == len(labels)
+
+
+def softmax(logits):
+    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return raised / raised.sum(axis=1, keepdims=True)
+
+
+def nll(logits, labels):
+    return -np.mean(np.log(softmax(logits)[np.arange(len(labels)), labels]))
+
+
+def test_over_confident_probabilities_of_words_are_repaired(digits):
+    train, known, test, truth = digits
+    plain = GaussianNB().fit(train, known)
+    model = CalibratedClassifier(GaussianNB()).fit(train, known)
+    assert list(model.classes_) == sorted(NAMES)
+    assert (model.predict(test) == model.classes_[model.predict_proba(test).argmax(1)]).all()
+    assert (model.predict(test) == plain.predict(test)).mean() > 0.99
+    assert -ece_scorer(plain, test, truth) > 0.15
+    assert -ece_scorer(model, test, truth) < 0.08
+    assert log_loss(truth, model.predict_proba(test)) < 0.3 * log_loss(truth, plain.predict_proba(test))
+
+
+def test_prefit_leaves_the_estimator_alone(digits):
+    train, known, test, truth = digits
+    plain = GaussianNB().fit(train[:500], known[:500])
+    for given in (CalibratedClassifier(plain, cv="prefit"), CalibratedClassifier(FrozenEstimator(plain), cv=3)):
+        model = given.fit(train[500:], known[500:])
+        wanted = Temperature().fit(
+            np.log(np.maximum(plain.predict_proba(train[500:]), 1e-7)), codes(known[500:], plain)
+        )
+        assert model.calibrator_.temperature == pytest.approx(wanted.temperature, rel=1e-6)
+        assert -ece_scorer(model, test, truth) < 0.5 * -ece_scorer(plain, test, truth)
+    assert given.set_params(cv="prefit").fit(train[500:], known[500:]).estimator_.estimator is plain
+
+
+def codes(labels, estimator):
+    return np.searchsorted(estimator.classes_, labels)
+
+
+@pytest.mark.parametrize("name", [record.name for record in list_calibrators()])
+def test_every_calibrator_gives_probabilities(name):
+    features, labels = sampled(2 if name == "platt" else 3)
+    model = CalibratedClassifier(LogisticRegression(), name, cv=3).fit(features, labels)
+    probs = model.predict_proba(features)
+    assert model.calibrator_.name == name
+    np.testing.assert_allclose(probs.sum(axis=1), 1, atol=1e-9)
+    assert log_loss(labels, probs) < log_loss(labels, np.full_like(probs, 1 / probs.shape[1]))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_decision_function_is_taken_as_logits(classes):
+    features, labels = sampled(classes)
+    svm = LinearSVC().fit(features, labels)
+    model = CalibratedClassifier(svm, response_method="decision_function", cv="prefit").fit(features, labels)
+    said = svm.decision_function(features)
+    logits = np.stack([np.zeros(len(said)), said], axis=1) if classes == 2 else said
+    np.testing.assert_allclose(
+        model.predict_proba(features), softmax(logits / model.calibrator_.temperature), atol=1e-9
+    )
+
+
+def test_zeros_of_trees_do_not_ruin_the_temperature(digits):
+    train, known, test, truth = digits
+    gentle = CalibratedClassifier(KNeighborsClassifier(), cv=3).fit(train, known)
+    strict = CalibratedClassifier(KNeighborsClassifier(), cv=3, floor=1e-300).fit(train, known)
+    assert log_loss(truth, gentle.predict_proba(test)) < log_loss(truth, strict.predict_proba(test))
+    assert gentle.calibrator_.temperature < 10 < strict.calibrator_.temperature
+
+
+def test_it_works_in_pipelines_searches_and_validations():
+    features, labels = sampled()
+    inner = make_pipeline(StandardScaler(), LogisticRegression())
+    model = make_pipeline(StandardScaler(), CalibratedClassifier(inner, cv=3))
+    assert cross_val_score(model, features, labels, cv=3).mean() > 0.5
+    scores = cross_val_score(model, features, labels, cv=3, scoring=ece_scorer)
+    assert (scores < 0).all()
+    search = GridSearchCV(
+        CalibratedClassifier(LogisticRegression(), cv=3),
+        {"calibrator": ["temperature", HistogramBinning(bins=2)], "estimator__C": [0.1, 1.0]},
+        scoring=Scorer(ece),
+        cv=3,
+    ).fit(features, labels)
+    assert len(search.cv_results_["params"]) == 4
+    assert set(search.best_params_) == {"calibrator", "estimator__C"}
+    assert search.predict_proba(features).shape == (len(labels), 3)
+
+
+def test_it_is_cloned_set_and_pickled():
+    features, labels = sampled()
+    model = CalibratedClassifier(LogisticRegression(C=2.0), HistogramBinning(bins=4), cv=3).fit(features, labels)
+    again = clone(model)
+    assert not hasattr(again, "calibrator_")
+    assert again.calibrator is not model.calibrator
+    assert again.calibrator.options == model.calibrator.options
+    assert model.calibrator.fitted is None, "what was given is fitted, so a clone would know old samples"
+    again.set_params(estimator__C=3.0, calibrator="vector_scaling", floor=1e-6)
+    assert again.get_params()["estimator__C"] == 3.0
+    assert again.fit(features, labels).calibrator_.name == "vector_scaling"
+    read = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(read.predict_proba(features), model.predict_proba(features))
+
+
+def test_a_scorer_knows_the_classes_that_a_fold_lacks():
+    features, labels = sampled()
+    model = LogisticRegression().fit(features, labels)
+    some = labels != 1
+    wanted = ece(model.predict_proba(features)[some], labels[some], bins=5)
+    assert Scorer(ece, options={"bins": 5})(model, features[some], labels[some]) == pytest.approx(-float(wanted))
+    assert Scorer(accuracy, higher_is_better=True)(model, features, labels) == pytest.approx(
+        model.score(features, labels)
+    )
+    with pytest.raises(ValueError, match=r"y holds 7, which is none of the classes 0, 1, 2"):
+        ece_scorer(model, features, np.full(len(labels), 7))
+    assert pickle.loads(pickle.dumps(ece_scorer)) == ece_scorer
+
+
+@pytest.mark.filterwarnings("ignore:The least populated class")
+def test_a_class_that_a_fold_lacks_is_named():
+    features, labels = sampled()
+    words = np.array(["cat", "dog", "owl"])[labels]
+    words[np.flatnonzero(words == "owl")[1:]] = "cat"
+    with pytest.raises(
+        ValueError, match=r"the training part of fold 3 of 3 has no sample of 'owl'; each class needs two"
+    ):
+        CalibratedClassifier(GaussianNB(), cv=3).fit(features, words)
+    known = words != "owl"
+    narrow = CalibratedClassifier(GaussianNB().fit(features[known], words[known]), cv="prefit")
+    with pytest.raises(ValueError, match=r"y holds 'owl', which is none of the classes 'cat', 'dog'"):
+        narrow.fit(features, words)
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        (CalibratedClassifier(LinearSVC()), "LinearSVC has no predict_proba; it has decision_function: say response_m"),
+        (
+            CalibratedClassifier(DecisionTreeClassifier(), response_method="decision_function"),
+            "no decision_function; it",
+        ),
+        (CalibratedClassifier(LinearRegression()), "LinearRegression has no predict_proba$"),
+        (
+            CalibratedClassifier(GaussianNB(), response_method="predict"),
+            "response_method is 'predict'; expected 'predict_p",
+        ),
+        (CalibratedClassifier(GaussianNB(), cv="prefi"), "cv is 'prefi'; a number of folds, a splitter or \"prefit\""),
+        (CalibratedClassifier(GaussianNB(), cv="prefit"), "GaussianNB instance is not fitted yet"),
+        (CalibratedClassifier(GaussianNB(), cv=ShuffleSplit(2)), "only works for partitions"),
+        (CalibratedClassifier(GaussianNB(), floor=0), "floor is 0; a small positive probability is needed"),
+        (CalibratedClassifier(GaussianNB(), "platt"), "platt is for two classes, not 4"),
+        (CalibratedClassifier(GaussianNB(), "tempe"), "did you mean 'temperature'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(model, fault):
+    with pytest.raises(ValueError, match=fault):
+        model.fit(*sampled(4))
+
+
+def test_other_things_that_cannot_be_meant():
+    features, labels = sampled(4)
+    with pytest.raises(TypeError, match=r"calibrator is a name or a calibrator, such as Temperature\(\), not 3"):
+        CalibratedClassifier(GaussianNB(), 3).fit(features, labels)
+    with pytest.raises(ValueError, match="y has one class, 1; a classifier needs two"):
+        CalibratedClassifier(GaussianNB()).fit(features, np.ones(len(labels), dtype=int))
+    pairs = SVC(decision_function_shape="ovo").fit(features, labels)
+    with pytest.raises(ValueError, match=r'has shape \(240, 6\) for 4 classes.*decision_function_shape="ovr"'):
+        CalibratedClassifier(pairs, response_method="decision_function", cv="prefit").fit(features, labels)

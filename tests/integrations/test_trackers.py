@@ -1,0 +1,222 @@
+"""TensorBoard, Weights & Biases and MLflow get the same numbers of a real run, each read back with its own reader."""
+
+import json
+from contextlib import closing, suppress
+
+import numpy as np
+import pytest
+import torch
+
+import fedlas
+from fedlas.integrations import trackers
+from fedlas.integrations.trackers import AbstractTracker, MLflow, TensorBoard, WeightsAndBiases, numbers_of
+from fedlas.records import Board, Histogram, histograms_in, numbers_in
+from fedlas.report.figures import reliability_data, reliability_figure
+from waiting import until
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    recipe = fedlas.Recipe(
+        data="digits", model="small_cnn", loss="fedlas_ls", epochs=2, batch_size=256, lr=0.05, splits=("test",)
+    )
+    return fedlas.fit(recipe, out=tmp_path_factory.mktemp("runs") / "run", device="cpu", progress=False)
+
+
+@pytest.fixture(scope="module")
+def report(run):
+    random = torch.Generator().manual_seed(0)
+    foreign = torch.randn(50, 10, generator=random)
+    return fedlas.evaluate(run.predictions("best-test"), posthoc="temperature", ood={"noise": foreign}, resamples=20)
+
+
+def diagram(report):
+    return reliability_figure({"run": [reliability_data(report.before.bins["width"], report["ece"], "as given")]})
+
+
+def send(tracker: AbstractTracker, run, report) -> None:
+    """Everything there is to send."""
+    with tracker:
+        tracker.settings(run.recipe.to_dict())
+        tracker.log_all(run.log)
+        tracker.report(report)
+        tracker.figure("reliability", diagram(report), 2)
+
+
+def test_a_report_and_a_log_have_names_that_tell_what_a_number_is(run, report):
+    found = numbers_of(report)
+    assert found["test/ece"] == report["ece"]
+    assert found["test/ece_low"] == report["ece"].interval.low
+    assert found["test/temperature/ece"] == report.after["temperature"]["ece"]
+    assert found["test/temperature/temperature"] == report.after["temperature"].parameters["temperature"]
+    assert found["test/ood/noise/entropy/auroc"] == report.before.detection["noise"]["entropy"].auroc
+    assert set(numbers_of(report, "mine")) == {name.replace("test/", "mine/", 1) for name in found}
+    line = numbers_in(run.log[0])
+    assert line["val/ece"] == run.log[0]["val"]["ece"]
+    assert line["epoch"] == 1
+    assert [name for name, _ in histograms_in(run.log[0])] == ["gate/gamma"]
+
+
+def test_what_is_no_number_is_left_out():
+    assert numbers_in({"a": None, "b": True, "c": {"d": [1], "e": 2, "f": "x"}}) == {"c/e": 2.0}
+
+
+def test_tensorboard_shows_the_run(run, report, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    send(TensorBoard(tmp_path), run, report)
+    events = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0, "tensors": 0})
+    events.Reload()
+    for record in run.log:
+        for name, value in numbers_in(record).items():
+            shown = {event.step: event.value for event in events.Scalars(name)}
+            assert shown[record["epoch"]] == pytest.approx(value, rel=1e-6)
+    for name, value in numbers_of(report).items():
+        assert [event.value for event in events.Scalars(name)] == [pytest.approx(value, rel=1e-6)]
+    first, second = events.Histograms("gate/gamma")
+    assert (first.step, second.step) == (1, 2)
+    counts = run.log[0]["gate"]["gamma_histogram"]["counts"]
+    assert first.histogram_value.num == sum(counts)
+    (image,) = events.Images("reliability")
+    assert (image.step, image.width, image.height) == (2, 260, 270)
+    assert b"| loss | fedlas_ls |" in events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_trained_run_and_the_tracker_write_the_same_file(run, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fedlas.fit(run.recipe.replace(tensorboard=True), out=run.folder, device="cpu")
+    with TensorBoard(tmp_path) as tracker:
+        tracker.log_all(run.log)
+    shown = []
+    for folder in (run.folder / "tensorboard", tmp_path):
+        events = EventAccumulator(str(folder), size_guidance={"histograms": 0})
+        events.Reload()
+        names = events.Tags()["scalars"]
+        scalars = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
+        shown.append((scalars, [event.histogram_value for event in events.Histograms("gate/gamma")]))
+    assert shown[0] == shown[1]
+
+
+def offline_records(folder):
+    """What an offline run of wandb wrote, read with wandb's own reader; nothing as long as its end is not there."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    store, found = DataStore(), []
+    store.open_for_scan(str(path))
+    with closing(store._fp), suppress(AssertionError):  # its complaint about half a record
+        while (content := store.scan_data()) is not None:
+            found.append(Record())
+            found[-1].ParseFromString(content)
+    return found if any(one.WhichOneof("record_type") == "exit" for one in found) else []
+
+
+def items(entries):
+    return {"/".join(one.nested_key) or one.key: json.loads(one.value_json) for one in entries}
+
+
+def test_weights_and_biases_get_the_run(run, report, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = WeightsAndBiases(project="fedlas", dir=str(tmp_path), mode="offline")
+    send(tracker, run, report)
+    written = until(lambda: offline_records(tmp_path))  # a process of wandb's own writes, also after the end
+    history = [items(one.history.item) for one in written if one.WhichOneof("record_type") == "history"]
+    for record in run.log:
+        (line,) = [one for one in history if one.get("epoch") == record["epoch"] and "val/ece" in one]
+        assert {name: line[name] for name in numbers_in(record)} == pytest.approx(numbers_in(record))
+    gamma = [one for one in history if "gate/gamma/values" in one]
+    counts = [record["gate"]["gamma_histogram"]["counts"] for record in run.log]
+    assert [one["gate/gamma/values"] for one in gamma] == counts
+    assert len(gamma[0]["gate/gamma/bins"]) == len(counts[0]) + 1
+    (image,) = [one for one in history if "reliability/_type" in one]
+    assert (image["reliability/width"], image["reliability/height"], image["epoch"]) == (260, 270, 2)
+    summary: dict = {}
+    for one in written:
+        summary |= items(one.summary.update)
+    assert {name: summary[name] for name in numbers_of(report)} == pytest.approx(numbers_of(report))
+    config: dict = {}
+    for one in written:
+        config |= items(one.config.update)
+    assert config["loss"] == "fedlas_ls"
+    (ended,) = [one.exit for one in written if one.WhichOneof("record_type") == "exit"]
+    assert ended.exit_code == 0
+
+
+class Pretended:
+    """A run that somebody else began."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict] = []
+
+    def log(self, values) -> None:
+        self.logged.append(values)
+
+
+def test_a_run_of_ones_own_is_left_open():
+    begun = Pretended()
+    with WeightsAndBiases(begun) as tracker:
+        tracker.log({"epoch": 3, "val": {"ece": 0.5}})
+    assert begun.logged == [{"epoch": 3, "val/ece": 0.5}]
+    with pytest.raises(TypeError, match="takes no project"):
+        WeightsAndBiases(begun, project="other")
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> str:
+    """A store of MLflow in a folder, which it wants to be asked for twice; nothing is sent anywhere."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("DO_NOT_TRACK", "true")
+    return (tmp_path / "mlruns").as_uri()
+
+
+def test_mlflow_gets_the_run(run, report, store):
+    from mlflow import MlflowClient
+
+    tracker = MLflow(store, experiment="digits", run_name="first")
+    send(tracker, run, report)
+    client = MlflowClient(tracking_uri=store)
+    found = client.get_run(tracker.run_id)
+    assert (found.info.run_name, found.info.status) == ("first", "FINISHED")
+    assert found.data.params["loss"] == "fedlas_ls"
+    assert found.data.params["splits"] == '["test"]'
+    for name in numbers_in(run.log[0]):
+        history = {one.step: one.value for one in client.get_metric_history(tracker.run_id, name)}
+        assert history == {
+            record["epoch"]: numbers_in(record)[name] for record in run.log if name in numbers_in(record)
+        }
+    metrics = found.data.metrics
+    assert {name: metrics[name] for name in numbers_of(report)} == pytest.approx(numbers_of(report))
+    assert [one.path for one in client.list_artifacts(tracker.run_id, "figures")] == ["figures/reliability-2.png"]
+    with pytest.raises(ZeroDivisionError), MLflow(store, experiment="digits") as failing:
+        failing.numbers({"a (b)": 1 / 0})
+    assert client.get_run(failing.run_id).info.status == "FAILED"
+    assert client.get_run(failing.run_id).info.experiment_id == found.info.experiment_id
+    with MLflow(store, run_id=failing.run_id) as again:
+        again.numbers({"a (b)": 1.0})
+    assert client.get_run(failing.run_id).data.metrics == {"a _b_": 1.0}
+    assert client.get_run(failing.run_id).info.status == "FAILED"
+
+
+def test_what_cannot_be_sent_is_refused(tmp_path, monkeypatch):
+    with TensorBoard(tmp_path) as tracker:
+        with pytest.raises(ValueError, match="a line of a log knows its epoch; this has only val"):
+            tracker.log({"val": {"ece": 0.1}})
+        with pytest.raises(TypeError, match="a matplotlib figure is expected, not a ndarray"):
+            tracker.figure("pixels", np.zeros((2, 2)))
+    monkeypatch.setattr(trackers.importlib, "import_module", missing)
+    with pytest.raises(ImportError, match=r"wandb is needed for this: pip install wandb"):
+        WeightsAndBiases(project="p")
+    with pytest.raises(ImportError, match=r"mlflow is needed for this: pip install mlflow"):
+        MLflow("sqlite:///mlflow.db")
+    with pytest.raises(ImportError, match=r"tensorboard is needed for this: pip install 'fedlas\[integrations\]'"):
+        Board(tmp_path)
+
+
+def missing(name: str):
+    raise ImportError(name)
+
+
+def test_a_histogram_has_room_on_both_sides():
+    assert Histogram([0.0, 0.5, 1.0], [1, 2, 3, 4]).limits == [-0.5, 0.0, 0.5, 1.0, 1.5]
