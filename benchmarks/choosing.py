@@ -1,7 +1,7 @@
 """Measure every loss in three small situations, for docs/howto/choose_a_method.md.
 
-Handwritten digits and `small_cnn`, so that it takes minutes on a CPU: `python benchmarks/choosing.py`. Each loss has the
-keywords that it has by default, and nothing was searched. The epoch is the one with the best validation accuracy, the
+Handwritten digits and `small_cnn`, so that it takes minutes on a CPU: `python benchmarks/choosing.py`. Each loss has
+its default keywords, and nothing was searched. The epoch is the one with the best validation accuracy, the
 temperature is fitted on the validation split, and all numbers are of the 797 test images, one for each seed.
 
     enough    all 800 training images, 15 epochs: nearly every answer is right

@@ -1,7 +1,7 @@
 """What mkdocs is told beside mkdocs.yml: the order of pages, and what becomes of links that leave docs/.
 
-The order is that of the links in docs/index.md, under its headings. A page that is not linked there stands at the end of
-the section whose pages lie in its folder, or of a last one, so nothing is lost when a page is added.
+The order is that of the links in docs/index.md, under its headings. A page that is not linked there stands at the end
+of the section whose pages lie in its folder, or of a last one, so nothing is lost when a page is added.
 
 README.md and CONTRIBUTING.md are pages of the site, too. Links to other files of the repository lead nowhere on a site
 that is read alone, and become plain text.
@@ -19,7 +19,7 @@ from pymdownx.slugs import slugify
 HOUSE = Path(__file__).parents[1]
 GUESTS = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md"}  # of the repository, and what the site has
 START, REST = "Start", "More"
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]\n]*)\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^## (?P<title>.+)$")
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
@@ -85,7 +85,9 @@ def relinked(markdown: str, page: str) -> str:
         aim = page_of(path, folder)
         if aim is None:
             return link["text"]
-        return f"[{link['text']}]({posixpath.relpath(aim, posixpath.dirname(page) or '.')}{sharp}{anchor})"
+        return (
+            f"{link['image']}[{link['text']}]({posixpath.relpath(aim, posixpath.dirname(page) or '.')}{sharp}{anchor})"
+        )
 
     parts, at = [], 0
     for fence in FENCE.finditer(markdown):
