@@ -143,19 +143,41 @@ class Page(HTMLParser):
             self.paragraphs[-1] += data
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT,
+def built(house: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site. With --quiet, mkdocs would not count its warnings, and --strict would mean nothing."""
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=house,
         env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    assert (built.returncode, built.stdout + built.stderr) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    said = built(ROOT, folder)
+    assert said.returncode == 0, said.stdout
+    assert "WARNING" not in said.stdout
     return folder
+
+
+def test_a_link_that_leads_nowhere_stops_the_build(tmp_path):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
+        (tmp_path / name).write_text(
+            (ROOT / name).read_text(encoding="utf-8") if name == "mkdocs.yml" else "# A page\n"
+        )
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "docs_site.py").symlink_to(ROOT / "scripts" / "docs_site.py")
+    (tmp_path / "docs").mkdir()
+    for text, wanted in [("[a](other.md#there)", 0), ("[a](other.md#gone)", 1), ("[a](gone.md)", 1)]:
+        (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{text}\n")
+        (tmp_path / "docs" / "other.md").write_text("# Other\n\n## There\n")
+        said = built(tmp_path, tmp_path / "site")
+        assert said.returncode == wanted, said.stdout
 
 
 def test_every_page_is_on_the_site_and_in_its_menu(site):
