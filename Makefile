@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow example bench bench-train constraints clean
+.PHONY: help setup demo test test-slow example docs bench bench-train constraints clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1@/' | awk -F@ '{printf "make %-12s %s\n", $$1, $$2}'
@@ -22,6 +22,10 @@ test-slow: $(READY) ## only the tests that take longer than a minute
 
 example: $(READY) ## train FeDLaS-LS on scikit-learn's digits beside plain label smoothing
 	$(BIN)/python examples/digits.py
+
+docs: $(READY) ## build the pages of docs/ into build/site, a site that can be read offline
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
 
 bench: $(READY) ## time every loss against F.cross_entropy, and every metric against other libraries
 	$(BIN)/python benchmarks/losses.py

@@ -5,11 +5,12 @@ are the same whatever the numbers say.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
-from fedlas.report.tables import Detail
+from fedlas.report.tables import RANKS, Detail, Table
 from fedlas.train import protocol_named
 
 HEAD = """\
@@ -40,6 +41,28 @@ def reproduction_page(ledger: Ledger) -> str:
     for name in CATALOG.entries:
         parts += _section(name, ledger, sorted({protocol for protocol, _ in done}))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def results_tables(ledger: Ledger, like: Choice | None = None) -> list[Table]:
+    """Make a small table for each data set and network of the main table of which something was run.
+
+    Args:
+        ledger: what was run.
+        like: seeds and changes of the recipes that are looked for.
+    """
+    experiment, made = experiment_named("sota"), []
+    places = {(line.protocol, line.recipe.data, line.recipe.model) for line in ledger.lines.values()}
+    for protocol, data, model in sorted(places):
+        choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
+        for table in experiment.tables(ledger, choice):
+            shown = [n for n, column in enumerate(table.columns) if column.group != RANKS]
+            rows = [replace(row, cells=tuple(row.cells[n] for n in shown)) for row in table.rows]
+            rows = [row for row in rows if any(cell.values for cell in row.cells)]
+            columns = tuple(replace(table.columns[n], group="") for n in shown)
+            title = f"{table.columns[0].group}, {protocol} protocol"
+            if rows:
+                made.append(replace(table, title=title, columns=columns, rows=tuple(rows), notes=()))
+    return made
 
 
 def _summary(ledger: Ledger) -> str:

@@ -1,0 +1,234 @@
+"""The documents hold together: links lead somewhere, generated parts are what they are made from, the site builds."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from pymdownx.slugs import slugify
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+LINK = re.compile(r"!?\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
+slug = slugify(case="lower")
+
+
+def loaded(script: str) -> ModuleType:
+    """Import a script, which may have no ending."""
+    name = Path(script).stem
+    loader = SourceFileLoader(name, str(ROOT / "scripts" / script))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def prose(text: str) -> str:
+    """The text without its code, which may hold anything that looks like a link or a heading."""
+    text = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", lambda code: code[0].replace("[", "").replace("]", ""), text)
+
+
+def anchors(text: str) -> set[str]:
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE):
+        words = slug(re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading), "-")
+        found.add(next(name for name in [words, *(f"{words}-{n}" for n in range(1, 99))] if name not in found))
+    return found
+
+
+def broken(document: Path, text: str) -> list[str]:
+    """The links of a document that lead nowhere."""
+    found = []
+    for link in LINK.finditer(prose(text)):
+        path, _, anchor = link["target"].partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        aim = (document.parent / path).resolve() if path else document
+        there = aim == document or (aim.exists() and aim.is_relative_to(ROOT))
+        held = text if aim == document else aim.read_text(encoding="utf-8") if there and aim.suffix == ".md" else ""
+        if not there or (anchor and anchor not in anchors(held)):
+            found.append(link["target"])
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(document):
+    assert broken(document, document.read_text(encoding="utf-8")) == []
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    page = ROOT / "docs" / "made_up.md"
+    text = """# A title, with `code` & more
+[a](metrics.md#files) [b](nowhere.md) [c](#a-title-with-code--more) [d](#nowhere) ![e](demo/nowhere.png)
+[f](../../outside.md) [g](metrics.md#nowhere) [h](https://example.org) `[i](nowhere.md)`
+
+```text
+[j](nowhere.md)
+# No heading
+```
+"""
+    assert broken(page, text) == [
+        "nowhere.md", "#nowhere", "demo/nowhere.png", "../../outside.md", "metrics.md#nowhere"
+    ]  # fmt: skip
+    assert anchors(text) == {"a-title-with-code--more"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_equations_can_be_read_without_a_script(document):
+    """Formulas are code or plain signs: what stands between dollars has to be set by something from a network."""
+    text = prose(document.read_text(encoding="utf-8"))
+    assert not re.findall(r"(?<![\w$])\$[^$\n`]*[\\_^{][^$\n`]*\$", re.sub(r"`[^`\n]*`", "", text))
+
+
+def test_what_is_generated_is_what_it_is_made_from():
+    made = loaded("pages").pages()
+    assert {path.relative_to(ROOT).as_posix() for path in made} >= {"README.md", "docs/losses.md", "docs/reproduce.md"}
+    for path, text in made.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} has grown old; write it anew: scripts/pages"
+
+
+def test_every_loss_has_its_place_on_the_page():
+    import fedlas
+
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for record in fedlas.list_losses():
+        assert f"\n## {record.name}\n" in page
+        assert record.citation in page
+        assert f"[`{record.name}`](docs/losses.md#{record.name}) | {record.summary} |" in readme
+
+
+def test_parts_are_written_anew_and_the_rest_stays():
+    filled = loaded("pages").filled
+    text = "a\n<!-- scripts/pages: x -->\nold\n<!-- end of x -->\nb\n<!-- scripts/pages: y -->\n<!-- end of y -->\n"
+    once = filled(text, {"x": "new", "y": "more"})
+    assert re.sub(r"<!--.*?-->|\s", "", once) == "anewbmore"
+    assert filled(once, {"x": "new", "y": "more"}) == once
+    with pytest.raises(KeyError):
+        filled(text, {"x": "new"})
+
+
+class Page(HTMLParser):
+    """What a built page fetches, and its paragraphs, without the code in them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.paragraphs: list[str] = []
+        self.inside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        fetches = tag in {"script", "img", "iframe", "source"} or given.get("rel") in {"stylesheet", "preload", "icon"}
+        if fetches and (given.get("src") or given.get("href")):
+            self.fetched.append(given.get("src") or given["href"])
+        if tag == "p":
+            self.paragraphs.append("")
+        self.inside += [tag] if tag in {"p", "code"} else []
+
+    def handle_endtag(self, tag):
+        if tag in self.inside:
+            del self.inside[len(self.inside) - 1 - self.inside[::-1].index(tag)]
+
+    def handle_data(self, data):
+        if self.inside and self.inside[-1] == "p":
+            self.paragraphs[-1] += data
+
+
+def built(house: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site. With --quiet, mkdocs would not count its warnings, and --strict would mean nothing."""
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=house,
+        env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    said = built(ROOT, folder)
+    assert said.returncode == 0, said.stdout
+    assert "WARNING" not in said.stdout
+    return folder
+
+
+def test_a_link_that_leads_nowhere_stops_the_build(tmp_path):
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
+        (tmp_path / name).write_text(
+            (ROOT / name).read_text(encoding="utf-8") if name == "mkdocs.yml" else "# A page\n"
+        )
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "docs_site.py").symlink_to(ROOT / "scripts" / "docs_site.py")
+    (tmp_path / "docs").mkdir()
+    for text, wanted in [("[a](other.md#there)", 0), ("[a](other.md#gone)", 1), ("[a](gone.md)", 1)]:
+        (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{text}\n")
+        (tmp_path / "docs" / "other.md").write_text("# Other\n\n## There\n")
+        said = built(tmp_path, tmp_path / "site")
+        assert said.returncode == wanted, said.stdout
+
+
+def test_every_page_is_on_the_site_and_in_its_menu(site):
+    menu = (site / "index.html").read_text(encoding="utf-8")
+    pages = [path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in ROOT.glob("docs/**/*.md")]
+    assert len(pages) > 15
+    for page in [*pages, "readme.html", "contributing.html"]:
+        assert (site / page).exists()
+        assert f'href="{page}"' in menu
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for path in site.rglob("*.html"):
+        fetched = Page(path.read_text(encoding="utf-8")).fetched
+        assert fetched
+        assert not [url for url in fetched if re.match(r"(https?:)?//", url)], path
+    styles = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.css"))
+    assert not re.findall(r"(?:@import|url\()[^)]{0,9}https?:", styles)
+
+
+def test_nothing_is_left_as_it_was_typed(site):
+    """mkdocs wants four spaces where GitHub takes two: a list or table that it did not see stands there as text."""
+    for path in site.rglob("*.html"):
+        typed = [
+            p
+            for p in Page(path.read_text(encoding="utf-8")).paragraphs
+            if re.search(r"^\s*([-*|]|\d\.) ", p, re.MULTILINE)
+        ]
+        assert typed == [], path
+    assert Page("<p>Text:\n- one\n- <code>two</code></p>").paragraphs == ["Text:\n- one\n- "]
+
+
+def test_pages_are_ordered_by_the_index_and_none_is_lost():
+    site = loaded("docs_site.py")
+    index = "# T\n[z](z.md)\n## Use\n- [b](b.md#x), [r](../README.md)\n## How\n- [c](howto/c.md)\n"
+    nav = site.ordered(["a.md", "b.md", "howto/c.md", "howto/d.md", "index.md", "readme.md", "z.md"], index)
+    assert nav == [
+        {"Start": ["index.md", "z.md"]},
+        {"Use": ["b.md", "readme.md"]},
+        {"How": ["howto/c.md", "howto/d.md"]},
+        {"More": ["a.md"]},
+    ]
+
+
+def test_links_that_leave_the_docs_lead_to_the_site_or_become_text():
+    relinked = loaded("docs_site.py").relinked
+    assert relinked("[r](../../README.md#use) [s](../../src/x.py)", "howto/a.md") == "[r](../readme.md#use) s"
+    assert relinked("[m](docs/metrics.md#files) ![p](docs/demo/p.png)", "readme.md") == (
+        "[m](metrics.md#files) ![p](demo/p.png)"
+    )
+    code = "```text\n[s](../src/x.py)\n```"
+    assert (
+        relinked(f"[s](../src/x.py) [w](https://example.org)\n{code}", "a.md") == f"s [w](https://example.org)\n{code}"
+    )

@@ -1,0 +1,61 @@
+"""What the how-to pages add is a full member: the file that a page shows is put into its room, and the room's contract
+tests are asked of it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_readme import blocks
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "losses/poly1.py": "add_a_loss.md",
+    "data/kmnist.py": "add_a_data_set.md",
+    "posthoc/bcts.py": "add_a_calibrator.md",
+}
+CONTRACTS = ["data/test_data_contract.py", "posthoc/test_contract_calibrators.py"]
+CONTRACTS += [f"contract/test_contract_{what}.py" for what in ("documents", "errors", "labels", "numbers", "state")]
+DEAR = ("both_ways_to_a_batch", "refused_batch")  # they import what compiles and what loads, for seconds
+
+
+def python_of(page: str) -> list[str]:
+    text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
+    return [block.code for block in blocks(text) if block.language == "python"]
+
+
+@pytest.mark.parametrize(("file", "page"), PAGES.items(), ids=PAGES.values())
+def test_a_page_names_the_file_that_it_shows(file, page):
+    text = (ROOT / "docs" / "howto" / page).read_text(encoding="utf-8")
+    assert f"This is all of\n`src/fedlas/{file}`" in text or f"This is all of `src/fedlas/{file}`" in text
+    assert f'name = "{Path(file).stem}"' in python_of(page)[0]
+
+
+def test_what_the_pages_add_keeps_the_contracts(tmp_path):
+    for file, page in PAGES.items():
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text(python_of(page)[0], encoding="utf-8")
+    (twin,) = (code for code in python_of("add_a_data_set.md") if "def kmnist(" in code)
+    (tmp_path / "twins").mkdir()
+    (tmp_path / "twins" / "kmnist.py").write_text(twin, encoding="utf-8")
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-n0", "-p", "added_entries", "-p", "no:cacheprovider"),
+            *("-k", f"({' or '.join(Path(file).stem for file in PAGES)}) and not {' and not '.join(DEAR)}"),
+            *(f"tests/{file}" for file in CONTRACTS),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"FEDLAS_ADDED": str(tmp_path), "PYTHONPATH": paths, "FEDLAS_WHOLE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
+    passed = re.search(r"(\d+) passed", found.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 80, "most questions were not asked"
