@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "report": {"predictions", "metrics", "evaluation", "ood"},
     "experiments": {"catalog", "predictions", "metrics", "posthoc", "ood", "train", "evaluation", "report"},
-    "integrations": {"losses", "metrics", "posthoc", "models.base", "evaluation", "report"},
+    "integrations": {"predictions", "losses", "metrics", "posthoc", "models.base", "evaluation", "report"},
 }  # fmt: skip
 CATALOGUES = {"losses", "data", "models", "posthoc", "integrations"}
 DRAWERS = {"util", "utils", "helper", "helpers", "common", "misc", "core", "tool", "tools"}

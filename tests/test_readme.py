@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")] if p.name != "CHANGELOG.md")
-RUN = [p for p in DOCUMENTS if p.name == "README.md" or p.parent.name == "docs"]
+DOCUMENTS = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if p.name != "CHANGELOG.md")
+RUN = [p for p in DOCUMENTS if p.name == "README.md" or ROOT / "docs" in p.parents]
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 EXCUSE = re.compile(r"<!-- no test:(?P<reason>.*?)-->\s*\Z", re.DOTALL)
 
