@@ -63,7 +63,9 @@ class CalibrationTask(TrainingTask):
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
-    def compile(self, backend: str = "inductor", mode: str | None = None, **compile_kwargs: Any) -> nn.Module:
+    def compile(  # type: ignore[override]  # as in timm's tasks
+        self, backend: str = "inductor", mode: str | None = None, **compile_kwargs: Any
+    ) -> nn.Module:
         """Compile network and loss together, and the network alone for validation."""
         network = self.joined.net.model
         self.trainable_module = _compiled(self.trainable_module, backend, mode, compile_kwargs)
