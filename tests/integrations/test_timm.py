@@ -41,10 +41,8 @@ def epoch_of(task: Any, optimizer: torch.optim.Optimizer, epoch: int, mixup: Mix
     task.train()
     values = []
     for x, labels, _ in digit_batches.batches(epoch):
-        x = images(x)
-        if mixup is not None:
-            x, labels = mixup(x.clone(), labels)
-        result = task(x, labels)
+        batch = images(x), labels
+        result = task(*(batch if mixup is None else mixup(images(x).clone(), labels)))
         optimizer.zero_grad()
         result["loss"].backward()
         torch.nn.utils.clip_grad_norm_(task.get_clip_parameters(), 2.0)
