@@ -22,14 +22,17 @@ class Numbers:
         bins: how many, for calibration errors.
         ignore_index: label of samples that do not count.
         keep: keep every sample, for a loss that learns from validation between epochs.
+        shared: each process of a distributed run sees other samples; otherwise each sees all of them.
     """
 
-    def __init__(self, bins: int = 15, ignore_index: int = -100, *, keep: bool = False) -> None:
+    def __init__(self, bins: int = 15, ignore_index: int = -100, *, keep: bool = False, shared: bool = True) -> None:
         self.ignore_index = ignore_index
         self.keep = keep
+        self.shared = shared
         self.kept: list[tuple[Tensor, Tensor]] = []
         self._accuracy, self._ece, self._aece = Accuracy(), ECE(bins), AECE(bins)
         self._over_under, self._nll = OverUnder(bins), NLL()
+        self._streams = (self._accuracy, self._ece, self._aece, self._over_under, self._nll)
 
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor) -> None:
@@ -43,22 +46,24 @@ class Numbers:
             rows, truth = rows[counts], truth[counts]
         if not len(rows):
             return
-        for stream in (self._accuracy, self._ece, self._aece, self._over_under, self._nll):
+        for stream in self._streams:
             stream.update_logits(rows, truth)
         if self.keep:
             self.kept.append((rows.cpu(), truth.cpu()))
 
     def read(self) -> dict[str, float]:
         """Give the numbers, by name; nothing where there were no samples. Every process has to ask."""
-        self._accuracy.sync()
+        if self.shared:
+            for stream in self._streams:
+                stream.sync()
         if self._accuracy.store.about.n == 0:
             return {}
-        over, under = self._over_under.sync().compute()
+        over, under = self._over_under.compute()
         found: dict[str, Result] = {
             "accuracy": self._accuracy.compute(),
-            "nll": self._nll.sync().compute(),
-            "ece": self._ece.sync().compute(),
-            "aece": self._aece.sync().compute(),
+            "nll": self._nll.compute(),
+            "ece": self._ece.compute(),
+            "aece": self._aece.compute(),
             "o_ece": over,
             "u_ece": under,
         }
@@ -67,7 +72,7 @@ class Numbers:
     def predictions(self) -> Predictions | None:
         """Give the samples of all processes, where they were kept. Every process has to ask."""
         every = [self.kept]
-        if _processes() > 1:
+        if self.shared and _processes() > 1:
             every = [[] for _ in range(_processes())]
             dist.all_gather_object(every, self.kept)
         batches = [batch for part in every for batch in part]
