@@ -10,8 +10,9 @@ from torch import Tensor
 from fedlas.losses.base import AbstractLoss
 from fedlas.losses.fedlas import AbstractFeDLaS
 from fedlas.losses.gate_history import GateHistory
-from fedlas.metrics.result import Result
-from fedlas.metrics.streaming import AECE, ECE, NLL, Accuracy, OverUnder
+from fedlas.metrics import calibration
+from fedlas.metrics.presets import Binning
+from fedlas.metrics.stores import BinStore, LossStore, MassStore
 from fedlas.predictions import Predictions
 
 
@@ -30,9 +31,9 @@ class Numbers:
         self.keep = keep
         self.shared = shared
         self.kept: list[tuple[Tensor, Tensor]] = []
-        self._accuracy, self._ece, self._aece = Accuracy(), ECE(bins), AECE(bins)
-        self._over_under, self._nll = OverUnder(bins), NLL()
-        self._streams = (self._accuracy, self._ece, self._aece, self._over_under, self._nll)
+        self._width = BinStore(Binning(bins, "width"), "top-label", None)
+        self._mass = MassStore(Binning(bins, "mass"), "top-label", None)
+        self._losses = LossStore(None)
 
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor) -> None:
@@ -46,28 +47,27 @@ class Numbers:
             rows, truth = rows[counts], truth[counts]
         if not len(rows):
             return
-        for stream in self._streams:
-            stream.update_logits(rows, truth)
+        for store in (self._width, self._mass, self._losses):
+            store.add_logits(rows, truth)
         if self.keep:
             self.kept.append((rows.cpu(), truth.cpu()))
 
     def read(self) -> dict[str, float]:
         """Give the numbers, by name; nothing where there were no samples. Every process has to ask."""
         if self.shared:
-            for stream in self._streams:
-                stream.sync()
-        if self._accuracy.store.about.n == 0:
+            for store in (self._width, self._mass, self._losses):
+                store.sync()
+        if self._width.filled is None:
             return {}
-        over, under = self._over_under.compute()
-        found: dict[str, Result] = {
-            "accuracy": self._accuracy.compute(),
-            "nll": self._nll.compute(),
-            "ece": self._ece.compute(),
-            "aece": self._aece.compute(),
-            "o_ece": over,
-            "u_ece": under,
+        filled = self._width.histogram()
+        return {
+            "accuracy": float(filled.bins.correct_sum.sum()) / filled.bins.n,
+            "nll": self._losses.total / self._losses.about.n,
+            "ece": float(calibration.l1_error(filled, "ECE")),
+            "aece": float(calibration.l1_error(self._mass.histogram(), "AECE")),
+            "o_ece": float(calibration.over(filled)),
+            "u_ece": float(calibration.under(filled)),
         }
-        return {name: float(value) for name, value in found.items()}
 
     def predictions(self) -> Predictions | None:
         """Give the samples of all processes, where they were kept. Every process has to ask."""
