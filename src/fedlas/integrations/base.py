@@ -1,0 +1,151 @@
+"""What frameworks are told about a training run: numbers of validation, and what the gate of a FeDLaS loss does."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedlas.losses.base import AbstractLoss
+from fedlas.losses.fedlas import AbstractFeDLaS
+from fedlas.losses.gate_history import GateHistory
+from fedlas.metrics import calibration
+from fedlas.metrics.presets import Binning
+from fedlas.metrics.stores import BinStore, LossStore, MassStore
+from fedlas.predictions import Predictions
+
+
+class Numbers:
+    """Takes in logits and labels batch by batch, and gives the usual numbers of all samples of all processes.
+
+    Args:
+        bins: how many, for calibration errors.
+        ignore_index: label of samples that do not count.
+        keep: keep every sample, for a loss that learns from validation between epochs.
+        shared: each process of a distributed run sees other samples; otherwise each sees all of them.
+    """
+
+    def __init__(self, bins: int = 15, ignore_index: int = -100, *, keep: bool = False, shared: bool = True) -> None:
+        self.ignore_index = ignore_index
+        self.keep = keep
+        self.shared = shared
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self._width = BinStore(Binning(bins, "width"), "top-label", None)
+        self._mass = MassStore(Binning(bins, "mass"), "top-label", None)
+        self._losses = LossStore(None)
+
+    @torch.no_grad()
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch: rows of logits or maps of them, hard or soft labels."""
+        rows = logits.detach().movedim(1, -1).reshape(-1, logits.shape[1])
+        if labels.is_floating_point():
+            truth = labels.movedim(1, -1).reshape(rows.shape)
+        else:
+            truth = labels.reshape(-1)
+            counts = truth != self.ignore_index
+            rows, truth = rows[counts], truth[counts]
+        if not len(rows):
+            return
+        for store in (self._width, self._mass, self._losses):
+            store.add_logits(rows, truth)
+        if self.keep:
+            self.kept.append((rows.cpu(), truth.cpu()))
+
+    def read(self) -> dict[str, float]:
+        """Give the numbers, by name; nothing where there were no samples. Every process has to ask."""
+        if self.shared:
+            for store in (self._width, self._mass, self._losses):
+                store.sync()
+        if self._width.filled is None:
+            return {}
+        filled = self._width.histogram()
+        return {
+            "accuracy": float(filled.bins.correct_sum.sum()) / filled.bins.n,
+            "nll": self._losses.total / self._losses.about.n,
+            "ece": float(calibration.l1_error(filled, "ECE")),
+            "aece": float(calibration.l1_error(self._mass.histogram(), "AECE")),
+            "o_ece": float(calibration.over(filled)),
+            "u_ece": float(calibration.under(filled)),
+        }
+
+    def predictions(self) -> Predictions | None:
+        """Give the samples of all processes, where they were kept. Every process has to ask."""
+        every = [self.kept]
+        if self.shared and _processes() > 1:
+            every = [[] for _ in range(_processes())]
+            dist.all_gather_object(every, self.kept)
+        batches = [batch for part in every for batch in part]
+        if not batches:
+            return None
+        logits, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        return Predictions(logits, labels, split="validation")
+
+
+class Gate:
+    """Adds up what the gate of a FeDLaS loss does from one look to the next; for other losses it does nothing.
+
+    Args:
+        loss: the loss, whose latest batch is looked at.
+    """
+
+    def __init__(self, loss: AbstractLoss) -> None:
+        self.loss = loss if isinstance(loss, AbstractFeDLaS) else None
+        self.history: GateHistory | None = None
+        self.sums: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, index: Tensor | None = None, num_samples: int | None = None) -> None:
+        """Take in the latest batch of the loss; with sample numbers, also which samples changed their mode."""
+        if self.loss is None or self.loss.psi is None or self.loss.alpha_i is None:
+            return
+        psi, alpha_i = self.loss.psi, self.loss.alpha_i
+        counts = ~psi.isnan()  # NaN: ignored samples
+        found = torch.stack([counts.sum(), (psi > 0).sum(), torch.where(counts, alpha_i, 0).sum()]).to(alpha_i.dtype)
+        self.sums = found if self.sums is None else self.sums.to(found.device) + found
+        if index is not None and num_samples is not None and index.shape == psi.shape:
+            if self.history is None:
+                self.history = GateHistory(num_samples).to(psi.device)
+            self.history.update(index, psi)
+
+    def read(self) -> dict[str, float]:
+        """Give the shares of both modes, the mean alpha_i and, where samples are known, the flip rate; start again.
+
+        Every process has to ask. A flip rate needs two epochs.
+        """
+        if self.loss is None or self.sums is None:
+            return {}
+        sums, self.sums = self.sums, None
+        if _processes() > 1:
+            dist.all_reduce(sums)
+        samples, positive, alpha = sums.tolist()
+        if not samples:
+            return {}
+        found = {
+            "gate_positive": positive / samples,
+            "gate_negative": 1 - positive / samples,
+            "alpha": alpha / samples,
+        }
+        if self.history is not None:
+            epoch = self.history.end_epoch()
+            found |= {} if math.isnan(epoch.flip_rate) else {"flip_rate": epoch.flip_rate}
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Give what the next epoch needs."""
+        return {} if self.history is None else {"samples": len(self.history.now), "history": self.history.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        if state:
+            self.history = GateHistory(state["samples"])
+            self.history.load_state_dict(state["history"])
+
+
+def learns_between_epochs(loss: AbstractLoss) -> bool:
+    """Say whether the end of an epoch means anything to a loss."""
+    return type(loss).end_epoch is not AbstractLoss.end_epoch
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,256 @@
+"""The Trainer of Hugging Face trains images, sentences and tokens with our losses, gates included, and resumes."""
+
+from pathlib import Path
+from typing import Any
+
+import digit_batches
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import fedlas
+from fedlas import metrics
+from fedlas.integrations.huggingface import Calibration
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+CLASSES, WORDS, LENGTH = 4, 24, 6
+
+
+def images() -> ViTForImageClassification:
+    torch.manual_seed(0)
+    return ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4, num_channels=1, num_labels=10))
+
+
+def sentences(kind: Any = BertForSequenceClassification, **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    small = {**SMALL, "vocab_size": WORDS, "max_position_embeddings": LENGTH, "num_labels": CLASSES}
+    return kind(BertConfig(**small, **more))
+
+
+def pictures(part: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
+    rows = zip(part[0].reshape(-1, 1, 8, 8), part[1], strict=True)
+    return [{"pixel_values": x, "labels": int(y), "index": n} for n, (x, y) in enumerate(rows)]
+
+
+def texts(n: int, tokens: bool = False) -> list[dict[str, Any]]:
+    """Make up sentences whose first word says what they are about, or words that say it each for themselves."""
+    words = torch.randint(0, WORDS, (n, LENGTH), generator=torch.Generator().manual_seed(n))
+    labels = words % CLASSES if tokens else words[:, 0] % CLASSES
+    if tokens:
+        labels[torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.4] = -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(words, labels, strict=True)]
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    usual = {"num_train_epochs": 4, "per_device_train_batch_size": 30, "learning_rate": 5e-3, "weight_decay": 0.0}
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
+    when = {"logging_strategy": "epoch", "eval_strategy": "no", "save_strategy": "no"}
+    return TrainingArguments(output_dir=str(folder), **{**usual, **quiet, **when, **more})
+
+
+def trainer(calibration: Calibration, folder: Path, train: Any, evaluated: Any = None, **more: Any) -> Trainer:
+    return Trainer(
+        calibration.model,
+        arguments(folder, **more),
+        train_dataset=train,
+        eval_dataset=evaluated,
+        compute_loss_func=calibration.compute_loss,
+        compute_metrics=calibration.compute_metrics,
+        callbacks=[calibration],
+    )
+
+
+def loss_of(name: str, classes: int = CLASSES, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return fedlas.build_loss(name, num_classes=classes, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Calibration, Trainer, dict[str, Tensor], Path]:
+    folder = tmp_path_factory.mktemp("images")
+    calibration = Calibration(images(), loss_of("fedlas_ls", 10))
+    start = {name: value.clone() for name, value in calibration.loss.state_dict().items()}
+    data = (pictures(digit_batches.training()), pictures(digit_batches.validation()))
+    made = trainer(calibration, folder, *data, eval_strategy="epoch", save_strategy="epoch")
+    made.train()
+    return calibration, made, start, folder
+
+
+def test_images_and_gate_are_learned(finished):
+    calibration, made, start, _ = finished
+    losses = [record["loss"] for record in made.state.log_history if "loss" in record]
+    assert losses[-1] < 0.7 * losses[0]
+    for name, value in calibration.loss.state_dict().items():
+        assert name.endswith("started") or not torch.equal(value, start[name]), f"{name} has not moved"
+
+
+def test_the_logged_numbers_are_ours(finished):
+    _, made, _, _ = finished
+    evaluated = [record for record in made.state.log_history if "eval_ece" in record]
+    x, labels = digit_batches.validation()
+    with torch.no_grad():
+        logits = made.model.eval()(x.reshape(-1, 1, 8, 8)).logits
+    probs = logits.softmax(1)
+    over, under = metrics.over_under(probs, labels)
+    expected = {
+        "accuracy": metrics.accuracy(probs, labels),
+        "nll": metrics.nll(fedlas.Predictions(logits, labels)),
+        "ece": metrics.ece(probs, labels),
+        "aece": metrics.aece(probs, labels),
+        "o_ece": over,
+        "u_ece": under,
+    }
+    assert len(evaluated) == 4
+    assert evaluated[-1]["eval_accuracy"] > 0.6
+    for name, value in expected.items():
+        assert evaluated[-1][f"eval_{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    # The loss of an evaluation is that of the loss in evaluation mode.
+    loss = made.model.calibration_loss.eval()
+    features = fedlas.WithFeatures(made.model, head="classifier")(x.reshape(-1, 1, 8, 8)).features
+    assert evaluated[-1]["eval_loss"] == pytest.approx(float(loss(logits, labels, features).detach()), rel=1e-4)
+
+
+def test_the_state_of_the_gate_is_logged(finished):
+    evaluated = [record for record in finished[1].state.log_history if "eval_ece" in record]
+    assert all(0 <= record["eval_gate_positive"] <= 1 for record in evaluated)
+    assert all(0 < record["eval_alpha"] < 0.1 for record in evaluated)
+    assert ["eval_flip_rate" in record for record in evaluated] == [False, True, True, True]
+
+
+def test_a_saved_network_is_read_without_its_loss_and_says_the_same(finished):
+    _, made, _, folder = finished
+    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    x = digit_batches.validation()[0].reshape(-1, 1, 8, 8)
+    plain = ViTForImageClassification.from_pretrained(last).eval()
+    torch.testing.assert_close(plain(x).logits, made.model.eval()(x).logits)
+
+
+def test_a_stopped_run_goes_on_with_its_loss(tmp_path):
+    """Of sentences: transformers 5.22 reads its own checkpoint of a ViT under other names, and begins it anew."""
+    runs = []
+    for start, resume in ((1, None), (2, str(tmp_path / "checkpoint-4"))):
+        torch.manual_seed(start)
+        loss = fedlas.build_loss("fedlas_ls", num_classes=CLASSES)
+        calibration = Calibration(sentences(), loss)
+        made = trainer(calibration, tmp_path, texts(60), num_train_epochs=3, save_strategy="epoch")
+        made.train(resume_from_checkpoint=resume)
+        runs.append(made.model.state_dict())
+    for name, value in runs[0].items():
+        torch.testing.assert_close(runs[1][name], value, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_sentences_are_learned(tmp_path):
+    calibration = Calibration(sentences(), loss_of("fedlas_mbls"))
+    made = trainer(calibration, tmp_path, texts(300), texts(200))
+    before = made.evaluate()
+    made.train()
+    after = made.evaluate()
+    assert after["eval_accuracy"] > 0.9 > before["eval_accuracy"]
+    assert after["eval_loss"] < before["eval_loss"]
+
+
+@pytest.mark.parametrize("kind", [BertForSequenceClassification, BertForTokenClassification])
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [("mbls", {"weight": [1.0, 2.0, 0.5, 1.0]}), ("fedlas_ls", {"theta": 0.0})],
+)
+def test_accumulated_gradients_are_those_of_one_large_batch(loss, options, kind, tmp_path):
+    """Parts with few labels used to count as much as parts with many, in every framework; theta = 0 fixes mu, sigma."""
+    weights = []
+    for rows, parts in ((24, 1), (6, 4)):
+        model = sentences(kind, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        calibration = Calibration(model, loss_of(loss, **options))
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": parts, "max_steps": 2}
+        plain = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+        made = trainer(calibration, tmp_path, texts(48, kind is BertForTokenClassification), **sizes, **plain)
+        made.train()
+        weights.append(dict(model.named_parameters()))
+    start = dict(sentences(kind).named_parameters())
+    assert any(not torch.equal(value, weights[0][name]) for name, value in start.items())
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_value_without_a_count_is_that_of_the_loss():
+    model, loss = sentences(), loss_of("ls")
+    calibration = Calibration(model.eval(), loss)
+    batch = torch.stack([row["input_ids"] for row in texts(8)])
+    labels = torch.stack([row["labels"] for row in texts(8)])
+    expected = nn.functional.cross_entropy(model(batch).logits, labels, label_smoothing=loss.alpha)
+    torch.testing.assert_close(calibration.compute_loss(model(batch), labels), expected)
+    soft = nn.functional.one_hot(labels, CLASSES).float()  # the Trainer counts eight times four of them
+    torch.testing.assert_close(calibration.compute_loss(model(batch), soft, torch.tensor(8 * CLASSES)), expected)
+    torch.testing.assert_close(calibration.compute_loss(model(batch), labels, torch.tensor(16)), expected / 2)
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_what_a_loss_learns_between_epochs(evaluated, tmp_path, monkeypatch):
+    loss = loss_of("adafocal" if evaluated else "crl", **({} if evaluated else {"num_samples": 60}))
+    ended, end_epoch = [], type(loss).end_epoch
+    monkeypatch.setattr(type(loss), "end_epoch", lambda self, val=None: (ended.append(val), end_epoch(self, val)))
+    data = [{**row, "index": n} for n, row in enumerate(texts(60))]
+    more = {"num_train_epochs": 2, "eval_strategy": "epoch" if evaluated else "no", "save_strategy": "epoch"}
+    made = trainer(Calibration(sentences(), loss), tmp_path, data, texts(40), **more)
+    made.train()
+    assert [val is not None for val in ended] == [evaluated, evaluated]
+    if evaluated:
+        assert len(ended[0].labels) == 40
+    last = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    from safetensors.torch import load_file
+
+    saved = load_file(last / "model.safetensors")
+    for name, value in loss.state_dict().items():
+        assert torch.equal(saved[f"calibration_loss.{name}"], value), name
+
+
+def test_metrics_of_tokens_leave_out_what_has_no_label():
+    calibration = Calibration(sentences(BertForTokenClassification), loss_of("ce"))
+    random = np.random.default_rng(0)
+    logits, labels = random.normal(size=(30, LENGTH, CLASSES)), random.integers(0, CLASSES, (30, LENGTH))
+    labels[:, ::2] = -100
+    found = calibration.compute_metrics(EvalPrediction(predictions=logits, label_ids=labels))
+    probs = torch.as_tensor(logits).softmax(-1)[:, 1::2].reshape(-1, CLASSES)
+    assert found["ece"] == metrics.ece(probs, torch.as_tensor(labels)[:, 1::2].reshape(-1))
+
+
+def test_a_model_is_given_back_as_it_was():
+    model = sentences()
+    keys = model.state_dict().keys()
+    calibration = Calibration(model, loss_of("fedlas_ls"))
+    assert model.state_dict().keys() > keys
+    with pytest.raises(ValueError, match="has a calibration loss already"):
+        Calibration(model, loss_of("ce"))
+    assert calibration.remove() is model
+    assert model.state_dict().keys() == keys
+    assert "forward" not in vars(model)
+    assert not model.classifier._forward_hooks
+    Calibration(model, loss_of("ce"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"reduction": "sum"}, 'reduction="mean", not'), ({"ignore_index": 3}, "ignore_index cannot be another one")],
+)
+def test_losses_that_do_not_fit_are_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        Calibration(sentences(), loss_of("ce", **options))
+
+
+def test_missing_labels_and_another_model_are_told():
+    model = sentences()
+    calibration = Calibration(model, loss_of("ce"))
+    with pytest.raises(ValueError, match="a loss needs labels"):
+        calibration.compute_loss({"logits": torch.zeros(2, CLASSES)}, None)
+    with pytest.raises(RuntimeError, match="was not called before its loss"):
+        calibration.compute_loss({"logits": torch.zeros(2, CLASSES)}, torch.zeros(2, dtype=torch.int64))

@@ -1,0 +1,261 @@
+"""A LightningModule learns digits with our losses; the callback logs what our functions say, also after a stop."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import digit_batches
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import fedlas
+from fedlas import metrics
+from fedlas.integrations.lightning import CalibrationCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+EPOCHS = 3
+
+
+class Steps:
+    """What people write into their module, with our network wrapper and loss in it."""
+
+    def __init__(self, loss: str = "fedlas_ls", **options: Any) -> None:
+        super().__init__()
+        self.net = fedlas.WithFeatures(digit_batches.network())
+        self.loss = fedlas.build_loss(loss, num_classes=10, **options)
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.gate: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        x, labels, index = batch
+        logits, features = self.net(x)
+        value: Tensor = self.loss(logits, labels, features, index)
+        self.log("train_loss", value, on_step=False, on_epoch=True, sync_dist=True)
+        if self.loss.name == "fedlas_ls":
+            self.gate.append((index, self.loss.psi, self.loss.alpha_i))
+        return value
+
+    def on_validation_epoch_start(self) -> None:
+        self.seen.clear()
+
+    def validation_step(self, batch: Any, _: int) -> dict[str, Tensor] | None:
+        x, labels = batch
+        logits, features = self.net(x)
+        self.seen.append((logits.detach(), labels))
+        if self.loss.needs_index:  # it knows the samples of training only
+            return {"logits": logits, "labels": labels}
+        self.log("val_loss", self.loss(logits, labels, features), sync_dist=True)
+        return None
+
+    def test_step(self, batch: Any, number: int) -> dict[str, Tensor] | None:
+        return self.validation_step(batch, number)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Classifier(Steps, pl.LightningModule):
+    """A module of Lightning."""
+
+
+def loaders() -> tuple[Any, Any]:
+    x, labels = digit_batches.training()
+    seeded = torch.Generator().manual_seed(0)
+    train = DataLoader(TensorDataset(x, labels, torch.arange(len(x))), 50, shuffle=True, generator=seeded)
+    return train, DataLoader(TensorDataset(*digit_batches.validation()), 150)
+
+
+def trainer(folder: Path, *callbacks: Any, **more: Any) -> pl.Trainer:
+    words = {"max_epochs": EPOCHS, "logger": CSVLogger(folder, version=0), **more}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    return pl.Trainer(accelerator="cpu", callbacks=list(callbacks), default_root_dir=folder, **quiet, **words)
+
+
+def saving(folder: Path, **more: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "checkpoints", **more)
+
+
+def logged(folder: Path, column: str) -> list[float]:
+    with (folder / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
+
+
+def numbers(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    probs = logits.softmax(1)
+    over, under = metrics.over_under(probs, labels)
+    return {
+        "accuracy": metrics.accuracy(probs, labels),
+        "nll": metrics.nll(fedlas.Predictions(logits, labels)),
+        "ece": metrics.ece(probs, labels),
+        "aece": metrics.aece(probs, labels),
+        "o_ece": over,
+        "u_ece": under,
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Classifier, pl.Trainer, Path, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("lightning")
+    torch.manual_seed(0)
+    module = Classifier()
+    start = {name: value.clone() for name, value in module.loss.state_dict().items()}
+    made = trainer(folder, CalibrationCallback(), saving(folder, monitor="val_ece", save_last=True))
+    made.fit(module, *loaders())
+    return module, made, folder, start
+
+
+def test_network_and_gate_learn(finished):
+    module, _, folder, start = finished
+    losses = logged(folder, "train_loss")
+    assert len(losses) == EPOCHS
+    assert losses[-1] < 0.7 * losses[0]
+    assert logged(folder, "val_accuracy")[-1] > 0.8
+    for name, value in module.loss.state_dict().items():
+        assert name.endswith("started") or not torch.equal(value, start[name]), f"{name} has not moved"
+
+
+def test_the_logged_numbers_are_ours(finished):
+    module, made, folder, _ = finished
+    logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
+    assert len(labels) == digit_batches.VALIDATION
+    for name, value in numbers(logits, labels).items():
+        assert float(made.callback_metrics[f"val_{name}"]) == pytest.approx(value, rel=1e-6, abs=1e-8), name
+        assert len(logged(folder, f"val_{name}")) == EPOCHS  # and none of the sanity check
+
+
+def test_the_logged_state_of_the_gate_is_that_of_each_epoch(finished):
+    module, _, folder, _ = finished
+    steps = digit_batches.TRAINING // 50
+    history, expected = fedlas.GateHistory(digit_batches.TRAINING), []
+    for epoch in range(EPOCHS):
+        steps_of_epoch = module.gate[epoch * steps : (epoch + 1) * steps]
+        for index, psi, _ in steps_of_epoch:
+            history.update(index, psi)
+        alpha = torch.cat([alpha_i for *_, alpha_i in steps_of_epoch]).mean()
+        expected.append((history.end_epoch(), float(alpha)))
+    assert logged(folder, "train_gate_positive") == pytest.approx([epoch.positive for epoch, _ in expected], rel=1e-5)
+    assert logged(folder, "train_gate_negative") == pytest.approx([epoch.negative for epoch, _ in expected], rel=1e-5)
+    assert logged(folder, "train_alpha") == pytest.approx([alpha for _, alpha in expected], rel=1e-5)
+    assert logged(folder, "train_flip_rate") == pytest.approx([epoch.flip_rate for epoch, _ in expected[1:]], rel=1e-5)
+
+
+def test_a_checkpoint_holds_the_loss_and_a_stopped_run_goes_on(finished, tmp_path):
+    module, _, folder, _ = finished
+    last = folder / "checkpoints" / "last.ckpt"
+    torch.manual_seed(1)
+    restored = Classifier()
+    for epochs in (EPOCHS, EPOCHS + 1):
+        again = saving(tmp_path / str(epochs), monitor="val_ece", save_last=True)
+        more = trainer(tmp_path, CalibrationCallback(), again, max_epochs=epochs)
+        more.fit(restored, *loaders(), ckpt_path=last)
+        if epochs == EPOCHS:  # nothing is left to do but to read the checkpoint
+            assert not restored.gate
+            for name, value in module.state_dict().items():
+                assert torch.equal(restored.state_dict()[name], value), name
+    assert len(restored.gate) == digit_batches.TRAINING // 50
+    assert len(logged(tmp_path, "val_ece")) == 1
+    before = {int(i): float(p) for index, psi, _ in module.gate[-12:] for i, p in zip(index, psi, strict=True)}
+    now = {int(i): float(p) for index, psi, _ in restored.gate for i, p in zip(index, psi, strict=True)}
+    flips = sum(before[i] != now[i] for i in now) / len(now)
+    assert logged(tmp_path, "train_flip_rate") == pytest.approx([flips])  # against the last epoch before the stop
+
+
+def test_testing_logs_too_and_leaves_the_loss_alone(finished, tmp_path):
+    module, *_ = finished
+    before = {name: value.clone() for name, value in module.loss.state_dict().items()}
+    module.seen.clear()
+    found = trainer(tmp_path, CalibrationCallback(bins=10), logger=False).test(module, loaders()[1], verbose=False)[0]
+    logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
+    assert found["test_ece"] == pytest.approx(metrics.ece(logits.softmax(1), labels, 10), rel=1e-6)
+    for name, value in module.loss.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert not module.loss._forward_hooks
+
+
+@pytest.mark.parametrize(("loss", "options"), [("adafocal", {}), ("crl", {"num_samples": digit_batches.TRAINING})])
+def test_what_a_loss_learns_between_epochs_is_in_the_checkpoint_of_the_epoch(loss, options, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    module = Classifier(loss, **options)
+    ended = []
+    end_epoch = type(module.loss).end_epoch
+
+    def watched(self: Any, validation: Any = None) -> None:
+        ended.append(validation)
+        end_epoch(self, validation)
+
+    monkeypatch.setattr(type(module.loss), "end_epoch", watched)
+    checkpoint = saving(tmp_path, monitor="val_ece", save_on_train_epoch_end=False)
+    once = trainer(tmp_path, CalibrationCallback(), checkpoint, max_epochs=1)
+    once.fit(module, *loaders())
+    assert len(ended) == 1  # in the sanity check nothing was learned
+    logits, labels = (torch.cat(parts) for parts in zip(*module.seen, strict=True))
+    assert torch.equal(ended[0].logits, logits)
+    assert torch.equal(ended[0].labels, labels)
+    assert float(once.callback_metrics["val_ece"]) == pytest.approx(metrics.ece(logits.softmax(1), labels), rel=1e-6)
+    saved = torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"]
+    for name, value in module.loss.state_dict().items():
+        assert torch.equal(saved[f"loss.{name}"], value), name
+
+
+def test_without_validation_epochs_end_too(tmp_path, monkeypatch):
+    module, ended = Classifier("ce"), []
+    monkeypatch.setattr(type(module.loss), "end_epoch", lambda self, validation=None: ended.append(validation))
+    trainer(tmp_path, CalibrationCallback(), logger=False, max_epochs=2).fit(module, loaders()[0])
+    assert ended == [None, None]
+
+
+def test_a_step_that_does_not_call_the_loss_is_told(tmp_path):
+    module = Classifier()
+    module.validation_step = lambda batch, batch_idx: None
+    with pytest.warns(UserWarning, match="validation_step never called the loss"):
+        trainer(tmp_path, CalibrationCallback(), logger=False, max_epochs=1).fit(module, *loaders())
+
+
+def test_a_module_without_a_loss_or_with_two_is_told(tmp_path):
+    module = Classifier()
+    with pytest.raises(ValueError, match=r"no loss 'criterion': Classifier has loss"):
+        trainer(tmp_path, CalibrationCallback("criterion"), logger=False).validate(module, loaders()[1])
+    module.other = fedlas.build_loss("ce")
+    with pytest.raises(ValueError, match=r"which loss is meant: Classifier has loss, other"):
+        trainer(tmp_path, CalibrationCallback(), logger=False).validate(module, loaders()[1])
+    del module.loss, module.other
+    with pytest.raises(ValueError, match=r"has none; assign self\.loss = fedlas\.build_loss"):
+        trainer(tmp_path, CalibrationCallback(), logger=False).validate(module, loaders()[1])
+
+
+def test_the_other_name_of_the_package_works_too():
+    import pytorch_lightning as other
+
+    assert other.Callback is not pl.Callback
+    renamed = type("Renamed", (Steps, other.LightningModule), {})
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    made = other.Trainer(
+        accelerator="cpu", max_epochs=1, log_every_n_steps=1, callbacks=[CalibrationCallback()], **quiet
+    )
+    made.fit(renamed(), *loaders())
+    assert {"val_ece", "train_alpha"} <= made.callback_metrics.keys()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_two_processes_log_the_numbers_of_all_samples(tmp_path):
+    torch.manual_seed(0)
+    module, alone = Classifier(), Classifier()
+    gate = module.loss.smoothing.bcg.fc_in.weight.detach().clone()
+    two = {"logger": False, "enable_checkpointing": False, "strategy": "ddp_fork", "devices": 2}
+    made = trainer(tmp_path, CalibrationCallback(), max_epochs=2, use_distributed_sampler=True, **two)
+    made.fit(module, *loaders())
+    alone.load_state_dict(module.state_dict())
+    x, labels = digit_batches.validation()
+    logits = alone.net(x).logits.detach()
+    for name, value in numbers(logits, labels).items():
+        assert float(made.callback_metrics[f"val_{name}"]) == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    assert {"train_alpha", "train_flip_rate"} <= made.callback_metrics.keys()
+    assert not torch.equal(module.loss.smoothing.bcg.fc_in.weight, gate)

@@ -1,0 +1,187 @@
+"""A timm network learns digits with our losses in timm's own tasks, and its checkpoints hold the loss too."""
+
+import copy
+from typing import Any
+
+import digit_batches
+import pytest
+import timm
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from timm.data import Mixup
+from timm.optim import create_optimizer_v2
+from timm.task import ClassificationTask, resume_task_checkpoint
+from timm.utils import CheckpointSaver
+from torch import Tensor, nn
+
+import fedlas
+from fedlas.integrations.timm import CalibrationTask
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", in_chans=1, num_classes=10)
+
+
+def made(loss: str = "fedlas_ls", **options: Any) -> CalibrationTask:
+    return CalibrationTask(network(), fedlas.build_loss(loss, num_classes=10, **options), verbose=False)
+
+
+def images(x: Tensor) -> Tensor:
+    return x.reshape(-1, 1, 8, 8)
+
+
+def optimizer_of(task: Any) -> torch.optim.Optimizer:
+    return create_optimizer_v2(task.get_trainable_module(), opt="adamw", lr=1e-2, weight_decay=0.01)
+
+
+def epoch_of(task: Any, optimizer: torch.optim.Optimizer, epoch: int, mixup: Mixup | None = None) -> list[float]:
+    """Train for an epoch as timm's script does, and give the loss of each step."""
+    task.train()
+    values = []
+    for x, labels, _ in digit_batches.batches(epoch):
+        batch = images(x), labels
+        result = task(*(batch if mixup is None else mixup(images(x).clone(), labels)))
+        optimizer.zero_grad()
+        result["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(task.get_clip_parameters(), 2.0)
+        optimizer.step()
+        task.update_ema()
+        values.append(float(result["loss"].detach()))
+    return values
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module) -> float:
+    x, labels = digit_batches.validation()
+    return float((model.eval()(images(x)).argmax(1) == labels).float().mean())
+
+
+@pytest.mark.parametrize("loss", ["fedlas_ls", "fedlas_mbls"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["hard labels", "mixup"])
+def test_a_network_and_its_gate_learn(loss, mixed):
+    task = made(loss)
+    optimizer = optimizer_of(task)
+    gate = {name: p.detach().clone() for name, p in task.joined.loss.named_parameters()}
+    mixup = Mixup(mixup_alpha=0.2, cutmix_alpha=0.0, num_classes=10, label_smoothing=0.0) if mixed else None
+    values = [epoch_of(task, optimizer, epoch, mixup) for epoch in range(2)]
+    assert sum(values[-1]) < 0.8 * sum(values[0])
+    assert accuracy(task.get_eval_model()) > 0.6
+    for name, parameter in task.joined.loss.named_parameters():
+        assert not torch.equal(parameter, gate[name]), f"{name} has not moved"
+
+
+def test_the_loss_of_a_step_is_that_of_the_parts():
+    task, loss = made(), fedlas.build_loss("fedlas_ls", num_classes=10)
+    loss.load_state_dict(task.joined.loss.state_dict())
+    x, labels, _ = digit_batches.batches(0)[0]
+    net = fedlas.WithFeatures(network())
+    logits, features = net(images(x))
+    expected = loss(logits, labels, features)
+    expected.backward()
+    result = task(images(x), labels)
+    result["loss"].backward()
+    assert torch.equal(result["loss"], expected)
+    assert torch.equal(result["output"], logits)
+    assert torch.equal(result["classification"], expected.detach())
+    for mine, other in zip(task.joined.net.parameters(), net.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_checkpoints_hold_network_loss_and_averages(tmp_path):
+    task = made()
+    task.setup_ema(decay=0.9)
+    optimizer = optimizer_of(task)
+    epoch_of(task, optimizer, 0)
+    saver = CheckpointSaver(task.get_eval_model(), optimizer, task=task, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(0)
+    saved = torch.load(tmp_path / "last.pth.tar", weights_only=True)
+    assert saved["state_dict"].keys() == network().state_dict().keys()  # any program of timm can read it
+
+    torch.manual_seed(1)
+    resumed = made()
+    resumed.setup_ema(decay=0.9)
+    other = optimizer_of(resumed)
+    assert resume_task_checkpoint(resumed, str(tmp_path / "last.pth.tar"), other, log_info=False) == 1
+    resumed.load_checkpoint_state(saved["state_dict_ema"], saved["task_state_ema"], ema=True)
+    same(resumed, task)
+    assert not torch.equal(task.joined.loss.smoothing.nci.mean, torch.tensor(20.0).double())
+    assert epoch_of(task, optimizer, 1) == epoch_of(resumed, other, 1)
+    same(resumed, task)
+
+
+def same(one: CalibrationTask, other: CalibrationTask) -> None:
+    for ema in (False, True):
+        mine, theirs = (task.get_trainable_module(ema=ema).state_dict() for task in (one, other))
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_averages_are_those_of_network_and_gate():
+    task = made()
+    averages = task.setup_ema(decay=0.5)
+    before = {name: value.clone() for name, value in averages.module.state_dict().items()}
+    epoch_of(task, optimizer_of(task), 0)
+    moved = [name for name, value in averages.module.state_dict().items() if not torch.equal(value, before[name])]
+    assert {"loss.smoothing.bcg.fc_in.weight", "loss.smoothing.nci.mean", "net.model.fc.weight"} <= {*moved}
+    assert task.get_eval_model(ema=True) is averages.module.net.model
+    assert accuracy(task.get_eval_model(ema=True)) > 0.2
+
+
+def test_a_compiled_task_computes_the_same():
+    torch._dynamo.reset()
+    x, labels, _ = digit_batches.batches(0)[0]
+    torch.manual_seed(0)
+    model, loss = digit_batches.network(), fedlas.build_loss("fedlas_ls", num_classes=10)
+    plain = CalibrationTask(copy.deepcopy(model), copy.deepcopy(loss), verbose=False)
+    compiled = CalibrationTask(model, loss, verbose=False)
+    validated = compiled.compile(backend="eager", fullgraph=True)
+    assert compiled.get_eval_model() is validated
+    for _ in range(2):
+        first, second = plain(x, labels), compiled(x, labels)
+        second["loss"].backward()
+        torch.testing.assert_close(first, second)
+    torch.testing.assert_close(validated(x), second["output"])
+    state = compiled.get_checkpoint_state()
+    assert state["state_dict"].keys() == digit_batches.network().state_dict().keys()
+    torch.testing.assert_close(state["task_state"], plain.get_task_state())
+
+
+def test_distributed_data_parallel_wraps_both(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        task, alone = made().prepare_distributed(), made()
+        alone.joined.loss.load_state_dict(task.joined.loss.state_dict())
+        assert isinstance(task.trainable_module, nn.parallel.DistributedDataParallel)
+        values = [epoch_of(one, optimizer_of(one), 0) for one in (task, alone)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+        with task.no_sync():
+            assert task(images(digit_batches.training()[0][:4]), torch.arange(4))["loss"].requires_grad
+        assert task.get_task_state()["loss"].keys() == task.joined.loss.state_dict().keys()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loss_that_needs_no_features_is_a_criterion_like_any_other():
+    task = ClassificationTask(network(), fedlas.build_loss("mbls", num_classes=10), verbose=False)
+    optimizer = optimizer_of(task)
+    values = [sum(epoch_of(task, optimizer, epoch)) for epoch in range(2)]
+    assert values[1] < values[0]
+
+
+def test_what_a_loss_learns_between_epochs_and_by_index():
+    task = made("crl", num_samples=digit_batches.TRAINING)
+    for x, labels, index in digit_batches.batches(0):
+        task(images(x), labels, index)["loss"].backward()
+    before = {name: value.clone() for name, value in task.get_task_state()["loss"].items()}
+    task.end_epoch()
+    assert any(not torch.equal(value, before[name]) for name, value in task.get_task_state()["loss"].items())
+
+
+def test_the_head_of_the_network_is_left_out_of_clipping_on_request():
+    task = made()
+    every, rest = task.get_clip_parameters(), task.get_clip_parameters(exclude_head=True)
+    head = {id(p) for p in task.joined.net.model.fc.parameters()}
+    assert {id(p) for p in every} - {id(p) for p in rest} == head

@@ -1,0 +1,195 @@
+"""Metrics for torchmetrics are ours: after one update, many, in groups, after training, and over two processes."""
+
+from pathlib import Path
+from typing import Any
+
+import digit_batches
+import jaxtyping
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torchmetrics import MetricCollection
+
+import fedlas
+from fedlas import metrics
+from fedlas.integrations import torchmetrics as ours
+
+CLASSES = 5
+# Each of our functions, and the class that stands for it
+CASES: dict[str, tuple[Any, Any]] = {
+    "accuracy": (metrics.accuracy, ours.Accuracy),
+    "ece": (metrics.ece, ours.ECE),
+    "over": (lambda *given, **more: metrics.over_under(*given, **more)[0], ours.OverECE),
+    "under": (lambda *given, **more: metrics.over_under(*given, **more)[1], ours.UnderECE),
+    "signed": (metrics.signed_ece, ours.SignedECE),
+    "mce": (metrics.mce, ours.MCE),
+    "classwise": (metrics.classwise_ece, lambda given, **more: ours.ClasswiseECE(given, CLASSES, **more)),
+    "aece": (metrics.aece, ours.AECE),
+    "smooth": (metrics.smooth_ece, ours.SmoothECE),
+    "aurc": (metrics.aurc, ours.AURC),
+    "nll": (metrics.nll, ours.NLL),
+    "brier": (metrics.brier, ours.Brier),
+}
+
+
+def samples(n: int = 300) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    labels = torch.randint(0, CLASSES, (n,), generator=generator)
+    logits = 2 * torch.randn(n, CLASSES, generator=generator)
+    logits[torch.arange(n), labels] += 1.5
+    return logits, labels
+
+
+def pieces() -> list[tuple[Tensor, Tensor]]:
+    logits, labels = samples()
+    sizes = [1, 99, 120, 80]
+    return list(zip(logits.split(sizes), labels.split(sizes), strict=True))
+
+
+def work(rank: int, folder: str) -> None:
+    """Feed two pieces to each process; what they compute is what one process computes of all four."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    collection = MetricCollection({name: make("logits") for name, (_, make) in CASES.items()})
+    for logits, labels in pieces()[2 * rank : 2 * rank + 2]:
+        collection.update(logits, labels)
+    torch.save([collection.compute(), collection.compute()], f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("given", ["logits", "probs"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_update_gives_the_number_of_our_function_to_the_last_bit(name, given):
+    function, make = CASES[name]
+    logits, labels = samples()
+    probs = logits.softmax(1)
+    metric = make(given)
+    metric.update(logits if given == "logits" else probs, labels)
+    value = metric.compute()
+    assert value.dtype == torch.float64
+    # The log-loss of logits needs no probabilities; ours takes them as Predictions.
+    of_logits = name == "nll" and given == "logits"
+    expected = function(fedlas.Predictions(logits, labels)) if of_logits else function(probs, labels)
+    assert float(value) == float(expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_many_updates_forgetting_and_batch_values(name):
+    function, make = CASES[name]
+    metric = make("logits")
+    for _ in range(2):
+        for logits, labels in pieces():
+            of_batch = metric(logits, labels)
+            assert float(of_batch) == pytest.approx(function(logits.softmax(1), labels), abs=1e-12, rel=1e-6)
+        logits, labels = samples()
+        assert float(metric.compute()) == pytest.approx(function(logits.softmax(1), labels), abs=1e-12, rel=1e-6)
+        metric.reset()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ignored_samples_do_not_count(name):
+    function, make = CASES[name]
+    logits, labels = samples()
+    kept = labels != 2
+    metric = make("logits", ignore_index=2)
+    metric.update(logits, labels)
+    metric.update(logits[~kept], labels[~kept])  # a piece of which nothing counts
+    assert float(metric.compute()) == pytest.approx(function(logits[kept].softmax(1), labels[kept]), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_copy_and_a_saved_state_go_on(name):
+    _, make = CASES[name]
+    (first, *others), whole = pieces(), make("logits")
+    whole.update(*samples())
+    metric, restored = make("logits"), make("logits")
+    metric.persistent(True)
+    restored.persistent(True)
+    metric.update(*first)
+    restored.load_state_dict(metric.state_dict())
+    for piece in others:
+        metric.update(*piece)
+        restored.update(*piece)
+    assert float(metric.clone().compute()) == pytest.approx(float(whole.compute()), abs=1e-12)
+    assert float(restored.compute()) == float(metric.compute())
+
+
+def test_a_collection_keeps_one_set_of_sums_for_metrics_of_the_same_bins():
+    grouped = MetricCollection(ours.calibration_metrics("logits"))
+    alone = MetricCollection(ours.calibration_metrics("logits"), compute_groups=False)
+    for logits, labels in pieces():
+        grouped.update(logits, labels)
+        alone.update(logits, labels)
+    groups = {frozenset(group) for group in grouped.compute_groups.values()}
+    assert groups == {frozenset({"accuracy", "ece", "o_ece", "u_ece"}), frozenset({"aece"}), frozenset({"nll"})}
+    assert grouped.compute() == alone.compute()
+
+
+@pytest.mark.parametrize("other", [{"ignore_index": 4}, {"compat": "netcal"}, {"bins": 10}])
+def test_metrics_with_other_rules_do_not_share_sums(other):
+    """A first batch may look the same under both rules; a collection would then take them for one metric."""
+    collection = MetricCollection({"plain": ours.ECE("logits"), "other": ours.ECE("logits", **other)})
+    logits, labels = samples()
+    collection.update(logits[labels < 4], labels[labels < 4])
+    collection.update(logits[labels == 4], labels[labels == 4])
+    probs = logits.softmax(1)
+    found = collection.compute()
+    assert float(found["plain"]) == pytest.approx(metrics.ece(probs, labels), abs=1e-12)
+    assert float(found["other"]) == pytest.approx(metrics.ece(probs, labels, **other), abs=1e-12)
+
+
+def test_nothing_is_guessed(monkeypatch):
+    logits, labels = samples()
+    with pytest.raises(ValueError, match="row 0 is not a distribution"):
+        ours.ECE("probs").update(logits, labels)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of the tests would come first
+    with pytest.raises(ValueError, match='given="logits" or given="probs"'):
+        ours.ECE("softmax")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_a_number_of_nothing_is_an_error(name):
+    with pytest.raises(ValueError, match="no samples yet"):
+        CASES[name][1]("logits").compute()
+
+
+def test_a_network_is_trained_and_watched():
+    """Training falls into sight: accuracy rises, and what the collection says is what our functions say."""
+    torch.manual_seed(0)
+    net, loss = fedlas.WithFeatures(digit_batches.network()), fedlas.build_loss("fedlas_ls", num_classes=10)
+    optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)
+    collection = MetricCollection(ours.calibration_metrics("logits"))
+    history = []
+    for epoch in range(4):
+        collection.reset()
+        seen = []
+        for x, labels, _ in digit_batches.batches(epoch):
+            logits, features = net(x)
+            optimizer.zero_grad()
+            loss(logits, labels, features).backward()
+            optimizer.step()
+            collection.update(logits.detach(), labels)
+            seen.append((logits.detach(), labels))
+        history.append({name: float(value) for name, value in collection.compute().items()})
+    logits, labels = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    assert history[-1]["ece"] == pytest.approx(metrics.ece(logits.softmax(1), labels), abs=1e-12)
+    assert history[-1]["nll"] == pytest.approx(metrics.nll(fedlas.Predictions(logits, labels)), rel=1e-12)
+    assert history[-1]["accuracy"] > 0.8 > history[0]["accuracy"]
+    assert history[-1]["nll"] < history[0]["nll"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_two_processes_equal_one(tmp_path: Path):
+    # Forked, because a process that begins anew takes seconds to import torchmetrics.
+    mp.start_processes(work, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    whole = {name: make("logits") for name, (_, make) in CASES.items()}
+    for metric in whole.values():
+        metric.update(*samples())
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    for found, again in (first, second):
+        assert found == again
+        for name, metric in whole.items():
+            assert float(found[name]) == pytest.approx(float(metric.compute()), abs=1e-12), name
