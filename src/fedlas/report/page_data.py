@@ -384,12 +384,22 @@ def _gamma(given: Any, beta: float | None) -> Plain | None:
         return None
     step = edges[1] - edges[0]
     ends = [edges[0] - step, *edges, edges[-1] + step]
-    middle = [(low + high) / 2 for low, high in pairwise(ends)]
-    signs = {"positive": 1, "negative": -1}
-    ratios = {
-        name: [] if beta is None else numbers([alpha_ratio(x, beta, s) for x in middle]) for name, s in signs.items()
+    middles = [(low + high) / 2 for low, high in pairwise(ends)]
+    evenly = [ends[0] + place / 80 * (ends[-1] - ends[0]) for place in range(81)]
+    return {
+        "edges": edges,
+        "counts": counts,
+        "ends": numbers(ends),
+        "middle": _ratios(middles, beta),
+        "curve": _ratios(evenly, beta),
     }
-    return {"edges": edges, "counts": counts, "ends": numbers(ends), "middle": numbers(middle)} | ratios
+
+
+def _ratios(gammas: Sequence[float], beta: float | None) -> list[list[float | int]]:
+    """Give the smoothing of both modes at some values of gamma; nothing where nobody says how strong it is."""
+    if beta is None:
+        return []
+    return [numbers([gamma, alpha_ratio(gamma, beta, 1), alpha_ratio(gamma, beta, -1)]) for gamma in gammas]
 
 
 def alpha_ratio(gamma: float, beta: float, mode: int) -> float:

@@ -9,7 +9,7 @@ from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Given, pairs
 from fedlas.predictions import Predictions, optional_module
 from fedlas.report import page_data
-from fedlas.report.figures.style import COLUMN, DARK, OVER, PALE, UNDER, grid, legend_below, paper, shown
+from fedlas.report.figures.style import COLUMN, DARK, OVER, PALE, UNDER, grid, label_outside, legend_below, paper, shown
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import State
@@ -53,8 +53,12 @@ def confidence_figure(models: Sequence[Confidences]) -> Any:
     with grid(len(models)) as (figure, axes):
         for panel, data in zip(axes, models, strict=True):
             kinds: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (
-                ("right answers", data.right, {"fill": True, "facecolor": "0.8", "edgecolor": DARK}),
-                ("wrong answers", data.wrong, {"fill": True, "facecolor": "none", "edgecolor": OVER, "hatch": "/////"}),
+                ("right answers (share of these)", data.right, {"fill": True, "facecolor": "0.8", "edgecolor": DARK}),
+                (
+                    "wrong answers (share of these)",
+                    data.wrong,
+                    {"fill": True, "facecolor": "none", "edgecolor": OVER, "hatch": "/////"},
+                ),
             )
             for name, counts, look in kinds:
                 share = [count / max(1.0, sum(counts)) for count in counts]
@@ -64,8 +68,7 @@ def confidence_figure(models: Sequence[Confidences]) -> Any:
             panel.set(xlim=(0, 1), ylim=(0, None))
             counted = f"{round(sum(data.right)):,} right, {round(sum(data.wrong)):,} wrong"
             panel.set_title(f"{shown(data.title)}\n{counted}", fontsize=8)
-        figure.supxlabel("confidence", fontsize=8)
-        figure.supylabel("share of right, of wrong answers", fontsize=8)
+        label_outside(axes, "confidence", "share")
         legend_below(figure, axes[0], most=2 if len(models) < 3 else 4)
     return figure
 
@@ -195,12 +198,10 @@ def class_map_figure(data: ClassMap) -> Any:
         panel.set_yticks([n + 0.5 for n in range(len(data.names))], [shown(name, 18) for name in data.names])
         panel.tick_params(axis="y", length=0)
         panel.set(xlim=(0, steps), ylim=(len(data.names), 0), xlabel="confidence")
-        some = (
-            f"\n{len(data.names)} of {data.classes} classes, those furthest off"
-            if len(data.names) < data.classes
-            else ""
-        )
-        panel.set_title(f"{shown(data.title)}{some}", fontsize=8)
+        lines = [shown(data.title), f"area: |confidence − accuracy|; a full cell: {100 * LARGEST:.0f} points or more"]
+        if len(data.names) < data.classes:
+            lines.insert(1, f"{len(data.names)} of {data.classes} classes, those furthest off")
+        panel.set_title("\n".join(lines), fontsize=7)
         for name, colour in (("too sure", OVER), ("not sure enough", "white")):
             panel.scatter([], [], marker="s", s=20, facecolor=colour, edgecolor=DARK, linewidth=0.6, label=name)
         legend_below(figure, panel)

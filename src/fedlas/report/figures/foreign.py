@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlas.predictions import Array, Predictions
 from fedlas.report import page_data
-from fedlas.report.figures.style import DARK, OVER, PALE, grid, legend_below, shown, stroke
+from fedlas.report.figures.style import DARK, OVER, PALE, grid, label_outside, legend_below, shown, stroke
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report
@@ -111,9 +111,8 @@ def roc_figure(data: Foreign) -> Any:
                 panel.plot(score.false, score.true, label=name, **stroke(number).marked(len(score.true), most=5))
             panel.set(xlim=(0, 1), ylim=(0, 1))
             panel.set_title(shown(one.name), fontsize=8)
-            panel.legend(title="AUROC", title_fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-        figure.supxlabel("known taken for foreign", fontsize=8)
-        figure.supylabel("foreign taken for foreign", fontsize=8)
+            panel.legend(title="AUROC", title_fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        label_outside(axes, "known taken for foreign", "foreign taken for foreign")
         figure.suptitle(shown(data.title), fontsize=8)
     return figure
 
@@ -137,7 +136,7 @@ def score_figure(data: ForeignSet) -> Any:
             )
             panel.set(ylim=(0, None))
             panel.set_title(f"{score.name.replace('_', ' ')}, AUROC {100 * score.auroc:.1f} %", fontsize=8)
-        figure.supxlabel("score, larger is more foreign", fontsize=8)
-        figure.supylabel("share of samples", fontsize=8)
+            panel.locator_params(axis="x", nbins=5)
+        label_outside(axes, "score, larger is more foreign", "share")
         legend_below(figure, axes[0])
     return figure

@@ -21,6 +21,7 @@ from fedlas.report.figures.style import (
     PAGE,
     PALE,
     grid,
+    label_outside,
     legend_below,
     numbers_of,
     paper,
@@ -185,7 +186,7 @@ def norm_figure(models: Sequence[Norms]) -> Any:
             )
             panel.set(ylim=(0, 1.02), xlim=(data.edges[0], data.edges[-1]))
             panel.set_title(shown(data.title), fontsize=8)
-        figure.supxlabel(r"normalised $\|z\|_1$ (NCI)", fontsize=8)
+        label_outside(axes, r"normalised $\|z\|_1$ (NCI)", "confidence, accuracy")
         legend_below(figure, axes[0], most=2 if len(models) < 3 else 4)
     return figure
 

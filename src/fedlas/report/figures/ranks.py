@@ -84,16 +84,16 @@ def rank_figure(data: Ranks) -> Any:
     left = (count + 1) // 2
     step, top = 0.17, 0.62 + 0.11 * len(data.groups)
     height = top + step * left + 0.5
-    with paper(PAGE / 2 if count <= 0 else PAGE, height) as figure:
+    with paper(PAGE, height) as figure:
         panel = figure.subplots()
         panel.set_axis_off()
         low, high = 1.0, float(count)
         margin = 0.3 * (high - low)
         panel.set(xlim=(low - margin, high + margin), ylim=(height - 0.35, 0))
         panel.plot([low, high], [0.5, 0.5], color=DARK, linewidth=0.8)
-        for rank in range(1, count + 1):
-            panel.plot([rank, rank], [0.5, 0.44], color=DARK, linewidth=0.8)
-            panel.text(rank, 0.4, str(rank), ha="center", va="bottom", fontsize=7)
+        for tick in range(1, count + 1):
+            panel.plot([tick, tick], [0.5, 0.44], color=DARK, linewidth=0.8)
+            panel.text(tick, 0.4, str(tick), ha="center", va="bottom", fontsize=7)
         reach = min(data.critical_difference, high - low)
         panel.plot([low, low + reach], [0.14, 0.14], color=DARK, linewidth=0.8, marker="|", markersize=5)
         panel.text(low, 0.1, f"critical difference {data.critical_difference:.2f}", fontsize=7, va="bottom")

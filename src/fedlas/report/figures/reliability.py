@@ -17,6 +17,10 @@ from fedlas.report.figures.style import COLUMN, DARK, OVER, PAGE, PALE, UNDER, l
 from fedlas.report.page_data import smooth_data
 from fedlas.report.places import filled_places
 
+GAPS = {
+    "confidence above accuracy": {"edgecolor": OVER, "hatch": "//////"},
+    "confidence below accuracy": {"edgecolor": UNDER, "hatch": "\\\\\\\\\\\\"},
+}
 WINDOW = 0.015  # of confidence: further apart, two places of a smooth curve have an empty one between them
 
 
@@ -89,8 +93,14 @@ def reliability_figure(rows: Mapping[str, Sequence[Reliability]]) -> Any:
                     below[place].set_axis_off()
             above[0].set_ylabel(f"{shown(name)}\naccuracy" if name else "accuracy")
             below[0].set_ylabel("share")
-        for panel in panels[-1]:
-            panel.set_xlabel("confidence")
+        lengths = [len(row) for row in rows.values()]
+        for place in range(columns):
+            last = max(number for number, length in enumerate(lengths) if length > place)
+            panels[2 * last + 1][place].set_xlabel("confidence")
+            panels[2 * last + 1][place].tick_params(labelbottom=True)
+        for name, look in GAPS.items():
+            panels[0][0].bar(0, 0, facecolor="none", linewidth=0, label=name, **look)
+        legend_below(figure, panels[0][0], most=2)
     return figure
 
 
@@ -102,9 +112,9 @@ def _draw_bars(panel: Any, below: Any, data: Reliability) -> None:
         accuracy, confidence = data.accuracy[place], data.confidence[place]
         box = {"x": lower, "width": upper - lower, "align": "edge", "edgecolor": DARK, "linewidth": 0.4}
         panel.bar(height=accuracy, facecolor="0.85", **box)
-        colour, hatch = (OVER, "//////") if confidence > accuracy else (UNDER, "\\\\\\\\\\\\")
+        look = GAPS["confidence above accuracy" if confidence > accuracy else "confidence below accuracy"]
         gap = {"bottom": min(accuracy, confidence), "height": abs(confidence - accuracy)}
-        panel.bar(**box | gap | {"facecolor": "none", "edgecolor": colour, "hatch": hatch, "linewidth": 0})
+        panel.bar(**box | gap | look | {"facecolor": "none", "linewidth": 0})
         below.bar(height=data.share[place], facecolor=PALE, **box)
     panel.set(xlim=(0, 1), ylim=(0, 1))
     panel.set_title(f"{shown(data.title)}\nECE {100 * data.ece:.1f} %", fontsize=8)
@@ -125,8 +135,9 @@ def reliability_lines_figure(models: Sequence[Reliability]) -> Any:
             look = stroke(number)
             name = f"{shown(data.title)}, ECE {100 * data.ece:.1f} %"
             panel.fill_between(data.confidence, data.low, data.high, color=look.colour, alpha=0.12, linewidth=0)
-            panel.vlines(data.confidence, data.low, data.high, color=look.colour, linewidth=0.5)
-            panel.plot(data.confidence, data.accuracy, label=name, **look.marked(1))
+            if len(data.confidence) == 1:  # a band needs two places
+                panel.vlines(data.confidence, data.low, data.high, color=look.colour, linewidth=1)
+            panel.plot(data.confidence, data.accuracy, label=name, clip_on=False, **look.marked(1))
             edges, shares = _steps(data)
             below.stairs(shares, edges, edgecolor=look.colour, linestyle=look.dash, linewidth=1)
         below.set_ylabel("share")
@@ -218,7 +229,7 @@ def smooth_reliability_figure(models: Sequence[SmoothReliability]) -> Any:
                 )
                 name = None if piece else f"{shown(data.title)}, smooth ECE {100 * data.smooth_ece:.1f} %"
                 panel.fill_between(x, low, high, color=look.colour, alpha=0.12, linewidth=0)
-                panel.plot(x, y, label=name, **look.marked(len(x)))
+                panel.plot(x, y, label=name, clip_on=False, **look.marked(len(x)))
                 below.plot(x, density, linewidth=1, **look.line)
         below.set_ylabel("density")
         legend_below(figure, panel)

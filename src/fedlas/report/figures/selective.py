@@ -48,7 +48,7 @@ def risk_figure(models: Sequence[RiskCurve]) -> Any:
             panel.plot(percent[0], percent[2], linewidth=0.5, **look.line)
             panel.plot(percent[0], percent[1], label=name, clip_on=False, **look.marked(len(data.risk)))
         panel.plot([], [], color=PALE, linewidth=0.5, label="thin: the best order")
-        panel.set(xlim=(0, 100), ylim=(0, None), xlabel="coverage (%)", ylabel="errors among the answered (%)")
+        panel.set(xlim=(0, 100), ylim=(0, None), xlabel="coverage (%)", ylabel="selective risk (%)")
         if panel.get_ylim()[1] < 0.1:  # no errors: an axis has to have some length
             panel.set_ylim(0, 1)
         legend_below(figure, panel)

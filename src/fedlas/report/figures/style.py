@@ -126,6 +126,17 @@ def paper(width: float, height: float) -> Iterator[Any]:
         yield optional_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
+def label_outside(axes: Sequence[Any], x: str, y: str) -> None:
+    """Name the axes of a grid of panels where nothing stands beyond them: below, and on the left."""
+    columns = axes[0].get_gridspec().ncols
+    for place, panel in enumerate(axes):
+        if place % columns == 0:
+            panel.set_ylabel(y)
+        if place + columns >= len(axes):
+            panel.set_xlabel(x)
+            panel.tick_params(labelbottom=True)  # also where the place below is empty
+
+
 @contextmanager
 def grid(count: int, *, height: float = 1.5, share: bool = True, narrow: int = 2) -> Iterator[tuple[Any, list[Any]]]:
     """Make a figure of equal panels: some beside each other in a column, or three on a page.
@@ -143,8 +154,6 @@ def grid(count: int, *, height: float = 1.5, share: bool = True, narrow: int = 2
         axes = list(panels.flat)
         for empty in axes[count:]:
             empty.set_axis_off()
-        for panel in axes[max(0, count - columns) : count]:
-            panel.tick_params(labelbottom=True)  # also where the panel below is empty
         yield figure, axes[:count]
 
 

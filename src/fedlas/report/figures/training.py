@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas.report import page_data
-from fedlas.report.figures.style import DARK, PAGE, PALE, legend_below, paper, shown, stroke
+from fedlas.report.figures.style import DARK, PAGE, PALE, Stroke, legend_below, paper, shown, stroke
 
 Values = tuple[float | None, ...]
 
@@ -52,6 +52,8 @@ def training_figure(models: Sequence[LearningCurve]) -> Any:
     """Draw training loss, accuracy, ECE and its two parts by epoch; a matplotlib figure."""
     with paper(PAGE, 2.0 + 0.14 * math.ceil(len(models) / 3)) as figure:
         loss, accuracy, error, parts = figure.subplots(1, 4)
+        if all(value is None for data in models for value in (*data.over, *data.under)):
+            parts.set_visible(False)
         for number, data in enumerate(models):
             look = stroke(number).marked(len(data.epoch), most=6)
             for panel, values, factor in ((loss, data.loss, 1), (accuracy, data.accuracy, 100), (error, data.ece, 100)):
@@ -60,7 +62,7 @@ def training_figure(models: Sequence[LearningCurve]) -> Any:
             parts.plot(data.epoch, _scaled(data.under, -100), **look)
         parts.axhline(0, color=DARK, linewidth=0.6)
         parts.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-        titles = ("training loss", "accuracy (%)", "ECE (%)", "O-ECE above 0, U-ECE below (%)")
+        titles = ("training loss", "accuracy (%)", "ECE (%)", "O-ECE ↑  U-ECE ↓ (%)")
         for panel, title in zip((loss, accuracy, error, parts), titles, strict=True):
             panel.set_title(title, fontsize=8)
             panel.set_xlabel("epoch")
@@ -83,8 +85,9 @@ class Alphas:
         epoch: counted from 1.
         ratio: mean of alpha_i / alpha over the samples of each epoch.
         beta: how strongly the indicator moves the smoothing, where the recipe says so.
-        gamma: values of the indicator, the middles of the histogram's bins.
-        share: share of samples there, in the last epoch; those beyond the ends are in the first and last bin.
+        edges: of bins of the indicator; the first and last bin hold what lies beyond.
+        share: share of samples in each, in the last epoch.
+        gamma: values of the indicator.
         positive: alpha_i / alpha at each of them in positive mode; nothing without beta.
         negative: the same in negative mode.
     """
@@ -93,8 +96,9 @@ class Alphas:
     epoch: tuple[int, ...]
     ratio: Values
     beta: float | None
-    gamma: tuple[float, ...]
+    edges: tuple[float, ...]
     share: tuple[float, ...]
+    gamma: tuple[float, ...]
     positive: tuple[float, ...]
     negative: tuple[float, ...]
 
@@ -104,17 +108,19 @@ def alpha_data(log: Sequence[Mapping[str, Any]], title: str, recipe: Mapping[str
     held = page_data.training_data(log, recipe)
     if held is None or "gate" not in held:
         return None
-    gate, spread = held["gate"], held["gate"]["gamma"] or {"middle": (), "counts": (), "positive": (), "negative": ()}
+    gate, spread = held["gate"], held["gate"]["gamma"] or {"ends": (), "counts": (), "curve": ()}
     total = max(1.0, sum(spread["counts"]))
+    gamma, positive, negative = zip(*spread["curve"], strict=True) if spread["curve"] else ((), (), ())
     return Alphas(
         title=title,
         epoch=tuple(held["epoch"]),
         ratio=tuple(gate["alpha_ratio"]),
         beta=held["beta"],
-        gamma=tuple(map(float, spread["middle"])),
+        edges=tuple(map(float, spread["ends"])),
         share=tuple(count / total for count in spread["counts"]),
-        positive=tuple(map(float, spread["positive"])),
-        negative=tuple(map(float, spread["negative"])),
+        gamma=tuple(map(float, gamma)),
+        positive=tuple(map(float, positive)),
+        negative=tuple(map(float, negative)),
     )
 
 
@@ -129,17 +135,26 @@ def alpha_figure(models: Sequence[Alphas]) -> Any:
         for number, data in enumerate(models):
             look = stroke(number).marked(len(data.epoch))
             left.plot(data.epoch, _scaled(data.ratio, 1), label=shown(data.title), **look)
-            for values in (data.positive, data.negative):
-                if values:
-                    right.plot(data.gamma, values, **stroke(number).marked(len(values)))
+            for values, dash in ((data.positive, "-"), (data.negative, "--")):
+                _draw_mode(right, data.gamma, values, stroke(number), dash)
+        for mode, dash in (("positive mode", "-"), ("negative mode", "--")):
+            left.plot([], [], color=PALE, linestyle=dash, label=mode)
         left.set(xlabel="epoch", ylabel=r"mean $\alpha_i$ / $\alpha$", ylim=(0, None))
         left.xaxis.get_major_locator().set_params(integer=True)
         right.set(xlabel=r"NCI $\gamma$", ylabel=r"$\alpha_i$ / $\alpha$", ylim=(0, 2))
         first = models[0]
-        if first.gamma:
-            width = (first.gamma[-1] - first.gamma[0]) / max(1, len(first.gamma) - 1)
+        if first.share:
             tall = [1.9 * share / max(*first.share, 1e-9) for share in first.share]
-            right.bar(first.gamma, tall, 0.9 * width, color="0.85", zorder=0)
+            right.stairs(tall, first.edges, fill=True, facecolor="0.85", zorder=0)
+            right.set_xlim(first.edges[0], first.edges[-1])
             right.set_title(f"grey: spread of $\\gamma$, {shown(first.title)}, last epoch", fontsize=7)
         legend_below(figure, left, most=6)
     return figure
+
+
+def _draw_mode(panel: Any, gamma: Sequence[float], values: Sequence[float], look: Stroke, dash: str) -> None:
+    """Draw one mode of a gate: markers tell models apart, dashes tell modes."""
+    face = look.colour if dash == "-" else "white"
+    every = max(1, len(values) // 8)
+    marked = {"marker": look.marker, "markerfacecolor": face, "markevery": every}
+    panel.plot(gamma, values, color=look.colour, linestyle=dash, clip_on=False, **marked)
