@@ -53,9 +53,9 @@ def confidence_figure(models: Sequence[Confidences]) -> Any:
     with grid(len(models)) as (figure, axes):
         for panel, data in zip(axes, models, strict=True):
             kinds: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (
-                ("right answers (share of these)", data.right, {"fill": True, "facecolor": "0.8", "edgecolor": DARK}),
+                ("right answers", data.right, {"fill": True, "facecolor": "0.8", "edgecolor": DARK}),
                 (
-                    "wrong answers (share of these)",
+                    "wrong answers",
                     data.wrong,
                     {"fill": True, "facecolor": "none", "edgecolor": OVER, "hatch": "/////"},
                 ),
@@ -65,9 +65,9 @@ def confidence_figure(models: Sequence[Confidences]) -> Any:
                 panel.stairs(share, data.edges, label=name, linewidth=0.8, **look)
             panel.axvline(data.confidence, color=DARK, linestyle="--", linewidth=0.9, label="mean confidence")
             panel.axvline(data.accuracy, color=DARK, linestyle=":", linewidth=1.2, label="accuracy")
-            panel.set(xlim=(0, 1), ylim=(0, None))
             counted = f"{round(sum(data.right)):,} right, {round(sum(data.wrong)):,} wrong"
             panel.set_title(f"{shown(data.title)}\n{counted}", fontsize=8)
+        axes[0].set(xlim=(0, 1), ylim=(0, None))  # of all panels, and only now: it ends the search for room
         label_outside(axes, "confidence", "share")
         legend_below(figure, axes[0], most=2 if len(models) < 3 else 4)
     return figure
@@ -198,10 +198,10 @@ def class_map_figure(data: ClassMap) -> Any:
         panel.set_yticks([n + 0.5 for n in range(len(data.names))], [shown(name, 18) for name in data.names])
         panel.tick_params(axis="y", length=0)
         panel.set(xlim=(0, steps), ylim=(len(data.names), 0), xlabel="confidence")
-        lines = [shown(data.title), f"area: |confidence − accuracy|; a full cell: {100 * LARGEST:.0f} points or more"]
+        lines = [shown(data.title), f"area: |confidence − accuracy|, full from {100 * LARGEST:.0f} points on"]
         if len(data.names) < data.classes:
             lines.insert(1, f"{len(data.names)} of {data.classes} classes, those furthest off")
-        panel.set_title("\n".join(lines), fontsize=7)
+        figure.suptitle("\n".join(lines), fontsize=7)
         for name, colour in (("too sure", OVER), ("not sure enough", "white")):
             panel.scatter([], [], marker="s", s=20, facecolor=colour, edgecolor=DARK, linewidth=0.6, label=name)
         legend_below(figure, panel)

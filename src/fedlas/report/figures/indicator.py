@@ -79,7 +79,7 @@ def indicator_data(predictions: Predictions, title: str) -> Indicator:
 
 def indicator_figure(data: Indicator) -> Any:
     """Draw each sample's norm against its confidence, and how both are distributed; a matplotlib figure."""
-    with paper(COLUMN, 3.1) as figure:
+    with paper(COLUMN, 3.2) as figure:
         grid = {"width_ratios": (4, 1), "height_ratios": (1, 4)}
         (top, corner), (panel, side) = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=grid)
         corner.remove()
@@ -99,7 +99,7 @@ def indicator_figure(data: Indicator) -> Any:
         panel.set(xlabel=r"normalised $\|z\|_1$ (NCI)", ylabel=r"largest softmax probability")
         figure.legend(loc="outside lower center", ncols=2, markerscale=2)
         above, low = 100 * data.saturated, 100 * data.saturated_low
-        shares = f"confidence above {SATURATED}: {above:.0f} % of all, {low:.0f} % of the lowest tenth of norms"
+        shares = f"confidence above {SATURATED}: {above:.0f} % of all,\n{low:.0f} % of the tenth with the lowest norms"
         figure.suptitle(f"{data.title}\n{shares}", fontsize=7)
     return figure
 

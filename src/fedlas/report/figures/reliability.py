@@ -21,6 +21,7 @@ GAPS = {
     "confidence above accuracy": {"edgecolor": OVER, "hatch": "//////"},
     "confidence below accuracy": {"edgecolor": UNDER, "hatch": "\\\\\\\\\\\\"},
 }
+BANDS = 4  # more of them hide each other
 WINDOW = 0.015  # of confidence: further apart, two places of a smooth curve have an empty one between them
 
 
@@ -80,7 +81,7 @@ def reliability_figure(rows: Mapping[str, Sequence[Reliability]]) -> Any:
     columns = max(len(row) for row in rows.values())
     width = COLUMN if columns <= 2 else max(PAGE, 1.3 * columns)
     side = min(2.2, (width - 0.5) / columns)
-    with paper(width, (1.3 * side + 0.5) * len(rows) + 0.2) as figure:
+    with paper(width, (1.3 * side + 0.5) * len(rows) + 0.6) as figure:
         ratios = [4.0, 1.0] * len(rows)
         panels = figure.subplots(2 * len(rows), columns, squeeze=False, sharex=True, sharey="row", height_ratios=ratios)
         for number, (name, row) in enumerate(rows.items()):
@@ -93,6 +94,7 @@ def reliability_figure(rows: Mapping[str, Sequence[Reliability]]) -> Any:
                     below[place].set_axis_off()
             above[0].set_ylabel(f"{shown(name)}\naccuracy" if name else "accuracy")
             below[0].set_ylabel("share")
+            below[0].set_ylim(0, None)  # of the whole row, and only now: it ends the search for room
         lengths = [len(row) for row in rows.values()]
         for place in range(columns):
             last = max(number for number, length in enumerate(lengths) if length > place)
@@ -116,9 +118,9 @@ def _draw_bars(panel: Any, below: Any, data: Reliability) -> None:
         gap = {"bottom": min(accuracy, confidence), "height": abs(confidence - accuracy)}
         panel.bar(**box | gap | look | {"facecolor": "none", "linewidth": 0})
         below.bar(height=data.share[place], facecolor=PALE, **box)
-    panel.set(xlim=(0, 1), ylim=(0, 1))
+    ticks = (0, 0.5, 1)
+    panel.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks)
     panel.set_title(f"{shown(data.title)}\nECE {100 * data.ece:.1f} %", fontsize=8)
-    below.set_ylim(0, None)
 
 
 def _wide(data: Reliability) -> Iterator[tuple[float, float]]:
@@ -129,13 +131,17 @@ def _wide(data: Reliability) -> Iterator[tuple[float, float]]:
 
 
 def reliability_lines_figure(models: Sequence[Reliability]) -> Any:
-    """Draw the reliability of several models as lines in one panel, with their ranges; a matplotlib figure."""
+    """Draw the reliability of several models as lines in one panel; a matplotlib figure.
+
+    Up to four models have bands, which show the ranges of their accuracies; those of more would hide each other.
+    """
     with _panels(len(models)) as (figure, panel, below):
         for number, data in enumerate(models):
             look = stroke(number)
             name = f"{shown(data.title)}, ECE {100 * data.ece:.1f} %"
-            panel.fill_between(data.confidence, data.low, data.high, color=look.colour, alpha=0.12, linewidth=0)
-            if len(data.confidence) == 1:  # a band needs two places
+            if len(models) <= BANDS:
+                panel.fill_between(data.confidence, data.low, data.high, color=look.colour, alpha=0.12, linewidth=0)
+            if len(models) <= BANDS and len(data.confidence) == 1:  # a band needs two places
                 panel.vlines(data.confidence, data.low, data.high, color=look.colour, linewidth=1)
             panel.plot(data.confidence, data.accuracy, label=name, clip_on=False, **look.marked(1))
             edges, shares = _steps(data)
@@ -148,7 +154,7 @@ def reliability_lines_figure(models: Sequence[Reliability]) -> Any:
 @contextmanager
 def _panels(models: int) -> Iterator[tuple[Any, Any, Any]]:
     """Make a panel for curves and one below it for where the samples are."""
-    with paper(COLUMN, 3.2 + 0.13 * models) as figure:
+    with paper(COLUMN, 3.1 + 0.14 * -(-models // 2)) as figure:
         panel, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         panel.plot([0, 1], [0, 1], color=PALE, linewidth=0.8, linestyle="--")
         yield figure, panel, below
@@ -219,7 +225,7 @@ def smooth_reliability_data(given: Given, title: str, level: float = 0.95) -> Sm
 
 
 def smooth_reliability_figure(models: Sequence[SmoothReliability]) -> Any:
-    """Draw the smooth reliability of several models in one panel, with their ranges; a matplotlib figure."""
+    """Draw the smooth reliability of several models in one panel, up to four with bands; a matplotlib figure."""
     with _panels(len(models)) as (figure, panel, below):
         for number, data in enumerate(models):
             look = stroke(number)
@@ -228,7 +234,8 @@ def smooth_reliability_figure(models: Sequence[SmoothReliability]) -> Any:
                     values[part] for values in (data.confidence, data.accuracy, data.low, data.high, data.density)
                 )
                 name = None if piece else f"{shown(data.title)}, smooth ECE {100 * data.smooth_ece:.1f} %"
-                panel.fill_between(x, low, high, color=look.colour, alpha=0.12, linewidth=0)
+                if len(models) <= BANDS:
+                    panel.fill_between(x, low, high, color=look.colour, alpha=0.12, linewidth=0)
                 panel.plot(x, y, label=name, clip_on=False, **look.marked(len(x)))
                 below.plot(x, density, linewidth=1, **look.line)
         below.set_ylabel("density")

@@ -39,7 +39,7 @@ def risk_data(given: Given, title: str) -> RiskCurve:
 
 def risk_figure(models: Sequence[RiskCurve]) -> Any:
     """Draw risk over coverage of several models, and as thin lines the best order of answers; a matplotlib figure."""
-    with paper(COLUMN, 2.4 + 0.13 * len(models)) as figure:
+    with paper(COLUMN, 2.4 + 0.14 * -(-len(models) // 2)) as figure:
         panel = figure.subplots()
         for number, data in enumerate(models):
             look = stroke(number)

@@ -104,9 +104,9 @@ def legend_below(figure: Any, panel: Any, *, most: int = 4, **options: Any) -> N
     if not labels:
         return
     longest = max(max(map(len, label.split("\n"))) for label in labels)
-    columns = int(figure.get_figwidth() / (0.055 * longest + 0.55))
+    columns = int(figure.get_figwidth() / (0.048 * longest + 0.5))
     columns = max(1, min(columns, most, len(labels)))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, **options)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1.2, **options)
 
 
 @contextmanager

@@ -136,7 +136,8 @@ def alpha_figure(models: Sequence[Alphas]) -> Any:
             look = stroke(number).marked(len(data.epoch))
             left.plot(data.epoch, _scaled(data.ratio, 1), label=shown(data.title), **look)
             for values, dash in ((data.positive, "-"), (data.negative, "--")):
-                _draw_mode(right, data.gamma, values, stroke(number), dash)
+                if values:  # a line without points that is not clipped would have no end
+                    _draw_mode(right, data.gamma, values, stroke(number), dash)
         for mode, dash in (("positive mode", "-"), ("negative mode", "--")):
             left.plot([], [], color=PALE, linestyle=dash, label=mode)
         left.set(xlabel="epoch", ylabel=r"mean $\alpha_i$ / $\alpha$", ylim=(0, None))
