@@ -30,6 +30,7 @@ from fedlas.report.figures.style import (
 
 SATURATED = 0.99
 STEPS = 40  # of a histogram
+ALIKE = "there is one sample alone, or all features are equally long: their norm cannot be normalised"
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def indicator_data(predictions: Predictions, title: str) -> Indicator:
     """Take norm and confidence from predictions with features; the norm itself, as one column, will do."""
     norm, confidence = norms_of(predictions), predictions.confidence.double().cpu()
     correct = predictions.correct.bool().cpu()
+    if len(norm) < 2 or not float(norm.std()) > 0:
+        raise ValueError(ALIKE)
     lowest = norm.argsort()[: max(1, len(norm) // 10)]
     return Indicator(
         title=title,
@@ -80,8 +83,8 @@ def indicator_data(predictions: Predictions, title: str) -> Indicator:
 def indicator_figure(data: Indicator) -> Any:
     """Draw each sample's norm against its confidence, and how both are distributed; a matplotlib figure."""
     with paper(COLUMN, 3.2) as figure:
-        grid = {"width_ratios": (4, 1), "height_ratios": (1, 4)}
-        (top, corner), (panel, side) = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=grid)
+        ratios = {"width_ratios": (4, 1), "height_ratios": (1, 4)}
+        (top, corner), (panel, side) = figure.subplots(2, 2, sharex="col", sharey="row", gridspec_kw=ratios)
         corner.remove()
         for wanted, marker, colour, size in ((True, "o", MIDDLE, 4), (False, "x", DARK, 5)):
             places = [n for n, correct in enumerate(data.correct) if correct is wanted]
@@ -140,7 +143,7 @@ def norm_data(predictions: Predictions, title: str) -> Norms:
     held = page_data.norm_data(predictions)
     if held is None:
         features_of(predictions)
-        raise ValueError("there are too few samples, or all features are equally long: the norm cannot be normalised")
+        raise ValueError(ALIKE)
     columns = {name: tuple(map(float, held[name])) for name in ("edges", "right", "wrong")}
     samples, *means = zip(*held["groups"], strict=True)
     nci, confidence, accuracy = (tuple(map(float, column)) for column in means)
@@ -279,8 +282,8 @@ def activations_figure(data: Activations) -> Any:
     most = max(max(one.features) for one in (*data.high, *data.low))
     least = min(0.0, *(min(one.features) for one in (*data.high, *data.low)))
     with paper(PAGE, 0.5 + 1.1 * rows) as figure:
-        grid = {"width_ratios": (1, 3, 1, 3)}
-        panels = figure.subplots(rows, 4, squeeze=False, gridspec_kw=grid)
+        ratios = {"width_ratios": (1, 3, 1, 3)}
+        panels = figure.subplots(rows, 4, squeeze=False, gridspec_kw=ratios)
         for first, column, colour in ((0, data.high, MIDDLE), (2, data.low, LIGHT)):
             for line, one in zip(panels, column, strict=False):
                 picture, panel = line[first : first + 2]
