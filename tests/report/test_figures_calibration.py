@@ -103,7 +103,7 @@ def test_rows_may_have_different_lengths_and_label_what_is_lowest():
     one = reliability(pages.model(300))
     figure = reliability_figure({"a": [one, one, one], "b": [one]})
     places = {place.get_title() for place in figure.axes if place.axison}
-    assert places == {"one\nECE {:.1f} %".format(100 * one.ece), ""}
+    assert places == {f"one\nECE {100 * one.ece:.1f} %", ""}
     named = [panel for panel in figure.axes if panel.axison and panel.get_xlabel() == "confidence"]
     assert len(named) == 3
     assert sum(panel.axison for panel in figure.axes) == 8

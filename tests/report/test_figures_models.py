@@ -66,12 +66,13 @@ def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
     assert [panel.get_title() for panel in figure.axes] == ["noise", "other"]
     assert figure.get_suptitle() == "one"
     for panel, held in zip(figure.axes, data.sets, strict=True):
-        for line, score in zip(panel.lines[1:], held.scores, strict=True):
+        for line, score in zip(panel.lines[1:], held.scores, strict=False):
             assert (list(line.get_xdata()), list(line.get_ydata())) == (list(score.false), list(score.true))
-        words = [text.get_text() for text in panel.get_legend().get_texts()]
-        assert words == [f"{s.name.replace('_', ' ')}, {100 * s.auroc:.1f} %" for s in held.scores]
-        looks = {(line.get_marker(), line.get_linestyle()) for line in panel.lines[1:]}
-        assert len(looks) == len(held.scores)
+        drawn = panel.lines[1 : 1 + len(held.scores)]
+        assert len({(line.get_marker(), line.get_linestyle(), line.get_color()) for line in drawn}) == len(held.scores)
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    both = zip(*(held.scores for held in data.sets), strict=True)
+    assert words == [f"{a.name.replace('_', ' ')}: {100 * a.auroc:.1f}, {100 * b.auroc:.1f}" for a, b in both]
     figure = score_figure(data.sets[0])
     for panel, score in zip(figure.axes, data.sets[0].scores, strict=False):
         known, strange = panel.patches
@@ -221,14 +222,14 @@ def test_ranks_and_groups_are_what_plain_loops_give():
     assert data.ranks == pytest.approx(sorted(ranks.values()))
     assert data.p_value == pytest.approx(stats.friedmanchisquare(*table.values()).pvalue)
     assert data.p_value < 0.05
-    alike = {
-        pair for pair in combinations(range(7), 2) if data.ranks[pair[1]] - data.ranks[pair[0]] < data.critical_difference
-    }
+    reach, places = data.critical_difference, data.ranks
+    alike = {(first, last) for first, last in combinations(range(7), 2) if places[last] - places[first] < reach}
     covered = {pair for first, last in data.groups for pair in combinations(range(first, last + 1), 2)}
     assert covered == alike
     assert 0 < len(covered) < 21
     assert not any(a[0] >= b[0] and a[1] <= b[1] for a in data.groups for b in data.groups if a != b)
-    turned = rank_data({name: [-value for value in values] for name, values in table.items()}, "x", higher_is_better=True)
+    negative = {name: [-value for value in values] for name, values in table.items()}
+    turned = rank_data(negative, "x", higher_is_better=True)
     assert turned.ranks == data.ranks
 
 

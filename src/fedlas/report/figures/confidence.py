@@ -9,7 +9,20 @@ from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Given, pairs
 from fedlas.predictions import Predictions, optional_module
 from fedlas.report import page_data
-from fedlas.report.figures.style import COLUMN, DARK, OVER, PALE, UNDER, grid, label_outside, legend_below, paper, shown
+from fedlas.report.figures.style import (
+    COLUMN,
+    DARK,
+    OVER,
+    PALE,
+    UNDER,
+    fitted,
+    grid,
+    label_outside,
+    legend_below,
+    paper,
+    shown,
+    title_room,
+)
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import State
@@ -66,7 +79,7 @@ def confidence_figure(models: Sequence[Confidences]) -> Any:
             panel.axvline(data.confidence, color=DARK, linestyle="--", linewidth=0.9, label="mean confidence")
             panel.axvline(data.accuracy, color=DARK, linestyle=":", linewidth=1.2, label="accuracy")
             counted = f"{round(sum(data.right)):,} right, {round(sum(data.wrong)):,} wrong"
-            panel.set_title(f"{shown(data.title)}\n{counted}", fontsize=8)
+            panel.set_title(f"{fitted(data.title, title_room(panel))}\n{counted}", fontsize=8)
         axes[0].set(xlim=(0, 1), ylim=(0, None))  # of all panels, and only now: it ends the search for room
         label_outside(axes, "confidence", "share")
         legend_below(figure, axes[0], most=2 if len(models) < 3 else 4)
@@ -121,7 +134,7 @@ def over_under_figure(models: Sequence[OverUnder]) -> Any:
         panel.axvline(0, color=DARK, linewidth=0.6)
         most = max(0.1, 1.05 * max(abs(end) for end in panel.get_xlim()))
         panel.set(xlim=(-most, most), ylim=(len(models) - 0.5, -0.5), xlabel="U-ECE  ←  points of ECE  →  O-ECE")
-        panel.set_yticks(range(len(models)), [shown(data.title) for data in models])
+        panel.set_yticks(range(len(models)), [fitted(data.title, 1, 7) for data in models])
         panel.xaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
         panel.spines["left"].set_visible(False)
         panel.tick_params(axis="y", length=0)
@@ -159,7 +172,10 @@ def class_map_data(predictions: Predictions, title: str, most: int = CLASSES) ->
     """
     bins = page_data.answer_bins(predictions).cpu()
     wrong = (bins.confidence_sum - bins.correct_sum).abs().sum(1)
-    kept = wrong.argsort(descending=True, stable=True)[:most].sort().values
+    order = wrong.argsort(descending=True, stable=True)
+    if predictions.top_only:  # of classes that nobody named, nothing is known
+        order = order[bins.counts.sum(1)[order] > 0]
+    kept = order[:most].sort().values
     counts, gaps = bins.counts[kept], (bins.confidence - bins.accuracy)[kept]
     called = predictions.class_names or tuple(str(n) for n in range(predictions.num_classes))
     return ClassMap(
@@ -195,7 +211,7 @@ def class_map_figure(data: ClassMap) -> Any:
                 panel.plot(column + 0.5, row + 0.5, ".", markersize=1, color=PALE, zorder=0)
         ticks = range(0, steps + 1, 2)
         panel.set_xticks(ticks, [f"{data.edges[n]:.1f}" for n in ticks])
-        panel.set_yticks([n + 0.5 for n in range(len(data.names))], [shown(name, 18) for name in data.names])
+        panel.set_yticks([n + 0.5 for n in range(len(data.names))], [fitted(name, 1, 7) for name in data.names])
         panel.tick_params(axis="y", length=0)
         panel.set(xlim=(0, steps), ylim=(len(data.names), 0), xlabel="confidence")
         lines = [shown(data.title), f"area: |confidence − accuracy|, full from {100 * LARGEST:.0f} points on"]

@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from fedlas.predictions import Array, Predictions
 from fedlas.report import page_data
-from fedlas.report.figures.style import DARK, OVER, PALE, grid, label_outside, legend_below, shown, stroke
+from fedlas.report.figures.style import (
+    DARK,
+    OVER,
+    PALE,
+    fitted,
+    grid,
+    label_outside,
+    legend_below,
+    shown,
+    stroke,
+    title_room,
+)
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report
@@ -101,25 +112,32 @@ def _score(held: page_data.Plain) -> ForeignScore:
 
 
 def roc_figure(data: Foreign) -> Any:
-    """Draw the ROC curves of all scores, a panel for each foreign data set; a matplotlib figure."""
-    lines = max(len(one.scores) for one in data.sets)
-    with grid(len(data.sets), height=2.2 + 0.14 * lines, narrow=1) as (figure, axes):
+    """Draw the ROC curves of all scores, a panel for each foreign data set; a matplotlib figure.
+
+    The legend gives the AUROC of each score, in the order of the panels.
+    """
+    names = list(dict.fromkeys(score.name for one in data.sets for score in one.scores))
+    with grid(len(data.sets), height=2.2, narrow=1, more=0.14 * len(names)) as (figure, axes):
         for panel, one in zip(axes, data.sets, strict=True):
             panel.plot([0, 1], [0, 1], color=PALE, linewidth=0.8, linestyle="--")
-            for number, score in enumerate(one.scores):
-                name = f"{score.name.replace('_', ' ')}, {100 * score.auroc:.1f} %"
-                panel.plot(score.false, score.true, label=name, **stroke(number).marked(len(score.true), most=5))
+            for score in one.scores:
+                look = stroke(names.index(score.name)).marked(len(score.true), most=5)
+                panel.plot(score.false, score.true, **look)
             panel.set(xlim=(0, 1), ylim=(0, 1))
-            panel.set_title(shown(one.name), fontsize=8)
-            panel.legend(title="AUROC", title_fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+            panel.set_title(fitted(one.name, title_room(panel)), fontsize=8)
+        for number, name in enumerate(names):
+            found = [score.auroc for one in data.sets for score in one.scores if score.name == name]
+            label = f"{name.replace('_', ' ')}: {', '.join(f'{100 * value:.1f}' for value in found)}"
+            axes[0].plot([], [], label=label, **stroke(number).marked(1))
         label_outside(axes, "known taken for foreign", "foreign taken for foreign")
         figure.suptitle(shown(data.title), fontsize=8)
+        legend_below(figure, axes[0], most=3, title="AUROC (%)", title_fontsize=7)
     return figure
 
 
 def score_figure(data: ForeignSet) -> Any:
     """Draw how each score is spread on known and on foreign samples, a panel for each; a matplotlib figure."""
-    with grid(len(data.scores), height=1.35, share=False) as (figure, axes):
+    with grid(len(data.scores), height=1.5, share=False) as (figure, axes):
         for panel, score in zip(axes, data.scores, strict=True):
             panel.stairs(
                 score.known, score.edges, label="known", fill=True, facecolor="0.8", edgecolor=DARK, linewidth=0.8
@@ -135,7 +153,7 @@ def score_figure(data: ForeignSet) -> Any:
                 linewidth=0.8,
             )
             panel.set(ylim=(0, None))
-            panel.set_title(f"{score.name.replace('_', ' ')}, AUROC {100 * score.auroc:.1f} %", fontsize=8)
+            panel.set_title(f"{score.name.replace('_', ' ')}\nAUROC {100 * score.auroc:.1f} %", fontsize=8)
             panel.locator_params(axis="x", nbins=5)
         label_outside(axes, "score, larger is more foreign", "share")
         legend_below(figure, axes[0])

@@ -20,12 +20,13 @@ from fedlas.report.figures.style import (
     OVER,
     PAGE,
     PALE,
+    fitted,
     grid,
     label_outside,
     legend_below,
     numbers_of,
     paper,
-    shown,
+    title_room,
 )
 
 SATURATED = 0.99
@@ -188,7 +189,7 @@ def norm_figure(models: Sequence[Norms]) -> Any:
                 label="accuracy",
             )
             panel.set(ylim=(0, 1.02), xlim=(data.edges[0], data.edges[-1]))
-            panel.set_title(shown(data.title), fontsize=8)
+            panel.set_title(fitted(data.title, title_room(panel)), fontsize=8)
         label_outside(axes, r"normalised $\|z\|_1$ (NCI)", "confidence, accuracy")
         legend_below(figure, axes[0], most=2 if len(models) < 3 else 4)
     return figure

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas.metrics.mean_rank import mean_ranks
-from fedlas.report.figures.style import DARK, PAGE, paper, shown
+from fedlas.report.figures.style import DARK, PAGE, fitted, paper, shown
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def rank_figure(data: Ranks) -> Any:
             y = top + step * (place if on_left else count - 1 - place)
             end, side = (low - 0.05 * margin, "right") if on_left else (high + 0.05 * margin, "left")
             panel.plot([rank, rank, end], [0.5, y, y], color=DARK, linewidth=0.6)
-            panel.text(end, y, f" {shown(name, 24)} ({rank:.2f}) ", ha=side, va="center", fontsize=7)
+            panel.text(end, y, f" {fitted(name, 1.0, 7)} ({rank:.2f}) ", ha=side, va="center", fontsize=7)
         for number, (first, last) in enumerate(data.groups):
             y = 0.58 + 0.11 * number
             ends = [data.ranks[first] - 0.02 * (high - low), data.ranks[last] + 0.02 * (high - low)]

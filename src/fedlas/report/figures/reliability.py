@@ -13,7 +13,19 @@ from typing import Any
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.samples import Given, pairs
 from fedlas.metrics.smooth import smooth_ece
-from fedlas.report.figures.style import COLUMN, DARK, OVER, PAGE, PALE, UNDER, legend_below, paper, shown, stroke
+from fedlas.report.figures.style import (
+    COLUMN,
+    DARK,
+    OVER,
+    PAGE,
+    PALE,
+    UNDER,
+    fitted,
+    legend_below,
+    paper,
+    stroke,
+    title_room,
+)
 from fedlas.report.page_data import smooth_data
 from fedlas.report.places import filled_places
 
@@ -21,6 +33,7 @@ GAPS = {
     "confidence above accuracy": {"edgecolor": OVER, "hatch": "//////"},
     "confidence below accuracy": {"edgecolor": UNDER, "hatch": "\\\\\\\\\\\\"},
 }
+TALLEST = 8.4  # inches: what fits on a page, with a legend below
 BANDS = 4  # more of them hide each other
 WINDOW = 0.015  # of confidence: further apart, two places of a smooth curve have an empty one between them
 
@@ -80,7 +93,7 @@ def reliability_figure(rows: Mapping[str, Sequence[Reliability]]) -> Any:
     """
     columns = max(len(row) for row in rows.values())
     width = COLUMN if columns <= 2 else max(PAGE, 1.3 * columns)
-    side = min(2.2, (width - 0.5) / columns)
+    side = min(2.2, (width - 0.5) / columns, (TALLEST / len(rows) - 0.5) / 1.3)
     with paper(width, (1.3 * side + 0.5) * len(rows) + 0.6) as figure:
         ratios = [4.0, 1.0] * len(rows)
         panels = figure.subplots(2 * len(rows), columns, squeeze=False, sharex=True, sharey="row", height_ratios=ratios)
@@ -92,7 +105,7 @@ def reliability_figure(rows: Mapping[str, Sequence[Reliability]]) -> Any:
                 else:
                     above[place].set_axis_off()
                     below[place].set_axis_off()
-            above[0].set_ylabel(f"{shown(name)}\naccuracy" if name else "accuracy")
+            above[0].set_ylabel(f"{fitted(name, side)}\naccuracy" if name else "accuracy")
             below[0].set_ylabel("share")
             below[0].set_ylim(0, None)  # of the whole row, and only now: it ends the search for room
         lengths = [len(row) for row in rows.values()]
@@ -120,7 +133,7 @@ def _draw_bars(panel: Any, below: Any, data: Reliability) -> None:
         below.bar(height=data.share[place], facecolor=PALE, **box)
     ticks = (0, 0.5, 1)
     panel.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks)
-    panel.set_title(f"{shown(data.title)}\nECE {100 * data.ece:.1f} %", fontsize=8)
+    panel.set_title(f"{fitted(data.title, title_room(panel))}\nECE {100 * data.ece:.1f} %", fontsize=8)
 
 
 def _wide(data: Reliability) -> Iterator[tuple[float, float]]:
@@ -138,7 +151,7 @@ def reliability_lines_figure(models: Sequence[Reliability]) -> Any:
     with _panels(len(models)) as (figure, panel, below):
         for number, data in enumerate(models):
             look = stroke(number)
-            name = f"{shown(data.title)}, ECE {100 * data.ece:.1f} %"
+            name = f"{fitted(data.title, 1.5, 7)}, ECE {100 * data.ece:.1f} %"
             if len(models) <= BANDS:
                 panel.fill_between(data.confidence, data.low, data.high, color=look.colour, alpha=0.12, linewidth=0)
             if len(models) <= BANDS and len(data.confidence) == 1:  # a band needs two places
@@ -233,7 +246,7 @@ def smooth_reliability_figure(models: Sequence[SmoothReliability]) -> Any:
                 x, y, low, high, density = (
                     values[part] for values in (data.confidence, data.accuracy, data.low, data.high, data.density)
                 )
-                name = None if piece else f"{shown(data.title)}, smooth ECE {100 * data.smooth_ece:.1f} %"
+                name = None if piece else f"{fitted(data.title, 1.3, 7)}, smooth ECE {100 * data.smooth_ece:.1f} %"
                 if len(models) <= BANDS:
                     panel.fill_between(x, low, high, color=look.colour, alpha=0.12, linewidth=0)
                 panel.plot(x, y, label=name, clip_on=False, **look.marked(len(x)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedlas.report.figures.reliability import Reliability
     from fedlas.report.html import Given, Model
 
-ROWS = 5  # of diagrams in one figure
+ROWS = 4  # of diagrams in one figure
 KNOWN = {"pdf", "png", "svg"}
 
 Drawn = tuple[str, Any, Any]  # name of the files, figure, and what it was drawn from

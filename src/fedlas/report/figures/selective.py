@@ -7,7 +7,7 @@ from typing import Any
 from fedlas.metrics.samples import Given, pairs
 from fedlas.metrics.selective import aurc
 from fedlas.report import page_data
-from fedlas.report.figures.style import COLUMN, PALE, legend_below, paper, shown, stroke
+from fedlas.report.figures.style import COLUMN, PALE, fitted, legend_below, paper, stroke
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def risk_figure(models: Sequence[RiskCurve]) -> Any:
         for number, data in enumerate(models):
             look = stroke(number)
             percent = [[100 * value for value in values] for values in (data.coverage, data.risk, data.best)]
-            name = f"{shown(data.title)}, AURC {100 * data.aurc:.2f} %"
+            name = f"{fitted(data.title, 1.5, 7)}, AURC {100 * data.aurc:.2f} %"
             panel.plot(percent[0], percent[2], linewidth=0.5, **look.line)
             panel.plot(percent[0], percent[1], label=name, clip_on=False, **look.marked(len(data.risk)))
         panel.plot([], [], color=PALE, linewidth=0.5, label="thin: the best order")

@@ -88,6 +88,17 @@ def shown(text: object, longest: int = LONGEST) -> str:
     return f" {drawn}" if drawn.startswith("_") else drawn or "(no name)"
 
 
+def fitted(text: object, inches: float, points: float = 8) -> str:
+    """Make of someone else's text what fits into a place of some width."""
+    path = optional_module("matplotlib.textpath").TextPath
+    with house_style():
+        for longest in range(LONGEST, 3, -1):
+            drawn = shown(text, longest)
+            if path((0, 0), drawn, size=points).get_extents().width <= 72 * inches:
+                return drawn
+    return drawn
+
+
 @cache
 def _letters() -> frozenset[int]:
     manager = optional_module("matplotlib.font_manager")
@@ -137,8 +148,15 @@ def label_outside(axes: Sequence[Any], x: str, y: str) -> None:
             panel.tick_params(labelbottom=True)  # also where the place below is empty
 
 
+def title_room(panel: Any) -> float:
+    """Give the inches that a title has above a panel of a grid."""
+    return float(panel.get_figure().get_figwidth()) / panel.get_gridspec().ncols - 0.35
+
+
 @contextmanager
-def grid(count: int, *, height: float = 1.5, share: bool = True, narrow: int = 2) -> Iterator[tuple[Any, list[Any]]]:
+def grid(
+    count: int, *, height: float = 1.5, share: bool = True, narrow: int = 2, more: float = 0
+) -> Iterator[tuple[Any, list[Any]]]:
     """Make a figure of equal panels: some beside each other in a column, or three on a page.
 
     Args:
@@ -146,10 +164,11 @@ def grid(count: int, *, height: float = 1.5, share: bool = True, narrow: int = 2
         height: of each, in inches.
         share: whether they have the same axes.
         narrow: how many fit into a column.
+        more: inches for what stands below.
     """
     columns = count if count <= narrow else 2 if count in {2, 4} else 3
     rows = -(-count // columns)
-    with paper(COLUMN if count <= narrow else PAGE, 0.75 + height * rows) as figure:
+    with paper(COLUMN if count <= narrow else PAGE, 0.75 + height * rows + more) as figure:
         panels = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
         axes = list(panels.flat)
         for empty in axes[count:]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas.report import page_data
-from fedlas.report.figures.style import DARK, PAGE, PALE, Stroke, legend_below, paper, shown, stroke
+from fedlas.report.figures.style import DARK, PAGE, PALE, Stroke, fitted, legend_below, paper, shown, stroke
 
 Values = tuple[float | None, ...]
 
@@ -148,7 +148,7 @@ def alpha_figure(models: Sequence[Alphas]) -> Any:
             tall = [1.9 * share / max(*first.share, 1e-9) for share in first.share]
             right.stairs(tall, first.edges, fill=True, facecolor="0.85", zorder=0)
             right.set_xlim(first.edges[0], first.edges[-1])
-            right.set_title(f"grey: spread of $\\gamma$, {shown(first.title)}, last epoch", fontsize=7)
+            right.set_title(f"grey: spread of $\\gamma$, {fitted(first.title, 1.2, 7)}, last epoch", fontsize=7)
         legend_below(figure, left, most=6)
     return figure
 
