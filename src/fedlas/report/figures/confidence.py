@@ -122,7 +122,7 @@ def over_under_figure(models: Sequence[OverUnder]) -> Any:
         for place, data in enumerate(models):
             sides = (
                 (1, data.over, data.over_range, OVER, "//////"),
-                (-1, data.under, data.under_range, UNDER, "....."),
+                (-1, data.under, data.under_range, UNDER, "\\\\\\\\\\\\"),
             )
             for sign, value, interval, colour, hatch in sides:
                 panel.barh(
@@ -134,7 +134,7 @@ def over_under_figure(models: Sequence[OverUnder]) -> Any:
         panel.axvline(0, color=DARK, linewidth=0.6)
         most = max(0.1, 1.05 * max(abs(end) for end in panel.get_xlim()))
         panel.set(xlim=(-most, most), ylim=(len(models) - 0.5, -0.5), xlabel="U-ECE  ←  points of ECE  →  O-ECE")
-        panel.set_yticks(range(len(models)), [fitted(data.title, 1, 7) for data in models])
+        panel.set_yticks(range(len(models)), [fitted(data.title, 1.3, 7) for data in models])
         panel.xaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
         panel.spines["left"].set_visible(False)
         panel.tick_params(axis="y", length=0)

@@ -150,7 +150,8 @@ def label_outside(axes: Sequence[Any], x: str, y: str) -> None:
 
 def title_room(panel: Any) -> float:
     """Give the inches that a title has above a panel of a grid."""
-    return float(panel.get_figure().get_figwidth()) / panel.get_gridspec().ncols - 0.35
+    inches: float = panel.get_figure().get_figwidth() / panel.get_gridspec().ncols - 0.35
+    return inches
 
 
 @contextmanager
