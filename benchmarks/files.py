@@ -39,13 +39,11 @@ def main() -> None:
         for kind in kinds:
             path = Path(folder) / f"p{kind}"
             write_predictions(drawn(asked.rows, asked.classes), path)
-            found.append({"kind": kind, "file_mb": path.stat().st_size / 1e6} | measured(path))
-            copy = asked.rows * asked.classes * (8 if kind in WIDE else 4) / 1e6
-            one = found[-1] | {"copy_mb": copy}
-            print("{kind:13} file {file_mb:7.0f} MB  {seconds:6.1f} s  peak {peak_mb:6.0f} MB".format(**one), end="")
-            print(
-                f"  ({(one['peak_mb'] - one['idle_mb']) / copy:.1f} copies above {one['idle_mb']:.0f} MB)", flush=True
-            )
+            idle, peak, seconds = measured(path)
+            size, copy = path.stat().st_size / 1e6, asked.rows * asked.classes * (8 if kind in WIDE else 4) / 1e6
+            found.append({"kind": kind, "file_mb": size, "idle_mb": idle, "peak_mb": peak, "seconds": seconds})
+            print(f"{kind:13} file {size:7.0f} MB  {seconds:6.1f} s  peak {peak:6.0f} MB", end="")
+            print(f"  ({(peak - idle) / copy:.1f} copies above {idle:.0f} MB)", flush=True)
             path.unlink()
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=1))
@@ -59,13 +57,13 @@ def drawn(rows: int, classes: int) -> Predictions:
     return Predictions(4 * logits, labels)
 
 
-def measured(path: Path) -> dict[str, float]:
-    """Run the command, and measure it; `idle_mb` is what it takes for a hundred samples."""
+def measured(path: Path) -> tuple[float, float, float]:
+    """Run the command: give its memory in MB for a hundred samples and for the file, and its seconds."""
     small = path.with_name(f"small{path.suffix}")
     write_predictions(drawn(100, 10), small)
     idle, _ = peak_and_seconds(small)
     peak, seconds = peak_and_seconds(path)
-    return {"idle_mb": idle, "peak_mb": peak, "seconds": seconds}
+    return idle, peak, seconds
 
 
 def peak_and_seconds(path: Path) -> tuple[float, float]:

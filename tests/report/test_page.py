@@ -14,8 +14,9 @@ import torch
 from fedlas.evaluation import Report, evaluate
 from fedlas.predictions import Predictions
 from fedlas.report import html
-from fedlas.report.html import Model, embedded, report_page, save_page, unbroken
+from fedlas.report.html import embedded, report_page, save_page, unbroken
 from fedlas.report.page_data import text_data
+from fedlas.report.subjects import Model
 from report import pages
 
 pytest.importorskip("jinja2")

@@ -20,7 +20,8 @@ import torch
 
 from fedlas.evaluation import Report, evaluate
 from fedlas.predictions import Predictions
-from fedlas.report.html import Model, save_page
+from fedlas.report.html import save_page
+from fedlas.report.subjects import Model
 from report import pages
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")

@@ -149,7 +149,7 @@ def report_page(
     """
     if not 0 <= samples <= MOST_SAMPLES:
         raise ValueError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
-    held = _by_name(models)
+    held = named_models(models)
     named = [model.predictions for model in held.values() if model.predictions is not None]
     ids = ids if ids is not None else next((one.ids for one in named if one.ids is not None), None)
     paths = paths if paths is not None else next((one.paths for one in named if one.paths is not None), None)
@@ -157,7 +157,7 @@ def report_page(
     for name, model in held.items():
         known.check(name, model)
     asked = _Asked(title, samples, level, resamples, seed)
-    reports = {name: _report(model, asked) for name, model in held.items()}
+    reports = {name: report_of(model, level, resamples, seed) for name, model in held.items()}
     data = _data(held, reports, known, asked)
     about = _environment() | {str(name): value for name, value in (environment or {}).items()}
     return _filled(data, held, reports, command, about)
@@ -181,7 +181,8 @@ def unbroken(text: str) -> str:
     return re.sub(r"(?<=\d) (?=%|points)|(?<=T) = ", lambda found: found[0].replace(" ", "\u00a0"), text)
 
 
-def _by_name(models: Given | Mapping[str, Given]) -> dict[str, Model]:
+def named_models(models: Given | Mapping[str, Given]) -> dict[str, Model]:
+    """Make of whatever was given a `Model` for each name."""
     given = models if isinstance(models, Mapping) else {"model": models}
     if not given:
         raise ValueError("no model is given")
@@ -200,7 +201,8 @@ def _by_name(models: Given | Mapping[str, Given]) -> dict[str, Model]:
     return found
 
 
-def _report(model: Model, asked: _Asked) -> Report:
+def report_of(model: Model, level: float = 0.95, resamples: int | None = None, seed: int = 0) -> Report:
+    """Give the report of a model; it is made where none is there."""
     if model.report is not None:
         return model.report
     assert model.predictions is not None
@@ -210,9 +212,9 @@ def _report(model: Model, asked: _Asked) -> Report:
         posthoc=model.posthoc,
         calibration=model.calibration,
         train_features=model.train_features,
-        level=asked.level,
-        resamples=asked.resamples,
-        seed=asked.seed,
+        level=level,
+        resamples=resamples,
+        seed=seed,
     )
 
 

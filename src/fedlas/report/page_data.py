@@ -6,7 +6,7 @@ Nothing is measured here. Numbers come from a `Report`, curves and bins from the
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -353,7 +353,7 @@ def _groups(
 
 
 def training_data(log: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None = None) -> Plain | None:
-    """Give the curves of a run's log: loss, accuracy and ECE, and what the gate did; long logs are thinned."""
+    """Give the curves of a run's log: loss, accuracy and calibration, and what the gate did; long logs are thinned."""
     records = [one for one in log if "epoch" in one and "train" in one and "val" in one]
     if not records:
         return None
@@ -361,23 +361,50 @@ def training_data(log: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | 
     records = [one for place, one in enumerate(records) if place % step == 0 or place == len(records) - 1]
     found: Plain = {"epoch": [int(one["epoch"]) for one in records]}
     found["loss"] = [_maybe(one["train"].get("loss")) for one in records]
-    for name in ("accuracy", "ece"):
+    for name in ("accuracy", "ece", "over_ece", "under_ece"):
         found[name] = [_maybe(one["val"].get(name)) for one in records]
+    beta = ((recipe or {}).get("loss_options") or {}).get("beta")
+    found["beta"] = _maybe(beta)
     if all(one.get("gate") for one in records):
         names = ("positive", "flip_rate", "alpha_ratio", "against_gamma")
         found["gate"] = {name: [_maybe(one["gate"].get(name)) for one in records] for name in names}
-        found["gate"]["gamma"] = _gamma(records[-1]["gate"].get("gamma_histogram"))
-    beta = ((recipe or {}).get("loss_options") or {}).get("beta")
-    found["beta"] = _maybe(beta)
+        found["gate"]["gamma"] = _gamma(records[-1]["gate"].get("gamma_histogram"), found["beta"])
     return found
 
 
-def _gamma(given: Any) -> Plain | None:
-    """Take the histogram of gamma of an epoch; its first and last counts lie beyond the edges."""
+def _gamma(given: Any, beta: float | None) -> Plain | None:
+    """Take the histogram of gamma of an epoch, and the smoothing of either mode in the middle of each bin.
+
+    The first and last counts lie beyond the edges; they are shown as one more bin on either side.
+    """
     if not isinstance(given, Mapping):
         return None
     edges, counts = list(map(float, given["edges"])), list(map(float, given["counts"]))
-    return {"edges": edges, "counts": counts} if len(counts) == len(edges) + 1 else None
+    if len(counts) != len(edges) + 1 or len(edges) < 2:
+        return None
+    step = edges[1] - edges[0]
+    ends = [edges[0] - step, *edges, edges[-1] + step]
+    middles = [(low + high) / 2 for low, high in pairwise(ends)]
+    evenly = [ends[0] + place / 80 * (ends[-1] - ends[0]) for place in range(81)]
+    return {
+        "edges": edges,
+        "counts": counts,
+        "ends": numbers(ends),
+        "middle": _ratios(middles, beta),
+        "curve": _ratios(evenly, beta),
+    }
+
+
+def _ratios(gammas: Sequence[float], beta: float | None) -> list[list[float | int]]:
+    """Give the smoothing of both modes at some values of gamma; nothing where nobody says how strong it is."""
+    if beta is None:
+        return []
+    return [numbers([gamma, alpha_ratio(gamma, beta, 1), alpha_ratio(gamma, beta, -1)]) for gamma in gammas]
+
+
+def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
+    """Give the smoothing of a sample, as a multiple of alpha: 2 sigmoid(beta gamma) in positive mode."""
+    return 1 + math.tanh(beta * mode * gamma / 2)
 
 
 def comparison_data(

@@ -1078,18 +1078,16 @@
   }
 
   function drawAlpha(host, held) {
-    const { edges, counts } = held.gate.gamma;
+    const { edges, counts, ends } = held.gate.gamma;
     const total = sum(counts) || 1;
     // The outermost counts lie beyond the edges; they are drawn as one more bin on either side.
-    const step = edges[1] - edges[0];
-    const ends = [edges[0] - step, ...edges, edges[edges.length - 1] + step];
     const most = Math.max(...counts) / total;
     const beta = held.beta;
-    const curve = (sign) => Array.from({ length: 81 }, (_, place) => ends[0] + (place / 80) * (ends[ends.length - 1] - ends[0])).map((gamma) => [gamma, 2 / (1 + Math.exp(-beta * sign * gamma))]);
-    const curves = beta === null ? [] : [["line line-0", curve(1), "αᵢ / α, gate at +1"], ["line line-1", curve(-1), "αᵢ / α, gate at −1"]];
+    const curve = (mode) => held.gate.gamma.curve.map((row) => [row[0], row[mode]]);
+    const curves = beta === null ? [] : [["line line-0", curve(1), "αᵢ / α, gate at +1"], ["line line-1", curve(2), "αᵢ / α, gate at −1"]];
     const middle = counts.map((_, place) => (ends[place] + ends[place + 1]) / 2);
     const spanOf = (place) => (place === 0 ? `γ below ${short(edges[0])}` : place === counts.length - 1 ? `γ from ${short(edges[edges.length - 1])}` : `γ ${short(ends[place])} to ${short(ends[place + 1])}`);
-    const alpha = (place, sign) => short(2 / (1 + Math.exp(-beta * sign * middle[place])));
+    const alpha = (place, mode) => short(held.gate.gamma.middle[place][mode]);
     lines(host, {
       title: "Smoothing over the indicator",
       note: `Bars: how γ was spread in the last epoch.${beta === null ? "" : ` Lines: αᵢ as a multiple of α, with β = ${short(beta)}.`}`,
@@ -1106,13 +1104,13 @@
       },
       words: (place) => {
         const number = middle.indexOf(place);
-        const both = beta === null ? [] : [`αᵢ / α ${alpha(number, 1)} at +1, ${alpha(number, -1)} at −1`];
+        const both = beta === null ? [] : [`αᵢ / α ${alpha(number, 1)} at +1, ${alpha(number, 2)} at −1`];
         return [spanOf(number), `${percent(counts[number] / total)} of the samples`, ...both];
       },
       legend: [[boxKey({ class: "density" }), "share of samples"], ...curves.map(([kind, , name]) => [lineKey(kind), name])],
       table: () => [
         ["γ", "Share of samples", ...(beta === null ? [] : ["αᵢ / α at +1", "αᵢ / α at −1"])],
-        counts.map((count, place) => [spanOf(place), percent(count / total, 2), ...(beta === null ? [] : [alpha(place, 1), alpha(place, -1)])]),
+        counts.map((count, place) => [spanOf(place), percent(count / total, 2), ...(beta === null ? [] : [alpha(place, 1), alpha(place, 2)])]),
       ],
     });
   }

@@ -1,0 +1,149 @@
+"""Figures: `..._data` computes what `..._figure` draws, so that a figure can be checked, or drawn by someone else.
+
+Figures for a paper are as wide as one of its columns or as its page, and need no colour to be read: line styles,
+markers and hatches tell the same. `save_with_data` writes one as PDF and PNG, and its numbers as JSON beside them;
+`save_figures` writes all that some predictions allow.
+
+The names below are loaded when they are first used: most stand on a tall chain of modules that others do not need.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedlas.report.figures.confidence import ClassMap as ClassMap
+    from fedlas.report.figures.confidence import Confidences as Confidences
+    from fedlas.report.figures.confidence import OverUnder as OverUnder
+    from fedlas.report.figures.confidence import class_map_data as class_map_data
+    from fedlas.report.figures.confidence import class_map_figure as class_map_figure
+    from fedlas.report.figures.confidence import confidence_data as confidence_data
+    from fedlas.report.figures.confidence import confidence_figure as confidence_figure
+    from fedlas.report.figures.confidence import over_under_data as over_under_data
+    from fedlas.report.figures.confidence import over_under_figure as over_under_figure
+    from fedlas.report.figures.foreign import Foreign as Foreign
+    from fedlas.report.figures.foreign import ForeignScore as ForeignScore
+    from fedlas.report.figures.foreign import ForeignSet as ForeignSet
+    from fedlas.report.figures.foreign import foreign_data as foreign_data
+    from fedlas.report.figures.foreign import roc_figure as roc_figure
+    from fedlas.report.figures.foreign import score_figure as score_figure
+    from fedlas.report.figures.gate import Course as Course
+    from fedlas.report.figures.gate import GateStability as GateStability
+    from fedlas.report.figures.gate import ModeCurve as ModeCurve
+    from fedlas.report.figures.gate import SmoothingCurve as SmoothingCurve
+    from fedlas.report.figures.gate import course_data as course_data
+    from fedlas.report.figures.gate import gate_data as gate_data
+    from fedlas.report.figures.gate import gate_figure as gate_figure
+    from fedlas.report.figures.gate import smoothing_data as smoothing_data
+    from fedlas.report.figures.gate import smoothing_figure as smoothing_figure
+    from fedlas.report.figures.indicator import Activations as Activations
+    from fedlas.report.figures.indicator import Indicator as Indicator
+    from fedlas.report.figures.indicator import Norms as Norms
+    from fedlas.report.figures.indicator import Seen as Seen
+    from fedlas.report.figures.indicator import activations_data as activations_data
+    from fedlas.report.figures.indicator import activations_figure as activations_figure
+    from fedlas.report.figures.indicator import indicator_data as indicator_data
+    from fedlas.report.figures.indicator import indicator_figure as indicator_figure
+    from fedlas.report.figures.indicator import norm_data as norm_data
+    from fedlas.report.figures.indicator import norm_figure as norm_figure
+    from fedlas.report.figures.ranks import Ranks as Ranks
+    from fedlas.report.figures.ranks import rank_data as rank_data
+    from fedlas.report.figures.ranks import rank_figure as rank_figure
+    from fedlas.report.figures.reliability import Reliability as Reliability
+    from fedlas.report.figures.reliability import SmoothReliability as SmoothReliability
+    from fedlas.report.figures.reliability import reliability_data as reliability_data
+    from fedlas.report.figures.reliability import reliability_figure as reliability_figure
+    from fedlas.report.figures.reliability import reliability_lines_figure as reliability_lines_figure
+    from fedlas.report.figures.reliability import smooth_reliability_data as smooth_reliability_data
+    from fedlas.report.figures.reliability import smooth_reliability_figure as smooth_reliability_figure
+    from fedlas.report.figures.saving import save_figures as save_figures
+    from fedlas.report.figures.selective import RiskCurve as RiskCurve
+    from fedlas.report.figures.selective import risk_data as risk_data
+    from fedlas.report.figures.selective import risk_figure as risk_figure
+    from fedlas.report.figures.style import save_figure as save_figure
+    from fedlas.report.figures.style import save_with_data as save_with_data
+    from fedlas.report.figures.theorem import Theorem as Theorem
+    from fedlas.report.figures.theorem import Theorems as Theorems
+    from fedlas.report.figures.theorem import theorem_data as theorem_data
+    from fedlas.report.figures.theorem import theorem_figure as theorem_figure
+    from fedlas.report.figures.training import Alphas as Alphas
+    from fedlas.report.figures.training import LearningCurve as LearningCurve
+    from fedlas.report.figures.training import alpha_data as alpha_data
+    from fedlas.report.figures.training import alpha_figure as alpha_figure
+    from fedlas.report.figures.training import training_data as training_data
+    from fedlas.report.figures.training import training_figure as training_figure
+
+# Where each name lives.
+_HOMES = {
+    "Activations": "indicator",
+    "Alphas": "training",
+    "ClassMap": "confidence",
+    "Confidences": "confidence",
+    "Course": "gate",
+    "Foreign": "foreign",
+    "ForeignScore": "foreign",
+    "ForeignSet": "foreign",
+    "GateStability": "gate",
+    "Indicator": "indicator",
+    "LearningCurve": "training",
+    "ModeCurve": "gate",
+    "Norms": "indicator",
+    "OverUnder": "confidence",
+    "Ranks": "ranks",
+    "Reliability": "reliability",
+    "RiskCurve": "selective",
+    "Seen": "indicator",
+    "SmoothReliability": "reliability",
+    "SmoothingCurve": "gate",
+    "Theorem": "theorem",
+    "Theorems": "theorem",
+    "activations_data": "indicator",
+    "activations_figure": "indicator",
+    "alpha_data": "training",
+    "alpha_figure": "training",
+    "class_map_data": "confidence",
+    "class_map_figure": "confidence",
+    "confidence_data": "confidence",
+    "confidence_figure": "confidence",
+    "course_data": "gate",
+    "foreign_data": "foreign",
+    "gate_data": "gate",
+    "gate_figure": "gate",
+    "indicator_data": "indicator",
+    "indicator_figure": "indicator",
+    "norm_data": "indicator",
+    "norm_figure": "indicator",
+    "over_under_data": "confidence",
+    "over_under_figure": "confidence",
+    "rank_data": "ranks",
+    "rank_figure": "ranks",
+    "reliability_data": "reliability",
+    "reliability_figure": "reliability",
+    "reliability_lines_figure": "reliability",
+    "risk_data": "selective",
+    "risk_figure": "selective",
+    "roc_figure": "foreign",
+    "save_figure": "style",
+    "save_figures": "saving",
+    "save_with_data": "style",
+    "score_figure": "foreign",
+    "smooth_reliability_data": "reliability",
+    "smooth_reliability_figure": "reliability",
+    "smoothing_data": "gate",
+    "smoothing_figure": "gate",
+    "theorem_data": "theorem",
+    "theorem_figure": "theorem",
+    "training_data": "training",
+    "training_figure": "training",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,160 @@
+"""Foreign data: how well scores tell it apart, as ROC curves and as histograms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fedlas.predictions import Array, Predictions
+from fedlas.report import page_data
+from fedlas.report.figures.style import (
+    DARK,
+    OVER,
+    PALE,
+    fitted,
+    grid,
+    label_outside,
+    legend_below,
+    shown,
+    stroke,
+    title_room,
+)
+
+if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
+    from fedlas.evaluation import Report
+
+
+@dataclass(frozen=True)
+class ForeignScore:
+    """One score on known and on foreign samples.
+
+    Args:
+        name: of the score.
+        auroc: share of pairs, one known and one foreign, that it puts in order.
+        false: shares of known samples that are taken for foreign.
+        true: shares of foreign samples that are, at the same thresholds.
+        edges: of the histograms; what lies beyond them is in the first and last bin.
+        known: share of the known samples in each bin.
+        foreign: share of the foreign samples.
+    """
+
+    name: str
+    auroc: float
+    false: tuple[float, ...]
+    true: tuple[float, ...]
+    edges: tuple[float, ...]
+    known: tuple[float, ...]
+    foreign: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ForeignSet:
+    """Every score on one foreign data set.
+
+    Args:
+        name: of the data set.
+        scores: as many as the samples allow.
+    """
+
+    name: str
+    scores: tuple[ForeignScore, ...]
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """How one model tells foreign data apart.
+
+    Args:
+        title: which model.
+        sets: the foreign data sets.
+    """
+
+    title: str
+    sets: tuple[ForeignSet, ...]
+
+
+def foreign_data(
+    predictions: Predictions,
+    ood: Mapping[str, Predictions | Array],
+    report: "Report",
+    title: str,
+    train_features: Array | None = None,
+) -> Foreign:
+    """Trace the ROC curve and the histograms of every score on every foreign data set.
+
+    Args:
+        predictions: on known samples.
+        ood: on foreign ones, or logits alone, by the names of the data sets.
+        report: what `evaluate` found with the same foreign data.
+        title: which model.
+        train_features: features of the training set, for the "knn" score.
+    """
+    held = page_data.ood_data(predictions, ood, report, train_features)
+    if held is None:
+        raise ValueError("the report knows no foreign data; give it to evaluate(..., ood=...)")
+    found = []
+    for one in held["sets"]:
+        scores = tuple(_score(score) for score in one["scores"] if "roc" in score)
+        if scores:
+            found.append(ForeignSet(one["name"], scores))
+    if not found:
+        raise ValueError(f"of the foreign data in the report ({len(held['sets'])} sets), none is given in ood")
+    return Foreign(title, tuple(found))
+
+
+def _score(held: page_data.Plain) -> ForeignScore:
+    columns = [held["roc"][name] for name in ("false", "true")]
+    columns += [held["histogram"][name] for name in ("edges", "known", "foreign")]
+    return ForeignScore(
+        held["name"],
+        float(held["numbers"][0]["value"]),
+        *(tuple(float(value) for value in column) for column in columns),
+    )
+
+
+def roc_figure(data: Foreign) -> Any:
+    """Draw the ROC curves of all scores, a panel for each foreign data set; a matplotlib figure.
+
+    The legend gives the AUROC of each score, in the order of the panels.
+    """
+    names = list(dict.fromkeys(score.name for one in data.sets for score in one.scores))
+    with grid(len(data.sets), height=2.2, narrow=1, more=0.14 * len(names)) as (figure, axes):
+        for panel, one in zip(axes, data.sets, strict=True):
+            panel.plot([0, 1], [0, 1], color=PALE, linewidth=0.8, linestyle="--")
+            for score in one.scores:
+                look = stroke(names.index(score.name)).marked(len(score.true), most=5)
+                panel.plot(score.false, score.true, **look)
+            panel.set(xlim=(0, 1), ylim=(0, 1))
+            panel.set_title(fitted(one.name, title_room(panel)), fontsize=8)
+        for number, name in enumerate(names):
+            found = [score.auroc for one in data.sets for score in one.scores if score.name == name]
+            label = f"{name.replace('_', ' ')}: {', '.join(f'{100 * value:.1f}' for value in found)}"
+            axes[0].plot([], [], label=label, **stroke(number).marked(1))
+        label_outside(axes, "known taken for foreign", "foreign taken for foreign")
+        figure.suptitle(shown(data.title), fontsize=8)
+        legend_below(figure, axes[0], most=3, title="AUROC (%)", title_fontsize=7)
+    return figure
+
+
+def score_figure(data: ForeignSet) -> Any:
+    """Draw how each score is spread on known and on foreign samples, a panel for each; a matplotlib figure."""
+    with grid(len(data.scores), height=1.5, share=False) as (figure, axes):
+        for panel, score in zip(axes, data.scores, strict=True):
+            panel.stairs(
+                score.known, score.edges, label="known", fill=True, facecolor="0.8", edgecolor=DARK, linewidth=0.8
+            )
+            panel.stairs(
+                score.foreign,
+                score.edges,
+                label=shown(data.name),
+                fill=True,
+                facecolor="none",
+                edgecolor=OVER,
+                hatch="/////",
+                linewidth=0.8,
+            )
+            panel.set(ylim=(0, None))
+            panel.set_title(f"{score.name.replace('_', ' ')}\nAUROC {100 * score.auroc:.1f} %", fontsize=8)
+            panel.locator_params(axis="x", nbins=5)
+        label_outside(axes, "score, larger is more foreign", "share")
+        legend_below(figure, axes[0])
+    return figure

@@ -1,0 +1,144 @@
+"""All figures that some data allow, in one call.
+
+What draws them is imported where it is needed: it stands on a chain of modules that is as tall as the house allows.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedlas.report.figures.style import save_with_data
+
+if TYPE_CHECKING:
+    from fedlas.evaluation import Report, State
+    from fedlas.report.figures.reliability import Reliability
+    from fedlas.report.html import Given
+    from fedlas.report.subjects import Model
+
+ROWS = 4  # of diagrams in one figure
+KNOWN = {"pdf", "png", "svg"}
+
+Drawn = tuple[str, Any, Any]  # name of the files, figure, and what it was drawn from
+
+
+def save_figures(
+    models: "Given | Mapping[str, Given]",
+    folder: str | Path,
+    formats: Sequence[str] = ("pdf", "png", "svg"),
+    *,
+    level: float = 0.95,
+    resamples: int | None = None,
+    seed: int = 0,
+) -> list[Path]:
+    """Write every figure that the data allow, and beside each its numbers as JSON; gives all files.
+
+    Args:
+        models: predictions, a report or a `Model`; or several of them by their names. The same as `save_page` takes.
+        folder: for all files.
+        formats: endings of the figures' files: "pdf", "png", "svg".
+        level: of all intervals.
+        resamples: how many resamples intervals are made from, where a report is not given.
+        seed: of the random numbers of intervals and of cross-fitting.
+    """
+    from fedlas.report.html import named_models, report_of  # noqa: PLC0415
+
+    endings = tuple(formats)
+    unknown = sorted({*endings} - KNOWN)
+    if isinstance(formats, str) or unknown or not endings:
+        raise ValueError(f"formats is {formats!r}; some of {sorted(KNOWN)} are needed")
+    held = named_models(models)
+    reports = {name: report_of(model, level, resamples, seed) for name, model in held.items()}
+    drawn = [*_of_all(reports, level), *_of_each(held, reports), *_of_logs(held)]
+    return [path for name, figure, data in drawn for path in save_with_data(figure, data, folder, name, endings)]
+
+
+def _of_all(reports: "Mapping[str, Report]", level: float) -> Iterator[Drawn]:
+    """Draw what all models share: one panel, or one figure, for all of them."""
+    from fedlas.report.figures import confidence, reliability, selective  # noqa: PLC0415
+
+    rows = {name: [_reliability(state, state.name, level) for state in one.states] for name, one in reports.items()}
+    parts = [dict(list(rows.items())[start : start + ROWS]) for start in range(0, len(rows), ROWS)]
+    for number, part in enumerate(parts, start=1):
+        name = "reliability" if len(parts) == 1 else f"reliability-{number}"
+        shown = part if len(rows) > 1 else {"": next(iter(part.values()))}
+        yield name, reliability.reliability_figure(shown), part
+    states = _states(reports)
+    lines = [_reliability(state, title, level) for title, state in states]
+    yield "reliability_lines", reliability.reliability_lines_figure(lines), lines
+    parted = [confidence.over_under_data(state, title) for title, state in states]
+    yield "over_under", confidence.over_under_figure(parted), parted
+    known = [(title, state.pairs) for title, state in states if state.pairs is not None]
+    if not known:
+        return
+    smooth = [reliability.smooth_reliability_data(found, title, level) for title, found in known]
+    yield "reliability_smooth", reliability.smooth_reliability_figure(smooth), smooth
+    spread = [confidence.confidence_data(found, title) for title, found in known]
+    yield "confidence", confidence.confidence_figure(spread), spread
+    risks = [selective.risk_data(found, title) for title, found in known]
+    yield "risk_coverage", selective.risk_figure(risks), risks
+
+
+def _states(reports: "Mapping[str, Report]") -> "list[tuple[str, State]]":
+    """List what is laid side by side: every state of a single model, or every model as it was given."""
+    if len(reports) == 1:
+        return [(state.name, state) for report in reports.values() for state in report.states]
+    return [(name, report.before) for name, report in reports.items()]
+
+
+def _reliability(state: "State", title: str, level: float) -> "Reliability":
+    from fedlas.report.figures import reliability  # noqa: PLC0415
+
+    return reliability.reliability_data(state.bins["width"], float(state["ece"]), title, level)
+
+
+def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[Drawn]:
+    """Draw what every model has for itself."""
+    from fedlas.report.figures import confidence, foreign, indicator  # noqa: PLC0415
+
+    endings = _endings(list(held))
+    norms = []
+    for name, model in held.items():
+        given, end = model.predictions, endings[name]
+        if given is None:
+            continue
+        classes = confidence.class_map_data(given, name)
+        yield f"class_map{end}", confidence.class_map_figure(classes), classes
+        if reports[name].before.detection is not None and model.ood:
+            found = foreign.foreign_data(given, model.ood, reports[name], name, model.train_features)
+            yield f"roc{end}", foreign.roc_figure(found), found
+            names = _endings([one.name for one in found.sets])
+            for one in found.sets:
+                yield f"scores{end}{names[one.name]}", foreign.score_figure(one), one
+        if indicator.has_norms(given):
+            norms.append(indicator.norm_data(given, name))
+    if norms:
+        yield "norm", indicator.norm_figure(norms), norms
+
+
+def _of_logs(held: "Mapping[str, Model]") -> Iterator[Drawn]:
+    """Draw the course of training of those models that have a log."""
+    from fedlas.report.figures import training  # noqa: PLC0415
+
+    logged = {name: model for name, model in held.items() if training.has_epochs(model.log)}
+    if logged:
+        curves = [training.training_data(model.log, name) for name, model in logged.items()]
+        yield "training", training.training_figure(curves), curves
+    gated = [found for name, model in logged.items() if (found := training.alpha_data(model.log, name, model.recipe))]
+    if gated:
+        yield "alpha", training.alpha_figure(gated), gated
+
+
+def _endings(names: Sequence[str]) -> dict[str, str]:
+    """Make of each name the end of a file's name; one alone needs none, and equal ones are numbered."""
+    if len(names) == 1:
+        return {names[0]: ""}
+    found: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:40] or "model"
+        number, end = 1, f"-{plain}"
+        while end.lower() in {one.lower() for one in found.values()}:
+            number += 1
+            end = f"-{plain}-{number}"
+        found[name] = end
+    return found

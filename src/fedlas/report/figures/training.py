@@ -1,0 +1,161 @@
+"""The course of training: accuracy and calibration by epoch, and the smoothing that a gate chose."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedlas.report import page_data
+from fedlas.report.figures.style import DARK, PAGE, PALE, Stroke, fitted, legend_below, paper, shown, stroke
+
+Values = tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """What one run logged of its validation split; None where an epoch has no such number.
+
+    Args:
+        title: which run.
+        epoch: counted from 1.
+        loss: mean of the training loss.
+        accuracy: share of right answers.
+        ece: expected calibration error.
+        over: the part of it that is over-confidence.
+        under: the part that is under-confidence.
+    """
+
+    title: str
+    epoch: tuple[int, ...]
+    loss: Values
+    accuracy: Values
+    ece: Values
+    over: Values
+    under: Values
+
+
+def training_data(log: Sequence[Mapping[str, Any]], title: str) -> LearningCurve:
+    """Take the curves from a run's log, such as `Run.log`; long logs are thinned."""
+    held = page_data.training_data(log)
+    if held is None:
+        raise ValueError('the log has no finished epoch; its records need "epoch", "train" and "val"')
+    columns = (tuple(held[name]) for name in ("epoch", "loss", "accuracy", "ece", "over_ece", "under_ece"))
+    return LearningCurve(title, *columns)
+
+
+def has_epochs(log: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether a log has a finished epoch."""
+    return page_data.training_data(log) is not None
+
+
+def training_figure(models: Sequence[LearningCurve]) -> Any:
+    """Draw training loss, accuracy, ECE and its two parts by epoch; a matplotlib figure."""
+    with paper(PAGE, 2.0 + 0.14 * math.ceil(len(models) / 3)) as figure:
+        loss, accuracy, error, parts = figure.subplots(1, 4)
+        if all(value is None for data in models for value in (*data.over, *data.under)):
+            parts.set_visible(False)
+        for number, data in enumerate(models):
+            look = stroke(number).marked(len(data.epoch), most=6)
+            for panel, values, factor in ((loss, data.loss, 1), (accuracy, data.accuracy, 100), (error, data.ece, 100)):
+                panel.plot(data.epoch, _scaled(values, factor), label=shown(data.title), **look)
+            parts.plot(data.epoch, _scaled(data.over, 100), **look)
+            parts.plot(data.epoch, _scaled(data.under, -100), **look)
+        parts.axhline(0, color=DARK, linewidth=0.6)
+        parts.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+        titles = ("training loss", "accuracy (%)", "ECE (%)", "O-ECE ↑  U-ECE ↓ (%)")
+        for panel, title in zip((loss, accuracy, error, parts), titles, strict=True):
+            panel.set_title(title, fontsize=8)
+            panel.set_xlabel("epoch")
+            panel.xaxis.get_major_locator().set_params(integer=True)
+        error.set_ylim(0, None)
+        legend_below(figure, loss, most=6)
+    return figure
+
+
+def _scaled(values: Values, factor: float) -> list[float]:
+    return [math.nan if value is None else factor * value for value in values]
+
+
+@dataclass(frozen=True)
+class Alphas:
+    """The smoothing that a gate chose, as a multiple of alpha.
+
+    Args:
+        title: which run.
+        epoch: counted from 1.
+        ratio: mean of alpha_i / alpha over the samples of each epoch.
+        beta: how strongly the indicator moves the smoothing, where the recipe says so.
+        edges: of bins of the indicator; the first and last bin hold what lies beyond.
+        share: share of samples in each, in the last epoch.
+        gamma: values of the indicator.
+        positive: alpha_i / alpha at each of them in positive mode; nothing without beta.
+        negative: the same in negative mode.
+    """
+
+    title: str
+    epoch: tuple[int, ...]
+    ratio: Values
+    beta: float | None
+    edges: tuple[float, ...]
+    share: tuple[float, ...]
+    gamma: tuple[float, ...]
+    positive: tuple[float, ...]
+    negative: tuple[float, ...]
+
+
+def alpha_data(log: Sequence[Mapping[str, Any]], title: str, recipe: Mapping[str, Any] | None = None) -> Alphas | None:
+    """Take from a run's log what its gate made of the smoothing; None where it has no gate."""
+    held = page_data.training_data(log, recipe)
+    if held is None or "gate" not in held:
+        return None
+    gate, spread = held["gate"], held["gate"]["gamma"] or {"ends": (), "counts": (), "curve": ()}
+    total = max(1.0, sum(spread["counts"]))
+    gamma, positive, negative = zip(*spread["curve"], strict=True) if spread["curve"] else ((), (), ())
+    return Alphas(
+        title=title,
+        epoch=tuple(held["epoch"]),
+        ratio=tuple(gate["alpha_ratio"]),
+        beta=held["beta"],
+        edges=tuple(map(float, spread["ends"])),
+        share=tuple(count / total for count in spread["counts"]),
+        gamma=tuple(map(float, gamma)),
+        positive=tuple(map(float, positive)),
+        negative=tuple(map(float, negative)),
+    )
+
+
+def alpha_figure(models: Sequence[Alphas]) -> Any:
+    """Draw the mean smoothing by epoch, and the smoothing over the indicator; a matplotlib figure.
+
+    Bars show how the indicator of the first model was spread in its last epoch.
+    """
+    with paper(PAGE, 2.1 + 0.14 * math.ceil(len(models) / 3)) as figure:
+        left, right = figure.subplots(1, 2)
+        left.axhline(1, color=PALE, linewidth=0.8, linestyle=":")
+        for number, data in enumerate(models):
+            look = stroke(number).marked(len(data.epoch))
+            left.plot(data.epoch, _scaled(data.ratio, 1), label=shown(data.title), **look)
+            for values, dash in ((data.positive, "-"), (data.negative, "--")):
+                if values:  # a line without points that is not clipped would have no end
+                    _draw_mode(right, data.gamma, values, stroke(number), dash)
+        for mode, dash in (("positive mode", "-"), ("negative mode", "--")):
+            left.plot([], [], color=PALE, linestyle=dash, label=mode)
+        left.set(xlabel="epoch", ylabel=r"mean $\alpha_i$ / $\alpha$", ylim=(0, None))
+        left.xaxis.get_major_locator().set_params(integer=True)
+        right.set(xlabel=r"NCI $\gamma$", ylabel=r"$\alpha_i$ / $\alpha$", ylim=(0, 2))
+        first = models[0]
+        if first.share:
+            tall = [1.9 * share / max(*first.share, 1e-9) for share in first.share]
+            right.stairs(tall, first.edges, fill=True, facecolor="0.85", zorder=0)
+            right.set_xlim(first.edges[0], first.edges[-1])
+            right.set_title(f"grey: spread of $\\gamma$, {fitted(first.title, 1.2, 7)}, last epoch", fontsize=7)
+        legend_below(figure, left, most=6)
+    return figure
+
+
+def _draw_mode(panel: Any, gamma: Sequence[float], values: Sequence[float], look: Stroke, dash: str) -> None:
+    """Draw one mode of a gate: markers tell models apart, dashes tell modes."""
+    face = look.colour if dash == "-" else "white"
+    every = max(1, len(values) // 8)
+    marked = {"marker": look.marker, "markerfacecolor": face, "markevery": every}
+    panel.plot(gamma, values, color=look.colour, linestyle=dash, clip_on=False, **marked)

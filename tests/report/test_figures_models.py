@@ -1,0 +1,258 @@
+"""Foreign data, feature norms, training and ranks: numbers by plain loops, figures by what is in them."""
+
+import math
+import random
+from itertools import combinations
+
+import pytest
+import torch
+from scipy import stats
+
+from fedlas.evaluation import evaluate
+from fedlas.ood import score_of
+from fedlas.predictions import Predictions
+from fedlas.report.figures import (
+    alpha_data,
+    alpha_figure,
+    foreign_data,
+    indicator_data,
+    norm_data,
+    norm_figure,
+    rank_data,
+    rank_figure,
+    roc_figure,
+    score_figure,
+    training_data,
+    training_figure,
+)
+from report import pages
+
+# Critical values of the two-tailed Nemenyi test at 5 % for 2 to 10 methods, as Demšar (JMLR 2006) prints them.
+NEMENYI = (1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164)
+
+
+@pytest.fixture(scope="module")
+def foreign():
+    given, sets = pages.model(200), {"noise": pages.foreign(90), "other": pages.foreign(60, spread=0.5)}
+    return given, sets, foreign_data(given, sets, evaluate(given, ood=sets, intervals=False), "one")
+
+
+def test_foreign_scores_are_ranked_as_pairs_are(foreign):
+    given, sets, data = foreign
+    assert [one.name for one in data.sets] == ["noise", "other"]
+    for held in data.sets:
+        for score in held.scores:
+            known, strange = (score_of(x, score.name).tolist() for x in (given, sets[held.name]))
+            pairs = [(b > a) + (a == b) / 2 for a in known for b in strange]
+            assert score.auroc == pytest.approx(sum(pairs) / len(pairs), rel=1e-4)
+            assert (score.false[0], score.true[0], score.false[-1], score.true[-1]) == (0, 0, 1, 1)
+            for false, true in list(zip(score.false, score.true, strict=True))[1::7]:
+                # The highest scores come first, so some threshold has to give both shares.
+                found = any(
+                    abs(sum(a >= t for a in known) / len(known) - false) < 1e-4
+                    and abs(sum(b >= t for b in strange) / len(strange) - true) < 1e-4
+                    for t in (*known, *strange)
+                )
+                assert found
+            low, high = score.edges[10], score.edges[20]
+            inside = sum(low < value <= high for value in known) / len(known)
+            assert sum(score.known[10:20]) == pytest.approx(inside, abs=1e-3)
+            assert sum(score.foreign) == pytest.approx(1, abs=1e-3)
+
+
+def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
+    _, _, data = foreign
+    figure = roc_figure(data)
+    assert [panel.get_title() for panel in figure.axes] == ["noise", "other"]
+    assert figure.get_suptitle() == "one"
+    for panel, held in zip(figure.axes, data.sets, strict=True):
+        for line, score in zip(panel.lines[1:], held.scores, strict=False):
+            assert (list(line.get_xdata()), list(line.get_ydata())) == (list(score.false), list(score.true))
+        drawn = panel.lines[1 : 1 + len(held.scores)]
+        assert len({(line.get_marker(), line.get_linestyle(), line.get_color()) for line in drawn}) == len(held.scores)
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    both = zip(*(held.scores for held in data.sets), strict=True)
+    assert words == [f"{a.name.replace('_', ' ')}: {100 * a.auroc:.1f}, {100 * b.auroc:.1f}" for a, b in both]
+    figure = score_figure(data.sets[0])
+    for panel, score in zip(figure.axes, data.sets[0].scores, strict=False):
+        known, strange = panel.patches
+        assert list(known.get_data().values) == list(score.known)
+        assert list(strange.get_data().values) == list(score.foreign)
+        assert (known.get_hatch(), bool(strange.get_hatch())) == (None, True)
+
+
+def test_foreign_data_that_is_missing_is_asked_for():
+    given, sets = pages.model(60), {"noise": pages.foreign(20)}
+    with pytest.raises(ValueError, match="evaluate"):
+        foreign_data(given, sets, evaluate(given, intervals=False), "x")
+    with pytest.raises(ValueError, match="none is given in ood"):
+        foreign_data(given, {}, evaluate(given, ood=sets, intervals=False), "x")
+
+
+def test_norms_are_compared_with_confidence_in_tenths():
+    given = pages.model(200)
+    data = norm_data(given, "one")
+    norms = [sum(abs(x) for x in row) for row in given.features.double().tolist()]
+    mean = sum(norms) / 200
+    spread = math.sqrt(sum((x - mean) ** 2 for x in norms) / 199)
+    assert (data.mean, data.deviation) == pytest.approx((mean, spread), rel=1e-4)
+    order = sorted(range(200), key=norms.__getitem__)
+    assert data.samples == (20,) * 10
+    for tenth in range(10):
+        chosen = order[20 * tenth : 20 * (tenth + 1)]
+        assert data.nci[tenth] == pytest.approx(sum((norms[n] - mean) / spread for n in chosen) / 20, abs=1e-4)
+        assert data.confidence[tenth] == pytest.approx(float(given.confidence[chosen].mean()), rel=1e-4)
+        assert data.accuracy[tenth] == pytest.approx(float(given.correct[chosen].double().mean()), abs=1e-4)
+    assert (sum(data.right), sum(data.wrong)) == (int(given.correct.sum()), int((~given.correct).sum()))
+    (panel,) = norm_figure([data]).axes
+    lines = {line.get_label(): line for line in panel.lines}
+    assert list(lines["mean confidence"].get_ydata()) == list(data.confidence)
+    assert list(lines["accuracy"].get_xdata()) == list(data.nci)
+    assert lines["accuracy"].get_linestyle() != lines["mean confidence"].get_linestyle()
+    assert "NCI" in panel.get_xlabel()
+    assert panel.get_xlim() == (data.edges[0], data.edges[-1])
+
+
+@pytest.mark.parametrize("compute", [norm_data, indicator_data])
+def test_norms_that_cannot_be_normalised_are_refused(compute):
+    with pytest.raises(ValueError, match="no features"):
+        compute(pages.model(20, features=None), "x")
+    with pytest.raises(ValueError, match="equally long"):
+        compute(pages.model(20, features=torch.ones(20, 3)), "x")
+    with pytest.raises(ValueError, match="one sample alone"):
+        compute(Predictions(torch.ones(1, 2), torch.zeros(1, dtype=torch.long), features=torch.ones(1, 3)), "x")
+
+
+def log(epochs, parts=True):
+    made = pages.log(epochs)
+    for record in made if parts else ():
+        record["val"] |= {"over_ece": 0.01 * record["epoch"], "under_ece": 0.3 / record["epoch"]}
+    return made
+
+
+def test_learning_curves_are_those_of_the_log():
+    made = log(9)
+    made[4]["val"]["ece"] = None
+    made.append({"epoch": 10, "diverged": {}})
+    data = training_data(made, "run")
+    assert data.epoch == tuple(range(1, 10))
+    assert data.loss == pytest.approx([2 / epoch for epoch in data.epoch], rel=1e-4)
+    assert data.accuracy == pytest.approx([0.9 - 0.5 / epoch for epoch in data.epoch], rel=1e-4)
+    assert data.ece[4] is None
+    assert data.ece[5] == pytest.approx(0.02 + 0.05 / 6, rel=1e-4)
+    assert data.over == pytest.approx([0.01 * epoch for epoch in data.epoch], rel=1e-4)
+    other = training_data(log(4), "other")
+    loss, accuracy, error, parts = training_figure([data, other]).axes
+    assert list(loss.lines[0].get_ydata()) == list(data.loss)
+    assert list(accuracy.lines[1].get_ydata()) == pytest.approx([100 * value for value in other.accuracy])
+    assert math.isnan(error.lines[0].get_ydata()[4])
+    assert list(parts.lines[0].get_ydata()) == pytest.approx([100 * value for value in data.over])
+    assert list(parts.lines[1].get_ydata()) == pytest.approx([-100 * value for value in data.under])
+    assert error.lines[0].get_marker() != error.lines[1].get_marker()
+    assert [panel.get_xlabel() for panel in (loss, accuracy, error, parts)] == ["epoch"] * 4
+
+
+def test_logs_without_over_and_under_leave_their_panel_out():
+    figure = training_figure([training_data(log(3, parts=False), "x")])
+    assert [panel.get_visible() for panel in figure.axes] == [True, True, True, False]
+    with pytest.raises(ValueError, match="no finished epoch"):
+        training_data([{"epoch": 1, "diverged": {}}], "x")
+
+
+def test_one_epoch_can_be_drawn():
+    figure = training_figure([training_data(log(1), "x")])
+    figure.draw_without_rendering()
+    assert list(figure.axes[0].lines[0].get_xdata()) == [1]
+
+
+def test_smoothing_is_twice_a_sigmoid():
+    data = alpha_data(pages.log(6), "run", {"loss_options": {"beta": 1.5}})
+    assert data.beta == 1.5
+    assert data.ratio == pytest.approx([1 - 0.03 * epoch for epoch in range(1, 7)])
+    for gamma, up, down in zip(data.gamma, data.positive, data.negative, strict=True):
+        assert up == pytest.approx(2 / (1 + math.exp(-1.5 * gamma)), rel=1e-4)
+        assert down == pytest.approx(2 / (1 + math.exp(1.5 * gamma)), rel=1e-4)
+    assert (data.edges[0], data.edges[-1]) == (-4.5, 4.5)  # one more bin on either side
+    assert sum(data.share) == pytest.approx(1)
+    left, right = alpha_figure([data]).axes
+    assert list(left.lines[1].get_ydata()) == list(data.ratio)
+    up, down = right.lines
+    assert list(up.get_ydata()) == list(data.positive)
+    assert up.get_linestyle() != down.get_linestyle()
+    assert list(right.patches[0].get_data().edges) == list(data.edges)
+
+
+def test_a_gate_without_beta_or_histogram_has_a_mean_alone():
+    made = pages.log(3)
+    for record in made:
+        del record["gate"]["gamma_histogram"]
+    both = [alpha_data(made, "bare"), alpha_data(pages.log(3), "no beta")]
+    assert [(one.gamma, one.positive) for one in both] == [((), ()), ((), ())]
+    assert both[0].share == ()
+    figure = alpha_figure(both)
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_position().width > 0.3  # nothing without end pushes the panels aside
+    assert not figure.axes[1].lines
+    assert alpha_data([{k: v for k, v in record.items() if k != "gate"} for record in made], "x") is None
+    assert alpha_data([], "x") is None
+
+
+def test_critical_differences_are_those_of_the_printed_table():
+    for k, critical in enumerate(NEMENYI, start=2):
+        table = {f"m{n}": [n + 0.1 * d for d in range(14)] for n in range(k)}
+        data = rank_data(table, "x")
+        assert data.critical_difference == pytest.approx(critical * math.sqrt(k * (k + 1) / (6 * 14)), abs=2e-3)
+    assert rank_data({f"m{n}": [n] * 14 for n in range(4)}, "x").critical_difference == pytest.approx(1.25, abs=5e-3)
+
+
+def methods(count, datasets, push, seed=0):
+    draw = random.Random(seed)
+    return {f"m{n}": [draw.random() + push * n for _ in range(datasets)] for n in range(count)}
+
+
+def test_ranks_and_groups_are_what_plain_loops_give():
+    table = methods(7, 9, 0.25)
+    data = rank_data(table, "ECE")
+    columns = list(zip(*table.values(), strict=True))
+    ranks = {
+        name: sum(sum(v < row[n] for v in row) + (sum(v == row[n] for v in row) + 1) / 2 for row in columns) / 9
+        for n, name in enumerate(table)
+    }
+    assert data.names == tuple(sorted(ranks, key=ranks.get))
+    assert data.ranks == pytest.approx(sorted(ranks.values()))
+    assert data.p_value == pytest.approx(stats.friedmanchisquare(*table.values()).pvalue)
+    assert data.p_value < 0.05
+    reach, places = data.critical_difference, data.ranks
+    alike = {(first, last) for first, last in combinations(range(7), 2) if places[last] - places[first] < reach}
+    covered = {pair for first, last in data.groups for pair in combinations(range(first, last + 1), 2)}
+    assert covered == alike
+    assert 0 < len(covered) < 21
+    assert not any(a[0] >= b[0] and a[1] <= b[1] for a in data.groups for b in data.groups if a != b)
+    negative = {name: [-value for value in values] for name, values in table.items()}
+    turned = rank_data(negative, "x", higher_is_better=True)
+    assert turned.ranks == data.ranks
+
+
+def test_without_a_difference_among_all_none_is_claimed_between_two():
+    data = rank_data(methods(5, 3, 0.0), "x")
+    assert data.p_value >= 0.05
+    assert data.groups == ((0, 4),)
+    same = rank_data({"a": [1.0, 1.0], "b": [1.0, 1.0]}, "x")
+    assert (same.ranks, same.p_value, same.groups) == ((1.5, 1.5), 1, ((0, 1),))
+
+
+def test_ranks_are_drawn_with_their_groups_and_their_test():
+    data = rank_data(methods(6, 9, 0.3), "ECE of six methods")
+    (panel,) = (figure := rank_figure(data)).axes
+    words = [text.get_text().strip() for text in panel.texts]
+    assert {f"{name} ({rank:.2f})" for name, rank in zip(data.names, data.ranks, strict=True)} <= set(words)
+    assert f"critical difference {data.critical_difference:.2f}" in words
+    assert "Friedman, then Nemenyi, level 5 %" in panel.get_title()
+    assert "9 data sets" in panel.get_title()
+    bars = [line.get_xdata() for line in panel.lines if line.get_linewidth() > 2]
+    assert len(bars) == len(data.groups) > 0
+    for ends, (first, last) in zip(bars, data.groups, strict=True):
+        inside = [name for name, rank in zip(data.names, data.ranks, strict=True) if ends[0] <= rank <= ends[1]]
+        assert set(data.names[first : last + 1]) <= set(inside)
+        assert data.ranks[first] - ends[0] < 0.2
+    figure.draw_without_rendering()

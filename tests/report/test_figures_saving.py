@@ -1,0 +1,268 @@
+"""All figures at once: one style, nothing that overlaps or leaves the page, equal bytes for equal input."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import combinations
+
+import matplotlib as mpl
+import pytest
+import torch
+from matplotlib import colors
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from fedlas.evaluation import Report, evaluate
+from fedlas.predictions import Predictions
+from fedlas.report import figures
+from fedlas.report.figures import rank_data, rank_figure, save_figures, saving, style
+from fedlas.report.subjects import Model
+from report import pages
+
+ALL = {
+    "reliability", "reliability_lines", "reliability_smooth", "over_under", "confidence", "risk_coverage", "norm",
+    "training", "alpha", "class_map-sure", "class_map-unsure", "class_map-other", "roc-sure", "scores-sure-noise",
+    "scores-sure-street-numbers",
+}  # fmt: skip
+
+
+def drawn(models, **options):
+    """The figures that `save_figures` would write, by name, and their data."""
+    found = {}
+
+    def keep(figure, data, folder, name, formats):
+        assert name not in found
+        found[name] = (figure, data)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "save_with_data", keep)
+        save_figures(models, "nowhere", **options)
+    return found
+
+
+@pytest.fixture(scope="module")
+def models():
+    return pages.models(resamples=50)
+
+
+@pytest.fixture(scope="module")
+def several(models):
+    found = drawn(models)
+    ranks = rank_data({name: [n, n + 1, 2 * n] for n, name in enumerate(("ce", "ls", "fedlas"))}, "ranks")
+    return found | {"ranks": (rank_figure(ranks), ranks)}
+
+
+@pytest.fixture(scope="module")
+def alone(models):
+    return drawn(models["sure"])
+
+
+def boxes(figure, renderer):
+    """What must not overlap nor leave the page: panels with all that belongs to them, legends and titles."""
+    panels = [panel for panel in figure.axes if panel.get_visible() and panel.has_data()]
+    held = [(f"panel {panel.get_title()!r}", panel.get_tightbbox(renderer)) for panel in panels]
+    others = [*figure.legends, *([figure._suptitle] if figure._suptitle is not None else [])]
+    return [*held, *((str(one), one.get_window_extent(renderer)) for one in others)]
+
+
+def complaints(figure):
+    """Words that are cut off or too small, and parts that overlap."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    width, height = figure.bbox.size
+    found = []
+    parts = boxes(figure, renderer)
+    for words, box in parts:
+        if box.x0 < -1 or box.y0 < -1 or box.x1 > width + 1 or box.y1 > height + 1:
+            found.append(f"{words} is cut off")
+    written = [text for text in figure.findobj(Text) if text.get_text().strip()]
+    found += [f"{x.get_text()!r} has {x.get_fontsize()} points" for x in written if not 7 <= x.get_fontsize() <= 8]
+    for (_, one), (_, other) in combinations(parts, 2):
+        x = min(one.x1, other.x1) - max(one.x0, other.x0)
+        y = min(one.y1, other.y1) - max(one.y0, other.y0)
+        if x > 2 and y > 2:
+            found.append(f"{one} and {other} overlap")
+    return found
+
+
+def test_every_figure_that_the_data_allow_is_drawn(several, alone):
+    assert several.keys() - {"ranks"} == ALL
+    bare = {name.removesuffix("-sure") for name in ALL if name.endswith("-sure") or "-" not in name}
+    assert alone.keys() == bare | {"scores-street-numbers", "scores-noise"}
+
+
+def test_nothing_is_cut_off_too_small_or_overlaps(several, alone):
+    found = {
+        f"{kind} {name}": told
+        for kind, held in (("several", several), ("alone", alone))
+        for name, (figure, _) in held.items()
+        if (told := complaints(figure))
+    }
+    assert found == {}
+
+
+def test_the_check_itself_sees_what_is_wrong():
+    with style.paper(style.COLUMN, 1.5) as figure:
+        panel = figure.subplots()
+        panel.set_title("a title that is much too long for a column of this width, and goes on")
+        panel.set_xlabel("small", fontsize=5)
+        figure.legend(panel.plot([0, 1], label="line"), ["over the panel"], loc="center")
+    told = " ".join(complaints(figure))
+    assert "cut off" in told
+    assert "5.0 points" in told
+    assert "overlap" in told
+
+
+def test_figures_are_as_wide_as_a_column_or_a_page(several, alone):
+    widths = {name: figure.get_figwidth() for held in (several, alone) for name, (figure, _) in held.items()}
+    assert set(widths.values()) == {style.COLUMN, style.PAGE} == {3.3, 6.9}
+    assert all(figure.get_figheight() < 9.5 for held in (several, alone) for figure, _ in held.values())
+
+
+def luminance(colour):
+    red, green, blue = colors.to_rgb(colour)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def test_lines_of_one_panel_can_be_told_apart_in_grey(several, alone):
+    seen = 0
+    for held in (several, alone):
+        for figure, _ in held.values():
+            for panel in figure.axes:
+                lines = [line for line in panel.lines if not line.get_label().startswith("_")]
+                for one, other in combinations(lines, 2):
+                    seen += 1
+                    grey = abs(luminance(one.get_color()) - luminance(other.get_color())) > 0.25
+                    looks = [(line.get_marker(), line.get_linestyle(), line.get_linewidth()) for line in (one, other)]
+                    assert grey or looks[0] != looks[1], panel.get_title()
+                areas = [area for area in panel.patches if area.get_label() and not area.get_label().startswith("_")]
+                fills = [(area.get_hatch(), luminance(area.get_facecolor()[:3])) for area in areas]
+                assert len(set(fills)) == len(fills)
+    assert seen > 20
+
+
+def test_forty_lines_differ_in_marker_or_dashes():
+    looks = [style.stroke(n) for n in range(40)]
+    assert len({(one.marker, str(one.dash)) for one in looks}) == 40
+    first = looks[:3]
+    assert all(abs(luminance(a.colour) - luminance(b.colour)) > 0.25 for a, b in combinations(first, 2))
+    assert luminance(style.UNDER) - luminance(style.OVER) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("plain", "plain"),
+        ("costs $5 and $6", r"costs \$5 and \$6"),
+        ("_hidden", " _hidden"),
+        ("two\nlines\tand tab", "two lines and tab"),
+        ("x" * 99, "x" * 31 + "…"),
+        ("\u202eturned\x00", "□turned□"),
+        ("長い", "□□"),
+        ("", "(no name)"),
+    ],
+)
+def test_names_from_others_are_drawn_as_they_are(text, wanted):
+    assert style.shown(text) == wanted
+
+
+def test_hostile_names_neither_break_nor_leave_the_folder(tmp_path):
+    models, _ = pages.hostile()
+    name, model = next(iter(models.items()))
+    one = {word: model.ood[word] for word in list(model.ood)[1:2]}
+    found = drawn({name: replace(model, ood=one), pages.HOSTILE[9]: Model(report=model.report)})
+    assert not [name for name in found if not re.fullmatch(r"[A-Za-z0-9_-]{1,120}", name)]
+    assert {name: told for name, (figure, _) in found.items() if (told := complaints(figure))} == {}
+
+
+def test_equal_input_gives_equal_bytes_whatever_style_a_user_has(tmp_path):
+    given = pages.model(80)
+    kept = {}
+    for name, own in (("one", {}), ("two", {"font.size": 30, "axes.facecolor": "red", "savefig.bbox": "tight"})):
+        with mpl.rc_context(own):
+            data = figures.confidence_data(given, "model")  # hatches, dashes, filled steps and a legend
+            figure = figures.confidence_figure([data])
+            files = figures.save_with_data(figure, data, tmp_path / name, "figure", ("pdf", "png", "svg"))
+        kept[name] = {file.suffix: file.read_bytes() for file in files}
+    assert kept["one"] == kept["two"]
+    pdf, svg = kept["one"][".pdf"], kept["one"][".svg"].decode()
+    assert b"CreationDate" not in pdf
+    assert b"/Type3" not in pdf
+    assert b"/FontFile2" in pdf
+    assert ">confidence</text>" in svg
+    assert "<dc:date>" not in svg
+
+
+def test_files_are_listed_and_hold_what_was_drawn(tmp_path):
+    given = pages.model(60, features=None)
+    files = save_figures({"a": Model(predictions=given, posthoc=())}, tmp_path, ("svg",), resamples=50)
+    assert sorted(files) == sorted(tmp_path.iterdir())
+    read = {file.stem: json.loads(file.read_text()) for file in files if file.suffix == ".json"}
+    assert all(held["figure"] == name for name, held in read.items())
+    lines = read["reliability_lines"]["data"]
+    assert [one["title"] for one in lines] == ["as given"]
+    assert sum(lines[0]["share"]) == pytest.approx(1)
+    assert sum(read["confidence"]["data"][0]["right"]) == int(given.correct.sum())
+    assert read["class_map"]["classes"] == 10
+
+
+def test_a_saved_report_alone_has_diagrams(tmp_path):
+    report = Report.from_dict(evaluate(pages.model(60), posthoc="temperature", resamples=50).to_dict())
+    found = drawn(report)
+    assert found.keys() == {"reliability", "reliability_lines", "over_under"}
+    _, lines = found["reliability_lines"]
+    assert [one.title for one in lines] == ["as given", "temperature"]
+
+
+def test_many_models_are_spread_over_several_figures():
+    given = pages.model(60, features=None)
+    report = evaluate(given, intervals=False)
+    found = drawn({f"m{n}": Model(report=report) for n in range(7)})
+    assert {"reliability-1", "reliability-2"} < found.keys()
+    assert [len(data) for name, (_, data) in found.items() if name.startswith("reliability-")] == [4, 3]
+    assert {name: told for name, (figure, _) in found.items() if (told := complaints(figure))} == {}
+
+
+def test_names_that_make_the_same_file_name_are_numbered():
+    assert saving._endings(["a b", "a/b", "A-b", "…"]) == {
+        "a b": "-a-b", "a/b": "-a-b-2", "A-b": "-A-b-3", "…": "-model"
+    }  # fmt: skip
+    assert saving._endings(["only one"]) == {"only one": ""}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        Predictions(torch.tensor([[0.0, 2.0]]), torch.tensor([1]), features=torch.ones(1, 3)),
+        Predictions(torch.tensor([[3.0, 1.0]] * 8), torch.tensor([0, 1] * 4), features=torch.ones(8, 3)),
+    ],
+    ids=["one sample", "one confidence"],
+)
+def test_few_and_odd_samples_have_figures_too(given):
+    found = drawn(Model(predictions=given, posthoc=(), ood={"far": torch.zeros(3, given.num_classes)}), resamples=20)
+    assert "norm" not in found
+    assert {"reliability", "class_map", "roc"} <= found.keys()
+    assert {name: told for name, (figure, _) in found.items() if (told := complaints(figure))} == {}
+
+
+def test_top_confidences_alone_have_figures(tmp_path):
+    path = tmp_path / "top.csv"
+    path.write_text("confidence,prediction,label\n0.9,cat,cat\n0.4,dog,cat\n0.8,dog,dog\n")
+    found = drawn(Model(predictions=Predictions.from_csv(path), posthoc=()), resamples=20)
+    assert found["class_map"][1].names == ("cat", "dog")
+
+
+@pytest.mark.parametrize("formats", [(), ("gif",), "pdf"])
+def test_unknown_formats_are_refused_before_anything_is_measured(formats, tmp_path):
+    with pytest.raises(ValueError, match="formats is"):
+        save_figures(pages.model(60), tmp_path / "x", formats)
+    assert not (tmp_path / "x").exists()
+
+
+def test_every_name_of_the_package_is_there():
+    for name in figures.__all__:
+        assert callable(getattr(figures, name))
+    assert set(dir(figures)) >= {"save_figures", "reliability_figure"}
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        figures.nonsense  # noqa: B018

@@ -1,0 +1,50 @@
+"""The pictures of the documents are small, and show the numbers that come out now."""
+
+import importlib.util
+import json
+import re
+import shutil
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+
+
+@pytest.fixture(scope="module")
+def script():
+    loader = SourceFileLoader("pictures_script", str(ROOT / "scripts" / "pictures"))
+    spec = importlib.util.spec_from_loader("pictures_script", loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_pictures_show_the_numbers_that_come_out_now(script, tmp_path):
+    assert script.check(PICTURES) == []
+
+
+def test_old_or_missing_pictures_are_found(script, tmp_path, monkeypatch):
+    copy = tmp_path / "pictures"
+    shutil.copytree(PICTURES, copy)
+    (copy / "confidence.svg").unlink()
+    numbers = json.loads((copy / "over_under.json").read_text())
+    numbers["data"][0]["over"] += 0.01
+    (copy / "over_under.json").write_text(json.dumps(numbers))
+
+    def copied(folder):
+        return [Path(shutil.copy(path, folder)) for path in sorted(PICTURES.iterdir())]
+
+    monkeypatch.setattr(script, "draw", copied)
+    told = script.check(copy)
+    assert told[0] == "confidence.svg is missing"
+    assert told[1].startswith("over_under.json data 0 over is 0.12")
+    assert len(told) == 2
+
+
+def test_pictures_are_small_and_every_one_is_shown():
+    shown = set(re.findall(r"\(pictures/([\w.]+)\)", (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")))
+    assert shown == {path.name for path in PICTURES.glob("*.svg")}
+    assert all(path.stat().st_size < 60_000 for path in PICTURES.iterdir())
