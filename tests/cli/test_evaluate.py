@@ -57,7 +57,8 @@ def test_a_csv_written_by_hand(tmp_path):
         assert ("no calibrator is tried: 3 samples are too few" in done.stdout) is not tried
 
 
-def test_answers_for_programs(files):
+def test_answers_for_programs(files, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["somewhere/fedlas", "evaluate", "my file.csv"])
     page, kept = files / "page.html", files / "answer.json"
     done = call("evaluate", files / "test.csv", "--html", page, "--json", kept)
     assert done.exit_code == 0, done.output
@@ -65,7 +66,7 @@ def test_answers_for_programs(files):
     report = Report.from_dict(found["models"]["test"]["report"])
     assert f"{100 * float(report['ece']):.2f}" in done.stdout
     assert page.read_text().startswith("<!doctype html>")
-    assert "fedlas " in page.read_text()
+    assert "fedlas evaluate &#39;my file.csv&#39;" in page.read_text()
     piped = call("evaluate", files / "test.csv", "--json", "-")
     assert json.loads(piped.stdout) == found
     assert piped.stderr.startswith("test: over-confident")
