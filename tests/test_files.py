@@ -213,3 +213,14 @@ def test_a_compressed_bomb_of_zeros_is_no_crash(tmp_path):
         file.writestr("labels.npy", b"")
     with pytest.raises(ValueError, match=r"p\.npz is damaged"):
         read_predictions(tmp_path / "p.npz")
+
+
+def test_columns_of_a_parquet_file_may_have_dots_in_their_names_and_no_companions(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = {"prob_a": [0.5, 0.25], "label": ["a", "a.b"], "prob_a.b": [0.25, 0.5], "prob_a.b.c": [0.25, 0.25]}
+    parquet.write_table(arrow.table(rows), tmp_path / "p.parquet")
+    found = read_predictions(tmp_path / "p.parquet")
+    assert found.probs.tolist() == [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]
+    assert (found.labels.tolist(), found.class_names) == ([0, 1], ("a", "a.b", "a.b.c"))
+    parquet.write_table(arrow.table({name: rows[name] for name in rows if name != "label"}), tmp_path / "q.parquet")
+    assert read_predictions(tmp_path / "q.parquet").given_labels is None

@@ -665,7 +665,7 @@ def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, A
 
 
 def _arrow_numbers(file: Any) -> dict[str, Any]:
-    """Read the columns of a parquet file that make a table of one floating-point type, part by part into one table."""
+    """Read the columns of a parquet file that make a table of one floating-point type, one by one into one table."""
     types = optional_module("pyarrow").types
     schema = file.schema_arrow
     names = [one.name for one in schema if one.name.startswith(NUMBERS) and types.is_floating(one.type)]
@@ -674,11 +674,8 @@ def _arrow_numbers(file: Any) -> dict[str, Any]:
     if len(kinds) != 1 or len(set(schema.names)) < len(schema.names):
         return {}
     table = np.empty((file.metadata.num_rows, len(names)), dtype=kinds.pop().to_pandas_dtype())
-    start = 0
-    for batch in file.iter_batches(columns=names):
-        for place, name in enumerate(names):
-            table[start : start + len(batch), place] = batch[name].to_numpy(zero_copy_only=False)
-        start += len(batch)
+    for place, name in enumerate(names):
+        table[:, place] = file.read([name])[name].to_numpy()
     return {name: table[:, place] for place, name in enumerate(names)}
 
 
