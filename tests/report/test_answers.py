@@ -1,9 +1,12 @@
 """From files to an answer: what is said, what is compared, what fails, and what is refused."""
 
+import base64
+import io
 import json
 
 import pytest
 import torch
+from PIL import Image
 
 from fedlas.evaluation import Report, evaluate
 from fedlas.files import write_predictions
@@ -11,6 +14,7 @@ from fedlas.metrics import ece
 from fedlas.metrics.comparison import paired_bootstrap
 from fedlas.predictions import Predictions
 from fedlas.report.answers import Condition, judge_files
+from fedlas.report.figures import reliability_data, reliability_figure
 
 N, CLASSES = 600, 4
 
@@ -201,3 +205,13 @@ def test_results_show_themselves_in_a_notebook(sure, tmp_path):
     assert "&lt;script&gt;" in answer._repr_html_()
     assert report["ece"].cell() in report._repr_html_()
     assert "AUROC" in report._repr_html_()
+
+
+def test_a_figure_shows_itself_in_a_notebook(sure):
+    report = judge_files([sure], resamples=50).reports["sure"]
+    figure = reliability_figure({"": [reliability_data(report.before.bins["width"], float(report["ece"]), "as given")]})
+    start, _, rest = figure._repr_html_().partition("base64,")
+    assert start.startswith('<img alt="figure" width="')
+    picture = Image.open(io.BytesIO(base64.b64decode(rest.removesuffix('">'))))
+    assert picture.format == "PNG"
+    assert picture.size == tuple(int(200 * inches) for inches in figure.get_size_inches())

@@ -5,6 +5,7 @@ be read: lines differ in dashes and markers, areas in hatches. It looks the same
 clock time goes into files: equal input makes equal bytes.
 """
 
+import base64
 import io
 import json
 import math
@@ -134,7 +135,22 @@ def house_style() -> Iterator[None]:
 def paper(width: float, height: float) -> Iterator[Any]:
     """Make an empty figure in the one style of all; what is drawn inside of the block gets it too."""
     with house_style():
-        yield optional_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+        yield _figure_class()(figsize=(width, height), layout="constrained")
+
+
+@cache
+def _figure_class() -> Any:
+    """Make matplotlib's figure show itself in a notebook, also where pyplot was never imported."""
+
+    class PaperFigure(optional_module("matplotlib.figure").Figure):  # type: ignore[misc]
+        """A figure that a notebook shows as a picture."""
+
+        def _repr_html_(self) -> str:
+            picture = base64.b64encode(content_of(self, "png", dpi=200)).decode()
+            width = round(96 * self.get_figwidth() * 1.3)  # a little larger than on paper
+            return f'<img alt="figure" width="{width}" src="data:image/png;base64,{picture}">'
+
+    return PaperFigure
 
 
 def label_outside(axes: Sequence[Any], x: str, y: str) -> None:
@@ -180,11 +196,16 @@ def grid(
 def save_figure(figure: Any, path: str | Path, *, dpi: int = 150) -> Path:
     """Write a figure, whole or not at all; the file's ending says as what. No clock time goes into it."""
     path = Path(path)
+    write_whole(path, content_of(figure, path.suffix[1:], dpi))
+    return path
+
+
+def content_of(figure: Any, kind: str, dpi: int) -> bytes:
+    """Give the content of a figure's file of some kind, such as "png"."""
     buffer = io.BytesIO()
     with house_style():
-        figure.savefig(buffer, format=path.suffix[1:], dpi=dpi, metadata=NO_CLOCK.get(path.suffix))
-    write_whole(path, buffer.getvalue())
-    return path
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=NO_CLOCK.get(f".{kind}"))
+    return buffer.getvalue()
 
 
 def save_with_data(
