@@ -85,10 +85,10 @@ def test_several_models_are_compared_on_the_same_samples(sure, tmp_path):
 def test_other_samples_are_not_compared_and_this_is_said(sure, tmp_path):
     other = write_predictions(drawn(5), tmp_path / "other.npz")
     answer = judge_files([sure, other], resamples=100)
-    assert not answer.compared
-    (why,) = answer.notes
-    assert why.startswith("sure and other are not compared: ")
-    assert why in answer.lines()
+    (duel,) = answer.compared
+    assert (duel.found, bool(duel.why)) == (None, True)
+    assert f"sure and other are not compared: {duel.why}" in answer.lines()
+    assert json.loads(answer.to_json())["compared"][0]["why"] == duel.why
 
 
 def test_foreign_data(sure, tmp_path):

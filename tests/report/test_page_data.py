@@ -11,6 +11,7 @@ from fedlas.metrics.samples import Pairs, pairs
 from fedlas.ood.detection import ranking
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
+from fedlas.report.duels import duels
 from report import pages
 
 
@@ -202,7 +203,7 @@ def test_a_log_becomes_curves():
 
 def test_models_on_the_same_samples_are_compared_in_pairs():
     given = {"a": pages.model(), "b": pages.model(scale=1.0), "c": pages.model(seed=3)}
-    data = page_data.comparison_data(given, resamples=100)
+    data = page_data.comparison_data(list(given), duels(given, resamples=100))
     assert {(test["first"], test["second"]) for test in data["tests"]} == {(0, 1), (0, 2), (1, 2)}
     found = next(t for t in data["tests"] if (t["first"], t["second"], t["metric"]) == (0, 1, "ece"))
     wanted = metrics.paired_bootstrap(metrics.ece, given["a"], given["b"], resamples=100)
@@ -210,10 +211,10 @@ def test_models_on_the_same_samples_are_compared_in_pairs():
     assert (found["low"], found["high"]) == pytest.approx((wanted.interval.low, wanted.interval.high), rel=1e-4)
     assert found["better"] == {"first": 0, "second": 1}[wanted.better]
     five = {name: pages.model(60, scale=1 + k / 5) for k, name in enumerate("abcde")}
-    assert {test["first"] for test in page_data.comparison_data(five, resamples=50)["tests"]} == {0}
-    other = page_data.comparison_data({"a": pages.model(), "b": pages.model(500)})
+    assert {test["first"] for test in page_data.comparison_data(list(five), duels(five, resamples=50))["tests"]} == {0}
+    other = page_data.comparison_data(["a", "b"], duels({"a": pages.model(), "b": pages.model(500)}))
     assert "500" in other["tests"][0]["why"]
-    assert page_data.comparison_data({"a": pages.model()}) is None
+    assert page_data.comparison_data(["a"], ()) is None
 
 
 def test_texts_are_cut_and_can_be_written():

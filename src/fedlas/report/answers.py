@@ -15,39 +15,25 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from fedlas.evaluation import AS_GIVEN, SHOWN, Report, State, evaluate
 from fedlas.files import read_predictions
-from fedlas.metrics.calibration import ece
-from fedlas.metrics.comparison import Comparison, paired_bootstrap
 from fedlas.metrics.result import html_table
-from fedlas.metrics.scoring import accuracy, nll
 from fedlas.ood.detection import Detection
 from fedlas.predictions import Predictions
+from fedlas.report.duels import Duel, duels
 from fedlas.report.subjects import Model
 from fedlas.report.words import in_words, sentences
 
 FORMAT = "fedlas.answer/1"
 FOLDS = 2
 BRIEFLY = ("accuracy", "ece", "over_ece", "under_ece", "nll")  # of several models
-COMPARED = {"accuracy": accuracy, "ece": ece, "nll": nll}
 SIGNS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
 
 Watch = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Versus:
-    """How two models differ in one metric on the same samples."""
-
-    first: str
-    second: str
-    metric: str
-    found: Comparison
 
 
 @dataclass(frozen=True)
@@ -57,13 +43,13 @@ class Answer:
     Args:
         models: what each file held, and its report.
         files: where each model was read from.
-        compared: paired tests of models on the same samples.
+        compared: paired tests of models on the same samples, or why there is none.
         notes: what could not be done, and why.
     """
 
     models: Mapping[str, Model]
     files: Mapping[str, Path]
-    compared: Sequence[Versus] = ()
+    compared: Sequence[Duel] = ()
     notes: Sequence[str] = ()
 
     @property
@@ -77,7 +63,9 @@ class Answer:
         for name, report in self.reports.items():
             words = in_words(report)
             said += [f"{name}: {words}.", *(f"  {line}" for line in sentences(report)), ""]
-        said += [f"{one.first} and {one.second}: {one.found}" for one in self.compared]
+        for one in self.compared:
+            verdict = f": {one.found}" if one.found is not None else f" are not compared: {one.why}"
+            said.append(f"{one.first} and {one.second}{verdict}")
         return [*said, *self.notes]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -136,7 +124,9 @@ class Answer:
                 for name, report in self.reports.items()
             },
             "compared": [
-                {"models": [one.first, one.second], "metric": one.metric} | one.found.to_dict() for one in self.compared
+                {"models": [one.first, one.second], "metric": one.metric}
+                | ({"why": one.why} if one.found is None else one.found.to_dict())
+                for one in self.compared
             ],
             "notes": list(self.notes),
         }
@@ -269,8 +259,9 @@ def judge_files(
             watch=_stage(watch, f"evaluating {name}"),
         )
         models[name] = replace(held, report=report)
-    compared, apart = _compared(models, level, seed, watch)
-    return Answer(models, named, compared, [*notes, *apart])
+    held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
+    compared = duels(held_by, level=level, seed=seed, watch=_stage(watch, "comparing models"))
+    return Answer(models, named, list(compared), notes)
 
 
 def _no_calibrator(given: Predictions, folds: int, *, calibrated: bool) -> str:
@@ -352,29 +343,3 @@ def _like(other: Predictions, given: Predictions, path: Path) -> Predictions:
     if None not in (other.class_names, given.class_names) and other.class_names != given.class_names:
         raise ValueError(f"{path} names other classes, or in another order, than the predictions that are judged")
     return other
-
-
-def _compared(
-    models: Mapping[str, Model], level: float, seed: int, watch: Watch | None
-) -> tuple[list[Versus], list[str]]:
-    """Compare models on the same samples, up to four with each other, more with the first alone."""
-    names = list(models)
-    pairs = list(combinations(names, 2)) if len(names) <= 4 else [(names[0], other) for other in names[1:]]
-    found: list[Versus] = []
-    apart = []
-    for done, (first, second) in enumerate(pairs):
-        held = [models[name].predictions for name in (first, second)]
-        assert held[0] is not None
-        assert held[1] is not None
-        if watch is not None:
-            watch("comparing models", done / len(pairs))
-        for name, metric in COMPARED.items():
-            if name == "nll" and (held[0].top_only or held[1].top_only):
-                continue
-            try:
-                one = paired_bootstrap(metric, held[0], held[1], level=level, seed=seed)
-            except ValueError as error:
-                apart.append(f"{first} and {second} are not compared: {error}")
-                break
-            found.append(Versus(first, second, name, one))
-    return found, apart

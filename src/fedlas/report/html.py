@@ -24,6 +24,7 @@ from typing import Any
 from fedlas.evaluation import SHOWN, Report, evaluate
 from fedlas.metrics.result import Result
 from fedlas.predictions import Predictions, optional_module, write_whole
+from fedlas.report.duels import duels
 from fedlas.report.page_data import (
     Plain,
     class_data,
@@ -234,7 +235,8 @@ def _data(held: Mapping[str, Model], reports: Mapping[str, Report], known: _Samp
     compared = {name: model.predictions for name, model in held.items() if model.predictions is not None}
     both = None
     if len(compared) == len(held):
-        both = comparison_data(compared, level=asked.level, resamples=asked.resamples or 2_000, seed=asked.seed)
+        tests = duels(compared, level=asked.level, resamples=asked.resamples or 2_000, seed=asked.seed)
+        both = comparison_data(list(compared), tests)
     return {
         "title": text_data(asked.title),
         "level": asked.level,

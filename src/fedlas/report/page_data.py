@@ -5,8 +5,8 @@ Nothing is measured here. Numbers come from a `Report`, curves and bins from the
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import combinations, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +24,10 @@ from fedlas.metrics.bins import (
     equal_width_edges,
     exact,
 )
-from fedlas.metrics.calibration import ece, histogram
-from fedlas.metrics.comparison import paired_bootstrap
+from fedlas.metrics.calibration import histogram
 from fedlas.metrics.interval import clopper_pearson
 from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Pairs
-from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.metrics.selective import RiskCoverage, curve
 from fedlas.metrics.smooth import smooth_curve
 from fedlas.ood.detection import Ranking, foreign_predictions, ranking
@@ -39,6 +37,7 @@ from fedlas.report.places import filled_places
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
+    from fedlas.report.duels import Duel
 
 LONGEST = 200  # letters of a text that someone else wrote
 ALL_NAMES, SHORTEST = 1_000_000, 24  # letters of the names of all classes, and of one of very many
@@ -48,7 +47,6 @@ CLASS_BINS = 10
 SCORE_BINS = 40
 NORM_BINS = 30
 EPOCHS = 400
-COMPARED = {"accuracy": accuracy, "ece": ece, "nll": nll, "brier": brier}
 
 Plain = dict[str, Any]
 
@@ -407,39 +405,29 @@ def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
     return 1 + math.tanh(beta * mode * gamma / 2)
 
 
-def comparison_data(
-    models: Mapping[str, Predictions], *, level: float = 0.95, resamples: int = 2_000, seed: int = 0
-) -> Plain | None:
-    """Compare models on the same samples by paired tests; up to four with each other, more with the first alone."""
-    if len(models) < 2:
+def comparison_data(names: Sequence[str], duels: "Iterable[Duel]") -> Plain | None:
+    """Give the paired tests of models, which are told by their place in the list of names."""
+    if len(names) < 2:
         return None
-    names = list(models)
-    pairs = list(combinations(names, 2)) if len(names) <= 4 else [(names[0], other) for other in names[1:]]
     tests: list[Plain] = []
-    for first, second in pairs:
-        held = (models[first], models[second])
-        about: Plain = {"first": names.index(first), "second": names.index(second)}
-        for name, metric in COMPARED.items():
-            if name in {"nll", "brier"} and any(one.top_only for one in held):
-                continue
-            try:
-                found = paired_bootstrap(metric, *held, level=level, resamples=resamples, seed=seed)
-            except ValueError as error:
-                tests.append(about | {"metric": name, "why": text_data(error)})
-                break
-            tests.append(
-                about
-                | {
-                    "metric": name,
-                    "name": found.first.definition.estimator,
-                    "percent": found.first.definition.unit == "fraction",
-                    "difference": number(found.difference),
-                    "low": number(found.interval.low),
-                    "high": number(found.interval.high),
-                    "p": number(found.p_value),
-                    "better": {"first": 0, "second": 1}.get(found.better or ""),
-                }
-            )
+    for duel in duels:
+        about: Plain = {"first": names.index(duel.first), "second": names.index(duel.second), "metric": duel.metric}
+        found = duel.found
+        if found is None:
+            tests.append(about | {"why": text_data(duel.why)})
+            continue
+        tests.append(
+            about
+            | {
+                "name": found.first.definition.estimator,
+                "percent": found.first.definition.unit == "fraction",
+                "difference": number(found.difference),
+                "low": number(found.interval.low),
+                "high": number(found.interval.high),
+                "p": number(found.p_value),
+                "better": {"first": 0, "second": 1}.get(found.better or ""),
+            }
+        )
     return {"tests": tests}
 
 
