@@ -235,7 +235,7 @@ def evaluate(
             split = predictions.split or "ID"
             found = detect_scores(known[run.name], theirs, level=level, seed=seed, split=split)
         states[run.name] = run.state(way, found)
-    return Report(states.pop(AS_GIVEN), states, len(predictions), predictions.num_classes, predictions.split)
+    return Report(states.pop(AS_GIVEN), states, len(predictions), predictions.named_classes, predictions.split)
 
 
 @dataclass(frozen=True)

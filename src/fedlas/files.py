@@ -16,6 +16,7 @@ The names of columns are those that `fedlas.predictions` lists; nothing is found
 import csv
 import io
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from fedlas.predictions import Predictions, optional_module, read_lines, readable, write_whole
+from fedlas.predictions import NUMBERS, Predictions, optional_module, read_lines, readable, some_of, write_whole
 
 Watch = Callable[[float], None]
 
@@ -91,7 +92,13 @@ def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
     for name, column in found.items():
         if name not in scalars and not isinstance(column, list):
             raise ValueError(f"{path}: {name} is {type(column).__name__}; every column is a list")
-    columns = {name: _array(column, name, path) for name, column in found.items() if name not in scalars}
+    columns = {}
+    for name, column in found.items():
+        if name not in scalars:
+            filled = _Column(name, column[0] if column else None)
+            for row, value in enumerate(column):
+                filled.add(value, row, path)
+            columns[name] = filled.filled(path)
     return Predictions.from_columns(columns, path, split or found.get("split"))
 
 
@@ -118,47 +125,69 @@ def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _columns(records: Iterable[tuple[int, Any]], path: Path) -> dict[str, Any]:
-    """Turn records into columns; `probs` as an object by class becomes a column for each class."""
-    columns: dict[str, list[Any]] = {}
-    first: list[str] | None = None
-    for number, record in records:
+    """Turn records into columns; `probs` as an object by class becomes a column for each class.
+
+    Numbers that make tables are kept as such while lines are read: objects of Python take many times the memory.
+    """
+    columns: dict[str, _Column] = {}
+    for count, (number, record) in enumerate(records):
         if not isinstance(record, dict):
-            raise ValueError(f"{path}: record {number} is {type(record).__name__}; an object with names is expected")  # noqa: TRY004
+            kind = type(record).__name__
+            raise ValueError(f"{path}: record {number} is {kind}; an object with names is expected")  # noqa: TRY004
         flat: dict[str, Any] = {}
         for name, value in record.items():
             if isinstance(value, dict):  # {"probs": {"cat": 0.7, "dog": 0.3}}
                 flat |= {f"{name.removesuffix('s')}_{key}": one for key, one in value.items()}
             else:
                 flat[name] = value
-        if first is None:
-            first = list(flat)
-            columns = {name: [] for name in first}
+        if not count:
+            columns = {name: _Column(name, value) for name, value in flat.items()}
         if flat.keys() != columns.keys():
-            odd = ", ".join(sorted(flat.keys() ^ columns.keys()))
+            odd = some_of(sorted(flat.keys() ^ columns.keys()))
             raise ValueError(f"{path}: record {number} and the first one do not have the same names: {odd}")
         for name, value in flat.items():
-            columns[name].append(value)
-    if first is None:
+            columns[name].add(value, count, path)
+    if not columns:
         raise ValueError(f"{path} has no records; at least one sample is needed")
-    return {name: _array(column, name, path) for name, column in columns.items()}
+    return {name: column.filled(path) for name, column in columns.items()}
 
 
-def _array(column: list[Any], name: str, path: Path) -> Any:
-    """Take a column as an array of numbers where all of it is numbers, else as words."""
-    if column and isinstance(column[0], list):
-        for row, value in enumerate(column):
-            if not isinstance(value, list) or len(value) != len(column[0]):
-                raise ValueError(f"{path}: row {row} of {name} is not a list of {len(column[0])} numbers like row 0")
-        flat = [value for row in column for value in row]
-    else:
-        flat = column
-    if not flat or any(isinstance(value, str | bool | None | dict | list) for value in flat):
-        kinds = sorted({type(value).__name__ for value in flat})
-        if flat is not column or len(kinds) > 1 or kinds in (["NoneType"], ["dict"], ["bool"]):
-            raise ValueError(f"{path}: {name} holds {' and '.join(kinds) or 'nothing'}; numbers or words are expected")
-        return column
-    whole = all(isinstance(value, int) for value in flat) and not name.startswith(("logit", "prob", "feature"))
-    return np.asarray(column, dtype=np.int64 if whole else np.float64)
+class _Column:
+    """A column that is filled row by row: with numbers, with rows of numbers, or with words."""
+
+    def __init__(self, name: str, first: Any) -> None:
+        self.name = name
+        self.width = len(first) if isinstance(first, list) else None
+        table = self.width is not None or name.startswith(NUMBERS) or name == "confidence"
+        self.values: Any = array("d") if table else []
+
+    def add(self, value: Any, row: int, path: Path) -> None:
+        """Add the value of a row."""
+        if isinstance(self.values, list):
+            self.values.append(value)
+            return
+        many = self.width is not None
+        if isinstance(value, list) is not many or (many and len(value) != self.width):
+            wanted = f"a list of {self.width} numbers like row 0" if many else "a number"
+            raise ValueError(f"{path}: row {row} of {self.name} is not {wanted}")
+        given = value if many else [value]
+        if not set(map(type, given)) <= {int, float}:
+            kinds = " and ".join(sorted({type(one).__name__ for one in given}))
+            raise ValueError(f"{path}: row {row} of {self.name} holds {kinds}; numbers are expected")
+        self.values.extend(given)
+
+    def filled(self, path: Path) -> Any:
+        """Give what was filled in, as an array or as words."""
+        if not isinstance(self.values, list):
+            found = np.frombuffer(self.values, dtype=np.float64)
+            return found if self.width is None else found.reshape(-1, self.width)
+        kinds = set(map(type, self.values))
+        if kinds <= {int}:
+            return np.asarray(self.values, dtype=np.int64)
+        if kinds <= {str} or kinds <= {int, float}:
+            return self.values
+        named = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"{path}: {self.name} holds {named}; numbers or words are expected")
 
 
 def _no_number(word: str) -> NoReturn:
@@ -196,8 +225,11 @@ def _to_parquet(predictions: Predictions, probs: bool) -> bytes:
 
 
 def _to_jsonl(predictions: Predictions, probs: bool) -> bytes:
-    kind, names = ("probs" if probs else "logits"), predictions.class_names
+    kind = "probs" if probs else "logits"
+    names = None if predictions.class_names is None else _column_names(predictions)
     held = {name: column.tolist() for name, column in _kept(predictions, probs).items()}
+    if names is not None and isinstance(held.get("labels", [()])[0], int):
+        held["labels"] = [names[i] for i in held["labels"]]
     singular = {"labels": "label", "ids": "id", "paths": "path"}
     lines = []
     for row in range(len(predictions)):
@@ -228,9 +260,7 @@ def _numpy(tensor: torch.Tensor) -> Any:
 
 def _flat(predictions: Predictions, probs: bool) -> dict[str, Any]:
     """List the columns of predictions, those of tables one by one, under the names that are read again."""
-    names = predictions.class_names or tuple(map(str, range(predictions.num_classes)))
-    if len(set(names)) < len(names):
-        raise ValueError("two classes have the same name; a table with a column for each class needs different ones")
+    names = _column_names(predictions)
     kept, found = _kept(predictions, probs), {}
     for name, column in kept.items():
         single = {"ids": "id", "paths": "path"}.get(name, name.removesuffix("s"))
@@ -242,6 +272,14 @@ def _flat(predictions: Predictions, probs: bool) -> dict[str, Any]:
     if predictions.class_names is not None and found.get("label") is not None:
         found["label"] = np.asarray([names[i] for i in found["label"].tolist()])
     return found
+
+
+def _column_names(predictions: Predictions) -> tuple[str, ...]:
+    """Name a column for each class; names that could not be read again are an error."""
+    names = predictions.class_names or tuple(map(str, range(predictions.num_classes)))
+    if len({name.strip() for name in names}) < len(names):
+        raise ValueError("two classes have the same name; a table with a column for each class needs different ones")
+    return names
 
 
 READERS: Mapping[str, Callable[[Path, str | None, Watch | None], Predictions]] = {

@@ -1,14 +1,14 @@
 """Predictions are the hinge of the house: what a model said about one split, and what was true.
 
 Everything after training (metrics, post-hoc calibration, OOD scores, tables, pages) reads `Predictions` and nothing
-else. They come from a training run, or from anywhere: arrays, npz, csv, parquet or safetensors files.
+else. They come from a training run, or from anywhere: arrays, or files of many kinds.
 
 Nothing is guessed from values: logits enter by `Predictions(logits=...)`, probabilities by `Predictions.from_probs`,
 and the columns of a file are recognised by their names:
 
     logits or probs           one array (npz), one list column (parquet)
     logit_NAME or prob_NAME   one column per class (csv, parquet); NAME becomes the class name
-    label                     class name or number; `label_NAME` columns hold soft labels; may be left out
+    label                     class name, or number where no class is called so; `label_NAME` hold soft labels
     confidence, prediction    instead of probabilities, when only the top class is known
     index, feature_NAME       optional; `features`, `class_names`, `split` in npz
     id, path                  optional: the name of each sample, and its image file
@@ -23,10 +23,11 @@ import math
 import os
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias, TypedDict, Unpack
 
@@ -47,6 +48,8 @@ AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 
 
 WORDS = ("ids", "paths")  # words for each sample
+FILLING = "(other"  # begins the name of a class that only fills a row up to one
+MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
 
 
@@ -184,6 +187,12 @@ class Predictions:
         return self.logits.shape[1]
 
     @property
+    def named_classes(self) -> int:
+        """How many classes there are; where only the top class is known, those that a label or an answer named."""
+        named = () if not self.top_only else self.class_names or ()
+        return self.num_classes - sum(name.startswith(FILLING) for name in named)
+
+    @property
     def labels(self) -> Labels:
         """The truth: one class number, or one row of class probabilities, per sample."""
         if self.given_labels is None:
@@ -275,7 +284,11 @@ class Predictions:
             watch: called now and then with the share of the file that has been read.
         """
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            columns, tolerance = _read_text(csv.reader(read_lines(file, path, watch)), path)
+            lines = read_lines(file, path, watch)
+            first = next(lines, "")
+            # Programs of countries that write 0,5 separate columns by semicolons.
+            mark = "," if "," in first or ";" not in first else ";"
+            columns, tolerance = _read_text(_cells(csv.reader(chain([first], lines), delimiter=mark), path), path, mark)
         return cls.from_columns(columns, path, split, tolerance=tolerance)
 
     @classmethod
@@ -312,7 +325,7 @@ class Predictions:
             return cls._from_confidence(columns, path, split)
         if len(found) != 1:
             wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
-            raise ValueError(f"{path}: expected exactly one of {wanted}; its columns are {', '.join(columns)}")
+            raise ValueError(f"{path}: expected exactly one of {wanted}; its columns are {some_of(columns)}")
         kind = found[0]
         given, scores = columns.get("class_names"), columns.get(kind)
         names = None if given is None else [str(name) for name in given]
@@ -322,7 +335,8 @@ class Predictions:
             if len(names) == 1:  # a binary classifier, of which one column says everything
                 names = [f"not {names[0]}", names[0]]
         soft = names is not None and all(f"label_{name}" in columns for name in names)
-        labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path)
+        by_column = kind.endswith("_")
+        labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path, by_column)
         wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
         rest = Rest(
             features=_numbers(columns, "feature_", wide, path) if wide else columns.get("features"),
@@ -332,22 +346,33 @@ class Predictions:
             ids=_one_of(columns, ("id", "ids"), path),
             paths=_one_of(columns, ("path", "paths"), path),
         )
-        if kind.startswith("logit"):
-            return cls(scores, labels, **rest)
-        return cls.from_probs(scores, labels, tolerance=tolerance, top_only=top_only, **rest)
+        try:
+            if kind.startswith("logit"):
+                return cls(scores, labels, **rest)
+            return cls.from_probs(scores, labels, tolerance=tolerance, top_only=top_only, **rest)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{path}: {error}") from error
 
     @classmethod
     def _from_confidence(cls, columns: Mapping[str, Any], path: str | Path, split: str | None) -> "Predictions":
-        truth, said = (
-            [str(value).strip() for value in columns[name]] for name in (_label(columns, path), "prediction")
-        )
+        truth, said = ([_word(value) for value in columns[name]] for name in (_label(columns, path), "prediction"))
+        kinds = [{word.lstrip("+-").isdecimal() for word in words} for words in (truth, said)]
+        if kinds in ([{True}, {False}], [{False}, {True}]):
+            raise ValueError(
+                f"{path}: one of label and prediction holds numbers, the other names: {truth[0]}, {said[0]}"
+            )
         names = sorted(set(truth) | set(said), key=lambda name: (not name.isdecimal(), name.zfill(20), name))
-        confidence = torch.from_numpy(_numbers(columns, "", ["confidence"], path))
+        confidence = as_tensor(_numbers(columns, "", ["confidence"], path), "confidence")
         good = (confidence[:, 0] >= 0.001) & (confidence[:, 0] <= 1)
-        check_rows("confidence", confidence, good, "is not between 0.001 and 1")
+        check_rows(f"{path}: confidence", confidence, good, "is not between 0.001 and 1")
         # Classes that nobody named share what is left, enough of them that the predicted class is the largest.
         least = float(confidence.min())
-        names += [f"(other {i})" for i in range(max(1, int((1 - least) / least) + 2 - len(names)))]
+        names += [f"{FILLING} {i})" for i in range(max(1, int((1 - least) / least) + 2 - len(names)))]
+        if len(names) * len(said) > MOST_FILLED:
+            raise ValueError(
+                f"{path}: {len(said):,} rows with a confidence of {least:g} among them need a table of {len(names):,} "
+                "classes each, which is too large; give the probabilities of all classes, or fewer rows"
+            )
         place = {name: i for i, name in enumerate(names)}
         predicted = torch.as_tensor([[place[name]] for name in said])
         probs = ((1 - confidence) / (len(names) - 1)).repeat(1, len(names)).scatter(1, predicted, confidence)
@@ -599,7 +624,7 @@ def _one_of(columns: Mapping[str, Any], names: Sequence[str], path: str | Path) 
 def _label(columns: Mapping[str, Any], path: str | Path) -> str:
     there = [name for name in ("label", "labels") if name in columns]
     if len(there) != 1:
-        raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {', '.join(columns)}")
+        raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {some_of(columns)}")
     return there[0]
 
 
@@ -628,7 +653,15 @@ def _neighbours(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
     return np.lib.stride_tricks.as_strided(first, shape, strides) if first.dtype.kind == "f" else None
 
 
-def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, Any], Tensor]:
+def _cells(reader: Any, path: str | Path) -> Iterator[list[str]]:
+    """Give the rows of a table of text, and name the line where it is no such table."""
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ValueError(f"{path}: line {reader.line_num} cannot be taken apart ({error})") from error
+
+
+def _read_text(rows: Iterator[list[str]], path: str | Path, mark: str = ",") -> tuple[dict[str, Any], Tensor]:
     """Read the rows of a csv file: numbers at once as numbers, the rest as text, and how far rows may be from one.
 
     Each row is allowed half a unit of its last digit for every class. That is looked for only where a row needs it.
@@ -647,7 +680,7 @@ def _read_text(rows: Iterator[list[str]], path: str | Path) -> tuple[dict[str, A
     for count, row in enumerate(filter(None, rows)):
         if len(row) != len(header):
             raise ValueError(f"{path}: row {count} has {len(row)} cells, the header has {len(header)}")
-        cells = [row[i] for i in number]
+        cells = [row[i] for i in number] if mark == "," else [row[i].replace(",", ".") for i in number]
         try:
             found = [float(cell) for cell in cells]
         except ValueError as error:
@@ -693,19 +726,49 @@ def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
     return column.to_pylist()
 
 
-def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path) -> Any:
+def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path, by_column: bool) -> Any:
+    """Find the class number of every label.
+
+    Beside columns that are named after classes, a label is such a name if any label is, whatever type it has: the
+    columns may stand in any order. Beside a table, whole numbers are places in it.
+    """
     if not any(name.startswith("label") for name in columns):
         return None
     labels = columns[_label(columns, path)]
-    if isinstance(labels, Tensor) or np.asarray(labels).dtype.kind in "iub" or np.asarray(labels).ndim == 2:
+    plain = isinstance(labels, Tensor) or np.asarray(labels).dtype.kind in "iub"
+    if (plain and not by_column) or np.ndim(labels) == 2:
         return labels
-    words, number = [str(label).strip() for label in labels], {name: i for i, name in enumerate(names or ())}
-    named = any(word in number for word in words)
-    for row, word in enumerate(words):
-        if (word not in number) if named else not word.lstrip("+-").isdecimal():
-            expected = f"one of the classes {', '.join(number)}" if named else "a class name or a whole number"
-            raise ValueError(f"{path}: row {row} has label {word!r}, expected {expected}")
-    return torch.as_tensor([number[word] if named else int(word) for word in words])
+    number = {name: i for i, name in enumerate(names or ())}
+    bare = {name.strip(): i for name, i in number.items()}
+    # Few words stand in many rows.
+    words, rows = np.unique(np.asarray([_word(label, strip=False) for label in labels]), return_inverse=True)
+    named = any(word in number or word.strip() in bare for word in words.tolist())
+    found: list[int] = []
+    for word in words.tolist():
+        place = number.get(word, bare.get(word.strip()))
+        if place is None if named else not word.strip().lstrip("+-").isdecimal():
+            row = int(np.flatnonzero(rows == len(found))[0])
+            expected = f"one of the classes {some_of(number)}" if named else "a class name or a whole number"
+            raise ValueError(f"{path}: row {row} has label {word.strip()!r}, expected {expected}")
+        found.append(int(word) if place is None else place)
+    return torch.as_tensor(found)[torch.from_numpy(rows.reshape(-1))]
+
+
+def _word(value: Any, *, strip: bool = True) -> str:
+    """Take a label as a word; 3.0, which a table makes of 3 where another row is empty, is 3."""
+    word = str(value.item() if isinstance(value, Tensor | np.generic) else value)
+    bare = word.strip()
+    whole, point, rest = bare.partition(".")
+    if point and whole.lstrip("+-").isdecimal() and not rest.strip("0"):
+        return whole
+    return bare if strip else word
+
+
+def some_of(columns: Iterable[str], most: int = 20) -> str:
+    """List names; of many only the first."""
+    names = list(columns)
+    more = f", ... and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _rounding(cells: Sequence[str]) -> float:
