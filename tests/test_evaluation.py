@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import pickle
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedlas import evaluation, metrics, ood, posthoc
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Result
 from fedlas.predictions import Predictions
+from fedlas.report.html import report_page
 
 
 def predictions(n: int = 900, classes: int = 7, seed: int = 0, scale: float = 3.0, split: str = "val") -> Predictions:
@@ -300,3 +302,23 @@ def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
         unchecked(given.logits)
     with pytest.raises(KeyError, match="did you mean 'accuracy'"):
         evaluate(given, intervals=False)["acuracy"]
+
+
+def test_samples_that_are_all_right_make_a_report_and_json():
+    """A standard error of infinity stopped the JSON file and the page."""
+    logits = torch.tensor([[2.0, 0.0], [0.0, 3.0]] * 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        report = evaluate(Predictions(logits, [0, 1] * 20), posthoc="temperature", folds=2, resamples=50)
+    assert report.after["temperature"].parameters["temperature"] == pytest.approx(0.001)
+    assert "standard_error" not in report.after["temperature"].parameters
+    assert json.loads(report.to_json())["n"] == 40
+    page = report_page(report)
+    assert "Infinity" not in page
+
+
+@pytest.mark.parametrize("options", [{"resamples": 1}, {"resamples": 0}, {"bins": 100_000}, {"bins": 0}, {"folds": 1}])
+def test_what_makes_no_sense_is_refused(options):
+    name = next(iter(options))
+    with pytest.raises(ValueError, match=f"{name} is {options[name]}"):
+        evaluate(Predictions(torch.randn(40, 2), [0, 1] * 20), posthoc="temperature", **options)

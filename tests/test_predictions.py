@@ -4,6 +4,7 @@ import builtins
 import inspect
 import math
 import os
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -505,3 +506,25 @@ def test_equal_predictions_are_equal_bytes(tmp_path):
         written.add((tmp_path / f"{number}.safetensors").read_bytes())
     assert len(written) == 1
     assert Predictions.load(tmp_path / "0.safetensors").class_names == ("a", "b", "ä")
+
+
+def test_links_pipes_and_rights_stay_what_they_are(tmp_path):
+    """Writing to /dev/null as root made a plain file of it."""
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "real").chmod(0o600)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+    assert (tmp_path / "real").stat().st_mode & 0o777 == 0o600
+    os.mkfifo(tmp_path / "pipe")
+    got = []
+    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    write_whole(tmp_path / "pipe", b"through")
+    reader.join(10)
+    assert got == [b"through"]
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path, b"x")
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "link", "pipe"}

@@ -39,6 +39,7 @@ from fedlas.predictions import Array, Predictions, slices_of, write_whole
 FORMAT = "fedlas.report/1"
 AS_GIVEN = "as given"
 FOLDS = 5
+MOST_BINS = 1_000  # intervals need a table of resamples and bins
 SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece", "classwise_ece", "nll", "brier", "aurc")
 
 
@@ -212,8 +213,11 @@ def evaluate(
             raise TypeError(f"posthoc holds names or built calibrators, such as Temperature(), not {one!r}")
     if ood is not None and not isinstance(ood, Mapping):
         raise TypeError('ood is a mapping from names to predictions or logits, such as {"svhn": logits}')
+    if not 1 <= bins <= MOST_BINS:
+        raise ValueError(f"bins is {bins}; a number from 1 to {MOST_BINS:,} is needed")
     if folds < 2:
         raise ValueError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
+    way = Intervals(level, resamples, seed) if intervals else None
     dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
     repairs = _named([_repair(one, predictions, calibration, dealt, whole=bool(ood)) for one in chosen])
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
@@ -226,7 +230,6 @@ def evaluate(
     ]
     known = _read(predictions, runs, train_features, judged=True, watch=watch)
     others = {name: _read(one, runs, train_features, judged=False) for name, one in foreign.items()}
-    way = Intervals(level, resamples, seed) if intervals else None
     states = {}
     for run in runs:
         found = None
@@ -270,6 +273,7 @@ class _Run:
         fitted = () if self.repair is None else self.repair.calibrators
         single = sorted({name for one in fitted for name, value in one.learned.items() if value.numel() == 1})
         means = {name: math.fsum(float(one.learned[name]) for one in fitted) / len(fitted) for name in single}
+        means = {name: value for name, value in means.items() if math.isfinite(value)}
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)
         found, bins, pairs = self.digest.results(intervals), self.digest.histograms(), self.digest.top
         return State(self.name, found, bins, detection, fits, means, pairs)

@@ -21,6 +21,7 @@ import importlib
 import json
 import math
 import os
+import stat
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -287,7 +288,7 @@ class Predictions:
             lines = read_lines(file, path, watch)
             first = next(lines, "")
             # Programs of countries that write 0,5 separate columns by semicolons.
-            mark = "," if "," in first or ";" not in first else ";"
+            mark = next((one for one in (",", ";", "\t") if one in first), ",")
             columns, tolerance = _read_text(_cells(csv.reader(chain([first], lines), delimiter=mark), path), path, mark)
         return cls.from_columns(columns, path, split, tolerance=tolerance)
 
@@ -333,7 +334,7 @@ class Predictions:
             names = [name.removeprefix(kind) for name in columns if name.startswith(kind)]
             scores = _numbers(columns, kind, names, path)
             if len(names) == 1:  # a binary classifier, of which one column says everything
-                names = [f"not {names[0]}", names[0]]
+                names = ["0" if names[0] == "1" else f"not {names[0]}", names[0]]
         soft = names is not None and all(f"label_{name}" in columns for name in names)
         by_column = kind.endswith("_")
         labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path, by_column)
@@ -506,8 +507,11 @@ def check_probs(
     if bool(good.all()) and good.numel():
         return
     place = tuple(int(i) for i in (~good).nonzero()[0]) if good.numel() else ()
-    total = f"it sums to {float(_row_sums(probs)[place]):.6g}" if place else ""
+    found = float(_row_sums(probs)[place]) if place else 1.0
+    total = f"it sums to {found:.6g}"
     advice = "logits enter by Predictions(logits=...), rounded probabilities by from_probs(..., tolerance=...)"
+    if abs(found - 100) < 2:
+        advice = "percentages are divided by 100 before"
     check_rows(name, probs, good, f"is not a distribution (no negative entry, sum 1): {total}; {advice}")
 
 
@@ -583,6 +587,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
+    if path.is_symlink():
+        path = path.resolve()  # the link stays, and what it points to is replaced
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)  # a pipe or a device is no file that could be replaced
+        return
+    mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o644
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -590,7 +600,7 @@ def _write_whole(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
+        Path(temporary).chmod(mode)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -680,7 +690,7 @@ def _read_text(rows: Iterator[list[str]], path: str | Path, mark: str = ",") -> 
     for count, row in enumerate(filter(None, rows)):
         if len(row) != len(header):
             raise ValueError(f"{path}: row {count} has {len(row)} cells, the header has {len(header)}")
-        cells = [row[i] for i in number] if mark == "," else [row[i].replace(",", ".") for i in number]
+        cells = [row[i] for i in number] if mark != ";" else [row[i].replace(",", ".") for i in number]
         try:
             found = [float(cell) for cell in cells]
         except ValueError as error:
@@ -735,7 +745,9 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     if not any(name.startswith("label") for name in columns):
         return None
     labels = columns[_label(columns, path)]
-    plain = isinstance(labels, Tensor) or np.asarray(labels).dtype.kind in "iub"
+    if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind == "b":
+        labels = np.asarray(labels).astype(np.int64)
+    plain = isinstance(labels, Tensor) or np.asarray(labels).dtype.kind in "iu"
     if (plain and not by_column) or np.ndim(labels) == 2:
         return labels
     number = {name: i for i, name in enumerate(names or ())}

@@ -255,3 +255,15 @@ def test_results_can_be_ranked_as_they_are(golden, cooled):
     found = mean_ranks({"hot": [ece(golden), aece(golden)], "cold": [ece(cooled), aece(cooled)]})
     assert isinstance(ece(golden), Result)
     assert found.ranks == {"cold": 1.0, "hot": 2.0}
+
+
+@pytest.mark.parametrize("name", ["ids", "index"])
+def test_samples_of_other_names_are_not_paired(name):
+    """Equal labels in another order of samples were taken for the same samples."""
+    logits, labels = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), [0, 1] * 20
+    first, same = (Predictions(logits, labels, **{name: range(40)}) for _ in range(2))
+    other = Predictions(logits, labels, **{name: [*range(2, 40), 0, 1]})
+    assert paired_bootstrap(ece, first, same, resamples=50).difference == 0
+    with pytest.raises(ValueError, match="names of the samples"):
+        paired_bootstrap(ece, first, other, resamples=50)
+    assert paired_bootstrap(ece, first, Predictions(logits, labels), resamples=50).difference == 0

@@ -113,6 +113,15 @@ def test_derivatives_are_those_of_the_nll():
         assert found == pytest.approx((value.item(), slope.item(), bend.item()), rel=1e-10)
 
 
+@pytest.mark.parametrize("margin", [1e-3, 0.2, 1.0, 40.0])
+def test_samples_that_are_all_right_always_end_at_the_bound(margin: float):
+    """Steps grew shorter and shorter: 100 of them ended at T = 0.0096, without a warning."""
+    logits = torch.tensor([[margin, 0.0, 0.0]] * 20)
+    with pytest.warns(UserWarning, match="every one is classified correctly"):
+        found = Temperature().fit(logits, torch.zeros(20, dtype=torch.long))
+    assert found.temperature == found.low
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [0.2, 1.0, 4.0, 50.0])
 def test_few_readings_are_enough(scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):

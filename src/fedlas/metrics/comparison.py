@@ -100,7 +100,7 @@ def paired_bootstrap(
         seed: of the random numbers; equal seeds give equal answers.
         options: passed on to the metric.
     """
-    check_level(level)
+    check_level(level, resamples)
     _check_same_samples(first, second)
     values = metric(first, labels, **options), metric(second, labels, **options)
     rng = np.random.default_rng(seed)
@@ -167,6 +167,11 @@ def _check_same_samples(first: Predictions | Array, second: Predictions | Array)
     if len(first) != len(second):
         raise ValueError(f"the first model has {len(first)} samples, the second {len(second)}")
     if isinstance(first, Predictions) and isinstance(second, Predictions):
+        for name in ("ids", "index"):
+            held = (getattr(first, name), getattr(second, name))
+            names = [one.tolist() if isinstance(one, Tensor) else one for one in held]
+            if None not in names and names[0] != names[1]:
+                raise ValueError(f"the names of the samples ({name}) differ: other samples, or in another order")
         ours, theirs = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels")
         if ours.shape != theirs.shape:
             raise ValueError("one model has hard labels and the other soft ones")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedlas.metrics import calibration, scoring, selective, significance, smooth
 from fedlas.metrics.bins import Bins, exact
-from fedlas.metrics.interval import FEWEST_ERRORS, bootstrap, mean_with_interval
+from fedlas.metrics.interval import FEWEST_ERRORS, bootstrap, check_level, mean_with_interval
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.samples import Pairs, pairs
@@ -37,8 +37,7 @@ class Intervals:
     """
 
     def __init__(self, level: float = 0.95, resamples: int | None = None, seed: int = 0) -> None:
-        if not 0 < level < 1:
-            raise ValueError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+        check_level(level, resamples)
         self.level, self.resamples, self.seed = level, resamples, seed
 
     def of(self, metric: Callable[..., Any], found: Pairs, **options: Any) -> Any:

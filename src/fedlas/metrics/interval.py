@@ -56,6 +56,7 @@ BOUNDS = {
 }
 AREAS: set[Metric] = {selective.aurc, selective.e_aurc, selective.augrc}
 FEWEST_ERRORS = 20  # below, an area hangs on so few samples that resampling them says little
+FEWEST_RESAMPLES = 20
 
 
 @overload
@@ -86,7 +87,7 @@ def bootstrap(
         seed: of the random numbers; equal seeds give equal intervals.
         options: passed on to the metric.
     """
-    check_level(level)
+    check_level(level, resamples)
     found = metric(probs, labels, **options)
     rng = np.random.default_rng(seed)
     if isinstance(found, tuple):
@@ -124,10 +125,12 @@ def _inverted(gaps: AbstractGaps, worlds: Sequence[World], part: Part, level: fl
     return Interval(max(0.0, low), min(1.0, high), level, gaps.method)
 
 
-def check_level(level: float) -> None:
-    """Refuse a level in percent, or no level at all."""
+def check_level(level: float, resamples: int | None = None) -> None:
+    """Refuse a level in percent, no level at all, and too few resamples for the tails that the level asks for."""
     if not 0 < level < 1:
         raise ValueError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+    if resamples is not None and resamples < FEWEST_RESAMPLES:
+        raise ValueError(f"resamples is {resamples}; at least {FEWEST_RESAMPLES} are needed, better a thousand")
 
 
 def mean_with_interval(

@@ -268,6 +268,8 @@ def best_inverse_temperature(samples: Samples, low: float, high: float) -> float
     The NLL is convex in the factor, so its slope has one zero. Newton steps in the logarithm of the factor look for it,
     and bisection takes over whenever a step leaves the bracket.
     """
+    if _separable(samples):
+        return high
     left, right, at = math.log(low), math.log(high), 0.0
     tried_left = tried_right = False
     tolerance = 1e-13 if samples.logits.dtype == torch.float64 else 1e-6
@@ -293,6 +295,22 @@ def best_inverse_temperature(samples: Samples, low: float, high: float) -> float
             return math.exp(aim)
         at = aim
     return math.exp(at)
+
+
+def _separable(samples: Samples) -> bool:
+    """Say whether every label has the largest logit, and some other a smaller one: no factor is then large enough.
+
+    Newton steps would grow ever shorter there, and end somewhere.
+    """
+    spread = False
+    for rows in slices_of(samples.logits):
+        logits, labels = samples.logits[rows], samples.labels[rows]
+        top = logits.amax(1, keepdim=True)
+        own = logits.gather(1, labels[:, None]) if labels.ndim == 1 else (logits * labels).sum(1, keepdim=True)
+        if not bool((own == top).all()):
+            return False
+        spread |= bool((logits < top).any())
+    return spread
 
 
 def minimise(
