@@ -113,9 +113,13 @@ def test_nothing_is_unpickled(tmp_path):
     (tmp_path / "p.pt").write_bytes(pickle.dumps({"logits": Harm()}))
     torch.save({"logits": Harm()}, tmp_path / "q.pt")
     np.savez(tmp_path / "r.npz", logits=np.array([Harm()], dtype=object), labels=[0])
-    for name in ("p.pt", "q.pt", "r.npz"):
-        with pytest.raises(ValueError, match=f"{name} is damaged, or not a file of this kind"):
+    torch.save({"logits": np.zeros((2, 3)), "labels": [0, 1]}, tmp_path / "s.pt")
+    for name in ("p.pt", "q.pt", "s.pt"):
+        with pytest.raises(ValueError, match=rf"{name}: it is damaged, or holds more than tensors") as error:
             read_predictions(tmp_path / name)
+        assert "weights_only" not in str(error.value)
+    with pytest.raises(ValueError, match=r"r\.npz is damaged, or not a file of this kind"):
+        read_predictions(tmp_path / "r.npz")
 
 
 @pytest.mark.parametrize(

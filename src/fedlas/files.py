@@ -16,6 +16,7 @@ The names of columns are those that `fedlas.predictions` lists; nothing is found
 import csv
 import io
 import json
+import pickle  # for the name of an error; nothing is unpickled
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -109,7 +110,14 @@ def _jsonl(path: Path, split: str | None, watch: Watch | None) -> Predictions:
 
 def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
     with readable(path):
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            # torch's own advice is to load it without a check, which runs whatever the file says.
+            found = None
+    if found is None:
+        kinds = "it is damaged, or holds more than tensors, numbers and words, which is never loaded"
+        raise ValueError(f"{path}: {kinds}; save a dictionary of tensors: torch.save({{'logits': ...}})")
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
     return Predictions.from_columns({str(name): value for name, value in found.items()}, path, split)

@@ -58,11 +58,12 @@ class Versus:
 
     def rows(self) -> list[list[str]]:
         """Lay the comparison out: a row for each seed, and one for their mean."""
-        found = [[self.metric, "" if seed is None else str(seed), *_shown(one)] for seed, one in self.pairs.items()]
+        unit = _unit(next(iter(self.pairs.values())))
+        name = f"{self.metric} %" if unit == 100 else self.metric
+        found = [[name, "" if seed is None else str(seed), *_shown(one)] for seed, one in self.pairs.items()]
         if self.standard_error is not None:
-            unit = _unit(next(iter(self.pairs.values())))
             shown = f"{unit * self.difference:+.4g} ± {unit * self.standard_error:.2g}"
-            found.append([self.metric, "mean", "", "", shown, "", "", ""])
+            found.append([name, "mean", "", "", shown, "", "", ""])
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -70,7 +70,10 @@ class ProgressBar(AbstractCallback):
     def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
         rich = importlib.import_module("rich.progress")
         columns = ("[progress.description]{task.description}", rich.BarColumn(), "{task.completed}/{task.total}")
-        self._bar = rich.Progress(*columns, rich.TimeRemainingColumn(), "{task.fields[shown]}", transient=True)
+        # A console of its own: the one that rich shares may have been made for another terminal.
+        console = importlib.import_module("rich.console").Console()
+        left = rich.TimeRemainingColumn()
+        self._bar = rich.Progress(*columns, left, "{task.fields[shown]}", transient=True, console=console)
         total = bench.recipe.epochs * bench.steps_per_epoch
         done = epoch * bench.steps_per_epoch
         self._task = self._bar.add_task(bench.recipe.loss, total=total, completed=done, shown="")
@@ -141,7 +144,8 @@ def downloads(progress: bool | None = None) -> Iterator[Callable[[str, int, int 
         return
     rich = importlib.import_module("rich.progress")
     columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
-    bar = rich.Progress("[progress.description]{task.description}", *columns, transient=True)
+    console = importlib.import_module("rich.console").Console()
+    bar = rich.Progress("[progress.description]{task.description}", *columns, transient=True, console=console)
     tasks: dict[str, Any] = {}
 
     def fetched(name: str, have: int, total: int | None) -> None:
