@@ -110,7 +110,7 @@ class Harm:
 
 
 def test_nothing_is_unpickled(tmp_path):
-    (tmp_path / "p.pt").write_bytes(pickle.dumps({"logits": Harm()}))
+    (tmp_path / "p.pt").write_bytes(pickle.dumps({"logits": Harm()}, protocol=2))
     torch.save({"logits": Harm()}, tmp_path / "q.pt")
     np.savez(tmp_path / "r.npz", logits=np.array([Harm()], dtype=object), labels=[0])
     torch.save({"logits": np.zeros((2, 3)), "labels": [0, 1]}, tmp_path / "s.pt")
