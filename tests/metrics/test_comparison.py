@@ -52,7 +52,10 @@ def two_models(random: np.random.Generator, n: int, hot: float, cold: float):
     return torch.from_numpy(first), torch.from_numpy(second), 1 / (1 + np.exp(-(seen + 0.3 * (other - seen))))
 
 
-@pytest.mark.parametrize(("hot", "cold", "n"), [(1.0, 1.0, 1_000), (1.3, 1.0, 800), (2.0, 2.0, 500)])
+@pytest.mark.parametrize(
+    ("hot", "cold", "n"),
+    [(1.3, 1.0, 800), *(pytest.param(*way, marks=pytest.mark.slow) for way in [(1.0, 1.0, 1_000), (2.0, 2.0, 500)])],
+)
 def test_the_difference_of_two_models_is_covered(hot, cold, n):
     random = np.random.default_rng(5)
     first, second, chance = two_models(random, 500_000, hot, cold)

@@ -159,8 +159,9 @@ def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
     assert 0.92 <= coverage(metric, name, trials=1_000, resamples=1_000) <= most
 
 
-@pytest.mark.parametrize("name", ["30 % certain, over-confident", "all certain", "float32 softmax"])
-@pytest.mark.parametrize("metric", [ece, aece])
+@pytest.mark.parametrize(
+    ("metric", "name"), [(aece, "30 % certain, over-confident"), (ece, "all certain"), (ece, "float32 softmax")]
+)
 def test_intervals_of_saturated_models_cover(metric, name):
     """A bin of confidence 1 without an error showed no noise at all: 28 to 73 % were covered."""
     assert coverage(metric, name, trials=60, resamples=200) >= 0.9
