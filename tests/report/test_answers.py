@@ -91,6 +91,37 @@ def test_other_samples_are_not_compared_and_this_is_said(sure, tmp_path):
     assert json.loads(answer.to_json())["compared"][0]["why"] == duel.why
 
 
+def test_the_table_and_the_paired_test_have_the_same_bins(sure, tmp_path):
+    calm = write_predictions(drawn(0, 1.0), tmp_path / "calm.npz")
+    answer = judge_files([sure, calm], bins=3, resamples=60)
+    found = next(one.found for one in answer.compared if one.metric == "ece")
+    assert float(found.first) == float(answer.reports["sure"]["ece"])
+    expected = paired_bootstrap(ece, drawn(0), drawn(0, 1.0), bins=3, resamples=60)
+    assert found.interval == expected.interval
+
+
+@pytest.mark.parametrize("word", ["ids", "index"])
+def test_samples_are_paired_by_their_names(tmp_path, word):
+    """Labels that are equal everywhere do not tell that the order differs."""
+    given, order = drawn(0, n=200), torch.randperm(200)
+    names = torch.arange(200) + 7
+    labels = torch.zeros(200, dtype=torch.long)
+    first = Predictions(given.logits, labels, **{word: names})
+    second = Predictions(given.logits[order], labels, **{word: names[order]})
+    files = [write_predictions(one, tmp_path / f"{k}.npz") for k, one in enumerate((first, second))]
+    answer = judge_files(files, posthoc=(), resamples=50)
+    assert [one.found.interval.high for one in answer.compared if one.metric == "nll"] == [0]
+    for name, why in {
+        9: "has '9' 2 times" if word == "ids" else "has 9 2 times",
+        999: "1 are in the first alone, 1 in the second alone",
+    }.items():
+        others = torch.where(names[order] == 8, name, names[order])
+        write_predictions(Predictions(second.logits, labels, **{word: others}), files[1])
+        (duel,) = judge_files(files, posthoc=(), resamples=50).compared
+        assert duel.found is None
+        assert why in duel.why
+
+
 def test_foreign_data(sure, tmp_path):
     far = write_predictions(Predictions(0.1 * torch.randn(50, CLASSES)), tmp_path / "far.npz")
     answer = judge_files([sure], ood=[f"noise={far}"], resamples=100)

@@ -223,6 +223,18 @@ def test_pictures_come_from_arrays_or_files_and_are_bounded(tmp_path, several, m
     assert sum(map(len, data_of(report_page(given, paths=paths, resamples=50))["pictures"].values())) <= 300
 
 
+def test_paired_tests_have_the_bins_of_the_reports():
+    given = {name: pages.model(200, scale=scale) for name, scale in {"a": 2.0, "b": 1.0}.items()}
+    made = {name: Model(predictions=one, report=evaluate(one, bins=4, resamples=50)) for name, one in given.items()}
+    for models, options in ((made, {}), ({n: Model(predictions=p, posthoc=()) for n, p in given.items()}, {"bins": 4})):
+        data = data_of(report_page(models, resamples=50, **options))
+        found = next(test for test in data["comparison"]["tests"] if test["metric"] == "ece")
+        expected = float(made["a"].report["ece"]) - float(made["b"].report["ece"])
+        assert found["difference"] == pytest.approx(expected, rel=1e-4)
+        shown = data["models"][0]["states"][0]["results"]["ece"]["value"]
+        assert shown == pytest.approx(float(made["a"].report["ece"]), rel=1e-4)
+
+
 def test_wrong_input_is_refused():
     given = Model(predictions=pages.model(100), posthoc=())
     with pytest.raises(ValueError, match="ids has 3 entries, model has 100 samples"):

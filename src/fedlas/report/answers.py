@@ -260,7 +260,8 @@ def judge_files(
         )
         models[name] = replace(held, report=report)
     held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
-    compared = duels(held_by, level=level, seed=seed, watch=_stage(watch, "comparing models"))
+    options: dict[str, Any] = {"bins": bins, "level": level, "resamples": resamples, "seed": seed}
+    compared = duels(held_by, **options, watch=_stage(watch, "comparing models"))
     return Answer(models, named, list(compared), notes)
 
 

@@ -81,6 +81,7 @@ class _Asked:
 
     title: str
     samples: int
+    bins: int
     level: float
     resamples: int | None
     seed: int
@@ -128,6 +129,7 @@ def report_page(
     samples: int = 12,
     command: str | None = None,
     environment: Mapping[str, Any] | None = None,
+    bins: int | None = None,
     level: float = 0.95,
     resamples: int | None = None,
     seed: int = 0,
@@ -144,6 +146,8 @@ def report_page(
         samples: how many of the most over- and under-confident samples are shown, at most 50 of each kind.
         command: the command that made the page.
         environment: further lines for where it was made.
+        bins: how many bins calibration errors have, also those of paired tests; by default as many as in the first
+            report that is given, else 15.
         level: of all intervals.
         resamples: how many resamples intervals are made from; each method's own number by default.
         seed: of the random numbers of intervals and of cross-fitting.
@@ -157,8 +161,10 @@ def report_page(
     known = _Samples(ids, paths, images)
     for name, model in held.items():
         known.check(name, model)
-    asked = _Asked(title, samples, level, resamples, seed)
-    reports = {name: report_of(model, level, resamples, seed) for name, model in held.items()}
+    if bins is None:
+        bins = next((model.report["ece"].definition.bins for model in held.values() if model.report), None)
+    asked = _Asked(title, samples, bins or 15, level, resamples, seed)
+    reports = {name: report_of(model, level, resamples, seed, asked.bins) for name, model in held.items()}
     data = _data(held, reports, known, asked)
     about = _environment() | {str(name): value for name, value in (environment or {}).items()}
     return _filled(data, held, reports, command, about)
@@ -202,7 +208,7 @@ def named_models(models: Given | Mapping[str, Given]) -> dict[str, Model]:
     return found
 
 
-def report_of(model: Model, level: float = 0.95, resamples: int | None = None, seed: int = 0) -> Report:
+def report_of(model: Model, level: float = 0.95, resamples: int | None = None, seed: int = 0, bins: int = 15) -> Report:
     """Give the report of a model; it is made where none is there."""
     if model.report is not None:
         return model.report
@@ -213,6 +219,7 @@ def report_of(model: Model, level: float = 0.95, resamples: int | None = None, s
         posthoc=model.posthoc,
         calibration=model.calibration,
         train_features=model.train_features,
+        bins=bins,
         level=level,
         resamples=resamples,
         seed=seed,
@@ -235,7 +242,8 @@ def _data(held: Mapping[str, Model], reports: Mapping[str, Report], known: _Samp
     compared = {name: model.predictions for name, model in held.items() if model.predictions is not None}
     both = None
     if len(compared) == len(held):
-        tests = duels(compared, level=asked.level, resamples=asked.resamples or 2_000, seed=asked.seed)
+        options = {"level": asked.level, "resamples": asked.resamples, "seed": asked.seed}
+        tests = duels(compared, bins=asked.bins, **options)
         both = comparison_data(list(compared), tests)
     return {
         "title": text_data(asked.title),
