@@ -416,6 +416,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
         yield lambda *_: None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -423,7 +424,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
 
         def watch(word: str, share: float) -> None:
             if word not in tasks:
-                tasks[word] = bar.add_task(word, total=1.0)
+                tasks[word] = bar.add_task(escape(word), total=1.0)  # names of files may look like markup
             bar.update(tasks[word], completed=share)
 
         yield watch

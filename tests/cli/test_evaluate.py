@@ -1,5 +1,6 @@
 """`fedlas evaluate`, `calibrate` and `ood` as people and scripts use them."""
 
+import io
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedlas.cli import app
+from fedlas.cli import app, progress
 from fedlas.evaluation import Report
 from fedlas.files import read_predictions, write_predictions
 from fedlas.metrics import nll
@@ -122,6 +123,17 @@ def test_pictures_lie_beside_the_file_that_names_them(tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert "data:image/" in page
     assert "sample 4" in page
+
+
+def test_progress_shows_any_name(monkeypatch):
+    """A name with [/b] in it used to end in an error of rich."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr", screen)
+    with progress() as watch:
+        for share in (0.0, 1.0):
+            watch("evaluating x[/b]", share)
+    assert "evaluating x[/b]" in screen.getvalue()
 
 
 @pytest.mark.parametrize("method", ["temperature", "isotonic"])
