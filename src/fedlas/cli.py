@@ -2,11 +2,12 @@
 
 Errors of the user end in one line and exit code 1, a wrong use of the command line ends in 2, and a condition of
 `--fail-if` that holds in 3; `FEDLAS_DEBUG=1` shows where errors come from. What a command prints for a program to read
-goes to standard output, everything else to standard error. A table that does not go to a terminal is as wide as it has
-to be.
+goes to standard output, everything else to standard error; a program that stops reading is no error. A table that does
+not go to a terminal is as wide as it has to be.
 """
 
 import os
+import select
 import shlex
 import signal
 import sys
@@ -230,34 +231,36 @@ def evaluate_files(
     ] = None,
 ) -> None:
     """Say what the confidence of predictions is worth: from a file to an answer."""
-    with one_line_errors(), progress() as watch:
-        from fedlas.report.answers import Condition, judge_files
+    with one_line_errors():
+        from fedlas.report.answers import check_conditions, judge_files
 
-        for text in fail_if or ():
-            Condition.parse(text)
-        answer = judge_files(
-            files, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=words(posthoc) or (), folds=folds,
-            bins=bins, level=level, resamples=resamples, seed=seed, watch=watch,
-        )  # fmt: skip
+        tried = words(posthoc) or ()
+        check_conditions(fail_if or (), tried)
+        check_places([html, None if json in {None, "-"} else Path(str(json))], figures)
+        made: list[Path] = []
+        with progress() as watch:
+            answer = judge_files(
+                files, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=tried, folds=folds, bins=bins,
+                level=level, resamples=resamples, seed=seed, watch=watch,
+            )  # fmt: skip
+            # Files come first: whoever reads the output may stop reading it.
+            options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
+            if json not in {None, "-"}:
+                write_text(str(json), answer.to_json())
+            if html is not None:
+                from fedlas.report.html import save_page
+
+                about = {"title": " and ".join(answer.models), "command": command_line()}
+                made.append(save_page(html, answer.models, bins=bins, **options, **about))
+            if figures is not None:
+                from fedlas.report.figures import save_figures
+
+                made += save_figures(answer.models, figures, **options)
+        with reader_may_leave():
+            show_answer(answer, made, err=json == "-")
+            if json == "-":
+                write_text(json, answer.to_json())
         failed = answer.failed(fail_if or ())
-        show = partial(typer.echo, err=json == "-")
-        for line in answer.lines():
-            show(line)
-        show_table(*answer.table(), err=json == "-")
-        for title, table in answer.detections().items():
-            show(f"\n{title}\n{table}")
-        if json is not None:
-            write_text(json, answer.to_json())
-        if html is not None:
-            from fedlas.report.html import save_page
-
-            about = {"title": " and ".join(answer.models), "command": command_line()}
-            show(save_page(html, answer.models, level=level, resamples=resamples, seed=seed, **about))
-        if figures is not None:
-            from fedlas.report.figures import save_figures
-
-            for path in save_figures(answer.models, figures, level=level, resamples=resamples, seed=seed):
-                show(path)
         for line in failed:
             typer.echo(f"fedlas: {line}", err=True)
     if failed:
@@ -394,6 +397,30 @@ def named_files(given: Sequence[str]) -> dict[str, Path]:
     return found
 
 
+def show_answer(answer: Any, made: Sequence[Path], *, err: bool) -> None:
+    """Print what was found, and where files are."""
+    for line in answer.lines():
+        typer.echo(line, err=err)
+    show_table(*answer.table(), err=err)
+    for title, table in answer.detections().items():
+        typer.echo(f"\n{title}\n{table}", err=err)
+    for path in made:
+        typer.echo(path, err=err)
+
+
+def check_places(files: Sequence[Path | None], folder: Path | None) -> None:
+    """Find out before long work whether its results can be written."""
+    for path in filter(None, files):
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; the name of a file is needed")
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; the name of a folder is needed")
+    for start in [*(path.absolute().parent for path in files if path), *([folder.absolute()] if folder else [])]:
+        there = next(one for one in (start, *start.parents) if one.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(f"nothing can be written to {start}: {there} is no folder that may be written to")
+
+
 def write_text(place: str, text: str) -> None:
     """Write a text to a file, whole or not at all, or to standard output."""
     if place == "-":
@@ -517,7 +544,11 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool 
         table.add_row(*row)
     widest = sum(max(len(row[n]) for row in [head, *rows]) + 4 for n in range(len(head)))
     width = None if terminal else widest
-    Console(width=width, highlight=False, markup=False, stderr=err).print(table)
+    console = Console(width=width, highlight=False, markup=False, stderr=err)
+    # Rich ends the process by itself where nobody reads on, so it only draws.
+    with console.capture() as drawn:
+        console.print(table)
+    typer.echo(drawn.get(), nl=False, err=err)
 
 
 @contextmanager
@@ -528,6 +559,8 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
         if from_interrupt(error):
             raise typer.Exit(interrupted()) from None
+        if isinstance(error, BrokenPipeError) and reader_left():
+            raise typer.Exit(128 + signal.SIGPIPE) from None
         if os.environ.get("FEDLAS_DEBUG"):
             raise
         typer.echo(f"fedlas: {' '.join(str(error).split())}", err=True)
@@ -542,6 +575,35 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(128 + number) from None
     except KeyboardInterrupt:
         raise typer.Exit(interrupted()) from None
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Go on where nobody reads standard output any more, as in `fedlas ... | head`; there is more to do."""
+    try:
+        yield
+    except BrokenPipeError:
+        if not reader_left():
+            raise
+
+
+def reader_left() -> bool:
+    """Say whether standard output is a pipe that nobody reads; nothing more is written to it then.
+
+    Pipes to other processes of a training may break too, and that is worth an error.
+    """
+    try:
+        place = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a real file
+        return False
+    waiting = select.poll()
+    waiting.register(place, select.POLLOUT)
+    gone = any(state & select.POLLERR for _, state in waiting.poll(0))
+    if gone:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, place)  # what is left in the buffer goes there when Python ends
+        os.close(nowhere)
+    return gone
 
 
 def interrupted() -> int:

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,12 +13,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedlas.cli import app, progress
-from fedlas.evaluation import Report
+from fedlas.evaluation import Report, evaluate
 from fedlas.files import read_predictions, write_predictions
 from fedlas.metrics import nll
 from fedlas.ood import detect
 from fedlas.posthoc import build_calibrator, list_calibrators
 from fedlas.predictions import Predictions
+from fedlas.report.answers import known_metrics
 
 
 def call(*words):
@@ -92,6 +96,68 @@ def test_a_check_in_a_pipeline(files):
 def test_a_bad_condition_is_said_before_anything_is_read(tmp_path):
     done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", "ece")
     assert (done.exit_code, "is no condition" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [("eec>0.1", "'eec' is not known; known: accuracy, ece"), ("isotonic.ece>0.1", "there is no 'isotonic' here")],
+)
+def test_names_of_conditions_are_checked_before_anything_is_read(tmp_path, condition, message):
+    done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
+    assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
+
+
+@pytest.mark.parametrize("n", [50, 400])
+def test_the_numbers_that_conditions_may_name(n):
+    made = Predictions(torch.randn(n, 7), torch.arange(n) % 7)
+    assert set(known_metrics()) == set(evaluate(made, intervals=False).before.results)
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--figures"])
+def test_places_are_checked_before_anything_is_read(files, option):
+    done = call("evaluate", files / "nowhere.csv", option, files / "test.csv" / "deep" / "x")
+    assert (done.exit_code, "nothing can be written to" in done.stderr) == (1, True), done.stderr
+    wrong = files / "test.csv" if option == "--figures" else files
+    done = call("evaluate", files / "nowhere.csv", option, wrong)
+    assert (done.exit_code, "the name of a f" in done.stderr) == (1, True), done.stderr
+
+
+def unread(*words):
+    """Run a command whose output nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fedlas", *map(str, words)]
+    try:
+        return subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+
+
+def test_files_are_written_although_nobody_reads_the_output(files):
+    page, kept = files / "page.html", files / "answer.json"
+    words = ("evaluate", files / "test.csv", "--resamples", "50", "--html", page, "--json", kept)
+    done = unread(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert page.exists()
+    assert kept.exists()
+    done = unread(*words[:4], "--json", "-", "--fail-if", "ece>1%")
+    assert done.returncode == 3
+    assert done.stderr.endswith("so ece>1% holds\n")
+
+
+def test_a_reader_that_leaves_is_no_error(files):
+    done = unread("list", "losses")
+    assert (done.returncode, done.stderr) == (141, "")
+    done = unread("calibrate", "apply", "nothing", "nothing", "--out", "nothing")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+def test_a_condition_that_cannot_be_told_loses_nothing(files):
+    kept = files / "answer.json"
+    done = call("evaluate", files / "test.csv", "--json", kept, "--fail-if", "mce.high>0.1")
+    assert (done.exit_code, "mce has no interval" in done.stderr) == (1, True)
+    assert kept.exists()
+    assert "over-confident" in done.stdout
 
 
 @pytest.mark.parametrize(

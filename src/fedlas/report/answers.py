@@ -19,8 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedlas.evaluation import AS_GIVEN, SHOWN, Report, State, evaluate
 from fedlas.files import read_predictions
+from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import Predictions
@@ -198,6 +201,30 @@ class Condition:
         if not math.isfinite(value):
             raise ValueError(f"{self.name} is {value}, which can be compared with nothing")
         return value
+
+
+def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
+    """Refuse conditions on numbers or calibrators that there will not be, before any work is done.
+
+    Args:
+        conditions: such as `ece>0.05`.
+        posthoc: the calibrators that will be tried.
+    """
+    metrics = known_metrics() if conditions else ()
+    for condition in map(Condition.parse, conditions):
+        if condition.state not in {AS_GIVEN, *posthoc}:
+            there = ", ".join([AS_GIVEN, *posthoc])
+            raise ValueError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
+        if condition.metric not in metrics:
+            raise ValueError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
+
+
+def known_metrics() -> tuple[str, ...]:
+    """List the numbers that predictions may have: those of a few samples that are made up, of enough classes."""
+    classes = 2 * TOP
+    digest = Digest()
+    digest.take(Predictions(torch.eye(classes), torch.arange(classes) // 2))
+    return tuple(digest.results())
 
 
 def judge_files(
