@@ -206,7 +206,8 @@ def reproduce_experiment(
 @app.command("evaluate")
 def evaluate_files(
     files: Annotated[
-        list[str], typer.Argument(help="Predictions of a model: FILE, or NAME=FILE; several are compared.")
+        list[str],
+        typer.Argument(help="Predictions of a model, or its run folder: FILE, or NAME=FILE; several are compared."),
     ],
     calibrate_on: Annotated[
         list[str] | None,
@@ -216,14 +217,17 @@ def evaluate_files(
         list[str] | None, typer.Option(help="Foreign data: NAME=FILE, or MODEL/NAME=FILE of several models.")
     ] = None,
     posthoc: Annotated[str, typer.Option(help="Calibrators to try, separated by commas.")] = "temperature",
-    folds: Annotated[int, typer.Option(help="Parts that calibrators are cross-fitted in.")] = 2,
+    folds: Annotated[int | None, typer.Option(help="Parts that calibrators are cross-fitted in; else two.")] = None,
     bins: Annotated[int, typer.Option(help="How many bins calibration errors have.")] = 15,
     level: Annotated[float, typer.Option(help="How often an interval should hold the true value.")] = 0.95,
     resamples: Annotated[
         int | None, typer.Option(help="Resamples that intervals are made from; each method's own number by default.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals and of cross-fitting.")] = 0,
     html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="A folder that the page may show image files of; else that of the predictions.")
+    ] = None,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
     figures: Annotated[Path | None, typer.Option(help="Write figures as PDF, PNG and SVG into this folder.")] = None,
     fail_if: Annotated[
@@ -232,16 +236,21 @@ def evaluate_files(
 ) -> None:
     """Say what the confidence of predictions is worth: from a file to an answer."""
     with one_line_errors():
-        from fedlas.report.answers import check_conditions, judge_files
+        from fedlas.report.answers import check_conditions, judge_files, named_files
+        from fedlas.report.subjects import FOLDS
 
         tried = words(posthoc) or ()
         check_conditions(fail_if or (), tried)
         check_places([html, None if json in {None, "-"} else Path(str(json))], figures)
         made: list[Path] = []
         with progress() as watch:
+            given = {
+                name: run_model(path, images, watch) if path.is_dir() else path
+                for name, path in named_files(files).items()
+            }
             answer = judge_files(
-                files, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=tried, folds=folds, bins=bins,
-                level=level, resamples=resamples, seed=seed, watch=watch,
+                given, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=tried, bins=bins, level=level,
+                folds=FOLDS if folds is None else folds, resamples=resamples, seed=seed, images=images, watch=watch,
             )  # fmt: skip
             # Files come first: whoever reads the output may stop reading it.
             options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
@@ -326,7 +335,7 @@ def detect_foreign(
         from fedlas.files import read_predictions
         from fedlas.ood import detect
 
-        given = {name: read_predictions(path) for name, path in named_files(foreign).items()}
+        given = {name: read_predictions(path) for name, path in foreign_files(foreign).items()}
         found = detect(read_predictions(known, watch=partial(watch, "reading")), given, words(scores), tpr=tpr)
         if json is not None:
             write_text(json, dumps(found.to_dict(), allow_nan=False))
@@ -384,7 +393,30 @@ def search_options(
         typer.echo(f"{metric} {found.best.mean:.5f} on the validation split: {chosen}")
 
 
-def named_files(given: Sequence[str]) -> dict[str, Path]:
+def run_model(folder: Path, images: Path | None, watch: Callable[[str, float], None]) -> Any:
+    """Read all that a run folder says about its model: predictions of its best epoch, its log, and its recipe."""
+    from fedlas.report.subjects import Model
+    from fedlas.train.runs import Run
+
+    run, recipe = Run(folder), Run(folder).recipe.to_dict()
+    word = f"reading {folder.resolve().name}"
+    watch(word, 0.0)
+    foreign = sorted(run.predictions_file("any").parent.glob("best-ood-*.safetensors"))
+    made = Model(
+        predictions=run.predictions("best-test"),
+        calibration=run.predictions("best-val") if run.predictions_file("best-val").exists() else None,
+        ood={path.stem.removeprefix("best-ood-"): run.predictions(path.stem) for path in foreign},
+        source=folder,
+        image_folders=(folder, *([] if images is None else [images])),
+        log=run.log,
+        recipe=recipe,
+        environment=run.environment,
+    )
+    watch(word, 1.0)
+    return made
+
+
+def foreign_files(given: Sequence[str]) -> dict[str, Path]:
     """Take NAME=FILE apart."""
     found: dict[str, Path] = {}
     for text in given:

@@ -187,8 +187,24 @@ def test_pictures_lie_beside_the_file_that_names_them(tmp_path):
     done = call("evaluate", tmp_path / "p.csv", "--html", tmp_path / "page.html")
     assert done.exit_code == 0, done.output
     page = (tmp_path / "page.html").read_text()
-    assert "data:image/" in page
+    assert "data:image/png;base64" in page
     assert "sample 4" in page
+
+
+def test_pictures_elsewhere_are_left_out_and_this_is_said(tmp_path):
+    for folder in ("mine", "theirs"):
+        (tmp_path / folder).mkdir()
+    Image.fromarray(np.full((8, 8, 3), 200, np.uint8)).save(tmp_path / "theirs" / "one.png")
+    rows = "".join(f"0.9,0.1,{'ab'[i % 4 == 0]},../theirs/one.png\n" for i in range(40))
+    (tmp_path / "mine" / "p.csv").write_text("prob_a,prob_b,label,path\n" + rows)
+    words = ("evaluate", tmp_path / "mine" / "p.csv", "--html", tmp_path / "page.html")
+    with pytest.warns(UserWarning, match="22 pictures are not shown: their files lie outside"):
+        done = call(*words)
+    assert done.exit_code == 0, done.output
+    assert "data:image/png;base64" not in (tmp_path / "page.html").read_text()
+    done = call(*words, "--images", tmp_path / "theirs")
+    assert done.exit_code == 0, done.output
+    assert "data:image/png;base64" in (tmp_path / "page.html").read_text()
 
 
 def test_progress_shows_any_name(monkeypatch):
