@@ -36,6 +36,7 @@ Settings = Annotated[
 Root = Annotated[
     Path | None, typer.Option("--data-root", help="Where data lies; else $FEDLAS_DATA, else the user's cache.")
 ]
+Level = Annotated[float, typer.Option(help="How often an interval should hold the true value.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
 
 
@@ -219,7 +220,7 @@ def evaluate_files(
     posthoc: Annotated[str, typer.Option(help="Calibrators to try, separated by commas.")] = "temperature",
     folds: Annotated[int | None, typer.Option(help="Parts that calibrators are cross-fitted in; else two.")] = None,
     bins: Annotated[int, typer.Option(help="How many bins calibration errors have.")] = 15,
-    level: Annotated[float, typer.Option(help="How often an interval should hold the true value.")] = 0.95,
+    level: Level = 0.95,
     resamples: Annotated[
         int | None, typer.Option(help="Resamples that intervals are made from; each method's own number by default.")
     ] = None,
@@ -291,13 +292,15 @@ def calibrate_fit(
 ) -> None:
     """Learn a calibrator, and save it."""
     with one_line_errors(), progress() as watch:
-        from fedlas.files import read_predictions
         from fedlas.posthoc import build_calibrator
         from fedlas.train.recipe import value_of
 
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
-        calibrator.fit(read_predictions(file, watch=partial(watch, f"reading {file.name}")))
+        given = read_file(file, watch)
+        watch(f"fitting {method}", 0.0)
+        calibrator.fit(given)
+        watch(f"fitting {method}", 1.0)
         calibrator.save(out)
         typer.echo(calibrator, err=True)
         typer.echo(out)
@@ -312,11 +315,10 @@ def calibrate_apply(
 ) -> None:
     """Repair predictions with a saved calibrator."""
     with one_line_errors(), progress() as watch:
-        from fedlas.files import read_predictions, write_predictions
+        from fedlas.files import write_predictions
         from fedlas.posthoc import load_calibrator
 
-        given = read_predictions(file, watch=partial(watch, f"reading {file.name}"))
-        repaired = load_calibrator(calibrator).transform(given)
+        repaired = load_calibrator(calibrator).transform(read_file(file, watch))
         typer.echo(write_predictions(repaired, out, probs=probs))
 
 
@@ -326,17 +328,22 @@ def detect_foreign(
     foreign: Annotated[list[str], typer.Argument(help="Predictions on foreign data: NAME=FILE ...")],
     scores: Annotated[str | None, typer.Option(help="Separated by commas; by default all that are possible.")] = None,
     tpr: Annotated[float, typer.Option(help="Share of foreign samples that is to be found, for the FPR.")] = 0.95,
+    level: Level = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
     """Say how well confidence and other scores tell foreign data from known data."""
     with one_line_errors(), progress() as watch:
         from json import dumps
 
-        from fedlas.files import read_predictions
         from fedlas.ood import detect
 
-        given = {name: read_predictions(path) for name, path in foreign_files(foreign).items()}
-        found = detect(read_predictions(known, watch=partial(watch, "reading")), given, words(scores), tpr=tpr)
+        named = foreign_files(foreign)
+        judged = read_file(known, watch)
+        given = {name: read_file(path, watch) for name, path in named.items()}
+        watch("telling apart", 0.0)
+        found = detect(judged, given, words(scores), tpr=tpr, level=level, seed=seed)
+        watch("telling apart", 1.0)
         if json is not None:
             write_text(json, dumps(found.to_dict(), allow_nan=False))
         typer.echo(found, err=json == "-")
@@ -347,6 +354,9 @@ def compare_models(
     first: Annotated[str, typer.Argument(help="A run folder, a file of predictions, or ledger rows: data/method.")],
     second: Annotated[str, typer.Argument(help="The same, on the same test samples.")],
     metrics: Annotated[str, typer.Option(help="Of accuracy, ece, aece, nll, brier; by commas.")] = "accuracy,ece,nll",
+    level: Level = 0.95,
+    resamples: Annotated[int, typer.Option(help="Resamples that intervals are made from.")] = 2_000,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
     ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
@@ -356,7 +366,8 @@ def compare_models(
         from fedlas.experiments.versus import HEAD, side, versus
 
         book = Ledger(ledger)
-        found = versus(side(first, book), side(second, book), words(metrics) or ())
+        options = {"level": level, "resamples": resamples, "seed": seed}
+        found = versus(side(first, book), side(second, book), words(metrics) or (), **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         if json is not None:
             from json import dumps
@@ -414,6 +425,17 @@ def run_model(folder: Path, images: Path | None, watch: Callable[[str, float], N
     )
     watch(word, 1.0)
     return made
+
+
+def read_file(path: Path, watch: Callable[[str, float], None]) -> Any:
+    """Read predictions, and tell how far that is."""
+    from fedlas.files import read_predictions
+
+    stage = partial(watch, f"reading {path.name}")
+    stage(0.0)
+    found = read_predictions(path, watch=stage)
+    stage(1.0)
+    return found
 
 
 def foreign_files(given: Sequence[str]) -> dict[str, Path]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -257,6 +258,13 @@ def test_foreign_data(files):
     expected = detect(read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")})
     assert done.stdout.strip() == str(expected)
     assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(expected.to_dict()))
+    words = ("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", "-")
+    found = {}
+    for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
+        scores = json.loads(call(*words, *more).stdout)["sets"]["far"]["entropy"]
+        found[more] = (scores["auroc"]["interval"]["level"], scores["fpr"]["interval"]["low"])
+    assert [level for level, _ in found.values()] == [0.5, 0.95, 0.95]
+    assert found["--seed", "0"] != found["--seed", "1"]
     done = call("ood", files / "test.csv", files / "far.npz")
     assert (done.exit_code, "NAME=FILE" in done.stderr) == (1, True)
 
@@ -269,3 +277,26 @@ def test_compare_for_programs(files):
     assert found["metric"] == "ece"
     assert found["difference"] > 0
     assert found["pairs"][0]["better"] == "second"
+    assert found["pairs"][0]["interval"]["level"] == 0.95
+    words = ("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-", "--resamples", 60)
+    drawn_by = {}
+    for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
+        (again,) = json.loads(call(*words, *more).stdout)
+        drawn_by[more] = again["pairs"][0]["interval"]
+    assert [one["level"] for one in drawn_by.values()] == [0.5, 0.95, 0.95]
+    assert drawn_by["--seed", "0"] != drawn_by["--seed", "1"]
+
+
+def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def told():
+        yield lambda word, share: seen.append((word, share))
+
+    monkeypatch.setattr("fedlas.cli.progress", told)
+    assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
+    kept = files / "c.safetensors"
+    assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
+    for word in ("reading test.csv", "reading far.npz", "telling apart", "reading val.csv", "fitting temperature"):
+        assert {0.0, 1.0} <= {share for name, share in seen if name == word}, word
