@@ -9,13 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
+import fedlas
 from fedlas.evaluation import Report, evaluate
 from fedlas.files import write_predictions
 from fedlas.metrics import ece
 from fedlas.metrics.comparison import paired_bootstrap
 from fedlas.predictions import Predictions
 from fedlas.report.answers import Condition, judge_files
-from fedlas.report.figures import reliability_data, reliability_figure
+from fedlas.report.figures import reliability_data, reliability_figure, save_figures
 from fedlas.report.html import report_of
 from fedlas.report.subjects import Model
 
@@ -186,6 +187,11 @@ def test_what_is_known_of_a_model_is_kept(sure):
         judge_files({"run": answer.models["run"]}, calibrate_on=sure)
     with pytest.raises(ValueError, match="neither predictions nor a report"):
         judge_files({"run": Model()})
+
+
+def test_the_front_door_has_all_that_an_answer_needs():
+    assert (fedlas.Model, fedlas.save_figures) == (Model, save_figures)
+    assert {"Model", "save_figures"} <= set(fedlas.__all__)
 
 
 def test_a_page_cross_fits_as_the_answer_does(sure):
