@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -201,6 +202,20 @@ def test_warnings_are_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.startswith("fedlas: milestones 5 lie beyond the end of 1 epochs, so the learning rate never")
     assert done.stderr.count("\n") == 1
+
+
+def test_without_typer_one_line_says_what_to_install():
+    """Both ways in: `python -m fedlas`, and the command that pyproject.toml names."""
+    command = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["fedlas"]
+    module, name = command.split(":")
+    for way in (
+        f"from {module} import {name}; {name}()",
+        "import runpy; runpy.run_module('fedlas', run_name='__main__')",
+    ):
+        code = f"import sys; sys.modules['typer'] = None; {way}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr == "fedlas: the command line needs typer: pip install 'fedlas[train,report]'\n"
 
 
 def test_a_narrow_terminal_variable_does_not_cut_a_pipe(monkeypatch):
