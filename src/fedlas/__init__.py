@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from fedlas.posthoc import load_calibrator as load_calibrator
     from fedlas.predictions import Predictions as Predictions
     from fedlas.report.answers import judge_files as judge_files
+    from fedlas.report.figures import save_figures as save_figures
     from fedlas.report.html import save_page as save_page
+    from fedlas.report.subjects import Model as Model
     from fedlas.train import Recipe as Recipe
     from fedlas.train import fit as fit
     from fedlas.train import fit_many as fit_many
@@ -50,6 +52,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AdaptiveSmoothing": "fedlas.losses",
     "GateHistory": "fedlas.losses",
+    "Model": "fedlas.report.subjects",
     "Output": "fedlas.models.base",
     "Predictions": "fedlas.predictions",
     "Recipe": "fedlas.train",
@@ -80,6 +83,7 @@ _HOMES = {
     "read_predictions": "fedlas.files",
     "recipe_for": "fedlas.train",
     "report": None,
+    "save_figures": "fedlas.report.figures",
     "save_page": "fedlas.report.html",
     "smoothed_cross_entropy": "fedlas.losses",
     "train": None,

@@ -2,11 +2,12 @@
 
 Errors of the user end in one line and exit code 1, a wrong use of the command line ends in 2, and a condition of
 `--fail-if` that holds in 3; `FEDLAS_DEBUG=1` shows where errors come from. What a command prints for a program to read
-goes to standard output, everything else to standard error. A table that does not go to a terminal is as wide as it has
-to be.
+goes to standard output, everything else to standard error; a program that stops reading is no error. A table that does
+not go to a terminal is as wide as it has to be.
 """
 
 import os
+import select
 import shlex
 import signal
 import sys
@@ -35,6 +36,7 @@ Settings = Annotated[
 Root = Annotated[
     Path | None, typer.Option("--data-root", help="Where data lies; else $FEDLAS_DATA, else the user's cache.")
 ]
+Level = Annotated[float, typer.Option(help="How often an interval should hold the true value.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
 
 
@@ -205,7 +207,8 @@ def reproduce_experiment(
 @app.command("evaluate")
 def evaluate_files(
     files: Annotated[
-        list[str], typer.Argument(help="Predictions of a model: FILE, or NAME=FILE; several are compared.")
+        list[str],
+        typer.Argument(help="Predictions of a model, or its run folder: FILE, or NAME=FILE; several are compared."),
     ],
     calibrate_on: Annotated[
         list[str] | None,
@@ -215,14 +218,17 @@ def evaluate_files(
         list[str] | None, typer.Option(help="Foreign data: NAME=FILE, or MODEL/NAME=FILE of several models.")
     ] = None,
     posthoc: Annotated[str, typer.Option(help="Calibrators to try, separated by commas.")] = "temperature",
-    folds: Annotated[int, typer.Option(help="Parts that calibrators are cross-fitted in.")] = 2,
+    folds: Annotated[int | None, typer.Option(help="Parts that calibrators are cross-fitted in; else two.")] = None,
     bins: Annotated[int, typer.Option(help="How many bins calibration errors have.")] = 15,
-    level: Annotated[float, typer.Option(help="How often an interval should hold the true value.")] = 0.95,
+    level: Level = 0.95,
     resamples: Annotated[
         int | None, typer.Option(help="Resamples that intervals are made from; each method's own number by default.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals and of cross-fitting.")] = 0,
     html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="A folder that the page may show image files of; else that of the predictions.")
+    ] = None,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
     figures: Annotated[Path | None, typer.Option(help="Write figures as PDF, PNG and SVG into this folder.")] = None,
     fail_if: Annotated[
@@ -230,34 +236,41 @@ def evaluate_files(
     ] = None,
 ) -> None:
     """Say what the confidence of predictions is worth: from a file to an answer."""
-    with one_line_errors(), progress() as watch:
-        from fedlas.report.answers import Condition, judge_files
+    with one_line_errors():
+        from fedlas.report.answers import check_conditions, judge_files, named_files
+        from fedlas.report.subjects import FOLDS
 
-        for text in fail_if or ():
-            Condition.parse(text)
-        answer = judge_files(
-            files, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=words(posthoc) or (), folds=folds,
-            bins=bins, level=level, resamples=resamples, seed=seed, watch=watch,
-        )  # fmt: skip
+        tried = words(posthoc) or ()
+        check_conditions(fail_if or (), tried)
+        check_places([html, None if json in {None, "-"} else Path(str(json))], figures)
+        made: list[Path] = []
+        with progress() as watch:
+            given = {
+                name: run_model(path, images, watch) if path.is_dir() else path
+                for name, path in named_files(files).items()
+            }
+            answer = judge_files(
+                given, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=tried, bins=bins, level=level,
+                folds=FOLDS if folds is None else folds, resamples=resamples, seed=seed, images=images, watch=watch,
+            )  # fmt: skip
+            # Files come first: whoever reads the output may stop reading it.
+            options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
+            if json not in {None, "-"}:
+                write_text(str(json), answer.to_json())
+            if html is not None:
+                from fedlas.report.html import save_page
+
+                about = {"title": " and ".join(answer.models), "command": command_line()}
+                made.append(save_page(html, answer.models, bins=bins, **options, **about))
+            if figures is not None:
+                from fedlas.report.figures import save_figures
+
+                made += save_figures(answer.models, figures, **options)
+        with reader_may_leave():
+            show_answer(answer, made, err=json == "-")
+            if json == "-":
+                write_text(json, answer.to_json())
         failed = answer.failed(fail_if or ())
-        show = partial(typer.echo, err=json == "-")
-        for line in answer.lines():
-            show(line)
-        show_table(*answer.table(), err=json == "-")
-        for title, table in answer.detections().items():
-            show(f"\n{title}\n{table}")
-        if json is not None:
-            write_text(json, answer.to_json())
-        if html is not None:
-            from fedlas.report.html import save_page
-
-            about = {"title": " and ".join(answer.models), "command": command_line()}
-            show(save_page(html, answer.models, level=level, resamples=resamples, seed=seed, **about))
-        if figures is not None:
-            from fedlas.report.figures import save_figures
-
-            for path in save_figures(answer.models, figures, level=level, resamples=resamples, seed=seed):
-                show(path)
         for line in failed:
             typer.echo(f"fedlas: {line}", err=True)
     if failed:
@@ -279,13 +292,15 @@ def calibrate_fit(
 ) -> None:
     """Learn a calibrator, and save it."""
     with one_line_errors(), progress() as watch:
-        from fedlas.files import read_predictions
         from fedlas.posthoc import build_calibrator
         from fedlas.train.recipe import value_of
 
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
-        calibrator.fit(read_predictions(file, watch=partial(watch, f"reading {file.name}")))
+        given = read_file(file, watch)
+        watch(f"fitting {method}", 0.0)
+        calibrator.fit(given)
+        watch(f"fitting {method}", 1.0)
         calibrator.save(out)
         typer.echo(calibrator, err=True)
         typer.echo(out)
@@ -300,11 +315,10 @@ def calibrate_apply(
 ) -> None:
     """Repair predictions with a saved calibrator."""
     with one_line_errors(), progress() as watch:
-        from fedlas.files import read_predictions, write_predictions
+        from fedlas.files import write_predictions
         from fedlas.posthoc import load_calibrator
 
-        given = read_predictions(file, watch=partial(watch, f"reading {file.name}"))
-        repaired = load_calibrator(calibrator).transform(given)
+        repaired = load_calibrator(calibrator).transform(read_file(file, watch))
         typer.echo(write_predictions(repaired, out, probs=probs))
 
 
@@ -314,17 +328,22 @@ def detect_foreign(
     foreign: Annotated[list[str], typer.Argument(help="Predictions on foreign data: NAME=FILE ...")],
     scores: Annotated[str | None, typer.Option(help="Separated by commas; by default all that are possible.")] = None,
     tpr: Annotated[float, typer.Option(help="Share of foreign samples that is to be found, for the FPR.")] = 0.95,
+    level: Level = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
     """Say how well confidence and other scores tell foreign data from known data."""
     with one_line_errors(), progress() as watch:
         from json import dumps
 
-        from fedlas.files import read_predictions
         from fedlas.ood import detect
 
-        given = {name: read_predictions(path) for name, path in named_files(foreign).items()}
-        found = detect(read_predictions(known, watch=partial(watch, "reading")), given, words(scores), tpr=tpr)
+        named = foreign_files(foreign)
+        judged = read_file(known, watch)
+        given = {name: read_file(path, watch) for name, path in named.items()}
+        watch("telling apart", 0.0)
+        found = detect(judged, given, words(scores), tpr=tpr, level=level, seed=seed)
+        watch("telling apart", 1.0)
         if json is not None:
             write_text(json, dumps(found.to_dict(), allow_nan=False))
         typer.echo(found, err=json == "-")
@@ -335,6 +354,9 @@ def compare_models(
     first: Annotated[str, typer.Argument(help="A run folder, a file of predictions, or ledger rows: data/method.")],
     second: Annotated[str, typer.Argument(help="The same, on the same test samples.")],
     metrics: Annotated[str, typer.Option(help="Of accuracy, ece, aece, nll, brier; by commas.")] = "accuracy,ece,nll",
+    level: Level = 0.95,
+    resamples: Annotated[int, typer.Option(help="Resamples that intervals are made from.")] = 2_000,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
     ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
@@ -344,7 +366,8 @@ def compare_models(
         from fedlas.experiments.versus import HEAD, side, versus
 
         book = Ledger(ledger)
-        found = versus(side(first, book), side(second, book), words(metrics) or ())
+        options = {"level": level, "resamples": resamples, "seed": seed}
+        found = versus(side(first, book), side(second, book), words(metrics) or (), **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         if json is not None:
             from json import dumps
@@ -381,7 +404,41 @@ def search_options(
         typer.echo(f"{metric} {found.best.mean:.5f} on the validation split: {chosen}")
 
 
-def named_files(given: Sequence[str]) -> dict[str, Path]:
+def run_model(folder: Path, images: Path | None, watch: Callable[[str, float], None]) -> Any:
+    """Read all that a run folder says about its model: predictions of its best epoch, its log, and its recipe."""
+    from fedlas.report.subjects import Model
+    from fedlas.train.runs import Run
+
+    run, recipe = Run(folder), Run(folder).recipe.to_dict()
+    word = f"reading {folder.resolve().name}"
+    watch(word, 0.0)
+    foreign = sorted(run.predictions_file("any").parent.glob("best-ood-*.safetensors"))
+    made = Model(
+        predictions=run.predictions("best-test"),
+        calibration=run.predictions("best-val") if run.predictions_file("best-val").exists() else None,
+        ood={path.stem.removeprefix("best-ood-"): run.predictions(path.stem) for path in foreign},
+        source=folder,
+        image_folders=(folder, *([] if images is None else [images])),
+        log=run.log,
+        recipe=recipe,
+        environment=run.environment,
+    )
+    watch(word, 1.0)
+    return made
+
+
+def read_file(path: Path, watch: Callable[[str, float], None]) -> Any:
+    """Read predictions, and tell how far that is."""
+    from fedlas.files import read_predictions
+
+    stage = partial(watch, f"reading {path.name}")
+    stage(0.0)
+    found = read_predictions(path, watch=stage)
+    stage(1.0)
+    return found
+
+
+def foreign_files(given: Sequence[str]) -> dict[str, Path]:
     """Take NAME=FILE apart."""
     found: dict[str, Path] = {}
     for text in given:
@@ -392,6 +449,30 @@ def named_files(given: Sequence[str]) -> dict[str, Path]:
             raise ValueError(f"two files are called {name!r}")
         found[name] = Path(path)
     return found
+
+
+def show_answer(answer: Any, made: Sequence[Path], *, err: bool) -> None:
+    """Print what was found, and where files are."""
+    for line in answer.lines():
+        typer.echo(line, err=err)
+    show_table(*answer.table(), err=err)
+    for title, table in answer.detections().items():
+        typer.echo(f"\n{title}\n{table}", err=err)
+    for path in made:
+        typer.echo(path, err=err)
+
+
+def check_places(files: Sequence[Path | None], folder: Path | None) -> None:
+    """Find out before long work whether its results can be written."""
+    for path in filter(None, files):
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a folder; the name of a file is needed")
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; the name of a folder is needed")
+    for start in [*(path.absolute().parent for path in files if path), *([folder.absolute()] if folder else [])]:
+        there = next(one for one in (start, *start.parents) if one.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(f"nothing can be written to {start}: {there} is no folder that may be written to")
 
 
 def write_text(place: str, text: str) -> None:
@@ -416,6 +497,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
         yield lambda *_: None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -423,7 +505,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
 
         def watch(word: str, share: float) -> None:
             if word not in tasks:
-                tasks[word] = bar.add_task(word, total=1.0)
+                tasks[word] = bar.add_task(escape(word), total=1.0)  # names of files may look like markup
             bar.update(tasks[word], completed=share)
 
         yield watch
@@ -516,7 +598,11 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool 
         table.add_row(*row)
     widest = sum(max(len(row[n]) for row in [head, *rows]) + 4 for n in range(len(head)))
     width = None if terminal else widest
-    Console(width=width, highlight=False, markup=False, stderr=err).print(table)
+    console = Console(width=width, highlight=False, markup=False, stderr=err)
+    # Rich ends the process by itself where nobody reads on, so it only draws.
+    with console.capture() as drawn:
+        console.print(table)
+    typer.echo(drawn.get(), nl=False, err=err)
 
 
 @contextmanager
@@ -527,6 +613,8 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
         if from_interrupt(error):
             raise typer.Exit(interrupted()) from None
+        if isinstance(error, BrokenPipeError) and reader_left():
+            raise typer.Exit(128 + signal.SIGPIPE) from None
         if os.environ.get("FEDLAS_DEBUG"):
             raise
         typer.echo(f"fedlas: {' '.join(str(error).split())}", err=True)
@@ -541,6 +629,35 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(128 + number) from None
     except KeyboardInterrupt:
         raise typer.Exit(interrupted()) from None
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Go on where nobody reads standard output any more, as in `fedlas ... | head`; there is more to do."""
+    try:
+        yield
+    except BrokenPipeError:
+        if not reader_left():
+            raise
+
+
+def reader_left() -> bool:
+    """Say whether standard output is a pipe that nobody reads; nothing more is written to it then.
+
+    Pipes to other processes of a training may break too, and that is worth an error.
+    """
+    try:
+        place = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a real file
+        return False
+    waiting = select.poll()
+    waiting.register(place, select.POLLOUT)
+    gone = any(state & select.POLLERR for _, state in waiting.poll(0))
+    if gone:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, place)  # what is left in the buffer goes there when Python ends
+        os.close(nowhere)
+    return gone
 
 
 def interrupted() -> int:

@@ -202,7 +202,7 @@ def evaluate(
         level: how often an interval should hold the true value.
         resamples: how many resamples intervals are made from; each method's own number by default.
         seed: of the random numbers of intervals and of cross-fitting.
-        watch: called now and then with the share of the predictions that has been read.
+        watch: called now and then with the share of the work that is done: fits, readings, and intervals.
     """
     if not isinstance(predictions, Predictions):
         raise TypeError("evaluate takes Predictions(logits=..., labels=...) or Predictions.from_probs(probs, labels)")
@@ -219,7 +219,10 @@ def evaluate(
         raise ValueError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
     way = Intervals(level, resamples, seed) if intervals else None
     dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
-    repairs = _named([_repair(one, predictions, calibration, dealt, whole=bool(ood)) for one in chosen])
+    fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
+    steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + len(chosen), watch)
+    steps.within(0.0)
+    repairs = _named([_repair(one, predictions, calibration, dealt, steps, whole=bool(ood)) for one in chosen])
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
@@ -228,8 +231,8 @@ def evaluate(
         # What a calibrator returns are log-probabilities up to a constant, so only scores of those mean anything.
         *(_Run(name, one, Digest(bins), tuple(s for s in scores if s in OF_PROBS)) for name, one in repairs.items()),
     ]
-    known = _read(predictions, runs, train_features, judged=True, watch=watch)
-    others = {name: _read(one, runs, train_features, judged=False) for name, one in foreign.items()}
+    known = _read(predictions, runs, train_features, steps, judged=True)
+    others = {name: _read(one, runs, train_features, steps, judged=False) for name, one in foreign.items()}
     states = {}
     for run in runs:
         found = None
@@ -238,7 +241,30 @@ def evaluate(
             split = predictions.split or "ID"
             found = detect_scores(known[run.name], theirs, level=level, seed=seed, split=split)
         states[run.name] = run.state(way, found)
+        steps.done()
     return Report(states.pop(AS_GIVEN), states, len(predictions), predictions.named_classes, predictions.split)
+
+
+class _Steps:
+    """Tells a watcher how much of the work is done: fits, readings and intervals count the same.
+
+    Args:
+        total: how many steps there are.
+        watch: who wants to know.
+    """
+
+    def __init__(self, total: int, watch: Callable[[float], None] | None) -> None:
+        self.total, self.finished, self.watch = total, 0, watch
+
+    def within(self, share: float) -> None:
+        """Tell how far the present step is."""
+        if self.watch is not None:
+            self.watch(min(1.0, (self.finished + share) / self.total))
+
+    def done(self) -> None:
+        """Go on to the next step."""
+        self.finished += 1
+        self.within(0.0)
 
 
 @dataclass(frozen=True)
@@ -283,9 +309,9 @@ def _read(
     given: Predictions,
     runs: Sequence[_Run],
     train_features: Array | None,
+    steps: _Steps,
     *,
     judged: bool,
-    watch: Callable[[float], None] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Read predictions once: fill the digests where they are to be judged, and find the scores of every run."""
     kept: dict[str, dict[str, list[Tensor]]] = {
@@ -301,8 +327,9 @@ def _read(
                 part = taken if run.repair is None else run.repair.whole.transform(taken)
                 for score, found in kept[run.name].items():
                     found.append(score_of(part, score))
-        if watch is not None:
-            watch(rows.stop / len(given))
+        if rows.stop < len(given):
+            steps.within(rows.stop / len(given))
+    steps.done()
     scores = {name: {score: torch.cat(found) for score, found in held.items()} for name, held in kept.items()}
     for run in runs:
         scores[run.name] |= {s: score_of(given, s, train_features) for s in run.scores if s not in OF_LOGITS}
@@ -314,12 +341,14 @@ def _repair(
     predictions: Predictions,
     calibration: Predictions | None,
     dealt: Int64[Tensor, " n"],
+    steps: _Steps,
     *,
     whole: bool,
 ) -> _Repair:
     calibrator = build_calibrator(wanted) if isinstance(wanted, str) else wanted
     if calibrator.fitted is None and calibration is not None:
         calibrator = _copy(calibrator).fit(calibration)
+        steps.done()
     if calibrator.fitted is not None:
         split = calibrator.fitted.split
         if calibration is predictions or (split is not None and split == predictions.split):
@@ -334,12 +363,22 @@ def _repair(
         few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"
         raise ValueError(f"{few}; give calibration=...")
     place, truth = dealt.to(predictions.logits.device), predictions.labels
-    fitted = [_copy(calibrator).fit(predictions.logits[place != k], truth[place != k]) for k in range(folds)]
-    for one in fitted:
+    fitted = []
+    for fold in range(folds):
+        one = _copy(calibrator).fit(predictions.logits[place != fold], truth[place != fold])
         assert one.fitted is not None
         one.fitted = replace(one.fitted, split=f"{predictions.split or 'the same split'}, other folds")
-    every = _copy(calibrator).fit(predictions.logits, truth) if whole else fitted[0]
+        fitted.append(one)
+        steps.done()
+    every = fitted[0]
+    if whole:
+        every = _copy(calibrator).fit(predictions.logits, truth)
+        steps.done()
     return _Repair(tuple(fitted), every, dealt)
+
+
+def _is_fitted(wanted: str | AbstractCalibrator) -> bool:
+    return not isinstance(wanted, str) and wanted.fitted is not None
 
 
 def _copy(calibrator: AbstractCalibrator) -> AbstractCalibrator:

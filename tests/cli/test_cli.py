@@ -1,10 +1,13 @@
 """The command line as people and scripts use it: results, one-line errors, tables that are never cut off."""
 
+import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +109,30 @@ def test_predictions_on_any_data(run, tmp_path):
     assert (tmp_path / "test.safetensors").read_bytes() == Run(run).predictions_file("best-test").read_bytes()
 
 
+def test_a_run_folder_is_judged_with_all_that_lies_in_it(run, tmp_path):
+    page, kept = tmp_path / "page.html", tmp_path / "answer.json"
+    copy = tmp_path / "again-0.5"
+    shutil.copytree(run, copy)
+    held = Run(copy).predictions("best-test")
+    fedlas.Predictions(-held.logits[:50], features=held.features[:50]).save(Run(copy).predictions_file("best-ood-far"))
+    words = ["evaluate", str(copy), f"file={Run(run).predictions_file('best-test')}", "--resamples", "50"]
+    done = call(*words, "--html", str(page), "--json", str(kept))
+    assert done.exit_code == 0, done.output
+    found = json.loads(kept.read_text())
+    assert list(found["models"]) == ["again-0.5", "file"]
+    assert found["models"]["again-0.5"]["file"] == str(copy)
+    before, after = found["models"]["again-0.5"]["report"]["states"]
+    assert list(before["detection"]["sets"]) == ["far"]
+    assert [fit["n"] for fit in after["fits"]] == [len(Run(run).predictions("best-val"))]
+    assert {one["difference"] for one in found["compared"]} == {0}
+    data = json.loads(re.search(r'id="page-data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+    assert data["models"][0]["training"]["gate"]
+    assert "fedlas_ls" in page.read_text()
+    (tmp_path / "empty").mkdir()
+    done = call("evaluate", str(tmp_path / "empty"))
+    assert (done.exit_code, "is no run folder" in done.stderr) == (1, True)
+
+
 def test_predictions_on_images_of_ones_own(run, tmp_path):
     image = pytest.importorskip("PIL.Image")
     split = fedlas.build_data("digits").split("test")
@@ -175,6 +202,20 @@ def test_warnings_are_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr.startswith("fedlas: milestones 5 lie beyond the end of 1 epochs, so the learning rate never")
     assert done.stderr.count("\n") == 1
+
+
+def test_without_typer_one_line_says_what_to_install():
+    """Both ways in: `python -m fedlas`, and the command that pyproject.toml names."""
+    command = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["fedlas"]
+    module, name = command.split(":")
+    for way in (
+        f"from {module} import {name}; {name}()",
+        "import runpy; runpy.run_module('fedlas', run_name='__main__')",
+    ):
+        code = f"import sys; sys.modules['typer'] = None; {way}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr == "fedlas: the command line needs typer: pip install 'fedlas[train,report]'\n"
 
 
 def test_a_narrow_terminal_variable_does_not_cut_a_pipe(monkeypatch):

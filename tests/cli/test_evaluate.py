@@ -1,6 +1,11 @@
 """`fedlas evaluate`, `calibrate` and `ood` as people and scripts use them."""
 
+import io
 import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -8,13 +13,14 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedlas.cli import app
-from fedlas.evaluation import Report
+from fedlas.cli import app, progress
+from fedlas.evaluation import Report, evaluate
 from fedlas.files import read_predictions, write_predictions
 from fedlas.metrics import nll
 from fedlas.ood import detect
 from fedlas.posthoc import build_calibrator, list_calibrators
 from fedlas.predictions import Predictions
+from fedlas.report.answers import known_metrics
 
 
 def call(*words):
@@ -94,6 +100,68 @@ def test_a_bad_condition_is_said_before_anything_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("condition", "message"),
+    [("eec>0.1", "'eec' is not known; known: accuracy, ece"), ("isotonic.ece>0.1", "there is no 'isotonic' here")],
+)
+def test_names_of_conditions_are_checked_before_anything_is_read(tmp_path, condition, message):
+    done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
+    assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
+
+
+@pytest.mark.parametrize("n", [50, 400])
+def test_the_numbers_that_conditions_may_name(n):
+    made = Predictions(torch.randn(n, 7), torch.arange(n) % 7)
+    assert set(known_metrics()) == set(evaluate(made, intervals=False).before.results)
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--figures"])
+def test_places_are_checked_before_anything_is_read(files, option):
+    done = call("evaluate", files / "nowhere.csv", option, files / "test.csv" / "deep" / "x")
+    assert (done.exit_code, "nothing can be written to" in done.stderr) == (1, True), done.stderr
+    wrong = files / "test.csv" if option == "--figures" else files
+    done = call("evaluate", files / "nowhere.csv", option, wrong)
+    assert (done.exit_code, "the name of a f" in done.stderr) == (1, True), done.stderr
+
+
+def unread(*words):
+    """Run a command whose output nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fedlas", *map(str, words)]
+    try:
+        return subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+
+
+def test_files_are_written_although_nobody_reads_the_output(files):
+    page, kept = files / "page.html", files / "answer.json"
+    words = ("evaluate", files / "test.csv", "--resamples", "50", "--html", page, "--json", kept)
+    done = unread(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert page.exists()
+    assert kept.exists()
+    done = unread(*words[:4], "--json", "-", "--fail-if", "ece>1%")
+    assert done.returncode == 3
+    assert done.stderr.endswith("so ece>1% holds\n")
+
+
+def test_a_reader_that_leaves_is_no_error(files):
+    done = unread("list", "losses")
+    assert (done.returncode, done.stderr) == (141, "")
+    done = unread("calibrate", "apply", "nothing", "nothing", "--out", "nothing")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+
+
+def test_a_condition_that_cannot_be_told_loses_nothing(files):
+    kept = files / "answer.json"
+    done = call("evaluate", files / "test.csv", "--json", kept, "--fail-if", "mce.high>0.1")
+    assert (done.exit_code, "mce has no interval" in done.stderr) == (1, True)
+    assert kept.exists()
+    assert "over-confident" in done.stdout
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("p_cat,p_dog,label\n0.5,0.5,cat\n", "its columns are p_cat, p_dog, label"),
@@ -120,8 +188,35 @@ def test_pictures_lie_beside_the_file_that_names_them(tmp_path):
     done = call("evaluate", tmp_path / "p.csv", "--html", tmp_path / "page.html")
     assert done.exit_code == 0, done.output
     page = (tmp_path / "page.html").read_text()
-    assert "data:image/" in page
+    assert "data:image/png;base64" in page
     assert "sample 4" in page
+
+
+def test_pictures_elsewhere_are_left_out_and_this_is_said(tmp_path):
+    for folder in ("mine", "theirs"):
+        (tmp_path / folder).mkdir()
+    Image.fromarray(np.full((8, 8, 3), 200, np.uint8)).save(tmp_path / "theirs" / "one.png")
+    rows = "".join(f"0.9,0.1,{'ab'[i % 4 == 0]},../theirs/one.png\n" for i in range(40))
+    (tmp_path / "mine" / "p.csv").write_text("prob_a,prob_b,label,path\n" + rows)
+    words = ("evaluate", tmp_path / "mine" / "p.csv", "--html", tmp_path / "page.html")
+    with pytest.warns(UserWarning, match="22 pictures are not shown: their files lie outside"):
+        done = call(*words)
+    assert done.exit_code == 0, done.output
+    assert "data:image/png;base64" not in (tmp_path / "page.html").read_text()
+    done = call(*words, "--images", tmp_path / "theirs")
+    assert done.exit_code == 0, done.output
+    assert "data:image/png;base64" in (tmp_path / "page.html").read_text()
+
+
+def test_progress_shows_any_name(monkeypatch):
+    """A name with [/b] in it used to end in an error of rich."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stderr", screen)
+    with progress() as watch:
+        for share in (0.0, 1.0):
+            watch("evaluating x[/b]", share)
+    assert "evaluating x[/b]" in screen.getvalue()
 
 
 @pytest.mark.parametrize("method", ["temperature", "isotonic"])
@@ -163,6 +258,13 @@ def test_foreign_data(files):
     expected = detect(read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")})
     assert done.stdout.strip() == str(expected)
     assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(expected.to_dict()))
+    words = ("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", "-")
+    found = {}
+    for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
+        scores = json.loads(call(*words, *more).stdout)["sets"]["far"]["entropy"]
+        found[more] = (scores["auroc"]["interval"]["level"], scores["fpr"]["interval"]["low"])
+    assert [level for level, _ in found.values()] == [0.5, 0.95, 0.95]
+    assert found["--seed", "0"] != found["--seed", "1"]
     done = call("ood", files / "test.csv", files / "far.npz")
     assert (done.exit_code, "NAME=FILE" in done.stderr) == (1, True)
 
@@ -175,3 +277,26 @@ def test_compare_for_programs(files):
     assert found["metric"] == "ece"
     assert found["difference"] > 0
     assert found["pairs"][0]["better"] == "second"
+    assert found["pairs"][0]["interval"]["level"] == 0.95
+    words = ("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-", "--resamples", 60)
+    drawn_by = {}
+    for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
+        (again,) = json.loads(call(*words, *more).stdout)
+        drawn_by[more] = again["pairs"][0]["interval"]
+    assert [one["level"] for one in drawn_by.values()] == [0.5, 0.95, 0.95]
+    assert drawn_by["--seed", "0"] != drawn_by["--seed", "1"]
+
+
+def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
+    seen = []
+
+    @contextmanager
+    def told():
+        yield lambda word, share: seen.append((word, share))
+
+    monkeypatch.setattr("fedlas.cli.progress", told)
+    assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
+    kept = files / "c.safetensors"
+    assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
+    for word in ("reading test.csv", "reading far.npz", "telling apart", "reading val.csv", "fitting temperature"):
+        assert {0.0, 1.0} <= {share for name, share in seen if name == word}, word

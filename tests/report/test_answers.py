@@ -3,18 +3,22 @@
 import base64
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+import fedlas
 from fedlas.evaluation import Report, evaluate
 from fedlas.files import write_predictions
 from fedlas.metrics import ece
 from fedlas.metrics.comparison import paired_bootstrap
 from fedlas.predictions import Predictions
 from fedlas.report.answers import Condition, judge_files
-from fedlas.report.figures import reliability_data, reliability_figure
+from fedlas.report.figures import reliability_data, reliability_figure, save_figures
+from fedlas.report.html import report_of
+from fedlas.report.subjects import Model
 
 N, CLASSES = 600, 4
 
@@ -91,6 +95,34 @@ def test_other_samples_are_not_compared_and_this_is_said(sure, tmp_path):
     assert json.loads(answer.to_json())["compared"][0]["why"] == duel.why
 
 
+def test_the_table_and_the_paired_test_have_the_same_bins(sure, tmp_path):
+    calm = write_predictions(drawn(0, 1.0), tmp_path / "calm.npz")
+    answer = judge_files([sure, calm], bins=3, resamples=60)
+    found = next(one.found for one in answer.compared if one.metric == "ece")
+    assert float(found.first) == float(answer.reports["sure"]["ece"])
+    expected = paired_bootstrap(ece, drawn(0), drawn(0, 1.0), bins=3, resamples=60)
+    assert found.interval == expected.interval
+
+
+@pytest.mark.parametrize("word", ["ids", "index"])
+def test_samples_are_paired_by_their_names(tmp_path, word):
+    """Labels that are equal everywhere do not tell that the order differs."""
+    given, order = drawn(0, n=200), torch.randperm(200)
+    names = torch.arange(200) + 7
+    labels = torch.zeros(200, dtype=torch.long)
+    first = Predictions(given.logits, labels, **{word: names})
+    second = Predictions(given.logits[order], labels, **{word: names[order]})
+    files = [write_predictions(one, tmp_path / f"{k}.npz") for k, one in enumerate((first, second))]
+    answer = judge_files(files, posthoc=(), resamples=50)
+    assert [one.found.interval.high for one in answer.compared if one.metric == "nll"] == [0]
+    for name, why in {9: "2 times", 999: "1 are in the first alone, 1 in the second alone"}.items():
+        others = torch.where(names[order] == 8, name, names[order])
+        write_predictions(Predictions(second.logits, labels, **{word: others}), files[1])
+        (duel,) = judge_files(files, posthoc=(), resamples=50).compared
+        assert duel.found is None
+        assert why in duel.why
+
+
 def test_foreign_data(sure, tmp_path):
     far = write_predictions(Predictions(0.1 * torch.randn(50, CLASSES)), tmp_path / "far.npz")
     answer = judge_files([sure], ood=[f"noise={far}"], resamples=100)
@@ -108,9 +140,9 @@ def test_foreign_data(sure, tmp_path):
         (("a=P", "a=P"), {}, "two models are called 'a'"),
         (("a=P", "b=P"), {"calibrate_on": ["P"]}, "which model is it of"),
         (("P",), {"calibrate_on": ["x=P"]}, "which model is it of"),
-        (("P",), {"ood": ["P"]}, "--ood takes NAME=FILE"),
+        (("P",), {"ood": ["P"]}, "foreign data is given as NAME=FILE, not as"),
         (("a=P", "b=P"), {"ood": ["far=P"]}, "which model is it of"),
-        (("P",), {"ood": ["far=P", "far=P"]}, "two files for far"),
+        (("P",), {"ood": ["far=P", "far=P"]}, "two files of foreign data are given for far"),
         (("P",), {"folds": 1}, "folds is 1"),
         (("P",), {"posthoc": ["temprature"]}, "did you mean 'temperature'"),
     ],
@@ -122,6 +154,57 @@ def test_what_is_refused(sure, given, options, message):
     options = {name: placed(value) if isinstance(value, list) else value for name, value in options.items()}
     with pytest.raises(ValueError, match=message):
         judge_files(placed(given), **options)
+
+
+def test_one_thing_needs_no_list(sure, tmp_path):
+    val = write_predictions(drawn(1), tmp_path / "val.npz")
+    far = write_predictions(Predictions(torch.randn(50, CLASSES)), tmp_path / "far.npz")
+    options = {"posthoc": "temperature", "calibrate_on": str(val), "ood": {"far": far}, "resamples": 50}
+    answer = judge_files(str(sure), **options)
+    expected = judge_files([sure], posthoc=["temperature"], calibrate_on=[val], ood=[f"far={far}"], resamples=50)
+    assert answer.to_json() == expected.to_json()
+    assert list(answer.reports["sure"].before.detection.sets) == ["far"]
+    several = judge_files({"a": sure, "b": str(sure)}, calibrate_on={"b": val}, ood={"a/far": far}, resamples=50)
+    assert [len(one.after["temperature"].fits) for one in several.reports.values()] == [2, 1]
+    assert [one.before.detection is None for one in several.reports.values()] == [False, True]
+
+
+def test_what_is_known_of_a_model_is_kept(sure):
+    """This is how a run folder is judged, of which this room knows nothing."""
+    far = Predictions(torch.randn(50, CLASSES))
+    log = [{"epoch": 1}]
+    known = Model(predictions=drawn(0), calibration=drawn(1), ood={"far": far}, log=log, recipe={"lr": 1})
+    answer = judge_files({"run": known, "file": sure}, resamples=50)
+    report = answer.reports["run"]
+    assert len(report.after["temperature"].fits) == 1
+    assert report.before.detection is not None
+    assert (answer.models["run"].log, answer.models["run"].recipe) == (log, {"lr": 1})
+    found = json.loads(answer.to_json())["models"]
+    assert (found["run"]["file"], found["file"]["file"]) == (None, str(sure))
+    again = judge_files({"run": answer.models["run"]})
+    assert again.reports["run"] is report
+    with pytest.raises(ValueError, match="has a report already"):
+        judge_files({"run": answer.models["run"]}, calibrate_on=sure)
+    with pytest.raises(ValueError, match="neither predictions nor a report"):
+        judge_files({"run": Model()})
+
+
+def test_the_front_door_has_all_that_an_answer_needs():
+    assert (fedlas.Model, fedlas.save_figures) == (Model, save_figures)
+    assert {"Model", "save_figures"} <= set(fedlas.__all__)
+
+
+def test_a_page_cross_fits_as_the_answer_does(sure):
+    report = report_of(Model(predictions=drawn(0)), resamples=50)
+    assert report.to_json() == judge_files(sure, resamples=50).reports["sure"].to_json()
+
+
+def test_images_are_looked_for_beside_the_file_or_where_the_caller_says(tmp_path):
+    given = Predictions(drawn(0).logits, drawn(0).labels, paths=["one.png"] * N)
+    path = write_predictions(given, tmp_path / "with.npz")
+    for images, folders in {None: (tmp_path,), "elsewhere": (tmp_path, Path("elsewhere"))}.items():
+        (model,) = judge_files(path, posthoc=(), resamples=50, images=images).models.values()
+        assert model.image_folders == folders
 
 
 def test_files_of_the_same_name_are_told_apart(tmp_path):
@@ -189,7 +272,13 @@ def test_it_tells_how_far_it_is(tmp_path):
     judge_files([path, f"again={path}"], resamples=50, watch=lambda word, share: seen.append((word, share)))
     words = list(dict.fromkeys(word for word, _ in seen))
     assert words == ["reading sure.csv", "evaluating sure", "evaluating again", "comparing models"]
-    assert ("evaluating sure", 1.0) in seen
+    for word in words:
+        shares = [share for name, share in seen if name == word]
+        assert shares[-1] == 1.0, word
+    shares = [share for name, share in seen if name == "evaluating sure"]
+    assert shares == sorted(shares)
+    # Two folds are fitted, the file is read, and two states get intervals; the reading is one part of that.
+    assert len({round(share, 3) for share in shares}) >= 5
 
 
 def test_results_show_themselves_in_a_notebook(sure, tmp_path):

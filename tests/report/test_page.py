@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import re
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -221,6 +222,65 @@ def test_pictures_come_from_arrays_or_files_and_are_bounded(tmp_path, several, m
     assert data["lost"] == sum(row >= 50 for row in shown)
     monkeypatch.setattr(html, "PICTURE_BYTES", 300)
     assert sum(map(len, data_of(report_page(given, paths=paths, resamples=50))["pictures"].values())) <= 300
+
+
+def test_models_name_their_own_samples(tmp_path):
+    """Files of different lengths, of which one names nothing, used to end in an error."""
+    images = pytest.importorskip("PIL.Image")
+    for name, colour in {"a": (9, 99, 9), "b": (99, 9, 9)}.items():
+        images.new("RGB", (20, 20), colour).save(tmp_path / f"{name}.png")
+    given = {
+        name: pages.model(n, ids=[f"{name} {k}" for k in range(n)], paths=[str(tmp_path / f"{name}.png")] * n)
+        for name, n in {"a": 100, "b": 80}.items()
+    }
+    held = {name: Model(predictions=one, posthoc=()) for name, one in (given | {"c": pages.model(60)}).items()}
+    data = data_of(report_page(held, resamples=50))
+    assert data["lost"] == data["outside"] == 0
+    seen = {}
+    for one in data["models"]:
+        shown = [sample for kind in ("over", "under") for sample in one["samples"][kind]]
+        assert {sample.get("id", "").split(" ")[0] for sample in shown} == {one["name"] if one["name"] != "c" else ""}
+        seen[one["name"]] = {data["pictures"].get(sample["picture"]) for sample in shown}
+    assert seen["a"].isdisjoint(seen["b"])
+    assert seen["c"] == {None}
+
+
+def test_a_file_of_predictions_opens_no_images_elsewhere(tmp_path):
+    images = pytest.importorskip("PIL.Image")
+    inside, other = tmp_path / "inside", tmp_path / "other"
+    for folder in (inside, other):
+        folder.mkdir()
+        images.new("RGB", (20, 20), (9, 99, 9)).save(folder / "one.png")
+    (inside / "link.png").symlink_to(other / "one.png")
+    wanted = {"one.png": True, "../other/one.png": False, str(other / "one.png"): False, "link.png": False, "\0": False}
+    for path, shown in wanted.items():
+        given = Model(predictions=pages.model(60, paths=[path] * 60), posthoc=(), report=BRIEF, image_folders=(inside,))
+        with nullcontext() if shown else pytest.warns(UserWarning, match="pictures are not shown"):
+            data = data_of(text := report_page(given))
+        count = sum(len(kind) for kind in data["models"][0]["samples"].values())
+        assert (bool(data["pictures"]), data["outside"], data["lost"]) == (shown, 0 if shown else count, 0), path
+        assert ("--images DIR" in text) is not shown
+        both = dataclasses.replace(given, image_folders=(inside, other))
+        if path != "\0":
+            assert data_of(report_page(both))["pictures"]
+    own = dataclasses.replace(given, predictions=pages.model(60, paths=[str(other / "one.png")] * 60))
+    assert data_of(report_page(dataclasses.replace(own, image_folders=None)))["pictures"]
+    assert data_of(report_page(own, paths=[other / "one.png"] * 60))["pictures"]
+
+
+BRIEF = evaluate(pages.model(60), intervals=False)
+
+
+def test_paired_tests_have_the_bins_of_the_reports():
+    given = {name: pages.model(200, scale=scale) for name, scale in {"a": 2.0, "b": 1.0}.items()}
+    made = {name: Model(predictions=one, report=evaluate(one, bins=4, resamples=50)) for name, one in given.items()}
+    for models, options in ((made, {}), ({n: Model(predictions=p, posthoc=()) for n, p in given.items()}, {"bins": 4})):
+        data = data_of(report_page(models, resamples=50, **options))
+        found = next(test for test in data["comparison"]["tests"] if test["metric"] == "ece")
+        expected = float(made["a"].report["ece"]) - float(made["b"].report["ece"])
+        assert found["difference"] == pytest.approx(expected, rel=1e-4)
+        shown = data["models"][0]["states"][0]["results"]["ece"]["value"]
+        assert shown == pytest.approx(float(made["a"].report["ece"]), rel=1e-4)
 
 
 def test_wrong_input_is_refused():

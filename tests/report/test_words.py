@@ -186,3 +186,14 @@ def test_places_hold_every_sample_and_leave_empty_bins_out():
     assert sum(abs(place.weighted_gap) for place in places) == pytest.approx(
         float(evaluate(given, intervals=False)["ece"])
     )
+
+
+@pytest.mark.parametrize(("temperature", "brief", "long"), [(4_987.0, "5000", "4990"), (2.316, "2.3", "2.32")])
+def test_numbers_are_written_plainly(temperature, brief, long):
+    report = report_of(sampled(3_000, scale=2.0), posthoc=("temperature",))
+    learned = {"temperature": temperature, "standard_error": 0.02}
+    after = dataclasses.replace(report.after["temperature"], parameters=learned)
+    report = dataclasses.replace(report, after={"temperature": after})
+    assert f"; T = {brief} " in in_words(report)
+    assert any(f"T = {long} (" in line for line in sentences(report))
+    assert "e+" not in " ".join([in_words(report), *sentences(report)])

@@ -5,7 +5,8 @@
         ...
     answer.failed(["ece>0.05"])
 
-A model is called what stands before `=` in `NAME=FILE`, or what its file is called.
+A model is called what stands before `=` in `NAME=FILE`, or what its file is called. Instead of files, a `Model` may be
+given by its name: of a run folder, for example, which this room knows nothing of.
 """
 
 import html
@@ -18,22 +19,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedlas.evaluation import AS_GIVEN, SHOWN, Report, State, evaluate
 from fedlas.files import read_predictions
+from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import Predictions
 from fedlas.report.duels import Duel, duels
-from fedlas.report.subjects import Model
+from fedlas.report.subjects import FOLDS, Model
 from fedlas.report.words import in_words, sentences
 
 FORMAT = "fedlas.answer/1"
-FOLDS = 2
 BRIEFLY = ("accuracy", "ece", "over_ece", "under_ece", "nll")  # of several models
 SIGNS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
 
 Watch = Callable[[str, float], None]
+File = str | Path
+Files = File | Sequence[File] | Mapping[str, File]
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Answer:
 
     Args:
         models: what each file held, and its report.
-        files: where each model was read from.
+        files: where each model was read from; what came from no file is missing.
         compared: paired tests of models on the same samples, or why there is none.
         notes: what could not be done, and why.
     """
@@ -116,7 +121,7 @@ class Answer:
             "format": FORMAT,
             "models": {
                 name: {
-                    "file": str(self.files[name]),
+                    "file": str(self.files[name]) if name in self.files else None,
                     "in_words": in_words(report),
                     "sentences": list(sentences(report)),
                     "report": report.to_dict(),
@@ -198,77 +203,146 @@ class Condition:
         return value
 
 
+def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
+    """Refuse conditions on numbers or calibrators that there will not be, before any work is done.
+
+    Args:
+        conditions: such as `ece>0.05`.
+        posthoc: the calibrators that will be tried.
+    """
+    metrics = known_metrics() if conditions else ()
+    for condition in map(Condition.parse, conditions):
+        if condition.state not in {AS_GIVEN, *posthoc}:
+            there = ", ".join([AS_GIVEN, *posthoc])
+            raise ValueError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
+        if condition.metric not in metrics:
+            raise ValueError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
+
+
+def known_metrics() -> tuple[str, ...]:
+    """List the numbers that predictions may have: those of a few samples that are made up, of enough classes."""
+    classes = 2 * TOP
+    digest = Digest()
+    digest.take(Predictions(torch.eye(classes), torch.arange(classes) // 2))
+    return tuple(digest.results())
+
+
 def judge_files(
-    files: Sequence[str | Path],
+    files: File | Sequence[File] | Mapping[str, File | Model],
     *,
-    calibrate_on: Sequence[str | Path] = (),
-    ood: Sequence[str] = (),
-    posthoc: Sequence[str] = ("temperature",),
+    calibrate_on: Files = (),
+    ood: Files = (),
+    posthoc: str | Sequence[Any] = ("temperature",),
     folds: int = FOLDS,
     bins: int = 15,
     level: float = 0.95,
     resamples: int | None = None,
     seed: int = 0,
+    images: File | None = None,
     watch: Watch | None = None,
 ) -> Answer:
     """Read files of predictions, and find out what their confidence is worth.
 
     Args:
-        files: one for each model, FILE or NAME=FILE.
+        files: one for each model: FILE or NAME=FILE; or, by their names, files or what is already known of models.
         calibrate_on: predictions of the same models on other samples, which calibrators are fitted on: FILE for a
-            single model, MODEL=FILE for one of several. Without it calibrators are cross-fitted.
-        ood: predictions on foreign data: NAME=FILE for a single model, MODEL/NAME=FILE for one of several.
+            single model, MODEL=FILE or {MODEL: FILE} for several. Without it calibrators are cross-fitted.
+        ood: predictions on foreign data: NAME=FILE or {NAME: FILE} for a single model, MODEL/NAME in place of NAME for
+            one of several.
         posthoc: the calibrators to try.
         folds: in how many parts they are cross-fitted.
         bins: how many bins calibration errors have.
         level: of all intervals.
         resamples: how many resamples intervals are made from; each method's own number by default.
         seed: of the random numbers of intervals and of cross-fitting.
+        images: a folder that image files may lie in; without it, a page shows those below the file that names them.
         watch: called with what is being done and which share of it is done.
     """
-    if not files:
+    named = files if isinstance(files, Mapping) else named_files([files] if isinstance(files, str | Path) else files)
+    if not named:
         raise ValueError("no file of predictions is given")
-    named = _named(files)
     others = _of_models(calibrate_on, list(named))
     foreign = _foreign(ood, list(named))
+    sources = {name: one.source if isinstance(one, Model) else Path(one) for name, one in named.items()}
     for name, path in others.items():
-        if path.resolve() == named[name].resolve():
-            raise ValueError(f"{path} is the file that is judged; without --calibrate-on calibrators are cross-fitted")
+        source = sources[name]
+        if source is not None and path.resolve() == source.resolve():
+            raise ValueError(
+                f"{path} is the file that is judged; without predictions to calibrate on, calibrators are cross-fitted"
+            )
+    tried = (posthoc,) if isinstance(posthoc, str) or not isinstance(posthoc, Sequence) else tuple(posthoc)
+    options: dict[str, Any] = {"bins": bins, "level": level, "resamples": resamples, "seed": seed}
     models, notes = {}, []
-    for name, path in named.items():
-        given = _read(path, watch)
-        why = _no_calibrator(given, folds, calibrated=name in others)
-        if why and posthoc:
-            notes.append(f"{name}: no calibrator is tried: {why}")
-        held = Model(
-            predictions=given,
-            calibration=_like(_read(others[name], watch), given, others[name]) if name in others else None,
-            ood={word: _like(_read(one, watch), given, one) for word, one in foreign.get(name, {}).items()},
-            posthoc=() if why else tuple(posthoc),
-        )
-        report = evaluate(
-            given,
-            ood=held.ood or None,
-            posthoc=held.posthoc,
-            calibration=held.calibration,
-            folds=folds,
-            bins=bins,
-            level=level,
-            resamples=resamples,
-            seed=seed,
-            watch=_stage(watch, f"evaluating {name}"),
-        )
-        models[name] = replace(held, report=report)
+    for name, one in named.items():
+        held = one if isinstance(one, Model) else _model(Path(one), images, watch)
+        if held.report is None:
+            held = _completed(held, name, others.get(name), foreign.get(name, {}), watch)
+            why = _no_calibrator(held, folds)
+            if why and tried:
+                notes.append(f"{name}: no calibrator is tried: {why}")
+            held = replace(held, posthoc=() if why else tried, folds=folds)
+            held = replace(held, report=_report(held, options, _stage(watch, f"evaluating {name}")))
+        elif name in others or name in foreign:
+            raise ValueError(f"{name} has a report already, so no further predictions of it can be looked at")
+        models[name] = held
     held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
-    compared = duels(held_by, level=level, seed=seed, watch=_stage(watch, "comparing models"))
-    return Answer(models, named, list(compared), notes)
+    compared = list(duels(held_by, **options, watch=_stage(watch, "comparing models")))
+    return Answer(models, {name: path for name, path in sources.items() if path is not None}, compared, notes)
 
 
-def _no_calibrator(given: Predictions, folds: int, *, calibrated: bool) -> str:
+def named_files(files: Sequence[File]) -> dict[str, Path]:
+    """Name every file: as the user did, else by its own name, with its folder where two are called the same."""
+    pairs = [_pair(one) for one in files]
+    plain = [name or (path.resolve().name if path.is_dir() else path.stem) for name, path in pairs]
+    found: dict[str, Path] = {}
+    for (name, path), short in zip(pairs, plain, strict=True):
+        whole = path if path.is_dir() else path.with_suffix("")
+        called = short if name or plain.count(short) == 1 else whole.as_posix()
+        if called in found:
+            raise ValueError(f"two models are called {called!r}; name them: NAME=FILE")
+        found[called] = path
+    return found
+
+
+def _model(path: Path, images: File | None, watch: Watch | None) -> Model:
+    # A stranger's file may name any file of this machine, which a page would then show to whoever it is sent to.
+    folders = (path.parent, *([] if images is None else [Path(images)]))
+    return Model(predictions=_read(path, watch), source=path, image_folders=folders)
+
+
+def _completed(
+    held: Model, name: str, calibration: Path | None, foreign: Mapping[str, Path], watch: Watch | None
+) -> Model:
+    """Add what was asked for beside the predictions."""
+    if held.predictions is None:
+        raise ValueError(f"{name} has neither predictions nor a report")
+    given = held.predictions
+    read = {word: _like(_read(path, watch), given, path) for word, path in foreign.items()}
+    other = held.calibration if calibration is None else _like(_read(calibration, watch), given, calibration)
+    return replace(held, calibration=other, ood={**held.ood, **read})
+
+
+def _report(held: Model, options: Mapping[str, Any], watch: Callable[[float], None] | None) -> Report:
+    assert held.predictions is not None
+    return evaluate(
+        held.predictions,
+        ood=held.ood or None,
+        posthoc=held.posthoc,
+        calibration=held.calibration,
+        train_features=held.train_features,
+        folds=held.folds,
+        **options,
+        watch=watch,
+    )
+
+
+def _no_calibrator(held: Model, folds: int) -> str:
     """Say why no calibrator can be fitted; nothing where it can."""
+    given = held.predictions
+    assert given is not None
     if given.top_only:
         return "only the top class of each sample is known"
-    if not calibrated and len(given) < 2 * folds:
+    if held.calibration is None and len(given) < 2 * folds:
         return f"{len(given)} samples are too few to cross-fit one in {folds} parts; other ones can be given"
     return ""
 
@@ -278,25 +352,17 @@ def _detections(report: Report) -> list[Detection]:
 
 
 def _read(path: Path, watch: Watch | None) -> Predictions:
-    found = read_predictions(path, watch=_stage(watch, f"reading {path.name}"))
-    return found.with_paths_from(path.parent)
+    stage = _stage(watch, f"reading {path.name}")
+    if stage is None:
+        return read_predictions(path)
+    stage(0.0)
+    found = read_predictions(path, watch=stage)
+    stage(1.0)  # files that are read in one go tell nothing, and the others not the last bit
+    return found
 
 
 def _stage(watch: Watch | None, word: str) -> Callable[[float], None] | None:
     return None if watch is None else lambda share: watch(word, share)
-
-
-def _named(files: Sequence[str | Path]) -> dict[str, Path]:
-    """Name every file: as the user did, else by its own name, with its folder where two are called the same."""
-    pairs = [_pair(one) for one in files]
-    plain = [name or path.stem for name, path in pairs]
-    found: dict[str, Path] = {}
-    for (name, path), short in zip(pairs, plain, strict=True):
-        called = short if name or plain.count(short) == 1 else path.with_suffix("").as_posix()
-        if called in found:
-            raise ValueError(f"two models are called {called!r}; name them: NAME=FILE")
-        found[called] = path
-    return found
 
 
 def _pair(text: str | Path) -> tuple[str, Path]:
@@ -305,34 +371,44 @@ def _pair(text: str | Path) -> tuple[str, Path]:
     return ("", Path(text)) if not equals or Path(text).exists() else (name.strip(), Path(path))
 
 
-def _of_models(files: Sequence[str | Path], models: Sequence[str]) -> dict[str, Path]:
+def _of_models(files: Files, models: Sequence[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for one in files:
-        name, path = _pair(one)
+    for name, path in _pairs(files):
         model = name or (models[0] if len(models) == 1 else "")
         if model not in models:
-            raise ValueError(f"--calibrate-on {one}: which model is it of? Write MODEL=FILE, with {', '.join(models)}")
+            raise ValueError(f"calibrate on {path}: which model is it of? Write MODEL=FILE, with {', '.join(models)}")
         if model in found:
-            raise ValueError(f"--calibrate-on names two files for {model}")
+            raise ValueError(f"two files to calibrate on are given for {model}")
         found[model] = path
     return found
 
 
-def _foreign(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Path]]:
+def _foreign(files: Files, models: Sequence[str]) -> dict[str, dict[str, Path]]:
     found: dict[str, dict[str, Path]] = {}
-    for text in given:
-        name, equals, path = text.partition("=")
-        if not equals or not name or not path:
-            raise ValueError(f"--ood takes NAME=FILE, not {text!r}")
+    for name, path in _pairs(files, named=True):
         # The name of a model may hold a slash itself.
         fitting = [one for one in models if name.startswith(f"{one}/")]
         model = models[0] if len(models) == 1 else max(fitting, key=len, default="")
         word = name if len(models) == 1 else name.removeprefix(f"{model}/")
         if model not in models or not word:
-            raise ValueError(f"--ood {text}: which model is it of? Write MODEL/NAME=FILE, with {', '.join(models)}")
+            known = ", ".join(models)
+            raise ValueError(f"foreign data {name}={path}: which model is it of? Write MODEL/NAME=FILE, with {known}")
         if word in found.setdefault(model, {}):
-            raise ValueError(f"--ood names two files for {word}")
-        found[model][word] = Path(path)
+            raise ValueError(f"two files of foreign data are given for {word}")
+        found[model][word] = path
+    return found
+
+
+def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
+    """Give name and file of each, whichever way they were given; with an error where one has to have a name."""
+    if isinstance(files, Mapping):
+        return [(str(name), Path(path)) for name, path in files.items()]
+    found = []
+    for one in [files] if isinstance(files, str | Path) else files:
+        name, _, path = str(one).partition("=")
+        if named and not (name and path):
+            raise ValueError(f"foreign data is given as NAME=FILE, not as {str(one)!r}")
+        found.append((name, Path(path)) if named else _pair(one))
     return found
 
 

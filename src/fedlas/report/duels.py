@@ -1,8 +1,14 @@
-"""Models laid side by side: which are compared with which, in what, on the same samples."""
+"""Models laid side by side: which are compared with which, in what, on the same samples.
 
+Files may list the same samples in different orders, and equal labels do not show it. Where both models name their
+samples (`ids`, else `index`), the names decide which samples belong together.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 from fedlas.metrics.calibration import ece
 from fedlas.metrics.comparison import Comparison, paired_bootstrap
@@ -11,7 +17,9 @@ from fedlas.predictions import Predictions
 
 METRICS = {"accuracy": accuracy, "ece": ece, "nll": nll, "brier": brier}
 WHOLE = {"nll", "brier"}  # metrics of all probabilities, not of the top one alone
+BINNED = {"ece"}  # metrics that have bins
 ALL_PAIRS = 4  # up to so many models are compared with each other, more with the first alone
+RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,9 @@ class Duel:
 def duels(
     models: Mapping[str, Predictions],
     *,
+    bins: int = 15,
     level: float = 0.95,
-    resamples: int = 2_000,
+    resamples: int | None = None,
     seed: int = 0,
     watch: Callable[[float], None] | None = None,
 ) -> Iterator[Duel]:
@@ -45,23 +54,63 @@ def duels(
 
     Args:
         models: predictions of each, by its name.
+        bins: how many bins calibration errors have.
         level: of all intervals.
-        resamples: how many resamples a test draws.
+        resamples: how many resamples a test draws; 2,000 by default.
         seed: of its random numbers.
         watch: called with the share of pairs that are done.
     """
     names = list(models)
     pairs = list(combinations(names, 2)) if len(names) <= ALL_PAIRS else [(names[0], other) for other in names[1:]]
     for done, (first, second) in enumerate(pairs):
-        held = (models[first], models[second])
         if watch is not None:
             watch(done / len(pairs))
+        try:
+            held = (models[first], in_order_of(models[first], models[second]))
+        except ValueError as error:
+            yield Duel(first, second, next(iter(METRICS)), why=str(error))
+            continue
         for name, metric in METRICS.items():
             if name in WHOLE and any(one.top_only for one in held):
                 continue
+            options: dict[str, Any] = {"bins": bins} if name in BINNED else {}
             try:
-                found = paired_bootstrap(metric, *held, level=level, resamples=resamples, seed=seed)
+                found = paired_bootstrap(
+                    metric, *held, level=level, resamples=resamples or RESAMPLES, seed=seed, **options
+                )
             except ValueError as error:
                 yield Duel(first, second, name, why=str(error))
                 break
             yield Duel(first, second, name, found)
+    if watch is not None and pairs:
+        watch(1.0)
+
+
+def in_order_of(first: Predictions, second: Predictions) -> Predictions:
+    """Bring the samples of the second model into the order of the first, where both name their samples."""
+    for word in ("ids", "index"):
+        ours, theirs = _names(first, word), _names(second, word)
+        if ours is None or theirs is None:
+            continue
+        if ours == theirs:
+            return second
+        for which, names in {"first": ours, "second": theirs}.items():
+            twice, count = Counter(names).most_common(1)[0]
+            if count > 1:
+                raise ValueError(
+                    f"samples differ in order, and {word} of the {which} model has {twice!r} {count} times"
+                )
+        alone = len(set(ours) - set(theirs)), len(set(theirs) - set(ours))
+        if any(alone):
+            raise ValueError(
+                f"by their {word} these are not the same samples: {alone[0]:,} are in the first alone, {alone[1]:,} in "
+                "the second alone"
+            )
+        place = {name: row for row, name in enumerate(theirs)}
+        return second[[place[name] for name in ours]]
+    return second
+
+
+def _names(given: Predictions, word: str) -> list[Any] | None:
+    found = getattr(given, word)
+    return None if found is None else list(found if isinstance(found, tuple) else found.tolist())

@@ -15,6 +15,7 @@ import hashlib
 import json
 import platform
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -81,6 +82,7 @@ class _Asked:
 
     title: str
     samples: int
+    bins: int
     level: float
     resamples: int | None
     seed: int
@@ -88,33 +90,59 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Samples:
-    """What is known about single samples: names, paths, and pictures."""
+    """What is known about the single samples of a model: names, paths, and pictures.
 
+    Args:
+        key: tells pictures of these samples from those of others on the page.
+        ids: a name for each.
+        paths: an image file for each.
+        images: an image for each.
+        folders: where the files are looked for; None where paths stand as they are.
+    """
+
+    key: str
     ids: Sequence[object] | None
     paths: Sequence[str | Path] | None
     images: Any
-
-    def check(self, name: str, model: Model) -> None:
-        """Refuse lists that are not about the samples of a model."""
-        for what in ("ids", "paths", "images"):
-            given = getattr(self, what)
-            if given is not None and model.predictions is not None and len(given) != len(model.predictions):
-                raise ValueError(f"{what} has {len(given)} entries, {name} has {len(model.predictions)} samples")
+    folders: Sequence[Path] | None = None
 
     def about(self, row: int) -> Plain:
         """Name a sample."""
         names = {"id": self.ids, "path": self.paths}
-        return {word: text_data(given[row]) for word, given in names.items() if given is not None}
+        found = {word: text_data(given[row]) for word, given in names.items() if given is not None}
+        return found | {"picture": f"{self.key}{row}"}
+
+    @property
+    def pictured(self) -> bool:
+        """Whether there should be pictures at all."""
+        return self.images is not None or self.paths is not None
+
+    def outside(self, row: int) -> bool:
+        """Say whether the image file of a sample lies where none may be opened."""
+        return self.images is None and self.paths is not None and self._file(self.paths[row]) is None
 
     def picture(self, row: int) -> str | None:
         """Make the picture of a sample; None where there is none, or its file cannot be read."""
         if self.images is not None:
             return picture_of(self.images[row])
-        if self.paths is None:
+        found = None if self.paths is None else self._file(self.paths[row])
+        if found is None:
             return None
         try:
-            return picture_of(Path(self.paths[row]))
+            return picture_of(found)
         except Exception:  # a missing or damaged file leaves a gap on the page, which says so
+            return None
+
+    def _file(self, path: str | Path) -> Path | None:
+        """Find an image file; None where it lies outside of the folders, links followed."""
+        if self.folders is None:
+            return Path(path)
+        try:
+            roots = [folder.resolve() for folder in self.folders]
+            places = [(root / path).resolve() for root in roots]
+            inside = [place for place in places if any(place.is_relative_to(root) for root in roots)]
+            return next((place for place in inside if place.is_file()), inside[0] if inside else None)
+        except (OSError, ValueError, RuntimeError):  # a name that no file can have, or links that go round
             return None
 
 
@@ -128,6 +156,7 @@ def report_page(
     samples: int = 12,
     command: str | None = None,
     environment: Mapping[str, Any] | None = None,
+    bins: int | None = None,
     level: float = 0.95,
     resamples: int | None = None,
     seed: int = 0,
@@ -137,13 +166,15 @@ def report_page(
     Args:
         models: predictions, a report or a `Model`; or several of them by their names.
         title: heading of the page.
-        ids: a name for each sample; by default those of the predictions.
+        ids: a name for each sample; by default those of each model's own predictions.
         paths: an image file for each sample; those of the samples shown are read and made small. By default those of
-            the predictions.
+            each model's own predictions, as far as its `image_folders` allow.
         images: instead of files, something that gives an image for `images[row]`: an array, a list of arrays.
         samples: how many of the most over- and under-confident samples are shown, at most 50 of each kind.
         command: the command that made the page.
         environment: further lines for where it was made.
+        bins: how many bins calibration errors have, also those of paired tests; by default as many as in the first
+            report that is given, else 15.
         level: of all intervals.
         resamples: how many resamples intervals are made from; each method's own number by default.
         seed: of the random numbers of intervals and of cross-fitting.
@@ -151,17 +182,45 @@ def report_page(
     if not 0 <= samples <= MOST_SAMPLES:
         raise ValueError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
     held = named_models(models)
-    named = [model.predictions for model in held.values() if model.predictions is not None]
-    ids = ids if ids is not None else next((one.ids for one in named if one.ids is not None), None)
-    paths = paths if paths is not None else next((one.paths for one in named if one.paths is not None), None)
-    known = _Samples(ids, paths, images)
-    for name, model in held.items():
-        known.check(name, model)
-    asked = _Asked(title, samples, level, resamples, seed)
-    reports = {name: report_of(model, level, resamples, seed) for name, model in held.items()}
+    known = _samples(held, ids, paths, images)
+    if bins is None:
+        bins = next((model.report["ece"].definition.bins for model in held.values() if model.report), None)
+    asked = _Asked(title, samples, bins or 15, level, resamples, seed)
+    reports = {name: report_of(model, level, resamples, seed, asked.bins) for name, model in held.items()}
     data = _data(held, reports, known, asked)
+    if data["outside"]:
+        warnings.warn(
+            f"{data['outside']} pictures are not shown: their files lie outside of the folder of the predictions; "
+            "another folder can be allowed (--images DIR, or image_folders of a Model)",
+            UserWarning,
+            stacklevel=2,
+        )
     about = _environment() | {str(name): value for name, value in (environment or {}).items()}
     return _filled(data, held, reports, command, about)
+
+
+def _samples(
+    held: Mapping[str, Model], ids: Sequence[object] | None, paths: Sequence[str | Path] | None, images: Any
+) -> dict[str, _Samples]:
+    """Find what is known about single samples: what was given for all models, else what each model's own file says."""
+    for what, given in {"ids": ids, "paths": paths, "images": images}.items():
+        for name, model in held.items():
+            if given is not None and model.predictions is not None and len(given) != len(model.predictions):
+                raise ValueError(f"{what} has {len(given)} entries, {name} has {len(model.predictions)} samples")
+    found: dict[str, _Samples] = {}
+    sources: list[object] = []
+    for name, model in held.items():
+        own = model.predictions
+        called = ids if ids is not None else None if own is None else own.ids
+        if images is not None or paths is not None or own is None or own.paths is None:
+            found[name] = _Samples("", called, paths, images)
+            continue
+        source = (own.paths, model.image_folders)
+        if source not in sources:
+            sources.append(source)
+        # Models whose files name the same images share their pictures.
+        found[name] = _Samples(f"{sources.index(source)}-", called, own.paths, None, model.image_folders)
+    return found
 
 
 def save_page(path: str | Path, models: Given | Mapping[str, Given], **options: Any) -> Path:
@@ -202,7 +261,7 @@ def named_models(models: Given | Mapping[str, Given]) -> dict[str, Model]:
     return found
 
 
-def report_of(model: Model, level: float = 0.95, resamples: int | None = None, seed: int = 0) -> Report:
+def report_of(model: Model, level: float = 0.95, resamples: int | None = None, seed: int = 0, bins: int = 15) -> Report:
     """Give the report of a model; it is made where none is there."""
     if model.report is not None:
         return model.report
@@ -212,14 +271,18 @@ def report_of(model: Model, level: float = 0.95, resamples: int | None = None, s
         ood=model.ood or None,
         posthoc=model.posthoc,
         calibration=model.calibration,
+        folds=model.folds,
         train_features=model.train_features,
+        bins=bins,
         level=level,
         resamples=resamples,
         seed=seed,
     )
 
 
-def _data(held: Mapping[str, Model], reports: Mapping[str, Report], known: _Samples, asked: _Asked) -> Plain:
+def _data(
+    held: Mapping[str, Model], reports: Mapping[str, Report], known: Mapping[str, _Samples], asked: _Asked
+) -> Plain:
     names: list[list[str]] = []
     models = [_model(name, model, reports[name], asked, len(held)) for name, model in held.items()]
     for one, model in zip(models, held.values(), strict=True):
@@ -228,14 +291,18 @@ def _data(held: Mapping[str, Model], reports: Mapping[str, Report], known: _Samp
             names.append(called)
         one["names"] = None if called is None else names.index(called)
     pictures: dict[str, str] = {}
-    shown = [sample for one in models for kind in one.get("samples", {}).values() for sample in kind]
-    for sample in shown:
-        sample.update(known.about(sample["row"]))
-    lost = sum(not _keep_picture(pictures, known, sample["row"]) for sample in shown)
+    lost = outside = 0
+    for one, samples in zip(models, known.values(), strict=True):
+        for sample in (sample for kind in one.get("samples", {}).values() for sample in kind):
+            sample.update(samples.about(sample["row"]))
+            missing = samples.pictured and not _keep_picture(pictures, samples, sample)
+            kept_out = missing and samples.outside(sample["row"])
+            outside, lost = outside + kept_out, lost + (missing and not kept_out)
     compared = {name: model.predictions for name, model in held.items() if model.predictions is not None}
     both = None
     if len(compared) == len(held):
-        tests = duels(compared, level=asked.level, resamples=asked.resamples or 2_000, seed=asked.seed)
+        options: dict[str, Any] = {"level": asked.level, "resamples": asked.resamples, "seed": asked.seed}
+        tests = duels(compared, bins=asked.bins, **options)
         both = comparison_data(list(compared), tests)
     return {
         "title": text_data(asked.title),
@@ -243,7 +310,8 @@ def _data(held: Mapping[str, Model], reports: Mapping[str, Report], known: _Samp
         "names": names,
         "models": models,
         "pictures": pictures,
-        "lost": lost if known.images is not None or known.paths is not None else 0,
+        "lost": lost,
+        "outside": outside,
         "comparison": both,
     }
 
@@ -260,14 +328,14 @@ def _model(name: str, model: Model, report: Report, asked: _Asked, models: int) 
     return one
 
 
-def _keep_picture(pictures: dict[str, str], known: _Samples, row: int) -> bool:
+def _keep_picture(pictures: dict[str, str], known: _Samples, sample: Plain) -> bool:
     """Add the picture of a sample to those of the page, as long as there is room."""
-    if str(row) in pictures:
+    if sample["picture"] in pictures:
         return True
-    made = known.picture(row)
+    made = known.picture(sample["row"])
     if made is None or sum(map(len, pictures.values())) + len(made) > PICTURE_BYTES:
         return False
-    pictures[str(row)] = made
+    pictures[sample["picture"]] = made
     return True
 
 

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlas.predictions import Array, Predictions
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report
+
+FOLDS = 2  # parts that calibrators are cross-fitted in, wherever files or pages are asked for
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -19,19 +22,26 @@ class Model:
         report: what `evaluate` found; computed where it is not given.
         calibration: other predictions of the model, to fit calibrators on; without them they are cross-fitted.
         posthoc: the calibrators to try, where the report is not given.
+        folds: in how many parts they are cross-fitted, where the report is not given.
         ood: for the name of every foreign data set, predictions on it, or logits.
         train_features: features of the training set, for the "knn" score of foreign data.
         log: the log of its training run, one record for each epoch.
         recipe: what it was trained with.
         environment: where it was trained.
+        source: the file or folder that it was read from.
+        image_folders: where image files of the predictions are looked for, in this order; none outside of these folders
+            is opened. None where the paths are the caller's own: they are taken as they stand.
     """
 
     predictions: Predictions | None = None
     report: "Report | None" = None
     calibration: Predictions | None = None
     posthoc: str | Sequence[Any] = ("temperature",)
+    folds: int = FOLDS
     ood: Mapping[str, Predictions | Array] = field(default_factory=dict)
     train_features: Array | None = None
     log: Sequence[Mapping[str, Any]] = ()
     recipe: Mapping[str, Any] | None = None
     environment: Mapping[str, Any] | None = None
+    source: Path | None = None
+    image_folders: Sequence[Path] | None = None

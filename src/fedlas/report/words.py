@@ -6,6 +6,7 @@ known, the words say so, and what chance alone would show stands beside the erro
 """
 
 import math
+from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
 from fedlas.metrics.bins import Bins
@@ -200,7 +201,7 @@ def _temperature(state: "State") -> float | None:
 
 def _called(state: "State") -> str:
     found = _temperature(state)
-    return _name(state.name) if found is None else f"T = {found:.2g}"
+    return _name(state.name) if found is None else f"T = {_plain(found, 2)}"
 
 
 def _subject(state: "State", *, brief: bool = False) -> str:
@@ -208,10 +209,10 @@ def _subject(state: "State", *, brief: bool = False) -> str:
     if found is None:
         return f"The calibrator {_name(state.name)}"
     if brief or not spread < 1:
-        return f"A temperature of T = {found:.3g}"
+        return f"A temperature of T = {_plain(found)}"
     # The standard error is that of log T.
     low, high = (found * math.exp(side * 1.96 * spread) for side in (-1, 1))
-    return f"A temperature of T = {found:.3g} ({low:.3g} to {high:.3g})"
+    return f"A temperature of T = {_plain(found)} ({_plain(low)} to {_plain(high)})"
 
 
 def _headline(state: "State", way: Direction) -> str:
@@ -252,6 +253,11 @@ def _share(result: Result) -> str:
 
 def _name(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _plain(value: float, digits: int = 3) -> str:
+    """Write a number with some significant digits, and never as 5e+03."""
+    return f"{Decimal(f'{value:.{digits}g}'):f}"
 
 
 def _about(place: Place) -> str:

@@ -1143,7 +1143,7 @@
     add("row", whole(sample.row) + (sample.index === null ? "" : `, index ${whole(sample.index)}`));
     if (sample.id !== undefined) add("id", word(sample.id));
     if (sample.path !== undefined) add("path", word(sample.path));
-    const source = data.pictures[sample.row];
+    const source = data.pictures[sample.picture];
     const alternative = `Sample ${sample.row}: answer ${className(sample.answer).slice(0, 60)}, truth ${className(sample.label).slice(0, 60)}`;
     const picture = source ? element("img", { src: source, alt: alternative, width: 96, height: 96, class: source.startsWith("data:image/jpeg") ? "photo" : null }) : null;
     return element("li", {}, picture, element("dl", {}, ...lines));
