@@ -200,6 +200,9 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
         CalibratedModel(linear(), good, output="scores")
     with pytest.raises(ValueError, match="class_names has 2 names for 3 classes"):
         program(CalibratedModel(linear(), good, class_names="ab"), example)
+    named = fedlas.Predictions(torch.randn(50, 3), torch.randint(3, (50,)), class_names=list("abc"))
+    with pytest.raises(ValueError, match="the same classes in another order: class 0 was 'a' and is 'c'"):
+        program(CalibratedModel(linear(), build_calibrator("vector_scaling").fit(named), class_names="cba"), example)
     with pytest.raises(ValueError, match="the network has 4 classes; its calibrator was fitted on 3"):
         program(CalibratedModel(linear(4), good), example)
     with pytest.raises(ValueError, match=r"returns a tensor of shape \(2, 4, 2\)"):
