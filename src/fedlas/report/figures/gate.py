@@ -179,7 +179,7 @@ def gate_figure(data: GateStability) -> Any:
         for panel, positive, negative in zip(shares, data.positive, data.negative, strict=True):
             _draw_course(panel, positive, Stroke(DARK, "o", "-"), "positive mode")
             _draw_course(panel, negative, Stroke(LIGHT, "^", "--"), "negative mode")
-            panel.set(ylim=(0, 100), ylabel="samples (%)", title=fitted(positive.name, title_room(panel)))
+            panel.set(ylim=(0, 100), ylabel="samples (%)", title=fitted(positive.name, title_room(panel) - 0.2))
         for number, course in enumerate(data.flip_rate):
             _draw_course(flips, course, stroke(number), fitted(course.name, title_room(flips) - 0.4, 7))
         flips.set(ylabel="flips (%)", title="flip rate")
@@ -189,8 +189,9 @@ def gate_figure(data: GateStability) -> Any:
             panel.tick_params(labelbottom=True)  # also where other panels stand below
             for epoch in data.milestones:
                 panel.axvline(epoch, color=PALE, linewidth=0.8, linestyle=":")
-            # Below the axes, where no line can run through it.
-            panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22))
+            # Below the axes, where no line can run through it. After one epoch there is no flip rate to explain.
+            if panel.get_legend_handles_labels()[1]:
+                panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22))
         if data.title:
             figure.suptitle(shown(data.title, 100), fontsize=8)
     return figure
