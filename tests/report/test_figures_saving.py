@@ -21,8 +21,8 @@ from report import pages
 
 ALL = {
     "reliability", "reliability_lines", "reliability_smooth", "over_under", "confidence", "risk_coverage", "norm",
-    "training", "alpha", "gate", "class_map-sure", "class_map-unsure", "class_map-other", "roc-sure", "scores-sure-noise",
-    "scores-sure-street-numbers",
+    "training", "alpha", "gate", "class_map-sure", "class_map-unsure", "class_map-other", "roc-sure",
+    "scores-sure-noise", "scores-sure-street-numbers",
 }  # fmt: skip
 
 
