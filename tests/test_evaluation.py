@@ -104,6 +104,18 @@ def test_a_fitted_calibrator_is_used_as_it_is(name: str):
     assert state.fits == (calibrator.fitted,)
 
 
+def test_a_calibrator_of_other_classes_is_refused_and_its_names_stay_in_files(tmp_path: Path):
+    def named(names: str, split: str) -> Predictions:
+        given = predictions(300, split=split)
+        return Predictions(given.logits, given.labels, class_names=list(names), split=split)
+
+    calibrator = posthoc.build_calibrator("vector_scaling").fit(named("abcdefg", "other"))
+    evaluate(named("abcdefg", "val"), posthoc=[calibrator], intervals=False).save(tmp_path / "report.json")
+    assert Report.load(tmp_path / "report.json").after["vector_scaling"].fits == (calibrator.fitted,)
+    with pytest.raises(ValueError, match="another order: class 0 was 'a' and is 'g'"):
+        evaluate(named("gfedcba", "val"), posthoc=[calibrator], intervals=False)
+
+
 @pytest.mark.usefixtures("in_small_parts")
 def test_states_keep_the_pairs_of_their_samples_but_not_in_files():
     given, val = predictions(), predictions(500, seed=1, split="other")

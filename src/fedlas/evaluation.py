@@ -91,7 +91,7 @@ class State:
             results={name: Result.from_dict(one) for name, one in fields["results"].items()},
             bins={name: Bins.from_dict(one) for name, one in fields["bins"].items()},
             detection=None if found is None else Detection.from_dict(found),
-            fits=tuple(Fit(**one) for one in fields["fits"]),
+            fits=tuple(Fit.from_dict(one) for one in fields["fits"]),
             parameters=fields["parameters"],
         )
 

@@ -13,9 +13,13 @@ from fedlas.integrations.export import CalibratedModel, load_program, program, s
 from fedlas.posthoc import FeatureClipping, Temperature, build_calibrator, list_calibrators
 from fedlas.posthoc.base import AbstractCalibrator, Samples
 
-CLOSE = 1e-4
+CLOSE = 1e-5
 OUTSIDE_OF_TORCH = {"probmetrics"}
 NAMES = [record.name for record in list_calibrators() if record.name not in OUTSIDE_OF_TORCH]
+# An export to ONNX takes seconds. These have graphs of different kinds: one number, bins, curves. torch.export, which
+# makes the graph, is asked for every calibrator.
+USUAL = {"temperature", "histogram_binning", "isotonic"}
+IN_ONNX = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
 def fitted(name: str, classes: int = 3) -> AbstractCalibrator:
@@ -39,7 +43,7 @@ def by_onnxruntime(path, *inputs: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(session.run(None, dict(zip(names, map(np.asarray, inputs), strict=True)))[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_ONNX)
 def test_a_calibrated_network_says_the_same_in_onnx(name, tmp_path):
     classes = 2 if name == "platt" else 3
     calibrator, net, images = fitted(name, classes), linear(classes), torch.randn(50, 1, 2, 4)
@@ -60,17 +64,20 @@ def test_a_calibrated_network_says_the_same_in_onnx(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-@pytest.mark.parametrize("name", ["temperature", "isotonic"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_program_is_read_back(name, tmp_path):
-    calibrator, net, images = fitted(name), linear(), torch.randn(50, 1, 2, 4)
-    model = CalibratedModel(net, calibrator, class_names="abc")
+    classes = 2 if name == "platt" else 3
+    calibrator, net, images = fitted(name, classes), linear(classes), torch.randn(50, 1, 2, 4)
+    model = CalibratedModel(net, calibrator, class_names="abc"[:classes])
     save_program(model, images[:1], tmp_path / "model.pt2")
     again = load_program(tmp_path / "model.pt2")
     with torch.no_grad():
         wanted = torch.from_numpy(calibrator.transform(net.eval()(images).numpy())).softmax(1)
+        plain = net(images).softmax(1)
+    assert (wanted - plain).abs().max() > 0.05, "this calibrator changes nothing, so the test would see nothing"
     torch.testing.assert_close(again.model(images), wanted, atol=CLOSE, rtol=0)
     assert again.about == json.loads(json.dumps(model.about))
-    assert again.about["class_names"] == ["a", "b", "c"]
+    assert again.about["class_names"] == list("abc"[:classes])
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -81,13 +88,15 @@ def test_our_networks_are_exported_bare_and_with_features(wrapped, tmp_path):
         net(torch.randn(16, 1, 8, 8))  # statistics of a BatchNorm that are not those it starts with
     calibrator, images = fitted("temperature"), torch.randn(7, 1, 8, 8)
     model = CalibratedModel(fedlas.WithFeatures(net) if wrapped else net, calibrator, output="logits")
-    save_onnx(model, images, tmp_path / "model.onnx")
+    if not wrapped:  # the residual network below is one with features
+        save_onnx(model, images, tmp_path / "model.onnx")
     save_program(model, images, tmp_path / "model.pt2")
     with torch.no_grad():
         wanted = net.eval()(images) / calibrator.temperature
     for count in (1, 7):
-        said = by_onnxruntime(tmp_path / "model.onnx", images[:count])
-        torch.testing.assert_close(said, wanted[:count], atol=CLOSE, rtol=0)
+        if not wrapped:
+            said = by_onnxruntime(tmp_path / "model.onnx", images[:count])
+            torch.testing.assert_close(said, wanted[:count], atol=CLOSE, rtol=0)
         read = load_program(tmp_path / "model.pt2").model(images[:count])
         torch.testing.assert_close(read, wanted[:count], atol=CLOSE, rtol=0)
 
@@ -200,6 +209,9 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
         CalibratedModel(linear(), good, output="scores")
     with pytest.raises(ValueError, match="class_names has 2 names for 3 classes"):
         program(CalibratedModel(linear(), good, class_names="ab"), example)
+    named = fedlas.Predictions(torch.randn(50, 3), torch.randint(3, (50,)), class_names=list("abc"))
+    with pytest.raises(ValueError, match="the same classes in another order: class 0 was 'a' and is 'c'"):
+        program(CalibratedModel(linear(), build_calibrator("vector_scaling").fit(named), class_names="cba"), example)
     with pytest.raises(ValueError, match="the network has 4 classes; its calibrator was fitted on 3"):
         program(CalibratedModel(linear(4), good), example)
     with pytest.raises(ValueError, match=r"returns a tensor of shape \(2, 4, 2\)"):

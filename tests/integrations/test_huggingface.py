@@ -238,6 +238,21 @@ def test_a_model_is_given_back_as_it_was():
     Calibration(model, loss_of("ce"))
 
 
+def test_a_forward_that_was_put_there_before_is_put_back():
+    model, calls = sentences(), []
+    plain = model.forward
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    model.forward = patched
+    calibration = Calibration(model, loss_of("ce"))
+    model(torch.zeros(1, LENGTH, dtype=torch.long))
+    assert len(calls) == 1
+    assert calibration.remove().forward is patched
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"reduction": "sum"}, 'reduction="mean", not'), ({"ignore_index": 3}, "ignore_index cannot be another one")],

@@ -1,6 +1,7 @@
 """A LightningModule learns digits with our losses; the callback logs what our functions say, also after a stop."""
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fedlas
 from fedlas import metrics
@@ -178,6 +179,60 @@ def test_testing_logs_too_and_leaves_the_loss_alone(finished, tmp_path):
     for name, value in module.loss.state_dict().items():
         assert torch.equal(value, before[name])
     assert not module.loss._forward_hooks
+
+
+class Stream(IterableDataset):
+    """The digits of validation, one by one, and nobody knows how many come."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(*digit_batches.validation(), strict=True)
+
+
+class Several(Classifier):
+    """Notes which loader the samples came from."""
+
+    def validation_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
+        said = super().validation_step(batch, number)
+        self.seen[-1] = (dataloader_idx, *self.seen[-1])
+        return said
+
+    def test_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> dict[str, Tensor] | None:
+        return self.validation_step(batch, number, dataloader_idx)
+
+
+def of_loader(module: Several, place: int) -> dict[str, float]:
+    parts = [(logits, labels) for loader, logits, labels in module.seen if loader == place]
+    return numbers(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset`")
+@pytest.mark.parametrize("loss", ["ce", "adafocal"])
+def test_each_of_several_loaders_has_its_own_numbers(loss, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    module, ended = Several(loss), []
+    end_epoch = type(module.loss).end_epoch
+    monkeypatch.setattr(
+        type(module.loss), "end_epoch", lambda self, val=None: (ended.append(val), end_epoch(self, val))
+    )
+    train, validation = loaders()
+    shifted = DataLoader(TensorDataset(digit_batches.validation()[0] + 1, digit_batches.validation()[1]), 100)
+    made = trainer(tmp_path, CalibrationCallback(), enable_checkpointing=False, max_epochs=1)
+    made.fit(module, train, [validation, shifted, DataLoader(Stream(), 150)])
+    assert "val_ece" not in made.callback_metrics
+    assert of_loader(module, 0)["ece"] != pytest.approx(of_loader(module, 1)["ece"], rel=1e-3)
+    for place in range(3):
+        for name, value in of_loader(module, place).items():
+            found = made.callback_metrics[f"val_{name}/dataloader_idx_{place}"]
+            assert float(found) == pytest.approx(value, rel=1e-5, abs=1e-7), (name, place)
+    if loss == "adafocal":  # it learns from the first
+        wanted = torch.cat([logits for place, logits, _ in module.seen if place == 0])
+        assert torch.equal(ended[0].logits, wanted)
+    module.seen.clear()
+    answers = made.test(module, [validation, shifted], verbose=False)
+    for place in range(2):
+        own = {name for name in answers[place] if name.startswith("test_")}
+        assert own == {f"test_{name}/dataloader_idx_{place}" for name in of_loader(module, place)}
+        assert answers[place][f"test_ece/dataloader_idx_{place}"] == pytest.approx(of_loader(module, place)["ece"])
 
 
 @pytest.mark.parametrize(("loss", "options"), [("adafocal", {}), ("crl", {"num_samples": digit_batches.TRAINING})])

@@ -156,6 +156,14 @@ def test_nothing_in_a_file_is_carried_out(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_a_table_inside_of_itself_is_refused(tmp_path):
+    around: dict = {"epoch": 3}
+    around["state_dict"] = around
+    torch.save(around, tmp_path / "around.pth")
+    with pytest.raises(ValueError, match=r"around\.pth has more than 8 tables 'state_dict' inside of each other"):
+        read_official(tmp_path / "around.pth")
+
+
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
         read_official(tmp_path / "best.pth")

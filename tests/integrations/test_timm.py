@@ -9,6 +9,7 @@ import timm
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask, resume_task_checkpoint
@@ -149,19 +150,61 @@ def test_a_compiled_task_computes_the_same():
     torch.testing.assert_close(state["task_state"], plain.get_task_state())
 
 
-def test_distributed_data_parallel_wraps_both(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        task, alone = made().prepare_distributed(), made()
-        alone.joined.loss.load_state_dict(task.joined.loss.state_dict())
-        assert isinstance(task.trainable_module, nn.parallel.DistributedDataParallel)
-        values = [epoch_of(one, optimizer_of(one), 0) for one in (task, alone)]
-        assert values[0] == pytest.approx(values[1], rel=1e-5)
-        with task.no_sync():
-            assert task(images(digit_batches.training()[0][:4]), torch.arange(4))["loss"].requires_grad
-        assert task.get_task_state()["loss"].keys() == task.joined.loss.state_dict().keys()
-    finally:
-        dist.destroy_process_group()
+def task_without_batch_norm() -> CalibrationTask:
+    """Statistics of a batch norm would be those of each process's part."""
+    torch.manual_seed(0)
+    return CalibrationTask(digit_batches.network(), fedlas.build_loss("fedlas_ls", num_classes=10), verbose=False)
+
+
+def steps(task: CalibrationTask, rank: int = 0, world: int = 1) -> list[Tensor]:
+    """Train on this process's part of every batch, as timm's script does."""
+    optimizer = torch.optim.SGD(task.get_trainable_module().parameters(), lr=0.1, momentum=0.9)
+    values = []
+    for x, labels, _ in digit_batches.batches(0)[:6]:
+        mine = slice(rank * len(x) // world, (rank + 1) * len(x) // world)
+        value = task(x[mine], labels[mine])["loss"]
+        optimizer.zero_grad()
+        value.backward()
+        nn.utils.clip_grad_norm_(task.get_clip_parameters(), 2.0)
+        optimizer.step()
+        values.append(value.detach())
+    return values
+
+
+def one_of_two(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    task = task_without_batch_norm().prepare_distributed()
+    assert isinstance(task.trainable_module, nn.parallel.DistributedDataParallel)
+    values = steps(task, rank, 2)
+    state = task.get_checkpoint_state()
+    torch.save({"values": values, **{part: state[part] for part in ("state_dict", "task_state")}}, f"{folder}/{rank}")
+    with task.no_sync():
+        assert task(digit_batches.training()[0][:4], torch.arange(4))["loss"].requires_grad
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_two_processes_give_what_one_gives(tmp_path):
+    mp.start_processes(one_of_two, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    alone = task_without_batch_norm()
+    start = {name: value.clone() for name, value in alone.get_task_state()["loss"].items()}
+    values = steps(alone)
+    mean = (torch.stack(first["values"]) + torch.stack(second["values"])) / 2
+    torch.testing.assert_close(mean, torch.stack(values), rtol=1e-4, atol=1e-5)
+    state = alone.get_checkpoint_state()
+    for one, other, whole in (
+        (first["state_dict"], second["state_dict"], state["state_dict"]),
+        (first["task_state"]["loss"], second["task_state"]["loss"], state["task_state"]["loss"]),
+    ):
+        assert one.keys() == whole.keys()
+        for name, value in whole.items():
+            assert torch.equal(one[name], other[name]), name
+            torch.testing.assert_close(one[name], value, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert not torch.equal(
+        start["smoothing.bcg.fc_in.weight"], first["task_state"]["loss"]["smoothing.bcg.fc_in.weight"]
+    )
 
 
 def test_a_loss_that_needs_no_features_is_a_criterion_like_any_other():

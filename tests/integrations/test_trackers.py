@@ -1,7 +1,9 @@
 """TensorBoard, Weights & Biases and MLflow get the same numbers of a real run, each read back with its own reader."""
 
 import json
+import re
 from contextlib import closing, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,6 +151,15 @@ def test_weights_and_biases_get_the_run(run, report, tmp_path, monkeypatch):
     assert config["loss"] == "fedlas_ls"
     (ended,) = [one.exit for one in written if one.WhichOneof("record_type") == "exit"]
     assert ended.exit_code == 0
+
+
+def test_every_page_tells_wandb_where_to_write():
+    """It keeps the folder of its first run, so that a page in a folder of its own would write into the checkout."""
+    docs = Path(__file__).parents[2] / "docs"
+    pages = [page.read_text(encoding="utf-8") for page in docs.rglob("*.md")]
+    calls = [call for page in pages for call in re.findall(r"WeightsAndBiases\((\w+=.*)\)", page)]
+    assert calls
+    assert [call for call in calls if "dir=" not in call] == []
 
 
 class Pretended:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from fedlas import posthoc
 from fedlas.posthoc import AbstractCalibrator
+from fedlas.posthoc.base import read
 from fedlas.predictions import Predictions
 
 RECORDS = {record.name: record for record in posthoc.list_calibrators()}
@@ -182,6 +183,45 @@ def test_predictions_come_back_as_predictions(name: str):
     assert torch.equal(found.index, torch.arange(600))
     assert torch.equal(found.features, logits)
     assert torch.equal(found.logits, fitted(name).transform(logits))
+
+
+def named(name: str, names: str = "abcd") -> AbstractCalibrator:
+    many = 2 if name == "platt" else 4
+    return build(name).fit(Predictions(*problem(classes=many), class_names=list(names[:many]), split="val"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_knows_the_classes_that_it_was_fitted_on(name: str):
+    many = 2 if name == "platt" else 4
+    names = tuple("abcd")[:many]
+    calibrator = named(name)
+    assert calibrator.fitted.class_names == names
+    logits, labels = problem(50, many, seed=1)
+    turned = Predictions(logits.flip(1), many - 1 - labels, class_names=names[::-1])
+    if RECORDS[name].cls.by_class:
+        with pytest.raises(ValueError, match=f"another order: class 0 was 'a' and is '{names[-1]}' here"):
+            calibrator.transform(turned)
+        with pytest.raises(ValueError, match="other classes: class 1 was 'b' and is 'x'"):
+            calibrator.transform(Predictions(logits, labels, class_names=["a", "x", "c", "d"][:many]))
+    else:  # all classes alike: the same numbers, whatever the columns are called and wherever they stand
+        torch.testing.assert_close(calibrator.transform(turned).logits, calibrator.transform(logits).flip(1))
+    for known in (names, None):
+        found = calibrator.transform(Predictions(logits, labels, class_names=known))
+        assert torch.equal(found.logits, calibrator.transform(logits))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_class_names_are_in_the_file_and_older_files_have_none(name: str, tmp_path: Path):
+    path = tmp_path / "calibrator.safetensors"
+    calibrator = named(name)
+    calibrator.save(path)
+    assert posthoc.load_calibrator(path).fitted == calibrator.fitted
+    about, tensors = read(path)
+    del about["fitted"]["class_names"]  # as it was before names were kept
+    older = type(calibrator).restore(about, tensors)
+    assert older.fitted.class_names is None
+    logits, labels = problem(50, calibrator.fitted.classes, seed=1)
+    older.transform(Predictions(logits, labels, class_names=["any", "names", "will", "do"][: logits.shape[1]]))
 
 
 @pytest.mark.parametrize("name", MANY)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from matplotlib.text import Text
 
 from fedlas.metrics import histogram
 from fedlas.predictions import Predictions
@@ -26,6 +27,7 @@ from fedlas.report.figures import (
     theorem_data,
     theorem_figure,
 )
+from fedlas.report.figures.theorem import Theorems
 
 
 def test_a_reliability_diagram_draws_its_data(tmp_path):
@@ -318,6 +320,46 @@ def test_the_gate_is_drawn_as_logged():
     styles = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in flips.lines}
     assert styles["one"] != styles["two"]
     assert flips.get_xlabel() == "epoch"
+
+
+def gate_run(shift: float = 0.0) -> list[dict]:
+    return [
+        {"epoch": n, "gate": {"positive": shift, "negative": 1 - shift, "flip_rate": shift / n}} for n in range(1, 6)
+    ]
+
+
+def test_every_loss_has_its_flip_rate_however_many_there_are():
+    pytest.importorskip("matplotlib")
+    names = [f"loss {n}" for n in range(9)]
+    figure = gate_figure(gate_data({name: [gate_run(n / 10)] for n, name in enumerate(names)}, ""))
+    panels = {panel.get_title(): panel for panel in figure.axes}
+    assert {*names, "flip rate"} <= panels.keys()
+    lines = panels["flip rate"].lines
+    assert [line.get_label() for line in lines] == names
+    assert len({(line.get_marker(), str(line.get_linestyle())) for line in lines}) == 9
+    assert figure._suptitle is None  # no title, no words
+
+
+BAD = r"$\frac $x_{$ and a name that goes on for longer than there is room on the whole page " * 3
+
+
+def test_names_from_others_are_no_formulas_anywhere():
+    pytest.importorskip("matplotlib")
+    made, weight, bias = network(50)
+    named = Predictions(made.logits, made.labels, features=made.features, class_names=[BAD] * made.num_classes)
+    images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
+    theorem = theorem_data(made, weight, bias, title=BAD)
+    figures = [
+        gate_figure(gate_data({BAD: [gate_run(0.2)], "other": [gate_run(0.3)]}, BAD)),
+        indicator_figure(indicator_data(named, BAD)),
+        activations_figure(activations_data(named, images, BAD, count=1)),
+        theorem_figure(Theorems(BAD, theorem, theorem)),
+    ]
+    for figure in figures:
+        figure.draw_without_rendering()  # would raise at the first formula
+        words = [text.get_text() for text in figure.findobj(Text) if "frac" in text.get_text()]
+        assert words
+        assert all(len(line) <= 110 and r"\$\frac" in line for text in words for line in text.split("\n")[:1])
 
 
 def test_a_figure_is_written_with_its_data(tmp_path):

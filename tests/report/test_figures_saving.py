@@ -21,8 +21,8 @@ from report import pages
 
 ALL = {
     "reliability", "reliability_lines", "reliability_smooth", "over_under", "confidence", "risk_coverage", "norm",
-    "training", "alpha", "class_map-sure", "class_map-unsure", "class_map-other", "roc-sure", "scores-sure-noise",
-    "scores-sure-street-numbers",
+    "training", "alpha", "gate", "class_map-sure", "class_map-unsure", "class_map-other", "roc-sure",
+    "scores-sure-noise", "scores-sure-street-numbers",
 }  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_forty_lines_differ_in_marker_or_dashes():
         ("", "(no name)"),
     ],
 )
-def test_names_from_others_are_drawn_as_they_are(text, wanted):
+def test_names_from_others_are_words_and_boxes(text, wanted):
     assert style.shown(text) == wanted
 
 
@@ -222,6 +222,22 @@ def test_many_models_are_spread_over_several_figures():
     assert {"reliability-1", "reliability-2"} < found.keys()
     assert [len(data) for name, (_, data) in found.items() if name.startswith("reliability-")] == [4, 3]
     assert {name: told for name, (figure, _) in found.items() if (told := complaints(figure))} == {}
+
+
+def test_the_gate_is_drawn_of_every_log_that_has_one():
+    report = evaluate(pages.model(60, features=None), intervals=False)
+    bare = [{word: one[word] for word in ("epoch", "train", "val")} for one in pages.log()]
+    found = drawn({"plain": Model(report=report, log=bare), "gated": Model(report=report, log=[{}, *pages.log()])})
+    figure, data = found["gate"]
+    assert [one.name for one in data.flip_rate] == ["gated"]
+    assert data.positive[0].mean == tuple(one["gate"]["positive"] for one in pages.log())
+    assert data.flip_rate[0].epochs == tuple(range(2, 13))
+    assert [panel.get_title() for panel in figure.axes] == ["gated", "flip rate"]
+    many = drawn({f"m{n}, a name of some length": Model(report=report, log=pages.log()) for n in range(9)})
+    assert [len(many[f"gate-{n}"][1].flip_rate) for n in (1, 2)] == [7, 2]
+    assert {name: told for name in ("gate-1", "gate-2") if (told := complaints(many[name][0]))} == {}
+    assert "gate" not in drawn({"plain": Model(report=report, log=bare)})
+    assert drawn({"short": Model(report=report, log=pages.log(1))})["gate"][1].flip_rate[0].mean == ()
 
 
 def test_names_that_make_the_same_file_name_are_numbered():

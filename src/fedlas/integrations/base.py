@@ -52,12 +52,17 @@ class Numbers:
         if self.keep:
             self.kept.append((rows.cpu(), truth.cpu()))
 
+    @property
+    def filled(self) -> bool:
+        """Whether there were samples; after `read`, on any process."""
+        return self._width.filled is not None
+
     def read(self) -> dict[str, float]:
         """Give the numbers, by name; nothing where there were no samples. Every process has to ask."""
         if self.shared:
             for store in (self._width, self._mass, self._losses):
                 store.sync()
-        if self._width.filled is None:
+        if not self.filled:
             return {}
         filled = self._width.histogram()
         return {

@@ -239,6 +239,8 @@ def _check_classes(model: CalibratedModel, said: Tensor) -> None:
     fitted = getattr(model.calibrator, "fitted", None)
     if fitted is not None and fitted.classes != classes:
         raise ValueError(f"the network has {classes} classes; its calibrator was fitted on {fitted.classes}")
+    if isinstance(model.calibrator, AbstractCalibrator):
+        model.calibrator.check_names(model.class_names)
 
 
 def _two_or_more(example: Inputs) -> tuple[Tensor, ...]:

@@ -64,6 +64,7 @@ class Calibration(TrainerCallback):
         self._epoch_is_over = False
         # Only now: `WithFeatures` looks for the last linear layer, and a gate has two.
         model.add_module(NAME, loss.to(next(model.parameters()).device))
+        self._own_forward = vars(model).get("forward")
         model.forward = self._seen_forward(model.forward)
 
     def compute_loss(
@@ -111,7 +112,10 @@ class Calibration(TrainerCallback):
         """Take the loss out of the model again, and give the model, to be saved or shared on its own."""
         delattr(self.model, NAME)
         self._net.unwrap()
-        del self.model.forward  # what was the class's own shows again
+        if self._own_forward is None:
+            del self.model.forward  # what is the class's own shows again
+        else:
+            self.model.forward = self._own_forward
         return self.model
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002

@@ -7,14 +7,16 @@ with the checkpoint. `CalibrationCallback` does the rest. It sees what the modul
     val_accuracy, val_nll, val_ece, val_aece, val_o_ece, val_u_ece, and the same for test_
     train_gate_positive, train_gate_negative, train_alpha, train_flip_rate     of a FeDLaS loss, once an epoch
 
-and it calls the loss's `end_epoch`, with the validation set, before the checkpoint of the epoch is written.
+with `/dataloader_idx_0`, `/dataloader_idx_1` and so on behind the name where there are several loaders of one kind, as
+Lightning does it; and it calls the loss's `end_epoch`, with the validation set, the first of several, before the
+checkpoint of the epoch is written.
 
 Both names of the package work: `import lightning.pytorch` and `import pytorch_lightning`.
 """
 
 import sys
 import warnings
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +65,10 @@ class CalibrationCallback(_Callback):
         self._loss: AbstractLoss | None = None
         self._hook: Any = None
         self._gate: Gate | None = None
-        self._numbers: Numbers | None = None
+        self._numbers: list[Numbers] = []  # of each loader, while validation or a test goes on
+        self._batches: list[float] = []
+        self._loader: int | None = None  # known where there are several
+        self._logged: set[int] = set()
         self._index: Tensor | None = None
         self._saw = False
         self._ended_epoch: int | None = None
@@ -100,43 +105,60 @@ class CalibrationCallback(_Callback):
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Begin to count."""
-        self._start()
+        self._start(trainer.num_val_batches)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the numbers of validation; at the end of an epoch, let the loss learn from them."""
-        numbers = self._numbers
-        self._numbers = None
-        if numbers is None or trainer.sanity_checking:
+        numbers, self._numbers = self._numbers, []
+        if not numbers or trainer.sanity_checking:
             return
-        self._log(pl_module, "val_", numbers)
+        self._log_rest(pl_module, "val_", numbers)
         if trainer.state.fn == "fit" and trainer.is_last_batch:
-            self._end_epoch(trainer, pl_module, numbers.predictions())
+            self._end_epoch(trainer, pl_module, numbers[0].predictions())
 
-    def on_validation_batch_end(  # noqa: PLR0917
+    def on_validation_batch_start(
         self,
         trainer: Any,  # noqa: ARG002
         pl_module: Any,  # noqa: ARG002
-        outputs: Any,
         batch: Any,  # noqa: ARG002
         batch_idx: int,  # noqa: ARG002
-        dataloader_idx: int = 0,  # noqa: ARG002
+        dataloader_idx: int | None = None,  # given where there are several, one after the other
     ) -> None:
-        """Look at what the step returns, where it has not called the loss."""
-        if not self._saw and self._numbers is not None and isinstance(outputs, Mapping) and {*outputs} >= PAIR:
-            self._numbers.add(outputs["logits"], outputs["labels"])
-        self._saw = False
+        """Learn whose batch it is."""
+        self._loader = dataloader_idx
 
+    def on_validation_batch_end(  # noqa: PLR0917
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,
+        dataloader_idx: int | None = None,
+    ) -> None:
+        """Look at what the step returns, where it has not called the loss; log the numbers of a loader that ends."""
+        if not self._saw and self._numbers and isinstance(outputs, Mapping) and {*outputs} >= PAIR:
+            self._numbers[self._loader or 0].add(outputs["logits"], outputs["labels"])
+        self._saw = False
+        # Here, and not when all have ended: Lightning would put the numbers of one loader into the rows of all.
+        if dataloader_idx is not None and batch_idx + 1 == self._batches[dataloader_idx]:
+            self._logged.add(dataloader_idx)
+            if not trainer.sanity_checking:
+                prefix = "test_" if trainer.testing else "val_"
+                _log(pl_module, prefix, self._numbers[dataloader_idx].read(), batch_size=1)
+
+    on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
 
     def on_test_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Begin to count."""
-        self._start()
+        self._start(trainer.num_test_batches)
 
     def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Log the numbers of the test."""
-        numbers, self._numbers = self._numbers, None
-        if numbers is not None:
-            self._log(pl_module, "test_", numbers)
+        numbers, self._numbers = self._numbers, []
+        if numbers:
+            self._log_rest(pl_module, "test_", numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the history of the gate and the latest epoch to a checkpoint."""
@@ -150,30 +172,36 @@ class CalibrationCallback(_Callback):
         assert self._gate is not None
         self._gate.restore(state)
 
-    def _start(self) -> None:
+    def _start(self, batches: Sequence[float]) -> None:
+        """Begin to count the samples of each loader, given how many batches each has."""
         assert self._loss is not None
-        keep = learns_between_epochs(self._loss)
-        self._numbers = Numbers(self.bins, self._loss.ignore_index, keep=keep)
+        loss, learns = self._loss, learns_between_epochs(self._loss)
+        self._batches, self._loader, self._logged = list(batches), None, set()
+        places = range(max(1, len(self._batches)))
+        self._numbers = [Numbers(self.bins, loss.ignore_index, keep=learns and place == 0) for place in places]
 
     def _see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
         """Look at what the module gives to its loss."""
         if torch.compiler.is_compiling():  # the numbers are counted outside of any graph
             return
         given = dict(zip(("logits", "labels", "features", "index"), args, strict=False)) | kwargs
-        if self._numbers is not None:
-            self._numbers.add(given["logits"], given["labels"])
+        if self._numbers:
+            self._numbers[self._loader or 0].add(given["logits"], given["labels"])
             self._saw = True
         else:
             self._index = given.get("index")
 
-    def _log(self, module: Any, prefix: str, numbers: Numbers) -> None:
-        found = numbers.read()
-        if not found:
+    def _log_rest(self, module: Any, prefix: str, numbers: Sequence[Numbers]) -> None:
+        """Log what is not logged yet: the numbers of a single loader, or of those whose length was not known."""
+        found = {place: one.read() for place, one in enumerate(numbers) if place not in self._logged}
+        several = len(numbers) > 1 and (self._loader is not None or bool(self._logged))
+        for place, values in found.items():
+            end = f"/dataloader_idx_{place}" if several else ""
+            _log(module, prefix, {name + end: value for name, value in values.items()}, add_dataloader_idx=False)
+        if not any(one.filled for one in numbers):
             step = "test_step" if prefix == "test_" else "validation_step"
             advice = 'call it there, outside of compiled code, or return {"logits": logits, "labels": labels}'
             warnings.warn(f"nothing to log: {step} never called the loss; {advice}", stacklevel=2)
-        for name, value in found.items():
-            module.log(prefix + name, value, sync_dist=True)  # equal on all ranks; Lightning would warn otherwise
 
     def _end_epoch(self, trainer: Any, module: Any, validation: Predictions | None) -> None:
         if self._ended_epoch == trainer.current_epoch:
@@ -184,6 +212,11 @@ class CalibrationCallback(_Callback):
         self._loss.end_epoch(validation)
         for name, value in self._gate.read().items():
             module.log(f"train_{name}", value, sync_dist=True)
+
+
+def _log(module: Any, prefix: str, found: Mapping[str, float], **how: Any) -> None:
+    for name, value in found.items():
+        module.log(prefix + name, value, sync_dist=True, **how)  # equal on all ranks; Lightning would warn otherwise
 
 
 def _found(module: nn.Module, name: str | None) -> AbstractLoss:

@@ -34,6 +34,7 @@ from fedlas.predictions import readable
 
 PLACE = "state_dict"
 SHOWN = 4
+DEEPEST = 8
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,11 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
     with readable(path), torch.serialization.safe_globals(_STAND_INS):
         content = torch.load(path, map_location="cpu", weights_only=True)
     outer = content if isinstance(content, Mapping) else {}
-    weights = content
+    weights, depth = content, 0
     while isinstance(weights, Mapping) and isinstance(weights.get(PLACE), Mapping):
-        weights = weights[PLACE]
+        weights, depth = weights[PLACE], depth + 1
+        if depth > DEEPEST:  # a pickle can also hold a table inside of itself
+            raise ValueError(f"{path} has more than {DEEPEST} tables {PLACE!r} inside of each other, or one in itself")
     if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
         known = f"; it holds {_some(list(map(str, outer)))}" if outer else ""
         raise ValueError(f"{path} holds no weights, neither itself nor under {PLACE!r}{known}")

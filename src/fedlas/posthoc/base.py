@@ -17,7 +17,7 @@ import math
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, overload
@@ -73,6 +73,7 @@ class Fit:
         split: which split they were.
         before: mean negative log-likelihood of these samples as they came, in nats.
         after: the same after calibration.
+        class_names: one name per class, where predictions that have them were fitted on; older files have none.
     """
 
     n: int
@@ -80,6 +81,13 @@ class Fit:
     split: str | None
     before: float
     after: float
+    class_names: tuple[str, ...] | None = None
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Fit":
+        """Read back what a file says, also one from before names were kept."""
+        names = fields.get("class_names")
+        return cls(**{**fields, "class_names": None if names is None else tuple(names)})
 
 
 class AbstractCalibrator(ABC):
@@ -93,6 +101,8 @@ class AbstractCalibrator(ABC):
     citation: ClassVar[str]
     keeps_order: ClassVar[bool] = False
     """Whether the order of classes, and so accuracy, stays as it is."""
+    by_class: ClassVar[bool] = True
+    """Whether it does to one class what it does not do to another, so that a fit belongs to one order of columns."""
 
     learned: dict[str, Tensor]
     fitted: Fit | None = None
@@ -138,7 +148,8 @@ class AbstractCalibrator(ABC):
         self.learned = self.learn(samples)
         after = mean_nll(self.apply(samples.logits), samples.labels)
         n, classes = samples.logits.shape
-        self.fitted = Fit(n, classes, split, before, after)
+        names = logits.class_names if isinstance(logits, Predictions) else None
+        self.fitted = Fit(n, classes, split, before, after, names)
         return self
 
     @overload
@@ -148,8 +159,13 @@ class AbstractCalibrator(ABC):
     @overload
     def transform(self, logits: NDArray[Any]) -> NDArray[Any]: ...
     def transform(self, logits: Predictions | Tensor | NDArray[Any]) -> Predictions | Tensor | NDArray[Any]:
-        """Calibrate logits; the answer has the form and shape of what came in."""
+        """Calibrate logits; the answer has the form and shape of what came in.
+
+        Predictions whose classes have other names, or another order, than those it was fitted on are refused, unless
+        all classes are treated alike (`by_class` is False) or one of the two has no names.
+        """
         if isinstance(logits, Predictions):
+            self.check_names(logits.class_names)
             return with_logits(logits, self.transform(logits.logits))
         given = as_floats(logits, "logits")
         table = _table(given)
@@ -160,6 +176,20 @@ class AbstractCalibrator(ABC):
         check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
         calibrated = _as_given(self.apply(wide(table)), given)
         return calibrated if isinstance(logits, Tensor) else calibrated.numpy()
+
+    def check_names(self, names: Sequence[str] | None) -> None:
+        """Raise an error where columns of logits are named otherwise than when it was fitted, and that matters."""
+        known = None if self.fitted is None else self.fitted.class_names
+        if not self.by_class or known is None or names is None or known == tuple(names):
+            return
+        if len(known) != len(names):
+            raise ValueError(f"there are {len(names)} classes; {self.name} was fitted on {len(known)}")
+        place = next(k for k, (ours, theirs) in enumerate(zip(known, names, strict=True)) if ours != theirs)
+        order = "the same classes in another order" if sorted(known) == sorted(names) else "other classes"
+        raise ValueError(
+            f"{self.name} was fitted on {order}: class {place} was {known[place]!r} and is {names[place]!r} here. "
+            "It treats each class in its own way; put the columns in the order that it was fitted on, or fit it again."
+        )
 
     def save(self, path: str | Path) -> None:
         """Write what was learned to a safetensors file, whole or not at all."""
@@ -182,7 +212,7 @@ class AbstractCalibrator(ABC):
     def restore(cls: type[Kind], about: Mapping[str, Any], tensors: dict[str, Tensor]) -> Kind:
         """Make a fitted calibrator of what a file says."""
         made = cls(**about["options"])
-        made.learned, made.fitted = tensors, Fit(**about["fitted"])
+        made.learned, made.fitted = tensors, Fit.from_dict(about["fitted"])
         return made
 
     def __repr__(self) -> str:

@@ -30,6 +30,7 @@ class EnsembleTemperature(AbstractCalibrator):
     name = "ensemble_temperature"
     citation = "Zhang et al., Mix-n-Match: Ensemble and Compositional Methods for Calibration, ICML 2020."
     keeps_order = True
+    by_class = False
 
     def __init__(self, *, floor: float = 1e-30) -> None:
         self.floor = check_floor(floor)

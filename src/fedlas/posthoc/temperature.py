@@ -42,6 +42,7 @@ class Temperature(AbstractCalibrator):
     name = "temperature"
     citation = "Guo et al., On Calibration of Modern Neural Networks, ICML 2017."
     keeps_order = True
+    by_class = False
 
     def __init__(
         self, *, objective: Objective = "nll", search: Search = "solve", low: float = 1e-3, high: float = 1e4

@@ -7,7 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-from fedlas.report.figures.style import COLUMN, DARK, LIGHT, PAGE, PALE, STROKES, numbers_of, paper
+from fedlas.report.figures.style import (
+    COLUMN,
+    DARK,
+    LIGHT,
+    PAGE,
+    PALE,
+    STROKES,
+    Stroke,
+    fitted,
+    numbers_of,
+    paper,
+    shown,
+    stroke,
+    title_room,
+)
+
+ACROSS = 4  # panels beside each other on a page
 
 
 @dataclass(frozen=True)
@@ -150,36 +166,42 @@ def course_data(name: str, runs: Sequence[Sequence[Mapping[str, Any]]], word: st
 def gate_figure(data: GateStability) -> Any:
     """Draw the shares of the two modes for each loss, and the flip rates, by epoch; a matplotlib figure.
 
-    Thick lines are means, thin ones seeds, bands the range over seeds.
+    Thick lines are means, thin ones seeds, bands the range over seeds. More than three losses take several rows.
     """
-    with paper(PAGE, 2.5) as figure:
-        *shares, flips = figure.subplots(1, len(data.positive) + 1, sharex=True)
+    count = len(data.positive) + 1
+    columns = min(count, ACROSS)
+    rows = -(-count // columns)
+    with paper(PAGE, 2.5 * rows + 0.12 * max(0, count - 3)) as figure:
+        panels = list(figure.subplots(rows, columns, sharex=True, squeeze=False).flat)
+        for empty in panels[count:]:
+            empty.set_axis_off()
+        *shares, flips = panels[:count]
         for panel, positive, negative in zip(shares, data.positive, data.negative, strict=True):
-            _draw_course(panel, positive, DARK, "o", "positive mode")
-            _draw_course(panel, negative, LIGHT, "^", "negative mode", dashed=True)
-            panel.set(ylim=(0, 100), ylabel="samples (%)", title=positive.name)
-        for (colour, marker), course in zip(STROKES, data.flip_rate, strict=False):
-            _draw_course(flips, course, colour, marker, course.name, dashed=marker != STROKES[0][1])
+            _draw_course(panel, positive, Stroke(DARK, "o", "-"), "positive mode")
+            _draw_course(panel, negative, Stroke(LIGHT, "^", "--"), "negative mode")
+            panel.set(ylim=(0, 100), ylabel="samples (%)", title=fitted(positive.name, title_room(panel) - 0.2))
+        for number, course in enumerate(data.flip_rate):
+            _draw_course(flips, course, stroke(number), fitted(course.name, title_room(flips) - 0.4, 7))
         flips.set(ylabel="flips (%)", title="flip rate")
         flips.set_ylim(0, max(1.0, 1.05 * flips.get_ylim()[1]))
         for panel in (*shares, flips):
             panel.set_xlabel("epoch")
+            panel.tick_params(labelbottom=True)  # also where other panels stand below
             for epoch in data.milestones:
                 panel.axvline(epoch, color=PALE, linewidth=0.8, linestyle=":")
-            # Below the axes, where no line can run through it.
-            panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22))
-        figure.suptitle(data.title, fontsize=8)
+            # Below the axes, where no line can run through it. After one epoch there is no flip rate to explain.
+            if panel.get_legend_handles_labels()[1]:
+                panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22))
+        if data.title:
+            figure.suptitle(shown(data.title, 100), fontsize=8)
     return figure
 
 
-def _draw_course(panel: Any, course: Course, colour: str, marker: str, name: str, *, dashed: bool = False) -> None:
+def _draw_course(panel: Any, course: Course, look: Stroke, name: str) -> None:
     mean, low, high = ([100 * value for value in values] for values in (course.mean, course.low, course.high))
-    look = {"color": colour, "linestyle": "--" if dashed else "-"}
-    panel.fill_between(course.epochs, low, high, color=colour, alpha=0.15, linewidth=0)
+    panel.fill_between(course.epochs, low, high, color=look.colour, alpha=0.15, linewidth=0)
     for values in course.each if len(course.each) > 1 else ():
         percent = [math.nan if value is None else 100 * value for value in values]
-        panel.plot(course.epochs, percent, linewidth=0.4, alpha=0.7, **look)
-    every, face = max(1, len(mean) // 8), "white" if dashed else colour
-    panel.plot(
-        course.epochs, mean, marker=marker, markerfacecolor=face, markevery=every, label=name, clip_on=False, **look
-    )
+        panel.plot(course.epochs, percent, linewidth=0.4, alpha=0.7, **look.line)
+    if mean:  # a line without points that is not clipped would have no end
+        panel.plot(course.epochs, mean, label=name, clip_on=False, **look.marked(len(mean)))

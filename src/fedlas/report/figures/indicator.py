@@ -26,6 +26,7 @@ from fedlas.report.figures.style import (
     legend_below,
     numbers_of,
     paper,
+    shown,
     title_room,
 )
 
@@ -104,7 +105,7 @@ def indicator_figure(data: Indicator) -> Any:
         figure.legend(loc="outside lower center", ncols=2, markerscale=2)
         above, low = 100 * data.saturated, 100 * data.saturated_low
         shares = f"confidence above {SATURATED}: {above:.0f} % of all,\n{low:.0f} % of the tenth with the lowest norms"
-        figure.suptitle(f"{data.title}\n{shares}", fontsize=7)
+        figure.suptitle(f"{shown(data.title, 56)}\n{shares}", fontsize=7)
     return figure
 
 
@@ -292,7 +293,8 @@ def activations_figure(data: Activations) -> Any:
                 panel.stairs(one.features, fill=True, color=colour)
                 panel.stairs(one.features, color=DARK, linewidth=0.4)
                 panel.set(ylim=(1.05 * least, 1.05 * most), xlim=(0, len(one.features)))
-                named = one.label if one.prediction == one.label else f"{one.label}, taken for {one.prediction}"
+                label, prediction = (fitted(name, 1.1, 7) for name in (one.label, one.prediction))
+                named = label if one.prediction == one.label else f"{label}, taken for {prediction}"
                 numbers = rf"$\|z\|_1$ = {one.norm:.1f}, probability {one.confidence:.2f}"
                 panel.set_title(f"{named}\n{numbers}", fontsize=7)
                 panel.set_ylabel("activation")
@@ -301,7 +303,8 @@ def activations_figure(data: Activations) -> Any:
         for panel in panels[-1, 1::2]:
             panel.set_xlabel("unit of the last hidden layer")
         figure.suptitle(
-            f"{data.title}: highest norms (left) and lowest norms (right), each of another class", fontsize=8
+            f"{shown(data.title, 90)}\nhighest norms (left) and lowest norms (right), each of another class",
+            fontsize=8,
         )
     return figure
 

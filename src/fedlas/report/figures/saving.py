@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedlas.report.subjects import Model
 
 ROWS = 4  # of diagrams in one figure
+GATES = 7  # models with a gate in one figure: with the flip rates, two rows of panels
 KNOWN = {"pdf", "png", "svg"}
 
 Drawn = tuple[str, Any, Any]  # name of the files, figure, and what it was drawn from
@@ -118,7 +119,7 @@ def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> It
 
 def _of_logs(held: "Mapping[str, Model]") -> Iterator[Drawn]:
     """Draw the course of training of those models that have a log."""
-    from fedlas.report.figures import training  # noqa: PLC0415
+    from fedlas.report.figures import gate, training  # noqa: PLC0415
 
     logged = {name: model for name, model in held.items() if training.has_epochs(model.log)}
     if logged:
@@ -127,6 +128,17 @@ def _of_logs(held: "Mapping[str, Model]") -> Iterator[Drawn]:
     gated = [found for name, model in logged.items() if (found := training.alpha_data(model.log, name, model.recipe))]
     if gated:
         yield "alpha", training.alpha_figure(gated), gated
+    modes = {name: [_with_modes(model.log)] for name, model in logged.items() if _with_modes(model.log)}
+    parts = [dict(list(modes.items())[start : start + GATES]) for start in range(0, len(modes), GATES)]
+    for number, part in enumerate(parts, start=1):
+        shares = gate.gate_data(part, "")
+        yield "gate" if len(parts) == 1 else f"gate-{number}", gate.gate_figure(shares), shares
+
+
+def _with_modes(log: "Sequence[Mapping[str, Any]]") -> list[Mapping[str, Any]]:
+    """Take the epochs of which a log says how many samples were in either mode of the gate."""
+    kept = [one for one in log if "epoch" in one and isinstance(one.get("gate"), Mapping)]
+    return [one for one in kept if {"positive", "negative"} <= one["gate"].keys()]
 
 
 def _endings(names: Sequence[str]) -> dict[str, str]:

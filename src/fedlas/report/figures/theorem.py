@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedlas.predictions import Predictions
 from fedlas.report.figures.features import correlation, features_of, norms_of, places_by_size
-from fedlas.report.figures.style import DARK, LIGHT, MIDDLE, PAGE, numbers_of, paper
+from fedlas.report.figures.style import DARK, LIGHT, MIDDLE, PAGE, fitted, numbers_of, paper, shown, title_room
 
 ROUNDING = 1e-5  # of a sample's norm: sums in float32, added in another order
 STEPS = 20  # of a histogram
@@ -153,7 +153,7 @@ def theorem_figure(data: Theorems) -> Any:
             cloud.set(xlim=(low, top), ylim=(0, top))
             cloud.set(xlabel=r"largest hidden logit, $\max_j \bar\psi_j$", ylabel=r"$\|a\|_1$")
             numbers = f"correlation {one.correlation:.2f}, mean ratio {one.recovered:.2f}"
-            cloud.set_title(f"{one.title}\n{numbers}", fontsize=7)
+            cloud.set_title(f"{fitted(one.title, title_room(cloud), 7)}\n{numbers}", fontsize=7)
             cloud.legend(loc="lower right")
         edges = [n / STEPS for n in range(STEPS + 1)]
         looks = (
@@ -170,9 +170,9 @@ def theorem_figure(data: Theorems) -> Any:
         panel.set_ylim(0, 1.25 * panel.get_ylim()[1])  # room for the legend
         panel.set(xlim=(0, 1), ylabel="share", xlabel=r"$(\|a\|_1 - \bar\psi_j)$ / its upper bound")
         numbers = f"{trained.violations:,} of {trained.pairs:,} break a bound"
-        panel.set_title(f"{trained.title}, sample and class\n{numbers}", fontsize=7)
+        panel.set_title(f"{fitted(trained.title, title_room(panel) - 1, 7)}, sample and class\n{numbers}", fontsize=7)
         panel.legend(loc="upper right")
-        figure.suptitle("\n".join([data.title, *trained.remarks]), fontsize=7)
+        figure.suptitle("\n".join([shown(data.title, 100), *trained.remarks]), fontsize=7)
     return figure
 
 
