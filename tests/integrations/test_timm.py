@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import digit_batches
+import numpy as np
 import pytest
 import timm
 import torch
@@ -62,13 +63,15 @@ def accuracy(model: nn.Module) -> float:
 @pytest.mark.parametrize("loss", ["fedlas_ls", "fedlas_mbls"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["hard labels", "mixup"])
 def test_a_network_and_its_gate_learn(loss, mixed):
+    np.random.seed(0)  # noqa: NPY002  # timm's mixup draws from this one, which nobody else seeds
     task = made(loss)
     optimizer = optimizer_of(task)
     gate = {name: p.detach().clone() for name, p in task.joined.loss.named_parameters()}
     mixup = Mixup(mixup_alpha=0.2, cutmix_alpha=0.0, num_classes=10, label_smoothing=0.0) if mixed else None
     values = [epoch_of(task, optimizer, epoch, mixup) for epoch in range(2)]
     assert sum(values[-1]) < 0.8 * sum(values[0])
-    assert accuracy(task.get_eval_model()) > 0.6
+    # Chance is 0.1. With mixup, two epochs gave 0.52 to 0.83 with other seeds, too near to 0.6 for another machine.
+    assert accuracy(task.get_eval_model()) > (0.4 if mixed else 0.6)
     for name, parameter in task.joined.loss.named_parameters():
         assert not torch.equal(parameter, gate[name]), f"{name} has not moved"
 
