@@ -11,8 +11,9 @@ import select
 import shlex
 import signal
 import sys
+import unicodedata
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -244,11 +245,10 @@ def evaluate_files(
         check_conditions(fail_if or (), tried)
         check_places([html, None if json in {None, "-"} else Path(str(json))], figures)
         made: list[Path] = []
+        named = named_files(files)
+        refuse_own_input(named.values(), [html, None if json in {None, "-"} else Path(str(json))])
         with progress() as watch:
-            given = {
-                name: run_model(path, images, watch) if path.is_dir() else path
-                for name, path in named_files(files).items()
-            }
+            given = {name: run_model(path, images, watch) if path.is_dir() else path for name, path in named.items()}
             answer = judge_files(
                 given, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=tried, bins=bins, level=level,
                 folds=FOLDS if folds is None else folds, resamples=resamples, seed=seed, images=images, watch=watch,
@@ -291,19 +291,26 @@ def calibrate_fit(
     ] = None,
 ) -> None:
     """Learn a calibrator, and save it."""
-    with one_line_errors(), progress() as watch:
+    with one_line_errors():
         from fedlas.posthoc import build_calibrator
         from fedlas.train.recipe import value_of
 
+        if out.suffix.lower() != ".safetensors":
+            raise ValueError(f"--out {out}: a calibrator is kept in a .safetensors file")
+        refuse_own_input([file], [out])
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
-        given = read_file(file, watch)
-        watch(f"fitting {method}", 0.0)
-        calibrator.fit(given)
-        watch(f"fitting {method}", 1.0)
-        calibrator.save(out)
-        typer.echo(calibrator, err=True)
-        typer.echo(out)
+        with progress() as watch:
+            given = read_file(file, watch)
+            watch(f"fitting {method}", 0.0)
+            calibrator.fit(given)
+            watch(f"fitting {method}", 1.0)
+            calibrator.save(out)
+        learned = [f"{name} {float(value):.4g}" for name, value in calibrator.learned.items() if value.numel() == 1]
+        fit = calibrator.fitted
+        nll = [] if fit is None else [f"NLL {fit.before:.4g} before, {fit.after:.4g} after, on {fit.n:,} samples"]
+        show(f"{method}: {', '.join([*learned, *nll])}", err=True)
+        show(out)
 
 
 @calibrate.command("apply")
@@ -314,12 +321,17 @@ def calibrate_apply(
     probs: Annotated[bool, typer.Option("--probs", help="Write probabilities, not logits.")] = False,
 ) -> None:
     """Repair predictions with a saved calibrator."""
-    with one_line_errors(), progress() as watch:
+    with one_line_errors():
         from fedlas.files import write_predictions
         from fedlas.posthoc import load_calibrator
 
-        repaired = load_calibrator(calibrator).transform(read_file(file, watch))
-        typer.echo(write_predictions(repaired, out, probs=probs))
+        refuse_own_input([calibrator, file], [out])
+        with progress() as watch:
+            given = read_file(file, watch)
+            repaired = load_calibrator(calibrator).transform(given)
+            # A table of probabilities becomes another one.
+            write_predictions(repaired, out, probs=probs or given.given_probs is not None)
+        show(out)
 
 
 @app.command("ood")
@@ -333,20 +345,22 @@ def detect_foreign(
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
     """Say how well confidence and other scores tell foreign data from known data."""
-    with one_line_errors(), progress() as watch:
+    with one_line_errors():
         from json import dumps
 
         from fedlas.ood import detect
 
         named = foreign_files(foreign)
-        judged = read_file(known, watch)
-        given = {name: read_file(path, watch) for name, path in named.items()}
-        watch("telling apart", 0.0)
-        found = detect(judged, given, words(scores), tpr=tpr, level=level, seed=seed)
-        watch("telling apart", 1.0)
+        refuse_own_input([known, *named.values()], [None if json in {None, "-"} else Path(str(json))])
+        with progress() as watch:
+            judged = read_file(known, watch)
+            given = {name: read_file(path, watch) for name, path in named.items()}
+            watch("telling apart", 0.0)
+            found = detect(judged, given, words(scores), tpr=tpr, level=level, seed=seed)
+            watch("telling apart", 1.0)
         if json is not None:
             write_text(json, dumps(found.to_dict(), allow_nan=False))
-        typer.echo(found, err=json == "-")
+        show(found, err=json == "-")
 
 
 @app.command("compare")
@@ -454,12 +468,32 @@ def foreign_files(given: Sequence[str]) -> dict[str, Path]:
 def show_answer(answer: Any, made: Sequence[Path], *, err: bool) -> None:
     """Print what was found, and where files are."""
     for line in answer.lines():
-        typer.echo(line, err=err)
+        show(line, err=err)
     show_table(*answer.table(), err=err)
     for title, table in answer.detections().items():
-        typer.echo(f"\n{title}\n{table}", err=err)
+        show(f"\n{title}\n{table}", err=err)
     for path in made:
-        typer.echo(path, err=err)
+        show(path, err=err)
+
+
+def show(text: object, *, err: bool = False) -> None:
+    """Print a text; what files say cannot steer the terminal."""
+    typer.echo(harmless(str(text)), err=err)
+
+
+def harmless(text: str) -> str:
+    """Replace letters that would steer a terminal, such as those that begin a colour or set its title."""
+    return "".join(
+        letter if letter in "\n\t" or unicodedata.category(letter) not in {"Cc", "Cf"} else "\ufffd" for letter in text
+    )
+
+
+def refuse_own_input(given: Iterable[Path], made: Iterable[Path | None]) -> None:
+    """Refuse to write over what is read."""
+    read = {path.resolve() for path in given}
+    for path in filter(None, made):
+        if path.resolve() in read:
+            raise ValueError(f"{path} is read, so it is not written over; name another file")
 
 
 def check_places(files: Sequence[Path | None], folder: Path | None) -> None:
@@ -595,7 +629,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool 
     for name in head:
         table.add_column(name, overflow="fold", no_wrap=not terminal)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(harmless, row))
     widest = sum(max(len(row[n]) for row in [head, *rows]) + 4 for n in range(len(head)))
     width = None if terminal else widest
     console = Console(width=width, highlight=False, markup=False, stderr=err)
@@ -617,7 +651,7 @@ def one_line_errors() -> Iterator[None]:
             raise typer.Exit(128 + signal.SIGPIPE) from None
         if os.environ.get("FEDLAS_DEBUG"):
             raise
-        typer.echo(f"fedlas: {' '.join(str(error).split())}", err=True)
+        show(f"fedlas: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None
     except Exception as error:
         number = getattr(error, "signal_number", None)
@@ -683,6 +717,9 @@ def plain_warning(message: Warning | str, category: type[Warning], *place: Any, 
 def main() -> None:
     """Run the command line."""
     warnings.formatwarning = plain_warning
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as it runs
     try:
         app(prog_name="fedlas")
     except KeyboardInterrupt:

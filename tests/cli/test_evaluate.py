@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -300,3 +301,58 @@ def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
     assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
     for word in ("reading test.csv", "reading far.npz", "telling apart", "reading val.csv", "fitting temperature"):
         assert {0.0, 1.0} <= {share for name, share in seen if name == word}, word
+
+
+def test_what_is_read_is_not_written_over(files):
+    kept = files / "c.safetensors"
+    assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
+    before = (files / "test.csv").read_bytes()
+    for words in (
+        ["evaluate", files / "test.csv", "--html", files / "test.csv"],
+        ["evaluate", files / "test.csv", "--json", files / "." / "test.csv"],
+        ["calibrate", "apply", kept, files / "test.csv", "--out", files / "test.csv"],
+        ["calibrate", "fit", kept, "--out", kept],
+        ["ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "test.csv"],
+    ):
+        done = call(*words)
+        assert (done.exit_code, "is read, so it is not written over" in done.stderr) == (1, True), done.output
+    assert (files / "test.csv").read_bytes() == before
+    done = call("calibrate", "fit", files / "val.csv", "--out", files / "t.pt")
+    assert (done.exit_code, "kept in a .safetensors file" in done.stderr) == (1, True)
+
+
+def test_a_fit_says_what_it_found_and_a_table_stays_what_it_was(files):
+    done = call("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors")
+    found = build_calibrator("temperature").fit(drawn(1))
+    assert f"temperature {found.temperature:.4g}, " in done.stderr
+    assert f"NLL {found.fitted.before:.4g} before, {found.fitted.after:.4g} after, on 400 samples" in done.stderr
+    write_predictions(drawn(2), files / "probs.csv", probs=True)
+    call("calibrate", "apply", files / "c.safetensors", files / "probs.csv", "--out", files / "fixed.csv")
+    assert (files / "fixed.csv").read_text().startswith("prob_0,")
+    call("calibrate", "apply", files / "c.safetensors", files / "test.csv", "--out", files / "logits.csv")
+    assert (files / "logits.csv").read_text().startswith("logit_0,")
+
+
+@pytest.mark.parametrize("condition", ["ece>5", "accuracy<90", "temperature.ece>=2"])
+def test_a_share_is_not_compared_with_a_number_above_one(files, condition):
+    """Such a check would never fire, or always."""
+    done = call("evaluate", files / "test.csv", "--fail-if", condition)
+    assert done.exit_code == 1
+    assert "is a share of at most 1" in done.stderr
+
+
+def test_files_cannot_steer_the_terminal(tmp_path):
+    evil = "\x1b]0;owned\x07"
+    np.savez(tmp_path / "p.npz", logits=drawn(1).logits.numpy(), labels=drawn(1).labels.numpy(), split=evil)
+    (tmp_path / "q.csv").write_text(f"{evil},label\n1,2\n")
+    for name, code in {"p.npz": 0, "q.csv": 1}.items():
+        done = call("evaluate", tmp_path / name)
+        assert done.exit_code == code
+        assert "owned" in done.output
+        assert not set("\x1b\x07") & set(done.output)
+
+
+def test_a_closed_output_is_no_traceback(files):
+    words = [sys.executable, "-m", "fedlas", "evaluate", str(files / "test.csv"), "--resamples", "50"]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} >&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -172,6 +172,7 @@ def test_a_scorer_knows_the_classes_that_a_fold_lacks():
     some = labels != 1
     wanted = ece(model.predict_proba(features)[some], labels[some], bins=5)
     assert Scorer(ece, options={"bins": 5})(model, features[some], labels[some]) == pytest.approx(-float(wanted))
+    assert Scorer(accuracy)(model, features, labels) == Scorer(accuracy, higher_is_better=True)(model, features, labels)
     assert Scorer(accuracy, higher_is_better=True)(model, features, labels) == pytest.approx(
         model.score(features, labels)
     )

@@ -197,3 +197,27 @@ def test_numbers_are_written_plainly(temperature, brief, long):
     assert f"; T = {brief} " in in_words(report)
     assert any(f"T = {long} (" in line for line in sentences(report))
     assert "e+" not in " ".join([in_words(report), *sentences(report)])
+
+
+def test_what_a_repair_costs_is_said():
+    """Of 200 classes, isotonic regression made the ECE small, and accuracy and NLL much worse."""
+    report = report_of(sampled(2_000, 10, 2.0), ("temperature",))
+    kind = "temperature"
+    assert "; but " not in " ".join(sentences(report))
+    held = report.after[kind].results
+    costs = {
+        "accuracy": Result(0.5, held["accuracy"].definition, Interval(0.48, 0.52)),
+        "nll": Result(9.0, held["nll"].definition, Interval(8.5, 9.5)),
+    }
+    worse = dataclasses.replace(report.after[kind], results={**held, **costs})
+    said = " ".join(sentences(dataclasses.replace(report, after={kind: worse})))
+    accuracy, loss = float(report["accuracy"]), float(report["nll"])
+    assert f"; but accuracy falls from {100 * accuracy:.1f} % to 50.0 % and the NLL rises from {loss:.3g} to 9." in said
+
+
+def test_probabilities_of_zero_are_said():
+    probs = torch.tensor([[1.0, 0.0], [0.6, 0.4]]).repeat(20, 1)
+    labels = torch.tensor([0, 0] * 18 + [1, 1] * 2)
+    lines = sentences(evaluate(Predictions.from_probs(probs, labels), resamples=100))
+    assert any(line.startswith("2 labels have probability zero, which makes the true NLL infinite") for line in lines)
+    assert not any("probability zero" in line for line in sentences(report_of(sampled(200))))

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedlas.metrics.calibration import ece
+from fedlas.metrics.scoring import accuracy, top_k
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import Predictions, optional_module
 
@@ -175,21 +176,24 @@ class Scorer:
 
     Args:
         metric: a function of `fedlas.metrics`.
-        higher_is_better: whether the metric is better when it is higher; otherwise the score is minus the metric.
+        higher_is_better: whether the metric is better when it is higher; otherwise the score is minus the metric. By
+            default what is right for accuracy and for errors of `fedlas.metrics`.
         options: passed on to the metric, such as `{"bins": 10}`.
     """
 
     metric: Callable[..., float]
-    higher_is_better: bool = False
+    higher_is_better: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, estimator: Any, X: Any, y: Any) -> float:  # noqa: N803
         probs = np.asarray(estimator.predict_proba(X), dtype=np.float64)
         codes = _codes(validation.column_or_1d(y), np.asarray(estimator.classes_))
         value = float(self.metric(Predictions.from_probs(probs, codes), **self.options))
-        return value if self.higher_is_better else -value
+        higher = self.metric in HIGHER if self.higher_is_better is None else self.higher_is_better
+        return value if higher else -value
 
 
+HIGHER = {accuracy, top_k}  # all others are errors
 ece_scorer = Scorer(ece)
 """Minus the expected calibration error over 15 bins."""
 

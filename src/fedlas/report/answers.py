@@ -24,7 +24,7 @@ import torch
 from fedlas.evaluation import AS_GIVEN, SHOWN, Report, State, evaluate
 from fedlas.files import read_predictions
 from fedlas.metrics.digest import TOP, Digest
-from fedlas.metrics.result import html_table
+from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import Predictions
 from fedlas.report.duels import Duel, duels
@@ -210,21 +210,26 @@ def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
         conditions: such as `ece>0.05`.
         posthoc: the calibrators that will be tried.
     """
-    metrics = known_metrics() if conditions else ()
+    metrics = known_metrics() if conditions else {}
     for condition in map(Condition.parse, conditions):
         if condition.state not in {AS_GIVEN, *posthoc}:
             there = ", ".join([AS_GIVEN, *posthoc])
             raise ValueError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
         if condition.metric not in metrics:
             raise ValueError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
+        if metrics[condition.metric].definition.unit == "fraction" and condition.limit > 1:
+            share = f"{condition.limit:g}% or {condition.limit / 100:g}"
+            raise ValueError(
+                f"{condition.metric} is a share of at most 1, so {condition.limit:g} is no limit; write {share}"
+            )
 
 
-def known_metrics() -> tuple[str, ...]:
+def known_metrics() -> dict[str, Result]:
     """List the numbers that predictions may have: those of a few samples that are made up, of enough classes."""
     classes = 2 * TOP
     digest = Digest()
     digest.take(Predictions(torch.eye(classes), torch.arange(classes) // 2))
-    return tuple(digest.results())
+    return dict(digest.results())
 
 
 def judge_files(

@@ -126,6 +126,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
             f"{worst.upper:.2f}: {worst.samples:,} samples, mean confidence {_percent(worst.confidence)}, right "
             f"{_percent(worst.accuracy)}."
         )
+    said += _floored(state)
     said += [_repair_sentence(state, after, way) for after in report.after.values()]
     said += sorted({_fitted(after) for after in report.after.values() if after.fits})
     return tuple(said)
@@ -177,7 +178,29 @@ def _repair_sentence(before: "State", after: "State", way: Direction) -> str:
         "little": "changes little",
         "worse": "makes it worse",
     }
-    return f"{_subject(after)} {verdict[repair(before, after)]}: {change}."
+    return f"{_subject(after)} {verdict[repair(before, after)]}: {change}{_harm(before, after)}."
+
+
+def _harm(before: "State", after: "State") -> str:
+    """Say what a calibrator costs, where that is shown: a small ECE is not everything."""
+    said = []
+    was, now = before["accuracy"], after["accuracy"]
+    if was.interval is not None and now.interval is not None and now.interval.high < was.interval.low:
+        said.append(f"accuracy falls from {_percent(float(was))} to {_percent(float(now))}")
+    if "nll" in before.results and "nll" in after.results:
+        was, now = before["nll"], after["nll"]
+        if was.interval is not None and now.interval is not None and now.interval.low > was.interval.high:
+            said.append(f"the NLL rises from {float(was):.3g} to {float(now):.3g}")
+    return f"; but {' and '.join(said)}" if said else ""
+
+
+def _floored(state: "State") -> list[str]:
+    """Say where the NLL is not what it looks like."""
+    count = state["nll"].details.get("floored", 0) if "nll" in state.results else 0
+    if not count:
+        return []
+    labels = "label has" if count == 1 else "labels have"
+    return [f"{count:,} {labels} probability zero, which makes the true NLL infinite; the one shown uses a floor."]
 
 
 def _fitted(after: "State") -> str:
