@@ -229,7 +229,7 @@ def test_run_folders_and_files_can_be_compared(trained, ledger):
     run = Run(folders[0])
     shown = CliRunner().invoke(app, ["compare", str(folders[0]), str(run.predictions_file("last-test"))])
     assert shown.exit_code == 0, shown.output
-    assert re.search(r"accuracy +\S+ +\S+ +\S+ +\+0", shown.output)
+    assert re.search(r"accuracy % +\S+ +\S+ +\S+ +\+0", shown.output)
 
 
 def test_ready_recipes_and_tables_agree():
