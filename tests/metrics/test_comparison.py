@@ -62,12 +62,12 @@ def test_the_difference_of_two_models_is_covered(hot, cold, n):
     soft = torch.from_numpy(chance)
     true = float(ece(first, soft, scope="positive")) - float(ece(second, soft, scope="positive"))
     covered = 0
-    for trial in range(60):
+    for trial in range(40):
         first, second, chance = two_models(random, n, hot, cold)
         hits = torch.from_numpy((random.random(n) < chance).astype(np.int64))
         found = paired_bootstrap(ece, first, second, hits, scope="positive", resamples=200, seed=trial)
         covered += true in found.interval
-    assert covered / 60 >= 0.9
+    assert covered / 40 >= 0.9
 
 
 def saturated_pair(random: np.random.Generator, n: int):
@@ -80,19 +80,19 @@ def saturated_pair(random: np.random.Generator, n: int):
     return torch.from_numpy(first), torch.from_numpy(second), real
 
 
-@pytest.mark.parametrize("metric", [ece, aece])
+@pytest.mark.parametrize("metric", [ece, pytest.param(aece, marks=pytest.mark.slow)])
 def test_the_difference_of_saturated_models_is_covered(metric):
     random = np.random.default_rng(5)
     first, second, chance = saturated_pair(random, 300_000)
     soft = torch.from_numpy(chance)
     true = float(metric(first, soft, scope="positive")) - float(metric(second, soft, scope="positive"))
     covered = 0
-    for trial in range(60):
+    for trial in range(40):
         first, second, chance = saturated_pair(random, 600)
         hits = torch.from_numpy((random.random(600) < chance).astype(np.int64))
         found = paired_bootstrap(metric, first, second, hits, scope="positive", resamples=200, seed=trial)
         covered += true in found.interval
-    assert covered / 60 >= 0.9
+    assert covered / 40 >= 0.9
 
 
 def test_two_faultless_models_may_still_differ():
@@ -114,7 +114,7 @@ def test_equal_models_are_seldom_told_apart():
     """False alarms: the same calibrated model with independent noise must not be called better."""
     random = np.random.default_rng(0)
     alarms = 0
-    for trial in range(60):
+    for trial in range(40):
         seen = random.normal(1.5, 1.5, 600)
         chance = 1 / (1 + np.exp(-seen))
         noisy = [torch.from_numpy(1 / (1 + np.exp(-(seen + random.normal(0, 0.1, 600))))) for _ in range(2)]
@@ -122,7 +122,7 @@ def test_equal_models_are_seldom_told_apart():
         found = paired_bootstrap(ece, *noisy, hits, scope="positive", resamples=200, seed=trial)
         alarms += found.better is not None
         assert (found.p_value < 0.05) == (found.better is not None) or abs(found.p_value - 0.05) < 0.03
-    assert alarms <= 6
+    assert alarms <= 4
 
 
 @pytest.mark.parametrize("metric", [ece, aece, nll, brier])

@@ -130,10 +130,13 @@ class AbstractGrid(AbstractExperiment):
             for one in self.measured(place.data, choice)
         ]
         filled = [
-            Row(row, self.methods[row], tuple(self._cell(ledger, choice, place, row, one)
-                                              for place in places for one in self.measured(place.data, choice)))
+            Row(
+                row,
+                self.methods[row],
+                tuple(cell for place in places for cell in self._cells(ledger, choice, place, row)),
+            )
             for row in rows
-        ]  # fmt: skip
+        ]
         table = Table(f"{self.name}-{choice.protocol}", self.title, tuple(columns), tuple(filled), self.notes(choice))
         return [mean_rank_columns(table, self.ranked) if len(rows) > 1 and self.ranked else table]
 
@@ -149,13 +152,15 @@ class AbstractGrid(AbstractExperiment):
             " the paper's own, of its network and its many epochs: for orientation, not for comparison.",
         )
 
-    def _cell(self, ledger: Ledger, choice: Choice, place: Place, row: str, one: Measured) -> Cell:
-        found = []
-        for seed in choice.seeds:
-            recipe = self.recipe(place, row, seed, choice, ledger)
-            line = None if recipe is None else ledger.find(recipe, calibrator_of(row), choice.split)
-            measure = None if line is None else one.of(line)
-            found += [] if measure is None else [measure]
+    def _cells(self, ledger: Ledger, choice: Choice, place: Place, row: str) -> list[Cell]:
+        """Give the cells of a row at one place: one for each number that is measured there."""
+        recipes = [self.recipe(place, row, seed, choice, ledger) for seed in choice.seeds]
+        found = [ledger.find(recipe, calibrator_of(row), choice.split) for recipe in recipes if recipe is not None]
+        lines = [line for line in found if line is not None]
+        return [self._cell(lines, choice, place, row, one) for one in self.measured(place.data, choice)]
+
+    def _cell(self, lines: Sequence[Line], choice: Choice, place: Place, row: str, one: Measured) -> Cell:
+        found = [measure for line in lines if (measure := one.of(line)) is not None]
         theirs = (place.model,) if choice.protocol in PUBLISHED else published_models(place.data)[:1]
         beside = [
             paper.printed(self.name, row, place.data, model, metric=one.metric, ood=one.printed_as) for model in theirs

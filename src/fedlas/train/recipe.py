@@ -12,6 +12,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from dataclasses import replace as dataclass_replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -291,6 +292,7 @@ def _known(names: Any) -> None:
             raise ValueError(f"a recipe has no field {name!r}; {nearest(str(name), known)}")
 
 
+@cache
 def _types() -> dict[str, Any]:
     return get_type_hints(Recipe)
 
