@@ -211,6 +211,7 @@ def test_two_processes_of_which_one_is_killed(tmp_path, words):
     assert not any(exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_time_is_up_for_two_processes(tmp_path, words):
     recipes = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
     began = time.monotonic()
@@ -249,7 +250,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_launcher_may_end_at_any_time(tmp_path, number):
     """Told to stop, or killed: its processes stop with a checkpoint, and the next launcher goes on."""
     recipes = [short(epochs=LONG), short("ls", epochs=LONG), short("focal")]

@@ -136,8 +136,8 @@ def coverage(metric: Callable[..., float], name: str, trials: int, resamples: in
 @pytest.mark.parametrize("name", ["calibrated", "over-confident", "over and under"])
 @pytest.mark.parametrize("metric", [ece, aece])
 def test_95_percent_intervals_cover_the_true_value(metric, name):
-    # Wide enough for 200 trials, whose standard error is 1.5 points; the slow test below has 1,000 and holds 92 to 98.
-    assert 0.91 <= coverage(metric, name, trials=200, resamples=400) <= 0.99
+    # Wide enough for 100 trials, whose standard error is 2.2 points; the slow test below has 1,000 and holds 92 to 98.
+    assert 0.9 <= coverage(metric, name, trials=100, resamples=400) <= 0.99
 
 
 @pytest.mark.parametrize(("metric", "name"), [(rms_error, "over and under"), (debiased_l2, "over-confident")])
