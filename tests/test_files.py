@@ -184,15 +184,13 @@ def test_what_cannot_be_written_is_named(tmp_path):
     assert again.top_only
 
 
-def test_words_of_samples_follow_their_samples(tmp_path):
+def test_words_of_samples_follow_their_samples():
     given = some()
     for rows, left in [(slice(2, 4), (2, 3)), (slice(None, None, -3), (6, 3, 0))]:
         assert given[rows].ids == tuple(f"s{i}" for i in left)
     mask = torch.tensor([i in {1, 5} for i in range(7)])
     assert given[mask].paths == ("img/1.png", "img/5.png")
     assert given[[6, 0]].ids == ("s6", "s0")
-    assert given.with_paths_from(tmp_path).paths[0] == str(tmp_path / "img/0.png")
-    assert some(paths=["/x.png"] * 7).with_paths_from(tmp_path).paths[0] == "/x.png"
     with pytest.raises(ValueError, match="ids has 2 rows, logits have 7"):
         some(ids=["a", "b"])
 

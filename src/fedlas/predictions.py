@@ -249,14 +249,6 @@ class Predictions:
         object.__setattr__(made, "split", split)
         return made
 
-    def with_paths_from(self, folder: Path) -> "Predictions":
-        """Make the same predictions with image files that are looked for in a folder, unless their paths are whole."""
-        if self.paths is None:
-            return self
-        made = self[:]
-        object.__setattr__(made, "paths", tuple(str(folder / path) for path in self.paths))
-        return made
-
     @classmethod
     def load(cls, path: str | Path) -> "Predictions":
         """Read a file that `save` wrote."""
