@@ -25,6 +25,7 @@ from fedlas.metrics import (
     nll,
     noise_floor,
     over_under,
+    resampling,
     rms_error,
     signed_ece,
 )
@@ -133,8 +134,9 @@ def coverage(metric: Callable[..., float], name: str, trials: int, resamples: in
     return covered / trials
 
 
-@pytest.mark.parametrize("name", ["calibrated", "over-confident", "over and under"])
-@pytest.mark.parametrize("metric", [ece, aece])
+@pytest.mark.parametrize(
+    ("metric", "name"), [(ece, "calibrated"), (aece, "over-confident"), (ece, "over and under"), (aece, "calibrated")]
+)
 def test_95_percent_intervals_cover_the_true_value(metric, name):
     # Wide enough for 100 trials, whose standard error is 2.2 points; the slow test below has 1,000 and holds 92 to 98.
     assert 0.9 <= coverage(metric, name, trials=100, resamples=400) <= 0.99
@@ -561,3 +563,20 @@ def test_an_interval_may_lie_below_the_value():
     found = bootstrap(ece, confidence, hits, bins=100, scope="positive")
     assert found.interval.low == 0.0
     assert found.interval.high < found
+
+
+def test_kept_draws_are_the_draws_of_the_same_seed():
+    """A second mean over as many samples uses the draws of the first; nothing else may show that."""
+    values = [np.random.default_rng(seed).random(700) for seed in (1, 2)]
+    alone = []
+    for one in values:
+        resampling._group_draws.cache_clear()
+        rng = np.random.default_rng(5)
+        alone.append((resampling.mean_deviations(one, 60, rng), rng.random()))
+    resampling._group_draws.cache_clear()
+    for one, (wanted, next_number) in zip(values, alone, strict=True):
+        rng = np.random.default_rng(5)
+        assert np.array_equal(resampling.mean_deviations(one, 60, rng), wanted)
+        assert rng.random() == next_number
+    assert resampling._group_draws.cache_info().hits == 1
+    assert not np.array_equal(resampling.mean_deviations(values[0], 60, np.random.default_rng(6)), alone[0][0])

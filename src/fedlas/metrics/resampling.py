@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -440,9 +440,34 @@ def mean_deviations(values: Floats, resamples: int, rng: np.random.Generator) ->
     """Resample a mean by drawing how many samples fall into each of 200 groups of nearly equal value."""
     n = len(values)
     groups = np.array_split(np.sort(values), min(n, 200))
-    count = np.array([len(group) for group in groups])
     mean = np.array([group.mean() for group in groups])
     variance = np.array([group.var() for group in groups])
-    drawn = rng.multinomial(n, count / n, size=resamples).astype(np.float64)
-    noise = np.sqrt(drawn @ variance) * rng.standard_normal(resamples)
+    drawn, normal, rng.bit_generator.state = _group_draws(n, len(groups), resamples, _Start(rng))
+    noise = np.sqrt(drawn @ variance) * normal
     return np.asarray(drawn @ mean + noise) / n - float(values.mean())
+
+
+class _Start:
+    """Where random numbers begin, as a key: generators that would give the same numbers are equal."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.key = repr(rng.bit_generator.state)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Start) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@lru_cache(maxsize=1)
+def _group_draws(n: int, groups: int, resamples: int, start: _Start) -> tuple[Floats, Floats, Any]:
+    """Draw how many samples fall into each group, normal numbers, and give what the generator goes on with.
+
+    Every mean over the same samples begins with the same seed and has groups of the same sizes, so the last draws are
+    kept: a report with six means draws once.
+    """
+    count = np.array([len(part) for part in np.array_split(np.arange(n), groups)])
+    drawn = start.rng.multinomial(n, count / n, size=resamples).astype(np.float64)
+    return drawn, start.rng.standard_normal(resamples), start.rng.bit_generator.state
