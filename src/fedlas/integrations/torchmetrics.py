@@ -11,7 +11,7 @@ states in a `MetricCollection` (its compute groups), so that ten of them cost on
 
 import zlib
 from abc import abstractmethod
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -163,26 +163,29 @@ class ECE(AbstractBins):
         return streaming.ECE(self.bins, compat=self.compat, ignore_index=self.ignore_index)
 
 
-class OverECE(AbstractBins):
+class AbstractSide(AbstractBins):
+    """One of the two parts of the ECE."""
+
+    place: ClassVar[int]
+
+    def stream(self) -> streaming.OverUnder:
+        return streaming.OverUnder(self.bins, compat=self.compat, ignore_index=self.ignore_index)
+
+    def chosen(self, found: Result | tuple[Result, Result]) -> Result:
+        assert isinstance(found, tuple)
+        return found[self.place]
+
+
+class OverECE(AbstractSide):
     """Over-confidence: the part of the ECE from bins whose confidence is above their accuracy."""
 
-    def stream(self) -> streaming.OverUnder:
-        return streaming.OverUnder(self.bins, compat=self.compat, ignore_index=self.ignore_index)
-
-    def chosen(self, found: Result | tuple[Result, Result]) -> Result:
-        assert isinstance(found, tuple)
-        return found[0]
+    place = 0
 
 
-class UnderECE(AbstractBins):
+class UnderECE(AbstractSide):
     """Under-confidence: the part of the ECE from bins whose confidence is below their accuracy."""
 
-    def stream(self) -> streaming.OverUnder:
-        return streaming.OverUnder(self.bins, compat=self.compat, ignore_index=self.ignore_index)
-
-    def chosen(self, found: Result | tuple[Result, Result]) -> Result:
-        assert isinstance(found, tuple)
-        return found[1]
+    place = 1
 
 
 class SignedECE(AbstractBins):

@@ -329,16 +329,7 @@ def _completed(
 
 def _report(held: Model, options: Mapping[str, Any], watch: Callable[[float], None] | None) -> Report:
     assert held.predictions is not None
-    return evaluate(
-        held.predictions,
-        ood=held.ood or None,
-        posthoc=held.posthoc,
-        calibration=held.calibration,
-        train_features=held.train_features,
-        folds=held.folds,
-        **options,
-        watch=watch,
-    )
+    return evaluate(held.predictions, **held.asked(), **options, watch=watch)
 
 
 def _no_calibrator(held: Model, folds: int) -> str:

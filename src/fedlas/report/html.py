@@ -266,18 +266,7 @@ def report_of(model: Model, level: float = 0.95, resamples: int | None = None, s
     if model.report is not None:
         return model.report
     assert model.predictions is not None
-    return evaluate(
-        model.predictions,
-        ood=model.ood or None,
-        posthoc=model.posthoc,
-        calibration=model.calibration,
-        folds=model.folds,
-        train_features=model.train_features,
-        bins=bins,
-        level=level,
-        resamples=resamples,
-        seed=seed,
-    )
+    return evaluate(model.predictions, **model.asked(), bins=bins, level=level, resamples=resamples, seed=seed)
 
 
 def _data(

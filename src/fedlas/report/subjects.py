@@ -45,3 +45,8 @@ class Model:
     environment: Mapping[str, Any] | None = None
     source: Path | None = None
     image_folders: Sequence[Path] | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """Give what `evaluate` is to know besides the predictions."""
+        names = ("posthoc", "calibration", "train_features", "folds")
+        return {"ood": self.ood or None} | {name: getattr(self, name) for name in names}
