@@ -222,6 +222,7 @@ def test_time_is_up_for_two_processes(tmp_path, words):
     assert [holder(Run(tmp_path / recipe.name)) for recipe in recipes] == [None, None]
 
 
+@pytest.mark.slow
 def test_a_run_that_kills_every_process_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "TRIES", 2)
     deadly, other = short(epochs=LONG), short("ls")

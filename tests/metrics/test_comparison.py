@@ -110,6 +110,7 @@ def test_a_level_in_percent_is_refused(golden, cooled):
         paired_bootstrap(ece, golden, cooled, level=95)
 
 
+@pytest.mark.slow
 def test_equal_models_are_seldom_told_apart():
     """False alarms: the same calibrated model with independent noise must not be called better."""
     random = np.random.default_rng(0)
