@@ -356,3 +356,13 @@ def test_a_closed_output_is_no_traceback(files):
     words = [sys.executable, "-m", "fedlas", "evaluate", str(files / "test.csv"), "--resamples", "50"]
     done = subprocess.run(["sh", "-c", f"{shlex.join(words)} >&-"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_calibrator_that_cannot_be_kept_is_one_line(files, monkeypatch):
+    """One of another package has no safe file; that was a traceback."""
+    calibrator = build_calibrator("probmetrics", method="svs")
+    monkeypatch.setattr(type(calibrator), "fit", lambda self, given: self)
+    words = ("calibrate", "fit", files / "val.csv", "--method", "probmetrics:svs", "--out", files / "c.safetensors")
+    done = call(*words)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "without pickle" in done.stderr
