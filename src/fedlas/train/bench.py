@@ -38,6 +38,7 @@ from fedlas.train.validation import learns_from_validation
 # What a captured step does not depend on: it finds these in tensors that can be refilled.
 REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
 PUBLISHED = "-published"  # a test split as the published code looks at it
+COMPILER = {"combo_kernels": True}  # casts of all weights in one kernel, and the like
 NETWORK = ("model", "model_options", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic")
 
 
@@ -140,7 +141,7 @@ class Bench:
         net = WithFeatures(model.to(self.device, memory_format=layout), self.recipe.head)  # type: ignore[call-overload]
         if self.compiled:
             # Apart from the loss, so that runs with other losses need not compile the network again.
-            net.compile(fullgraph=True, dynamic=False)
+            net.compile(fullgraph=True, dynamic=False, options=COMPILER)
         return net
 
     @property
