@@ -10,11 +10,11 @@
     compile      network and loss compiled
     graph        the whole step captured as one CUDA graph: what `fit` does
 
-Every figure is the wall time of whole epochs, after warming up; of several, the median. On the last rung `fedlas_ls`
-and `fedlas_mbls` take turns with `ce`, so that a slow moment of the machine meets all three. Then: a validation pass
-over 5,000 images, the first step of a fresh process with an empty compiler cache, and the work of an image in FLOPs and
-bytes against what the machine can do. `--synthetic` needs no data. `--profile` lists the kernels that take most of the
-time.
+Before all rungs: the first step of a fresh process with an empty compiler cache. Every figure is the wall time of whole
+epochs, after warming up; of several, the median. On the last rung `fedlas_ls` and `fedlas_mbls` take turns with `ce`, so
+that a slow moment of the machine meets all three. Then: a validation pass over 5,000 images, and the work of an image in
+FLOPs and bytes against what the machine can do. `--synthetic` needs no data. `--profile` lists the kernels that take
+most of the time.
 """
 
 import argparse
@@ -206,21 +206,27 @@ def first_step(data: str, model: str, rows: int, device: torch.device, root: str
 
 
 def first_step_seconds(options: argparse.Namespace, model: str, rows: int) -> float:
-    """Start a fresh process with an empty compiler cache and wait for its first step."""
+    """Start a fresh process and wait for its first step; the compiler's cache knows nothing of this network yet."""
+    words = [sys.executable, __file__, "--first-step", "--settings", f"{model}:{rows}", "--device", options.device]
+    words += ["--synthetic"] if options.synthetic else []
+    words += ["--data-root", options.data_root] if options.data_root else []
+    start = time.perf_counter()
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "first step done" in line:
+                seconds = time.perf_counter() - start
+                process.wait()
+                return seconds
+    raise RuntimeError(f"the process that was to do a first step ended with exit code {process.returncode}")
+
+
+@contextmanager
+def empty_compiler_cache() -> Iterator[None]:
+    """Let the compiler begin with an empty cache, which the rungs then share."""
     with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-        words = [sys.executable, __file__, "--first-step", "--settings", f"{model}:{rows}", "--device", options.device]
-        words += ["--synthetic"] if options.synthetic else []
-        words += ["--data-root", options.data_root] if options.data_root else []
-        start = time.perf_counter()
-        with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if "first step done" in line:
-                    seconds = time.perf_counter() - start
-                    process.wait()
-                    return seconds
-        raise RuntimeError(f"the process that was to do a first step ended with exit code {process.returncode}")
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+        yield
 
 
 def work_per_image(model: str) -> tuple[float, float]:
@@ -266,6 +272,9 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
         base = speeds.get("reference")
         print(f"{model} b{rows}  {rung:10} {loss:12} {speed:10,.0f} images/s" + _ratio(speed, base), flush=True)
 
+    if options.measure_first_step:
+        found["first_step_seconds"] = first_step_seconds(options, model, rows)
+        print(f"{model} b{rows}  first step of a cold process after {found['first_step_seconds']:.1f} s", flush=True)
     if "reference" in options.rungs:
         with machine(recipe(data, model, rows, "ce", "resident"), device):
             dataset = CATALOG.build(data, **({"root": options.data_root} if options.data_root else {}))
@@ -281,9 +290,6 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
         del bench
         gc.collect()
         torch.cuda.empty_cache() if device.type == "cuda" else None
-    if options.measure_first_step:
-        found["first_step_seconds"] = first_step_seconds(options, model, rows)
-        print(f"{model} b{rows}  first step of a cold process after {found['first_step_seconds']:.1f} s", flush=True)
     return found | roofline(model, max(speeds.values(), default=0.0), found["machine"])
 
 
@@ -357,7 +363,8 @@ def main() -> None:
         first_step(data, *pairs[0], chosen_device(options.device), options.data_root)
         return
     print(f"torch {torch.__version__}, {name_of(torch.device(options.device))}, {data}", flush=True)
-    found = [ladder(options, data, model, rows) for model, rows in pairs]
+    with empty_compiler_cache():
+        found = [ladder(options, data, model, rows) for model, rows in pairs]
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "ladders": found}, indent=1) + "\n")
 

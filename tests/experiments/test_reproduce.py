@@ -42,6 +42,15 @@ def test_the_main_table_has_all_losses_and_temperature_scaling():
     assert list(experiment_named("over_under").methods) == ["ce", "ls", "fedlas_ls", "mbls", "fedlas_mbls"]
 
 
+def test_the_table_of_precisions_trains_the_same_recipe_in_both():
+    fast, slow = (
+        one.recipe for one in experiment_named("precision").plan(Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
+    )
+    assert (fast.precision, fast.capture, slow.precision, slow.capture) == ("bf16", True, "tf32", False)
+    same = {"precision": "bf16", "channels_last": True, "compile": True, "capture": True}
+    assert slow.replace(**same) == fast == recipe_for("cifar10", loss="ce", protocol="fast", seed=1)
+
+
 def test_printed_numbers_are_found_where_they_were_printed():
     assert paper.printed("sota", "fedlas_ls", "cifar10", "resnet50_cifar", metric="ece") == pytest.approx(0.0129)
     assert paper.printed("sota", "ce", "cifar10", "resnet50_cifar", metric="aece") == pytest.approx(0.0584)

@@ -210,7 +210,7 @@ def test_protocols_do_not_speak_of_what_they_do_not_know():
 def test_the_fast_protocol():
     recipe = recipe_for("cifar10", loss="ce", protocol="fast")
     assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.schedule) == ("resnet18_cifar", 512, 20, "one_cycle")
-    assert (recipe.nesterov, recipe.momentum, recipe.weight_decay) == (True, 0.9, 5e-4)
+    assert (recipe.nesterov, recipe.momentum, recipe.lr, recipe.weight_decay) == (True, 0.9, 0.2, 1e-3)
     assert recipe_for("cifar10", "resnet18_cifar").epochs == 20  # the network alone says which protocol
 
 

@@ -112,10 +112,10 @@ def fast_values(_data: str, _model: str) -> Values:
     """Give the protocol for many short runs on a GPU."""
     step: Values = {
         "optimizer": "sgd",
-        "lr": 0.4,
+        "lr": 0.2,
         "momentum": 0.9,
         "nesterov": True,
-        "weight_decay": 5e-4,
+        "weight_decay": 1e-3,
         "batch_size": 512,
     }
     cycle: Values = {"epochs": 20, "schedule": "one_cycle", "peak_at": 0.25, "start_factor": 0.1, "drop_last": True}
