@@ -10,11 +10,11 @@
     compile      network and loss compiled
     graph        the whole step captured as one CUDA graph: what `fit` does
 
-Before all rungs: the first step of a fresh process with an empty compiler cache. Every figure is the wall time of whole
-epochs, after warming up; of several, the median. On the last rung `fedlas_ls` and `fedlas_mbls` take turns with `ce`, so
-that a slow moment of the machine meets all three. Then: a validation pass over 5,000 images, and the work of an image in
-FLOPs and bytes against what the machine can do. `--synthetic` needs no data. `--profile` lists the kernels that take
-most of the time.
+Before all rungs: the first step of a fresh process with an empty compiler cache. Every figure is the wall time of
+whole epochs, after warming up; of several, the median. On the last rung `fedlas_ls` and `fedlas_mbls` take turns with
+`ce`, so that a slow moment of the machine meets all three. Then: a validation pass over 5,000 images, and the work of an
+image in FLOPs and bytes against what the machine can do. `--synthetic` needs no data. `--profile` lists the kernels that
+take most of the time.
 """
 
 import argparse

@@ -241,6 +241,23 @@ def test_run_folders_and_files_can_be_compared(trained, ledger):
     assert re.search(r"accuracy % +\S+ +\S+ +\S+ +\+0", shown.output)
 
 
+def test_what_a_temperature_made_can_be_compared(tmp_path):
+    """The ledger keeps no logits of it, but those before it and the temperature."""
+    kept = Ledger(Path(__file__).parents[2] / "results")
+    given = side("cifar10/fast/ce+temperature", kept)
+    written = {line.seed: line for line in kept.lines.values() if line.method == "ce+temperature"}
+    for seed, predictions in given.runs.items():
+        assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=2e-3)
+
+
+def test_foreign_data_is_called_what_it_is():
+    kept = Ledger(Path(__file__).parents[2] / "results")
+    (table,) = experiment_named("ood").tables(kept, Choice(data=("cifar10",), protocol="fast"))
+    assert "SVHN is SVHN (rebuilt crops)." in table.notes
+    line = next(iter(kept.lines.values()))
+    assert {"ood-svhn", "ood-cifar100"} <= set(line.data)
+
+
 def test_ready_recipes_and_tables_agree():
     """What `fedlas list recipes` shows is what the tables train."""
     ready = {recipe.replace(seed=1) for protocol, recipe in list_recipes() if protocol == "fast"}

@@ -1,5 +1,6 @@
 """The step: a plain loop in torch, written out again, gives the same weights; bad numbers freeze everything."""
 
+import gc
 import importlib
 import math
 
@@ -13,6 +14,7 @@ from fedlas.train.mixing import Mixer
 from fedlas.train.optim import build_optimizer, lr_factor, lr_table, row_of
 from fedlas.train.precision import Scale
 from fedlas.train.recipe import Recipe
+from fedlas.train.step import without_collector
 
 CPU = torch.device("cpu")
 PLAIN = Recipe(data="digits", model="small_cnn", loss="ce")
@@ -303,3 +305,18 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss):
     other = Bench(short("ls"), CPU, before=compiled)
     assert other.net is compiled.net
     steps(other, 2)
+
+
+def test_no_garbage_is_collected_during_a_capture():
+    """A graph of an earlier run that was freed in between ruined the capture: seen on a GPU, with the thirteenth loss."""
+    assert gc.isenabled()
+    with without_collector():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collector():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -41,8 +41,8 @@ class Line:
         best_epoch: whose weights were judged.
         seconds: of training and validation.
         images_per_second: in the median epoch.
-        environment: versions, device and commit.
-        data: checksums of the splits.
+        environment: versions, device and commit, and what foreign data sets call themselves.
+        data: checksums of the splits, and of foreign data.
         predictions: file and checksum.
         date: the day.
     """

@@ -1,11 +1,13 @@
 """The table of foreign data: how well networks tell images apart that they were not trained on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Measured
-from fedlas.experiments.ledger import TEST
+from fedlas.experiments.ledger import TEST, Ledger
+from fedlas.report.tables import Table
 
 
 class OutOfDistribution(AbstractGrid):
@@ -31,6 +33,17 @@ class OutOfDistribution(AbstractGrid):
     def _looked_at(self, ood: str, choice: Choice) -> str:
         """Name a foreign data set as the published code looks at it, where that was asked for and it does otherwise."""
         return f"{ood}-published" if choice.split != TEST and ood == "cifar100" else ood
+
+    def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
+        said = {
+            f"{paper.data_name(name)} is {title}."
+            for wanted in self.plan(choice, ledger)
+            if (line := ledger.find(wanted.recipe, None, choice.split)) is not None
+            for name, title in line.environment.get("titles", {}).items()
+            if title != paper.data_name(name)
+        }
+        made = super().tables(ledger, choice)
+        return [replace(table, notes=(*table.notes, *sorted(said))) for table in made]
 
     def notes(self, choice: Choice) -> tuple[str, ...]:
         theirs = "Every data set is normalised by itself, as in the published code: CIFAR-100 by other constants."

@@ -43,14 +43,15 @@ def reproduction_page(ledger: Ledger) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def results_tables(ledger: Ledger, like: Choice | None = None) -> list[Table]:
-    """Make a small table for each data set and network of the main table of which something was run.
+def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota") -> list[Table]:
+    """Make a small table for each data set and network of which something was run, of the rows that were.
 
     Args:
         ledger: what was run.
         like: seeds and changes of the recipes that are looked for.
+        name: of the experiment, by default that of the main table.
     """
-    experiment, made = experiment_named("sota"), []
+    experiment, made = experiment_named(name), []
     places = {(line.protocol, line.recipe.data, line.recipe.model) for line in ledger.lines.values()}
     for protocol, data, model in sorted(places):
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
@@ -59,10 +60,14 @@ def results_tables(ledger: Ledger, like: Choice | None = None) -> list[Table]:
             rows = [replace(row, cells=tuple(row.cells[n] for n in shown)) for row in table.rows]
             rows = [row for row in rows if any(cell.values for cell in row.cells)]
             columns = tuple(replace(table.columns[n], group="") for n in shown)
-            title = f"{table.columns[0].group}, {protocol} protocol"
+            title = table.columns[0].group if protocol in table.columns[0].group else _title(table, protocol)
             if rows:
                 made.append(replace(table, title=title, columns=columns, rows=tuple(rows), notes=()))
     return made
+
+
+def _title(table: Table, protocol: str) -> str:
+    return f"{table.columns[0].group}, {protocol} protocol"
 
 
 def _summary(ledger: Ledger) -> str:

@@ -109,14 +109,26 @@ def side(text: str, ledger: Ledger) -> Side:
         )
     found: dict[int | None, Predictions] = {}
     for line in lines:
-        given = kept_of(line, ledger).predictions()
-        if given is None:
-            raise ValueError(f"{line.id}: of more than ten classes the ledger keeps no probabilities; name run folders")
         if line.seed in found:
             several = ", ".join(one.id for one in lines if one.seed == line.seed)
             raise ValueError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
-        found[line.seed] = given
+        found[line.seed] = _predictions(line, ledger)
     return Side(text, found)
+
+
+def _predictions(line: Line, ledger: Ledger) -> Predictions:
+    """Give the predictions of a line; those after a temperature are made again from the logits before it."""
+    given = kept_of(line, ledger).predictions()
+    learned = line.posthoc or {}
+    if given is None and learned.get("name") == "temperature":
+        bare = ledger.find(line.recipe, None, line.split)
+        before = None if bare is None else kept_of(bare, ledger).predictions()
+        if before is not None:
+            given = Predictions(before.logits / learned["temperature"], before.labels, split=before.split)
+    if given is None:
+        kinds = "of more than ten classes, and after most calibrators,"
+        raise ValueError(f"{line.id}: {kinds} the ledger keeps no probabilities; name run folders")
+    return given
 
 
 def _lines(text: str, ledger: Ledger) -> list[Line]:

@@ -247,7 +247,7 @@ class Bench:
 
         "cifar100-published" passes through the transform that the published code has for that data instead.
         """
-        data, transform = self._foreign_data(name.removesuffix(PUBLISHED)), self.data.transform_for("test")
+        data, transform = self.foreign_data(name), self.data.transform_for("test")
         if name.endswith(PUBLISHED):
             transform = self._published_transform(name.removesuffix(PUBLISHED), transform)
         return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
@@ -261,7 +261,9 @@ class Bench:
             raise RunError(f"the published code looks at the test images of {name} as we do; leave out {PUBLISHED}")
         return transform
 
-    def _foreign_data(self, name: str) -> AbstractDataset:
+    def foreign_data(self, name: str) -> AbstractDataset:
+        """Give a foreign data set by its name, however its images are looked at."""
+        name = name.removesuffix(PUBLISHED)
         if name not in self._foreign:
             if "path" in keywords(DATA.find(name)):
                 raise RunError(
@@ -281,7 +283,7 @@ class Bench:
             if not len(self.data.split(name.removesuffix(PUBLISHED))):
                 raise RunError(f"the {name} split of {self.data.title} is empty")
         for name in self.recipe.ood:
-            self._foreign_data(name.removesuffix(PUBLISHED)).split("test")
+            self.foreign_data(name).split("test")
         for name in (*self.recipe.splits, *self.recipe.ood):
             if name.endswith(PUBLISHED):
                 data = name.removesuffix(PUBLISHED).replace("test", self.recipe.data)

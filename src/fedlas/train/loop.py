@@ -344,12 +344,15 @@ class _Training:
         """Write the predictions of the last weights and of the best, and on what data; foreign data comes last."""
         if is_first():
             looked_at = dict.fromkeys(("train", "val", *(name.partition("-")[0] for name in self.recipe.splits)))
-            self.run.note({"data": {name: self.bench.data.split(name).checksum() for name in looked_at}})
+            foreign = {name: self.bench.foreign_data(name) for name in self.recipe.ood}
+            sums = {name: self.bench.data.split(name).checksum() for name in looked_at}
+            sums |= {f"ood-{name}": data.split("test").checksum() for name, data in foreign.items()}
+            self.run.note({"data": sums, "titles": {name: data.title for name, data in foreign.items()}})
         states = {"last": {name: value.clone() for name, value in self.bench.net.model.state_dict().items()}}
         states["best"] = self.best
         self._predict_all(states, {name: self.bench.evaluation(name) for name in self.recipe.splits})
-        foreign = {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
-        self._predict_all(states, foreign, labelled=False)
+        sources = {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
+        self._predict_all(states, sources, labelled=False)
         of_all(0)  # nobody leaves before the files are there
 
     def _predict_all(

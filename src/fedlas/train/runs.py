@@ -241,7 +241,7 @@ def environment(device: str, processes: int) -> dict[str, Any]:
         "commit": commit(),
         "versions": {word: version for word, version in found.items() if version},
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "device": device,
         "device_name": name,
         "cuda": torch.version.cuda if device == "cuda" else None,

@@ -16,10 +16,12 @@ the host finds the flag when it next reads the sums. In float16 an overflow skip
 where the scale has come down to 1 it is a bad step like any other.
 """
 
+import gc
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,7 +209,7 @@ class TrainStep:
         stream = torch.cuda.current_stream(self.device)
         try:
             # Other threads may use the device meanwhile: one of a loader pins memory, for example.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with without_collector(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self.eager(*places)
         except RuntimeError as error:
             self.capture = False
@@ -246,6 +248,19 @@ class TrainStep:
         self.meter.reset()
         self.watch.reset()
         self.first_bad.fill_(-1)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Collect garbage now and not in between: a graph of an earlier run that is freed during a capture ruins it."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _compiler_errors() -> tuple[type[BaseException], ...]:
