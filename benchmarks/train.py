@@ -12,9 +12,9 @@
 
 Before all rungs: the first step of a fresh process with an empty compiler cache. Every figure is the wall time of
 whole epochs, after warming up; of several, the median. On the last rung `fedlas_ls` and `fedlas_mbls` take turns with
-`ce`, so that a slow moment of the machine meets all three. Then: a validation pass over 5,000 images, and the work of an
-image in FLOPs and bytes against what the machine can do. `--synthetic` needs no data. `--profile` lists the kernels that
-take most of the time.
+`ce`, so that a slow moment of the machine meets all three. Then: a validation pass over 5,000 images, and the work of
+an image in FLOPs and bytes against what the machine can do. `--synthetic` needs no data. `--profile` lists the kernels
+that take most of the time.
 """
 
 import argparse

@@ -213,7 +213,7 @@ def test_a_bar_for_files_that_are_fetched(capsys, monkeypatch):
             shown("cifar-10-binary.tar.gz", have, 2_000_000)
         bench = Bench(short("ce"), torch.device("cpu"), progress=shown)
         assert bench.data.progress is shown
-        assert bench._foreign_data("svhn").progress is shown
+        assert bench.foreign_data("svhn").progress is shown
     assert "cifar-10-binary.tar.gz" in capsys.readouterr().out
     with downloads() as shown:  # where there is no terminal
         assert shown is None

@@ -308,7 +308,7 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss):
 
 
 def test_no_garbage_is_collected_during_a_capture():
-    """A graph of an earlier run that was freed in between ruined the capture: seen on a GPU, with the thirteenth loss."""
+    """A graph of an earlier run that was freed in between ruined the capture of the thirteenth loss on a GPU."""
     assert gc.isenabled()
     with without_collector():
         assert not gc.isenabled()

@@ -60,14 +60,15 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
             rows = [replace(row, cells=tuple(row.cells[n] for n in shown)) for row in table.rows]
             rows = [row for row in rows if any(cell.values for cell in row.cells)]
             columns = tuple(replace(table.columns[n], group="") for n in shown)
-            title = table.columns[0].group if protocol in table.columns[0].group else _title(table, protocol)
+            title = _title(table, protocol)
             if rows:
                 made.append(replace(table, title=title, columns=columns, rows=tuple(rows), notes=()))
     return made
 
 
 def _title(table: Table, protocol: str) -> str:
-    return f"{table.columns[0].group}, {protocol} protocol"
+    group, about = table.columns[0].group, f"{protocol} protocol"
+    return group if group.endswith(about) else f"{group}, {about}"
 
 
 def _summary(ledger: Ledger) -> str:
