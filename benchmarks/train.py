@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -224,8 +225,8 @@ def first_step_seconds(options: argparse.Namespace, model: str, rows: int) -> fl
 @contextmanager
 def empty_compiler_cache() -> Iterator[None]:
     """Let the compiler begin with an empty cache, which the rungs then share."""
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ) as environment:
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
         yield
 
 

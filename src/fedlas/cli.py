@@ -644,7 +644,7 @@ def one_line_errors() -> Iterator[None]:
     """End with one line where the user can do something about it."""
     try:
         yield
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, NotImplementedError) as error:
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
         if from_interrupt(error):
             raise typer.Exit(interrupted()) from None
         if isinstance(error, BrokenPipeError) and reader_left():

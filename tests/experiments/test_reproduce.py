@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
 from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import drawn, reproduce
-from fedlas.experiments.versus import side, versus
+from fedlas.experiments.versus import lines_of, side, versus
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import paired_bootstrap
 from fedlas.metrics.calibration import ece
@@ -241,19 +243,38 @@ def test_run_folders_and_files_can_be_compared(trained, ledger):
     assert re.search(r"accuracy % +\S+ +\S+ +\S+ +\+0", shown.output)
 
 
-def test_what_a_temperature_made_can_be_compared(tmp_path):
+def test_what_a_temperature_made_can_be_compared():
     """The ledger keeps no logits of it, but those before it and the temperature."""
     kept = Ledger(Path(__file__).parents[2] / "results")
     given = side("cifar10/fast/ce+temperature", kept)
     written = {line.seed: line for line in kept.lines.values() if line.method == "ce+temperature"}
     for seed, predictions in given.runs.items():
-        assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=2e-3)
+        assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=2e-4)
+
+
+def test_rows_of_a_protocol_are_not_mixed_with_its_variants():
+    """Ablations share the loss with the row that they are made from; the row was then no longer found."""
+    kept = Ledger(Path(__file__).parents[2] / "results")
+    line = next(one for one in kept.lines.values() if one.method == "fedlas_ls" and one.seed == 1)
+    other = replace(line.recipe, loss_options={**line.recipe.loss_options, "beta": 1.0})
+    kept.lines["variant"] = replace(line, id="variant", recipe=other)
+    assert line in lines_of("cifar10/fast/fedlas_ls", kept)
+    assert "variant" not in {one.id for one in lines_of("cifar10/fast/fedlas_ls", kept)}
+    assert len(side("cifar10/fast/fedlas_ls", kept).runs) == 3
+
+
+@pytest.mark.parametrize("name", ["sota", "over_under", "ood", "gate_stability"])
+def test_tables_of_what_was_run_leave_out_what_an_experiment_does_not_know(name):
+    kept = Ledger(Path(__file__).parents[2] / "results")
+    line = next(iter(kept.lines.values()))
+    kept.lines["tiny"] = replace(line, id="tiny", recipe=recipe_for("tiny_imagenet", protocol="fast"))
+    assert "CIFAR-10, resnet18_cifar, fast protocol" in [table.title for table in results_tables(kept, name=name)]
 
 
 def test_foreign_data_is_called_what_it_is():
     kept = Ledger(Path(__file__).parents[2] / "results")
     (table,) = experiment_named("ood").tables(kept, Choice(data=("cifar10",), protocol="fast"))
-    assert "SVHN is SVHN (rebuilt crops)." in table.notes
+    assert "For SVHN: SVHN (rebuilt crops)." in table.notes
     line = next(iter(kept.lines.values()))
     assert {"ood-svhn", "ood-cifar100"} <= set(line.data)
 

@@ -209,7 +209,7 @@ def test_probmetrics_calibrators_are_found_by_name_and_by_class():
         assert calibrator.fitted.after < calibrator.fitted.before
     with pytest.raises(ValueError, match=r"no calibrator 'magic'; its classes are .*ETSCalibrator"):
         Probmetrics(method="magic").fit(logits, labels)
-    with pytest.raises(NotImplementedError, match="without pickle"):
+    with pytest.raises(ValueError, match="without pickle"):
         Probmetrics(method="svs").fit(logits, labels).save("nowhere")
 
 

@@ -45,6 +45,8 @@ def test_old_or_missing_pictures_are_found(script, tmp_path, monkeypatch):
 
 
 def test_pictures_are_small_and_every_one_is_shown():
-    shown = set(re.findall(r"\(pictures/([\w.]+)\)", (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")))
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found = (re.findall(r"pictures/([\w.]+\.svg)\)", page.read_text(encoding="utf-8")) for page in pages)
+    shown = {name for names in found for name in names}
     assert shown == {path.name for path in PICTURES.glob("*.svg")}
     assert all(path.stat().st_size < 60_000 for path in PICTURES.iterdir())

@@ -79,6 +79,7 @@ class Ablations(AbstractGrid):
 
     name = "ablations"
     title = "What each part of FeDLaS is worth"
+    compared = False
 
     @property
     def methods(self) -> dict[str, str]:

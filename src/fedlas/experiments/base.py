@@ -19,6 +19,8 @@ from fedlas.report.tables import Table
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run
 
+FOR = "For "  # how a note begins that says what stands for the data of a heading
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -103,7 +103,7 @@ class GateStability(AbstractExperiment):
             recipe = there[0].recipe
             milestones = recipe.milestones if recipe.schedule == "multi_step" else ()
             curves = {_counted(name, lines): [line.curve for line in lines] for name, lines in found.items() if lines}
-            data = gate_data(curves, _heading(choice, place), milestones)
+            data = gate_data(curves, f"{_heading(choice, place)}, {choice.protocol} protocol", milestones)
             name = f"{self.name}-{choice.protocol}-{recipe.data}-{recipe.model}"
             files += save_with_data(gate_figure(data), data, drawing.folder, name)
         return files
@@ -141,7 +141,7 @@ def _cell(ledger: Ledger, choice: Choice, place: Place, loss: str, one: Number) 
 
 def _heading(choice: Choice, place: Place) -> str:
     model = recipe_for(*place, protocol=choice.protocol).model
-    return f"{data_name(place.data)}, {model}, {choice.protocol} protocol"
+    return f"{data_name(place.data)}, {model}"
 
 
 def _counted(name: str, lines: Sequence[Line]) -> str:

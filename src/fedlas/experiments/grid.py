@@ -57,6 +57,7 @@ class AbstractGrid(AbstractExperiment):
     """Methods in rows, places and metrics in columns."""
 
     title: ClassVar[str]
+    compared: ClassVar[bool] = True  # whether the paper prints such numbers
     ranked: ClassVar[tuple[str, ...]] = ()  # headings of the numbers that mean ranks are made of
 
     @property
@@ -146,11 +147,9 @@ class AbstractGrid(AbstractExperiment):
         test = () if choice.split == TEST else ("Test images are normalised as in the published code.",)
         if choice.protocol in PUBLISHED:
             return (f"Protocol: {protocol.summary}.", *test)
-        return (
-            *test,
-            f"The {protocol.name} protocol ({protocol.summary}): a short version of the comparison. Printed numbers are"
-            " the paper's own, of its network and its many epochs: for orientation, not for comparison.",
-        )
+        short = f"The {protocol.name} protocol ({protocol.summary}): a short version of the comparison."
+        theirs = " Printed numbers are the paper's own, of its network and its many epochs: for orientation, not for"
+        return (*test, f"{short}{theirs} comparison." if self.compared else short)
 
     def _cells(self, ledger: Ledger, choice: Choice, place: Place, row: str) -> list[Cell]:
         """Give the cells of a row at one place: one for each number that is measured there."""

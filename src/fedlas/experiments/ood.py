@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fedlas.experiments import paper
-from fedlas.experiments.base import Choice
+from fedlas.experiments.base import FOR, Choice
 from fedlas.experiments.grid import AbstractGrid, Measured
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.report.tables import Table
@@ -36,7 +36,7 @@ class OutOfDistribution(AbstractGrid):
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         said = {
-            f"{paper.data_name(name)} is {title}."
+            f"{FOR}{paper.data_name(name)}: {title}."
             for wanted in self.plan(choice, ledger)
             if (line := ledger.find(wanted.recipe, None, choice.split)) is not None
             for name, title in line.environment.get("titles", {}).items()

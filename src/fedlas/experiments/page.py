@@ -7,7 +7,7 @@ are the same whatever the numbers say.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fedlas.experiments.base import Choice
+from fedlas.experiments.base import FOR, Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.report.tables import RANKS, Detail, Table
@@ -57,18 +57,20 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
         for table in experiment.tables(ledger, choice):
             shown = [n for n, column in enumerate(table.columns) if column.group != RANKS]
+            if not shown:  # the experiment says nothing about such data
+                continue
             rows = [replace(row, cells=tuple(row.cells[n] for n in shown)) for row in table.rows]
             rows = [row for row in rows if any(cell.values for cell in row.cells)]
             columns = tuple(replace(table.columns[n], group="") for n in shown)
-            title = _title(table, protocol)
+            title = f"{table.columns[0].group}, {protocol} protocol"
             if rows:
-                made.append(replace(table, title=title, columns=columns, rows=tuple(rows), notes=()))
+                made.append(replace(table, title=title, columns=columns, rows=tuple(rows), notes=_said(table)))
     return made
 
 
-def _title(table: Table, protocol: str) -> str:
-    group, about = table.columns[0].group, f"{protocol} protocol"
-    return group if group.endswith(about) else f"{group}, {about}"
+def _said(table: Table) -> tuple[str, ...]:
+    """Keep the notes that name what was measured; what a protocol is stands elsewhere."""
+    return tuple(note for note in table.notes if note.startswith(FOR))
 
 
 def _summary(ledger: Ledger) -> str:

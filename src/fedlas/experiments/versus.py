@@ -1,7 +1,7 @@
 """Whether one model is better than another, on the same test samples, over seeds.
 
 A side is a run folder, a file of predictions, or rows of the ledger: a line's id, or `data/method`, such as
-`cifar10/fedlas_ls` or `cifar10/fast/ce+temperature`, which stands for all seeds. Runs of both sides are paired by seed,
+`cifar10/fedlas_ls` or `cifar10/fast/ce+temperature`, which stands for all seeds of the protocol's own recipe. Runs of both sides are paired by seed,
 and each pair is compared by the paired bootstrap; over seeds the mean difference and its standard error are told.
 """
 
@@ -13,12 +13,13 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedlas.experiments.kept import STATE, kept_of
-from fedlas.experiments.ledger import Ledger, Line
+from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.files import read_predictions
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import Comparison, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.predictions import Predictions
+from fedlas.train import recipe_for
 from fedlas.train.runs import Run
 
 Metric = Callable[..., Any]
@@ -101,7 +102,7 @@ def side(text: str, ledger: Ledger) -> Side:
         return Side(text, {run.recipe.seed: run.predictions(f"{STATE}-test")})
     if path.is_file():
         return Side(text, {None: read_predictions(path)})
-    lines = [ledger.lines[text]] if text in ledger.lines else _lines(text, ledger)
+    lines = [ledger.lines[text]] if text in ledger.lines else lines_of(text, ledger)
     if not lines:
         raise ValueError(
             f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger are"
@@ -126,18 +127,35 @@ def _predictions(line: Line, ledger: Ledger) -> Predictions:
         if before is not None:
             given = Predictions(before.logits / learned["temperature"], before.labels, split=before.split)
     if given is None:
-        kinds = "of more than ten classes, and after most calibrators,"
-        raise ValueError(f"{line.id}: {kinds} the ledger keeps no probabilities; name run folders")
+        kind = "of more than ten classes" if line.posthoc is None else f"after {line.posthoc['name']}"
+        raise ValueError(f"{line.id}: {kind} the ledger keeps no probabilities; name run folders")
     return given
 
 
-def _lines(text: str, ledger: Ledger) -> list[Line]:
+def lines_of(text: str, ledger: Ledger) -> list[Line]:
+    """Find the rows that `data/method` or `data/protocol/method` stands for.
+
+    Where a recipe of the protocol was run, variants of it are not meant: they have an id to be named by.
+    """
     data, *protocol, method = text.split("/") if "/" in text else ("", text)
-    return [
+    found = [
         line
         for line in ledger.lines.values()
-        if line.recipe.data == data and line.method == method and (not protocol or line.protocol == protocol[0])
-    ]
+        if line.recipe.data == data and line.method == method and line.split == TEST
+        and (not protocol or line.protocol == protocol[0])
+    ]  # fmt: skip
+    usual = [line for line in found if _is_usual(line)]
+    return usual or found
+
+
+def _is_usual(line: Line) -> bool:
+    """Say whether a line is of the ready recipe of its protocol."""
+    recipe = line.recipe
+    try:
+        ready = recipe_for(recipe.data, recipe.model, recipe.loss, protocol=line.protocol, seed=recipe.seed)
+    except ValueError:  # a protocol of somebody's own
+        return False
+    return ready.name == recipe.name
 
 
 def _known(ledger: Ledger) -> list[str]:

@@ -65,7 +65,7 @@ class Probmetrics(AbstractCalibrator):
 
     def save(self, path: str | Path) -> None:
         """Refuse: there is no way to save it that is safe to load."""
-        raise NotImplementedError(
+        raise ValueError(
             f"a calibrator of probmetrics cannot be written to {path} without pickle; fit it again instead"
         )
 

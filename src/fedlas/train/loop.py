@@ -344,7 +344,7 @@ class _Training:
         """Write the predictions of the last weights and of the best, and on what data; foreign data comes last."""
         if is_first():
             looked_at = dict.fromkeys(("train", "val", *(name.partition("-")[0] for name in self.recipe.splits)))
-            foreign = {name: self.bench.foreign_data(name) for name in self.recipe.ood}
+            foreign = {data.name: data for data in map(self.bench.foreign_data, self.recipe.ood)}
             sums = {name: self.bench.data.split(name).checksum() for name in looked_at}
             sums |= {f"ood-{name}": data.split("test").checksum() for name, data in foreign.items()}
             self.run.note({"data": sums, "titles": {name: data.title for name, data in foreign.items()}})
