@@ -25,7 +25,17 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from fedlas.predictions import NUMBERS, Predictions, optional_module, read_lines, readable, some_of, write_whole
+from fedlas.predictions import (
+    NUMBERS,
+    Predictions,
+    check_unpacked,
+    named,
+    optional_module,
+    read_lines,
+    readable,
+    some_of,
+    write_whole,
+)
 
 Watch = Callable[[float], None]
 
@@ -44,7 +54,8 @@ def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(f"{path}: predictions are read from {', '.join(READERS)}, not from {path.suffix or 'this'}")
-    return reader(path, split, watch)
+    with named(path):
+        return reader(path, split, watch)
 
 
 def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool = False) -> Path:
@@ -120,6 +131,8 @@ def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
         raise ValueError(f"{path}: {kinds}; save a dictionary of tensors: torch.save({{'logits': ...}})")
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
+    # A tensor may be longer than what is stored of it, by a stride of zero.
+    check_unpacked(path, sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor)))
     return Predictions.from_columns({str(name): value for name, value in found.items()}, path, split)
 
 
@@ -128,7 +141,7 @@ def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line, parse_constant=_no_number)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: line {number + 1} is no JSON ({error})") from error
 
 
