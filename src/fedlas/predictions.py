@@ -266,9 +266,9 @@ class Predictions:
     def from_npz(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         with readable(path), np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
+            if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
                 raise ValueError("it holds one array alone; named ones are expected (numpy.savez)")  # noqa: TRY004
-            check_unpacked(path, sum(entry.file_size for entry in file.zip.infolist()))
+            check_unpacked(path, sum(int(entry.file_size) for entry in file.zip.infolist()))
             columns = dict(file)
         return cls.from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
 
@@ -759,10 +759,8 @@ def _arrow_numbers(file: Any) -> dict[str, Any]:
 def _arrow_count(about: Any) -> int:
     """Count the values of a parquet file, without reading them."""
     groups = [about.row_group(i) for i in range(about.num_row_groups)]
-    return max(
-        about.num_rows * about.num_columns,
-        sum(group.column(i).num_values for group in groups for i in range(group.num_columns)),
-    )
+    values = sum(int(group.column(i).num_values) for group in groups for i in range(group.num_columns))
+    return max(int(about.num_rows) * int(about.num_columns), values)
 
 
 def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
