@@ -51,6 +51,8 @@ def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({', '.join(READERS)})")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a device or a pipe, which may have no end; a file of predictions is needed")
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(f"{path}: predictions are read from {', '.join(READERS)}, not from {path.suffix or 'this'}")
