@@ -105,10 +105,10 @@ def licences() -> None:
     ]
     text = (
         "# Licences\n\n"
-        "What is installed with `fedlas`, and under which licence each package says it comes; `scripts/licences` writes "
-        "this page from the packages' own metadata. `fedlas` itself is under the MIT licence and contains none of them. "
-        "The last column says which extra asks for a package; those of `fedlas` are always installed, those of `dev` are "
-        "for its tests alone.\n\n"
+        "What is installed with `fedlas`, and under which licence each package says it comes; `scripts/licences`\n"
+        "writes this page from the packages' own metadata. `fedlas` itself is under the MIT licence and contains none\n"
+        "of them. The last column says which extra asks for a package; those of `fedlas` are always installed, those\n"
+        "of `dev` are for its tests alone.\n\n"
         f"{len(rows)} packages.\n\n| package | version | licence | asked for by |\n|---|---|---|---|\n"
     )
     (ROOT / "docs" / "licences.md").write_text(text + "\n".join(rows) + "\n", encoding="utf-8")
@@ -171,7 +171,7 @@ def audit() -> int:
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", text, re.MULTILINE)
     asked = [{"package": {"name": name, "ecosystem": "PyPI"}, "version": version} for name, version in pins]
-    request = urllib.request.Request(ADVISORIES, json.dumps({"queries": asked}).encode(), method="POST")  # noqa: S310
+    request = urllib.request.Request(ADVISORIES, json.dumps({"queries": asked}).encode(), method="POST")
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE) as reply:  # noqa: S310
             answers = json.load(reply)["results"]

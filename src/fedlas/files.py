@@ -16,7 +16,6 @@ The names of columns are those that `fedlas.predictions` lists; nothing is found
 import csv
 import io
 import json
-import pickle  # for the name of an error; nothing is unpickled
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -125,7 +124,9 @@ def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
     with readable(path):
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
+        except OSError:
+            raise
+        except Exception:
             # torch's own advice is to load it without a check, which runs whatever the file says.
             found = None
     if found is None:
@@ -177,6 +178,8 @@ def _columns(records: Iterable[tuple[int, Any]], path: Path) -> dict[str, Any]:
 
 class _Column:
     """A column that is filled row by row: with numbers, with rows of numbers, or with words."""
+
+    __slots__ = ("name", "values", "width")  # a file may have a million of them
 
     def __init__(self, name: str, first: Any) -> None:
         self.name = name

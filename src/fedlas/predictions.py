@@ -562,9 +562,9 @@ def readable(path: str | Path) -> Iterator[None]:
     """Name the file in whatever error a reader raises about it."""
     try:
         yield
-    except OSError:
-        raise  # a file that is not there says so itself
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # a file that is not there says so itself; without a number it is a reader's word for damage
         raise ValueError(f"{path} is damaged, or not a file of this kind: {error}") from error
 
 

@@ -37,6 +37,7 @@ from fedlas.metrics.streaming import AbstractStream  # noqa: E402
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OTHERS = (torch.int64, torch.bool, torch.complex64, torch.uint8)
+ODD_LABELS = (torch.bool, torch.float32, torch.float16, torch.complex64)
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 EXTREMES = (
@@ -168,9 +169,9 @@ def as_container(draw: Draw, table: Tensor) -> Any:
 
 FAULTS: dict[str, Callable[[Draw, Any, Any], tuple[Any, Any]]] = {
     "none": lambda d, s, y: (s, y),
-    "a cell": lambda d, s, y: (_with_cell(s, d.whole(0, 99), d.pick(HUGE + (-1e-9, -0.5, 2.0, -1e-320))), y),
+    "a cell": lambda d, s, y: (_with_cell(s, d.whole(0, 99), d.pick((*HUGE, -1e-9, -0.5, 2.0, -1e-320))), y),
     "a label": lambda d, s, y: (s, _with_cell(y, d.whole(0, 99), d.pick((-1, 5, 100, -100, 127, -128)))),
-    "a soft label": lambda d, s, y: (s, _with_cell(y, d.whole(0, 99), d.pick(HUGE + (-1e-9, 0.5)))),
+    "a soft label": lambda d, s, y: (s, _with_cell(y, d.whole(0, 99), d.pick((*HUGE, -1e-9, 0.5)))),
     "no samples": lambda d, s, y: (s[:0], y[:0]),
     "no classes": lambda d, s, y: (s[:, :0], y),
     "too few labels": lambda d, s, y: (s, y[:-1]),
@@ -185,7 +186,7 @@ FAULTS: dict[str, Callable[[Draw, Any, Any], tuple[Any, Any]]] = {
     "a label alone": lambda d, s, y: (s, y.sum()),
     "maps": lambda d, s, y: (s[..., None], y[..., None]),
     "scores of another type": lambda d, s, y: (s.nan_to_num(0, 0, 0).to(d.pick(OTHERS)), y),
-    "labels of another type": lambda d, s, y: (s, y.to(d.pick((torch.bool, torch.float32, torch.float16, torch.complex64)))),
+    "labels of another type": lambda d, s, y: (s, y.to(d.pick(ODD_LABELS))),
     "both elsewhere": lambda d, s, y: (s.to("meta"), y.to("meta")),
     "scores elsewhere": lambda d, s, y: (s.to("meta"), y),
     "labels elsewhere": lambda d, s, y: (s, y.to("meta")),
@@ -377,7 +378,9 @@ def judge_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, 
     if name.lower() == "nll":
         own = [plain.log_softmax(row) for row in scores.detach().double().tolist()]
         truth = exact_table(*rows).labels
-        wanted = -math.fsum(float(y) * p for ys, ps in zip(truth, own, strict=True) for y, p in zip(ys, ps) if y)
+        wanted = -math.fsum(
+            float(y) * p for ys, ps in zip(truth, own, strict=True) for y, p in zip(ys, ps, strict=True) if y
+        )
         if not math.isclose(float(found), wanted / len(own), rel_tol=1e-5, abs_tol=1e-5):
             raise FindingError(f"{name}: {float(found)!r} instead of {wanted / len(own)!r}: {text}")
     else:
@@ -454,9 +457,9 @@ def compare(name: str, found: Any, rows: tuple[Tensor, Tensor], options: dict[st
     for one, other in zip(got, wanted, strict=True):
         if math.isnan(other) or (math.isinf(other) and one == other):
             continue
-        if name == "debiased_l2":  # near zero the root of a difference magnifies its last digit
-            one, other = one**2, other**2
-        if not abs(one - other) <= tolerance * max(1.0, abs(other)):
+        # Near zero the root of a difference magnifies its last digit.
+        off = abs(one**2 - other**2) if name == "debiased_l2" else abs(one - other)
+        if not off <= tolerance * max(1.0, abs(other)):
             raise FindingError(f"{name}: {one!r} instead of {other!r}: {text}")
 
 
@@ -517,7 +520,7 @@ def loss_input(draw: Draw, soft: bool) -> list[Any]:
     return [logits, labels, features, index]
 
 
-def loss_verdict(loss: Any, given: list[Any]) -> bool | None:
+def loss_verdict(loss: Any, given: list[Any]) -> bool | None:  # noqa: PLR0911, PLR0912 (a list of what is not legal)
     """Whether a loss has to take an input; None where it may."""
     if not all(isinstance(one, Tensor) for one in given):
         return False

@@ -103,7 +103,7 @@ def test_losses_name_a_sparse_tensor(name, which):
 
 def test_soft_labels_that_carry_a_gradient_are_refused_without_a_warning():
     labels = torch.full((2, 3), 0.5, requires_grad=True)
-    with pytest.raises(ValueError, match="sums to 1.5"):
+    with pytest.raises(ValueError, match=r"sums to 1\.5"):
         fedlas.build_loss("ce")(torch.zeros(2, 3), labels)
 
 

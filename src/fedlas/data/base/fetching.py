@@ -5,6 +5,7 @@ and a fetch that broke off goes on where it stopped. A lock, which dies with its
 fetching the same file.
 """
 
+import errno
 import fcntl
 import hashlib
 import http.client
@@ -192,7 +193,8 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
             raise DamagedFileError(f"{archive} is damaged: its MD5 is {found}, the published one {source.md5}")
         room = Path(tempfile.mkdtemp(prefix=f".{inside}.", dir=root))
         try:
-            _extract(archive, room)
+            with _named(archive):
+                _extract(archive, room)
             if not (room / inside).is_dir():
                 raise DamagedFileError(f"{archive} holds no folder {inside}")
             os.sync()  # one by one, many thousand small files would take minutes
@@ -200,6 +202,17 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
         finally:
             shutil.rmtree(room, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def _named(archive: Path) -> Iterator[None]:
+    """Name the archive in whatever error is about it; one about the disk stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:
+            raise
+        raise DamagedFileError(f"{archive} cannot be unpacked: {error}") from error
 
 
 def _extract(archive: Path, room: Path) -> None:
