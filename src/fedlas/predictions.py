@@ -267,7 +267,7 @@ class Predictions:
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         with readable(path), np.load(path, allow_pickle=False) as file:
             if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
-                raise ValueError("it holds one array alone; named ones are expected (numpy.savez)")  # noqa: TRY004
+                raise ValueError("it holds one array alone; named ones are expected (numpy.savez)")
             check_unpacked(path, sum(int(entry.file_size) for entry in file.zip.infolist()))
             columns = dict(file)
         return cls.from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
@@ -563,8 +563,8 @@ def readable(path: str | Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # a file that is not there says so itself; without a number it is a reader's word for damage
+        if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
+            raise  # a file that is not there says so itself; a plain one without a number is a reader's word for damage
         raise ValueError(f"{path} is damaged, or not a file of this kind: {error}") from error
 
 

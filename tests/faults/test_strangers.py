@@ -29,12 +29,30 @@ from fedlas.train.runs import Run, RunError
 
 SOURCE = Path(fedlas.__file__).parent
 # Calls that can run what a file says, and what must stand in them.
-GUARDED = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False), "numpy.load": ("allow_pickle", False),
-           "np.lib.format.read_array": ("allow_pickle", False), "np.lib.format.open_memmap": None}  # fmt: skip
-NEVER = ("pickle.load", "pickle.loads", "dill", "joblib.load", "cloudpickle", "marshal.loads", "shelve.open", "yaml.load",
-         "torch.jit.load", "torch.package", "exec", "eval", "compile", "__import__", "os.system", "os.popen")  # fmt: skip
-# The one unpickler, behind a checksum and with three names of its own; it is tested in tests/data/test_data_formats.py.
-ADMITTED = {"data/base/formats.py": {"pickle.Unpickler"}, "integrations/export.py": {"torch.export.load"}}
+GUARDED = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+    "np.lib.format.read_array": ("allow_pickle", False),
+}
+NEVER = ("pickle.load", "pickle.loads", "dill", "joblib.load", "cloudpickle", "marshal.loads", "shelve.open")
+NEVER += (
+    "yaml.load",
+    "torch.jit.load",
+    "torch.package",
+    "exec",
+    "eval",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+)
+# The one unpickler, behind a checksum and with three names of its own, which tests/data/test_data_formats.py attacks;
+# and the one reader of programs, which loads nothing but tensors (`test_a_program_is_not_unpickled`).
+ADMITTED = {
+    "data/base/formats.py": {"pickle.Unpickler", "_PlainUnpickler"},
+    "integrations/export.py": {"torch.export.load"},
+}
 
 
 def dotted(node: ast.expr) -> str:
@@ -74,10 +92,20 @@ def test_nothing_in_the_sources_unpickles_unchecked_data():
 
 @pytest.mark.parametrize(
     "text",
-    ["torch.load(x)", "torch.load(x, weights_only=False)", "np.load(x)", "np.load(x, allow_pickle=flag)", "pickle.load(x)",
-     "class U(pickle.Unpickler): pass", "eval(x)", "joblib.load(x)", "torch.export.load(x)", "dill.loads(x)",
-     "np.lib.format.read_array(x)"],
-)  # fmt: skip
+    [
+        "torch.load(x)",
+        "torch.load(x, weights_only=False)",
+        "np.load(x)",
+        "np.load(x, allow_pickle=flag)",
+        "np.lib.format.read_array(x)",
+        "pickle.load(x)",
+        "class U(pickle.Unpickler): pass",
+        "eval(x)",
+        "joblib.load(x)",
+        "torch.export.load(x)",
+        "dill.loads(x)",
+    ],
+)
 def test_the_search_finds_what_it_looks_for(text):
     assert len(dangers(text, "somewhere.py")) == 1
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPMessage
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import Any, TypeAlias
 
 # Called while a file is fetched, with its name, the bytes there are, and the bytes there will be if that is known.
 Progress: TypeAlias = Callable[[str, int, int | None], None]
@@ -131,7 +131,7 @@ class _StaySecure(urllib.request.HTTPRedirectHandler):
     """Follows a redirect, but never from an encrypted address to one that is not."""
 
     def redirect_request(  # noqa: PLR0917 (urllib calls it so)
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> urllib.request.Request | None:
         if req.full_url.startswith("https://") and not newurl.startswith("https://"):
             raise urllib.error.HTTPError(newurl, code, f"{req.full_url} leads to {newurl}, without TLS", headers, fp)
