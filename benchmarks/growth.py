@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +120,12 @@ def losses(most: int, patience: float) -> Iterator[Point]:
     for record in fedlas.list_losses():
         name = record.name
         gated, paired = "gate" in record.keywords, "lambda_bec" in record.keywords
-        yield from series("loss", name, "N", powers(1_000, most), lambda n, k=name: loss_step(k, n, 10), patience)
+        yield from series("loss", name, "N", powers(1_000, most), partial(loss_step, name, classes=10), patience)
         top = GATE_CLASSES if gated else PAIR_CLASSES if paired else 100_000
         yield from series("loss", name, "C", [c for c in (2, 10, 100, 1_000, 2_000, 10_000, 100_000) if c <= top],
-                          lambda c, k=name: loss_step(k, 64, c), patience)  # fmt: skip
+                          partial(loss_step, name, 64), patience)  # fmt: skip
         if gated:
-            yield from series(
-                "loss", name, "D", powers(16, 65_536, 4), lambda d, k=name: loss_step(k, 256, 10, d), patience
-            )
+            yield from series("loss", name, "D", powers(16, 65_536, 4), partial(loss_step, name, 256, 10), patience)
 
 
 def metric_call(function: Callable[..., Any], n: int, classes: int) -> Call:
@@ -148,8 +147,8 @@ def metric_functions() -> dict[str, Callable[..., Any]]:
 def functions(most: int, patience: float) -> Iterator[Point]:
     """Every metric against samples and classes."""
     for name, one in metric_functions().items():
-        yield from series("metric", name, "N", powers(1_000, most), lambda n, f=one: metric_call(f, n, 10), patience)
-        yield from series("metric", name, "C", powers(10, 100_000), lambda c, f=one: metric_call(f, 100, c), patience)
+        yield from series("metric", name, "N", powers(1_000, most), partial(metric_call, one, classes=10), patience)
+        yield from series("metric", name, "C", powers(10, 100_000), partial(metric_call, one, 100), patience)
 
 
 def streams(most: int, patience: float) -> Iterator[Point]:
@@ -190,20 +189,14 @@ def evaluations(most: int, patience: float) -> Iterator[Point]:
         made = given(n, classes)
         return lambda: fedlas.evaluate(made, **options)
 
-    for against, sizes, shape in (
-        ("N", powers(1_000, most), lambda s: (s, 10)),
-        ("C", powers(10, 10_000), lambda s: (1_000, s)),
-    ):
-        yield from series("evaluate", "evaluate", against, sizes, lambda s, f=shape: judge(*f(s)), patience)
-        yield from series(
-            "evaluate",
-            "evaluate, no intervals",
-            against,
-            sizes,
-            lambda s, f=shape: judge(*f(s), intervals=False),
-            patience,
-        )
-        yield from series("evaluate", "report page", against, sizes, lambda s, f=shape: page(*f(s)), patience)
+    calls: dict[str, Callable[..., Call]] = {
+        "evaluate": judge,
+        "evaluate, no intervals": partial(judge, intervals=False),
+        "report page": page,
+    }
+    for name, one in calls.items():
+        yield from series("evaluate", name, "N", powers(1_000, most), partial(one, classes=10), patience)
+        yield from series("evaluate", name, "C", powers(10, 10_000), partial(one, 1_000), patience)
 
 
 def training(epochs: int) -> list[dict[str, float]]:

@@ -629,8 +629,11 @@ class LossTarget:
         logits = given[0].detach().double().clone()
         if step:
             logits[:, place] += step * logits[:, place].abs().clamp_min(1)
+        # Shares are taken in the type that the loss computes in: one below its smallest number is none.
+        narrow = given[1].dtype == torch.float64 and given[0].dtype != torch.float64
+        labels = given[1].float() if narrow else given[1]
         torch.random.default_generator.manual_seed(0)
-        return twin(logits, given[1], given[2].double(), given[3]).detach().reshape(-1).tolist()
+        return twin(logits, labels, given[2].double(), given[3]).detach().reshape(-1).tolist()
 
     def _plain(self, given: list[Tensor]) -> list[list[float]]:
         """The same loss in plain loops, where it needs nothing but logits and labels."""
