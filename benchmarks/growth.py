@@ -6,8 +6,8 @@
 
 Each series doubles or multiplies one number and keeps the others; it ends at the number that it is given, or where one
 call would take longer than `--patience`. The exponent is the slope of a line through the later half of the points on
-paper with logarithms on both axes: 1 is linear, N log N looks like 1.1, 2 is quadratic. Memory is what a call took
-beyond what was there before. Training is watched epoch by epoch instead: nothing may grow there.
+paper with logarithms on both axes: 1 is linear, N log N looks like 1.1, 2 is quadratic. Seconds are those of one
+processor, whatever else it did meanwhile; memory is what a call took beyond what was there before. Training is watched epoch by epoch instead: nothing may grow there.
 """
 
 import argparse
@@ -61,9 +61,9 @@ def measured(call: Call, rounds: int = ROUNDS) -> tuple[float, int]:
     before, best = peak(), math.inf
     memory = 0
     for turn in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()  # of one thread: other programs do not count
         call()
-        took = time.perf_counter() - start
+        took = time.process_time() - start
         best = min(best, took)
         memory = peak() - before if turn == 0 else memory
         if took > 1:
@@ -75,13 +75,21 @@ def series(  # noqa: PLR0917 (a sentence)
     kind: str, name: str, against: str, sizes: list[int], make: Callable[[int], Call], patience: float
 ) -> Iterator[Point]:
     """Measure one thing at growing sizes, until a call would take too long."""
-    last = (0, 0.0)
+    points: list[Point] = []
     for size in sizes:
-        if last[1] and last[1] * (size / last[0]) > patience:
+        if points and _next(points, size) > patience:
             return
-        seconds, memory = measured(make(size))
-        last = (size, seconds)
-        yield Point(kind, name, against, size, seconds, memory)
+        points.append(Point(kind, name, against, size, *measured(make(size))))
+        yield points[-1]
+
+
+def _next(points: list[Point], size: int) -> float:
+    """Guess how long a call will take, from the last two; the first may be all overhead."""
+    last = points[-1]
+    if len(points) < 2:
+        return last.seconds
+    slope = math.log(last.seconds / points[-2].seconds) / math.log(last.size / points[-2].size)
+    return float(last.seconds * (size / last.size) ** max(slope, 0.0))
 
 
 def powers(low: int, high: int, step: int = 10) -> list[int]:
@@ -227,8 +235,7 @@ def training(epochs: int) -> list[dict[str, float]]:
 
 def exponent(points: list[Point]) -> float | None:
     """Fit the slope of the later half of a series; None where calls are too short to say."""
-    held = [point for point in points if point.seconds > SMALL]
-    held = held[-max(3, len(held) // 2 + 1) :]
+    held = [point for point in points if point.seconds > SMALL][-max(2, len(points) // 2) :]
     if len(held) < 2:
         return None
     x, y = (np.log([getattr(point, name) for point in held]) for name in ("size", "seconds"))
@@ -268,7 +275,7 @@ def draw(points: list[Point], kind: str, against: str, path: Path) -> None:
             slope = exponent(own)
             text = name if slope is None else f"{name} ({slope:.2f})"
             axes.loglog([p.size for p in own], [p.seconds for p in own], marker=".", linewidth=1, label=text)
-    axes.set(xlabel=against, ylabel="seconds", title=f"{kind} against {against} (fitted exponent)")
+    axes.set(xlabel=against, ylabel="processor seconds", title=f"{kind} against {against} (fitted exponent)")
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(fontsize=5, ncols=2)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})

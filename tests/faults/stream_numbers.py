@@ -78,8 +78,9 @@ def campaign(n: int, processes: int, seed: int) -> dict[str, Any]:
     rows = []
     whole = [kind() for kind in STREAMS]
     for number in every:
+        probs, labels = block(number, n, seed)
         for stream in whole:
-            stream.update(*block(number, n, seed))
+            stream.update(probs, labels)
     for mine, other in zip(merged, whole, strict=True):
         rows.append({"stream": type(mine).__name__, **_compared(mine, other)})
     most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
