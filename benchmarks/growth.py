@@ -7,7 +7,8 @@
 Each series doubles or multiplies one number and keeps the others; it ends at the number that it is given, or where one
 call would take longer than `--patience`. The exponent is the slope of a line through the later half of the points on
 paper with logarithms on both axes: 1 is linear, N log N looks like 1.1, 2 is quadratic. Seconds are those of one
-processor, whatever else it did meanwhile; memory is what a call took beyond what was there before. Training is watched epoch by epoch instead: nothing may grow there.
+processor, whatever else it did meanwhile; memory is what a call took beyond what was there before. Training is watched
+epoch by epoch instead: nothing may grow there.
 """
 
 import argparse
