@@ -4,9 +4,10 @@
     python tests/faults/strangers.py --copies 5   a short one
 
 Files are made from a seed and opened one after the other in a process of their own, which may not take more than
-`ROOM` beyond what the libraries need, nor more than `PATIENCE` seconds for one. An audit hook of Python reports every
-class that a pickle names, every program that is started and every file that is opened for writing; a payload in each
-pickle would leave a file behind. What is refused must be an error that a caller expects, and name the file.
+`ROOM` beyond what the libraries need, nor more than `PATIENCE` seconds of a processor for one. An audit hook of Python
+reports every class that a pickle names, every program that is started and every file that is opened for writing; a
+payload in each pickle would leave a file behind. What is refused must be an error that a caller expects, and name the
+file.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOM = 2 * 2**30  # bytes of address space beyond what imports took
-PATIENCE = 60  # seconds for one file
+PATIENCE, WAIT = 60, 600  # seconds of a processor for one file, and on the clock, on however busy a machine
 CLEAR = (ValueError, TypeError, OSError)
 BIG = 2**31  # bytes that a bomb unpacks to
 # What Python reports when a file makes something happen; the unpickler of CIFAR looks its few classes up by itself.
@@ -477,6 +478,7 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             known[kind](Path(path))  # what is imported on first use is no fault of a hostile file
+    tempfile.gettempdir()  # which tries out once where it may write
     seen: list[str] = []
     here = {"folder": own}
 
@@ -495,12 +497,14 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
     )
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     for kind, what, name in cases:
-        path, start = Path(name), time.monotonic()
+        path, start = Path(name), time.process_time()
         here["folder"] = path.parent.resolve()
         seen.clear()
         before = forget_peak()
-        signal.alarm(PATIENCE)
+        signal.alarm(WAIT)
+        signal.setitimer(signal.ITIMER_PROF, PATIENCE)
         record: dict[str, Any] = {"kind": kind, "what": what}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -517,8 +521,9 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
                 record |= {"outcome": "BAD", "message": f"{type(error).__name__}: {str(error)[:300]}"}
             finally:
                 signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
         found = None
-        record |= {"seconds": time.monotonic() - start, "mib": (peak() - before) / 2**20, "events": [*seen]}
+        record |= {"seconds": time.process_time() - start, "mib": (peak() - before) / 2**20, "events": [*seen]}
         if canary.exists():
             record |= {"outcome": "BAD", "message": "the payload ran"}
             canary.unlink()
