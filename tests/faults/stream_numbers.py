@@ -161,7 +161,7 @@ def main() -> int:
     given.out.write_text(json.dumps(found, indent=1))
     print(f"{found['n']:,} predictions, {found['processes']} processes: {found['streamed_s']:.0f} s streamed, "
           f"{found['seconds']:.0f} s in all, at most {found['process_mib']:,} MiB a process")  # fmt: skip
-    print("| stream | counts equal | largest difference |\n|---|---|--:|")
+    print("\n| stream | counts equal | largest difference |\n|---|---|--:|")
     for row in found["streams"]:
         print(f"| `{row['stream']}` | {'yes' if row['counts_equal'] else 'NO'} | {row['largest_difference']:.1e} |")
     print("\n| the same table | largest difference |\n|---|--:|")
