@@ -4,10 +4,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow example docs bench bench-train constraints clean
+.PHONY: help setup demo test test-slow example docs bench bench-train bench-growth faults-numbers constraints licences sbom audit release-check clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1@/' | awk -F@ '{printf "make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1@/' | awk -F@ '{printf "make %-14s %s\n", $$1, $$2}'
 
 setup: $(READY) ## create .venv and install fedlas with all extras and the development tools
 
@@ -33,6 +33,26 @@ bench: $(READY) ## time every loss against F.cross_entropy, and every metric aga
 
 bench-train: $(READY) ## images per second of training, step by step from a plain loop to a captured graph; needs a GPU
 	$(BIN)/python benchmarks/train.py
+
+bench-growth: $(READY) ## how cost grows with samples, classes and width, with fitted exponents
+	$(BIN)/python benchmarks/growth.py
+
+faults-numbers: $(READY) ## the long campaigns: numbers, streams and files from strangers
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz_numbers.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/stream_numbers.py --n 50000000
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/strangers.py
+
+licences: $(READY) ## write docs/licences.md from what is installed
+	@scripts/licences
+
+sbom: $(READY) ## write a bill of materials to build/fedlas.cdx.json
+	@$(BIN)/python scripts/supply.py sbom
+
+audit: $(READY) ## ask a database of advisories about the pinned versions
+	@$(BIN)/python scripts/supply.py audit
+
+release-check: $(READY) ## build wheel and sdist, install each into an empty environment and try it
+	@$(BIN)/python scripts/release_check
 
 constraints: ## write the versions that .venv holds now to constraints.txt
 	@scripts/constraints

@@ -34,7 +34,7 @@ from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import with_logits
-from fedlas.predictions import Array, Predictions, slices_of, write_whole
+from fedlas.predictions import Array, Predictions, readable, slices_of, write_whole
 
 FORMAT = "fedlas.report/1"
 AS_GIVEN = "as given"
@@ -146,7 +146,8 @@ class Report:
     @classmethod
     def load(cls, path: str | Path) -> "Report":
         """Read a file that `save` wrote."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        with readable(path):
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
     def _rows(self) -> list[list[str]]:
         names = [name for name in SHOWN if name in self.before.results]

@@ -16,7 +16,6 @@ The names of columns are those that `fedlas.predictions` lists; nothing is found
 import csv
 import io
 import json
-import pickle  # for the name of an error; nothing is unpickled
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,17 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from fedlas.predictions import NUMBERS, Predictions, optional_module, read_lines, readable, some_of, write_whole
+from fedlas.predictions import (
+    NUMBERS,
+    Predictions,
+    check_unpacked,
+    named,
+    optional_module,
+    read_lines,
+    readable,
+    some_of,
+    write_whole,
+)
 
 Watch = Callable[[float], None]
 
@@ -41,10 +50,13 @@ def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({', '.join(READERS)})")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a device or a pipe, which may have no end; a file of predictions is needed")
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(f"{path}: predictions are read from {', '.join(READERS)}, not from {path.suffix or 'this'}")
-    return reader(path, split, watch)
+    with named(path):
+        return reader(path, split, watch)
 
 
 def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool = False) -> Path:
@@ -112,7 +124,9 @@ def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
     with readable(path):
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
+        except OSError:
+            raise
+        except Exception:
             # torch's own advice is to load it without a check, which runs whatever the file says.
             found = None
     if found is None:
@@ -120,6 +134,8 @@ def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
         raise ValueError(f"{path}: {kinds}; save a dictionary of tensors: torch.save({{'logits': ...}})")
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
+    # A tensor may be longer than what is stored of it, by a stride of zero.
+    check_unpacked(path, sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor)))
     return Predictions.from_columns({str(name): value for name, value in found.items()}, path, split)
 
 
@@ -128,7 +144,7 @@ def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line, parse_constant=_no_number)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: line {number + 1} is no JSON ({error})") from error
 
 
@@ -162,6 +178,8 @@ def _columns(records: Iterable[tuple[int, Any]], path: Path) -> dict[str, Any]:
 
 class _Column:
     """A column that is filled row by row: with numbers, with rows of numbers, or with words."""
+
+    __slots__ = ("name", "values", "width")  # a file may have a million of them
 
     def __init__(self, name: str, first: Any) -> None:
         self.name = name

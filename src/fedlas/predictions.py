@@ -24,6 +24,7 @@ import os
 import stat
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 WORDS = ("ids", "paths")  # words for each sample
 FILLING = "(other"  # begins the name of a class that only fills a row up to one
 MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
+# A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
+MOST_UNPACKED, MOST_TIMES = 2**28, 100
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
 
 
@@ -254,7 +257,8 @@ class Predictions:
         """Read a file that `save` wrote."""
         words, tensors = read_safetensors(path)
         columns: dict[str, Any] = dict(tensors)
-        about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
+        with readable(path):
+            about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
         columns |= {name: about.get(name) for name in ("class_names", *WORDS)}
         return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False))
 
@@ -262,6 +266,9 @@ class Predictions:
     def from_npz(cls, path: str | Path, split: str | None = None) -> "Predictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         with readable(path), np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
+                raise ValueError("it holds one array alone; named ones are expected (numpy.savez)")
+            check_unpacked(path, sum(int(entry.file_size) for entry in file.zip.infolist()))
             columns = dict(file)
         return cls.from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
 
@@ -289,6 +296,7 @@ class Predictions:
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
         with readable(path):
             file = optional_module("pyarrow.parquet").ParquetFile(str(path))
+            check_unpacked(path, 8 * _arrow_count(file.metadata))
             columns = _arrow_numbers(file)
             rest = file.read([name for name in file.schema_arrow.names if name not in columns])
         columns |= {name: _arrow_column(rest[name], name, path) for name in rest.column_names}
@@ -312,6 +320,13 @@ class Predictions:
             top_only: whether only the top class is known.
             tolerance: how far each row of probabilities may be from one.
         """
+        with named(path):
+            return cls._from_columns(columns, path, split, top_only, tolerance)
+
+    @classmethod
+    def _from_columns(
+        cls, columns: Mapping[str, Any], path: str | Path, split: str | None, top_only: bool, tolerance: Tensor | None
+    ) -> "Predictions":
         found = [kind for kind in ("logits", "probs") if kind in columns]
         found += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
         if not found and {"confidence", "prediction"} <= columns.keys():
@@ -339,12 +354,9 @@ class Predictions:
             ids=_one_of(columns, ("id", "ids"), path),
             paths=_one_of(columns, ("path", "paths"), path),
         )
-        try:
-            if kind.startswith("logit"):
-                return cls(scores, labels, **rest)
-            return cls.from_probs(scores, labels, tolerance=tolerance, top_only=top_only, **rest)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{path}: {error}") from error
+        if kind.startswith("logit"):
+            return cls(scores, labels, **rest)
+        return cls.from_probs(scores, labels, tolerance=tolerance, top_only=top_only, **rest)
 
     @classmethod
     def _from_confidence(cls, columns: Mapping[str, Any], path: str | Path, split: str | None) -> "Predictions":
@@ -381,6 +393,11 @@ class Predictions:
 def as_tensor(values: Array, name: str) -> Tensor:
     """Take a torch, numpy or other array as a tensor, without a copy where that is possible."""
     if isinstance(values, Tensor):
+        if values.is_meta or values.layout != torch.strided:
+            kind = "on the device meta, which holds no numbers" if values.is_meta else f"of layout {values.layout}"
+            raise TypeError(f"{name} is a tensor {kind}; a dense one is needed (to_dense)")
+        if values.is_complex():
+            raise TypeError(f"{name} holds {values.dtype}; real numbers are expected")
         return values.detach()
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise TypeError(f"{name} is a masked array; leave out what is masked before, or it would count")
@@ -393,7 +410,8 @@ def as_tensor(values: Array, name: str) -> Tensor:
     if array.dtype.kind not in "fiub":
         raise TypeError(f"{name} holds {array.dtype}, not numbers")
     plain = array.dtype.isnative and all(stride >= 0 for stride in array.strides)  # what torch can share
-    array = array if plain else np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    # Not ascontiguousarray: one number that is read backwards counts as contiguous and would stay as it is.
+    array = array if plain else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -402,6 +420,8 @@ def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
     tensor = as_tensor(values, name)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} holds {tensor.dtype}; floating-point numbers are expected")
+    if tensor.ndim == 0:
+        raise ValueError(f"{name} is a single number; one row per sample is expected")
     return tensor
 
 
@@ -542,10 +562,32 @@ def readable(path: str | Path) -> Iterator[None]:
     """Name the file in whatever error a reader raises about it."""
     try:
         yield
-    except OSError:
-        raise  # a file that is not there says so itself
     except Exception as error:
+        if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
+            raise  # a file that is not there says so itself; a plain one without a number is a reader's word for damage
         raise ValueError(f"{path} is damaged, or not a file of this kind: {error}") from error
+
+
+@contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """Name the file in an error about what it holds; what a stranger's file can break is an error about its values."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        if isinstance(error, kind) and str(path) in str(error):
+            raise
+        plain = isinstance(error, ValueError | TypeError)
+        raise kind(f"{path}: {error if plain else repr(error)}") from error
+
+
+def check_unpacked(path: str | Path, size: int) -> None:
+    """Refuse a small file that would fill the memory."""
+    there = Path(path).stat().st_size
+    if size > max(MOST_UNPACKED, MOST_TIMES * there):
+        raise ValueError(f"its {there:,} bytes would unpack to {size:,}, which no predictions do")
 
 
 def read_lines(file: TextIO, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:
@@ -669,14 +711,14 @@ def _read_text(rows: Iterator[list[str]], path: str | Path, mark: str = ",") -> 
     Each row is allowed half a unit of its last digit for every class. That is looked for only where a row needs it.
     """
     header = [name.strip() for name in next(rows, [])]
-    for name in header:
-        if header.count(name) > 1:
-            raise ValueError(f"{path}: {header.count(name)} columns are called {name!r}; each needs a name of its own")
+    name, count = next(iter(Counter(header).most_common(1)), ("", 0))
+    if count > 1:
+        raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
     number = [i for i, name in enumerate(header) if name.startswith(NUMBERS) or name == "confidence"]
     # Probabilities come first, so that they are a slice of a row's numbers; columns of one kind stand together.
     number.sort(key=lambda i: (not header[i].startswith("prob_"), header[i].partition("_")[0]))
     classes = sum(header[i].startswith("prob_") for i in number)
-    text = [i for i in range(len(header)) if i not in number]
+    text = sorted(set(range(len(header))) - set(number))
     values, units = array("d"), array("d")
     words: list[list[str]] = [[] for _ in text]
     for count, row in enumerate(filter(None, rows)):
@@ -712,6 +754,13 @@ def _arrow_numbers(file: Any) -> dict[str, Any]:
     for place, name in enumerate(names):
         table[:, place] = file.read([name])[name].to_numpy()
     return {name: table[:, place] for place, name in enumerate(names)}
+
+
+def _arrow_count(about: Any) -> int:
+    """Count the values of a parquet file, without reading them."""
+    groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    values = sum(int(group.column(i).num_values) for group in groups for i in range(group.num_columns))
+    return max(int(about.num_rows) * int(about.num_columns), values)
 
 
 def _arrow_column(column: Any, name: str, path: str | Path) -> Any:

@@ -31,7 +31,7 @@ from fedlas.metrics.result import Result
 from fedlas.ood.detection import detect_scores
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import build_calibrator
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, readable
 from fedlas.train.runs import MACHINE, Run
 
 FEW_CLASSES = 10
@@ -115,19 +115,16 @@ class Kept:
     @classmethod
     def unpack(cls, content: bytes, name: str = "a file of kept predictions") -> "Kept":
         """Read what `pack` wrote; nothing in it is unpickled."""
-        try:
-            with zipfile.ZipFile(io.BytesIO(content)) as folder:
-                size = sum(entry.file_size for entry in folder.infolist())
-                if size > LARGEST_FILE:
-                    raise ValueError(f"{name} would unpack to {size:,} bytes; kept predictions are small")
-                arrays = {
-                    entry.filename.removesuffix(".npy"): np.lib.format.read_array(
-                        io.BytesIO(folder.read(entry)), allow_pickle=False
-                    )
-                    for entry in folder.infolist()
-                }
-        except (zipfile.BadZipFile, EOFError, KeyError) as error:
-            raise ValueError(f"{name} is damaged: {error}") from error
+        with readable(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
+            size = sum(entry.file_size for entry in folder.infolist())
+            if size > LARGEST_FILE:
+                raise ValueError(f"it would unpack to {size:,} bytes; kept predictions are small")
+            arrays = {
+                entry.filename.removesuffix(".npy"): np.lib.format.read_array(
+                    io.BytesIO(folder.read(entry)), allow_pickle=False
+                )
+                for entry in folder.infolist()
+            }
         if "labels" not in arrays or not {"logits", "confidence"} & set(arrays):
             raise ValueError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")
         return cls(arrays)

@@ -90,7 +90,7 @@ class Line:
                 for place, held in values["ood"].items()
             }
             return cls(**values | {"curve": tuple(values["curve"])})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{where} is no line of a ledger: {error}") from error
 
 
@@ -109,7 +109,7 @@ class Ledger:
         """All lines by their id."""
         found: dict[str, Line] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
-            for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            for number, text in enumerate(_text_of(path).splitlines(), start=1):
                 line = Line.from_json(text, f"{path}:{number}")
                 if line.id in found:
                     raise ValueError(f"{path}:{number}: the run {line.id} is in the ledger twice")
@@ -143,7 +143,10 @@ class Ledger:
         name = Path(line.predictions["file"])
         if name.is_absolute() or ".." in name.parts:
             raise ValueError(f"{line.id}: predictions lie outside of the ledger ({name})")
-        return self.folder / name
+        path = self.folder / name
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            raise ValueError(f"{line.id}: predictions lie outside of the ledger ({name} is a link to elsewhere)")
+        return path
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -157,6 +160,13 @@ def line_id(recipe: Recipe, posthoc: str | None, split: str = TEST) -> str:
     """Name the line of a recipe."""
     name = recipe.name if posthoc is None else f"{recipe.name}+{posthoc}"
     return name if split == TEST else f"{name}@{split}"
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error})") from error
 
 
 def _fields(values: dict[str, Any]) -> dict[str, Any]:

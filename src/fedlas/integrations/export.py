@@ -15,6 +15,8 @@ Files are written whole or not at all, and hold the names of the classes and whi
 import io
 import json
 import math
+import os
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,6 +34,7 @@ from fedlas.predictions import optional_module, readable, two_columns, write_who
 
 FORMAT = "fedlas.exported/1"
 ABOUT = "fedlas"
+FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch reads it at every load
 """Under this name a file says what it is: an extra file of a program, a metadata entry of an ONNX model."""
 
 Said = Literal["probs", "logits"]
@@ -133,14 +136,42 @@ def save_program(model: CalibratedModel, example: Inputs, path: str | Path) -> P
 
 
 def load_program(path: str | Path) -> Exported:
-    """Read a file that `save_program` wrote; it needs torch, and none of the code that made the network."""
+    """Read a file that `save_program` wrote; it needs torch, and none of the code that made the network.
+
+    Nothing in it is unpickled but tensors. What it holds is a program all the same: run none that you do not trust.
+    """
     words = {ABOUT: ""}
-    with readable(path):
-        found = torch.export.load(io.BytesIO(Path(path).read_bytes()), extra_files=words)
-    about = json.loads(words[ABOUT] or "{}")
+    with readable(path), _tensors_only():
+        content = Path(path).read_bytes()
+        _check_constants(content)
+        found = torch.export.load(io.BytesIO(content), extra_files=words)
+        about = json.loads(words[ABOUT] or "{}")
     if about.get("format") != FORMAT:
         raise ValueError(f"{path} is not a program that fedlas wrote; torch.export.load reads any other")
     return Exported(found.module(), about)
+
+
+def _check_constants(content: bytes) -> None:
+    """Refuse constants that torch would unpickle whatever they are; a network with a calibrator has none."""
+    with zipfile.ZipFile(io.BytesIO(content)) as folder:
+        for name in folder.namelist():
+            parts = name.split("/")
+            if "constants" in parts[:-1] and not parts[-1].startswith("tensor_") and not name.endswith(".json"):
+                raise ValueError(f"it holds {name[:80]}, which is more than a tensor and is not unpickled")
+
+
+@contextmanager
+def _tensors_only() -> Iterator[None]:
+    """Have `torch.load` make nothing but tensors, also where torch itself asks it for more."""
+    before = os.environ.get(FORCED)
+    os.environ[FORCED] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FORCED]
+        else:
+            os.environ[FORCED] = before
 
 
 def save_onnx(

@@ -46,6 +46,6 @@ def _next_below(batch: Batch) -> Float[Tensor, "n 1"]:
 def _next_below_each(batch: Batch) -> Float[Tensor, "n classes"]:
     """Find p_j for every class at once: sort, and step over equal values."""
     ascending, order = batch.logits.detach().sort(1)
-    smaller = torch.searchsorted(ascending, batch.logits.detach().contiguous())
+    smaller = torch.searchsorted(ascending.contiguous(), batch.logits.detach().contiguous())
     found = batch.log_probs.exp().gather(1, order).gather(1, (smaller - 1).clamp_min(0))
     return torch.where(smaller > 0, found, 0)

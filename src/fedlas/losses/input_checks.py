@@ -32,10 +32,14 @@ class checks:  # noqa: N801 (a context manager, named like a verb)
 
 
 def check_tensors(logits: object, labels: object, features: object = None, index: object = None) -> None:
-    """Refuse what is no tensor; a network that gives features too must be unpacked first."""
+    """Refuse what is no dense tensor; a network that gives features too must be unpacked first."""
     given = {"logits": logits, "labels": labels, "features": features, "index": index}
     for name, value in given.items():
-        if isinstance(value, Tensor) or (value is None and name in ("features", "index")):
+        if value is None and name in ("features", "index"):
+            continue
+        if isinstance(value, Tensor):
+            if value.layout != torch.strided:
+                raise TypeError(f"{name} has the layout {value.layout}; a dense tensor is needed (to_dense)")
             continue
         hint = "; unpack what the network returns: logits, features = net(x)" if isinstance(value, tuple) else ""
         raise TypeError(f"{name} must be a tensor, not {type(value).__name__}{hint}")
@@ -108,7 +112,7 @@ def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
     if labels.is_floating_point():
         # Sums of rounded probabilities: half a unit in the last place for each class, and some room.
         tolerance = max(1e-4, num_classes * torch.finfo(labels.dtype).eps)
-        rows = labels.movedim(1, -1).reshape(-1, num_classes).double()
+        rows = labels.detach().movedim(1, -1).reshape(-1, num_classes).double()
         bad = ~((rows >= 0).all(1) & ((rows.sum(1) - 1).abs() <= tolerance))
         if bad.any():
             row = int(bad.nonzero()[0])

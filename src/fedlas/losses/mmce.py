@@ -61,17 +61,18 @@ class MMCE(AbstractLoss):
 
     def _weighted(self, confidence: Tensor, correct: Tensor, valid: Tensor) -> Tensor:
         right, wrong = correct * valid, (1 - correct) * valid
-        p, q = right * (1 - confidence), wrong * confidence
-        kernel_p, kernel_q = kernel_sums(confidence, torch.stack([p, q], 1)).unbind(1)
         m, n = right.sum(), wrong.sum()
         both = (m > 0) & (n > 0)
         m, n = torch.where(both, m, 1), torch.where(both, n, 1)
+        # Divided one by one: where soft labels leave almost nothing right, the square of that is zero.
+        p, q = right / m * (1 - confidence), wrong / n * confidence
+        kernel_p, kernel_q = kernel_sums(confidence, torch.stack([p, q], 1)).unbind(1)
         t = self._normalised(p @ kernel_p, m * m) + self._normalised(q @ kernel_q, n * n)
         t = t - 2 * self._normalised(p @ kernel_q, m * n)
         return torch.where(both, (t.clamp_min(0) + 1e-10).sqrt(), 0).expand(len(confidence))
 
     def _normalised(self, pairs: Tensor, number: Tensor) -> Tensor:
-        return pairs / number / (number + 1e-5) if self.double_normalise else pairs / number
+        return pairs / (number + 1e-5) if self.double_normalise else pairs
 
 
 def kernel_sums(position: Float[Tensor, " n"], weights: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:

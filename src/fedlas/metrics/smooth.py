@@ -125,6 +125,9 @@ def kde_ece(
     grid = torch.linspace(0, 1, KDE_POINTS, dtype=torch.float64, device=confidence.device)
     offsets = torch.linspace(-1, 1, 2 * KDE_POINTS - 1, dtype=torch.float64, device=confidence.device)
     kernel = 35 / 32 * (1 - (offsets / width).square()).clamp_min(0) ** 3 / width
+    if width <= 1:
+        # A kernel of a few cells does not add up to one where it is read off, and an error could exceed one.
+        kernel = kernel / kernel.sum() * (KDE_POINTS - 1)
     density, hits = (
         _reflected(_ends_twice(_on_grid(confidence, weights, KDE_POINTS)), kernel) / n
         for weights in (torch.ones_like(correct), correct)

@@ -7,6 +7,7 @@ from typing import Any
 from fedlas.catalog import Catalog, keywords, summary
 from fedlas.posthoc.base import AbstractCalibrator, Fit, read
 from fedlas.posthoc.feature_clipping import FeatureClipping
+from fedlas.predictions import readable
 
 __all__ = [
     "AbstractCalibrator",
@@ -54,7 +55,8 @@ def list_calibrators() -> list[CalibratorRecord]:
 def load_calibrator(path: str | Path) -> AbstractCalibrator:
     """Read any calibrator that was saved."""
     about, tensors = read(path)
-    return CATALOG.find(about["name"]).restore(about, tensors)
+    with readable(path):
+        return CATALOG.find(about["name"]).restore(about, tensors)
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,7 @@ from fedlas.predictions import (
     check_rows,
     optional_module,
     read_safetensors,
+    readable,
     slices_of,
     two_columns,
     write_whole,
@@ -204,9 +205,10 @@ class AbstractCalibrator(ABC):
     def load(cls: type[Kind], path: str | Path) -> Kind:
         """Read a file that `save` wrote; `fedlas.posthoc.load_calibrator` finds the class by itself."""
         about, tensors = read(path)
-        if about["name"] != cls.name:
-            raise ValueError(f"{path} holds a {about['name']!r} calibrator, not {cls.name!r}")
-        return cls.restore(about, tensors)
+        if about.get("name") != cls.name:
+            raise ValueError(f"{path} holds a {about.get('name')!r} calibrator, not {cls.name!r}")
+        with readable(path):
+            return cls.restore(about, tensors)
 
     @classmethod
     def restore(cls: type[Kind], about: Mapping[str, Any], tensors: dict[str, Tensor]) -> Kind:
@@ -226,7 +228,8 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     words, tensors = read_safetensors(path)
     if words.get("format") != json.dumps(FORMAT):
         raise ValueError(f"{path} is not a calibrator that fedlas saved")
-    return {key: json.loads(value) for key, value in words.items()}, tensors
+    with readable(path):
+        return {key: json.loads(value) for key, value in words.items()}, tensors
 
 
 def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) -> Predictions:

@@ -92,11 +92,12 @@ class Run:
         if not self.log_file.exists():
             return []
         records = []
-        for line in self.log_file.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+        with _readable(self.log_file):
+            for line in self.log_file.read_text(encoding="utf-8").splitlines():
+                try:
+                    records.append(json.loads(line))
+                except json.JSONDecodeError:
+                    break
         return records
 
     def predictions_file(self, name: str) -> Path:
@@ -189,7 +190,7 @@ def _readable(file: Path) -> Iterator[None]:
     """Name a file of a run that does not hold what it should."""
     try:
         yield
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
 
 

@@ -5,6 +5,7 @@ and a fetch that broke off goes on where it stopped. A lock, which dies with its
 fetching the same file.
 """
 
+import errno
 import fcntl
 import hashlib
 import http.client
@@ -18,8 +19,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPMessage
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 # Called while a file is fetched, with its name, the bytes there are, and the bytes there will be if that is known.
 Progress: TypeAlias = Callable[[str, int, int | None], None]
@@ -125,6 +127,17 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
     raise MissingFileError(f"{path} could not be fetched ({tried}); {source.advice(path.parent)}")
 
 
+class _StaySecure(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect, but never from an encrypted address to one that is not."""
+
+    def redirect_request(  # noqa: PLR0917 (urllib calls it so)
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> urllib.request.Request | None:
+        if req.full_url.startswith("https://") and not newurl.startswith("https://"):
+            raise urllib.error.HTTPError(newurl, code, f"{req.full_url} leads to {newurl}, without TLS", headers, fp)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
     """Fetch what is still missing of a file, and return the complete `NAME.part`."""
     if not url.startswith(("https://", "http://")):
@@ -133,7 +146,7 @@ def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310
     try:
-        reply = urllib.request.urlopen(request, timeout=PATIENCE)  # noqa: S310
+        reply = urllib.request.build_opener(_StaySecure).open(request, timeout=PATIENCE)
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             error.close()
@@ -180,7 +193,8 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
             raise DamagedFileError(f"{archive} is damaged: its MD5 is {found}, the published one {source.md5}")
         room = Path(tempfile.mkdtemp(prefix=f".{inside}.", dir=root))
         try:
-            _extract(archive, room)
+            with _named(archive):
+                _extract(archive, room)
             if not (room / inside).is_dir():
                 raise DamagedFileError(f"{archive} holds no folder {inside}")
             os.sync()  # one by one, many thousand small files would take minutes
@@ -188,6 +202,17 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
         finally:
             shutil.rmtree(room, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def _named(archive: Path) -> Iterator[None]:
+    """Name the archive in whatever error is about it; one about the disk stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:
+            raise
+        raise DamagedFileError(f"{archive} cannot be unpacked: {error}") from error
 
 
 def _extract(archive: Path, room: Path) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fedlas.data.base.fetching import DamagedFileError, MissingFileError, checked_bytes
 
 Bytes = NDArray[np.uint8]
+LARGEST_IDX = 2**28  # unpacked; the training images of MNIST are 47 million bytes
 
 
 def lines_of(path: Path) -> list[str]:
@@ -35,12 +36,16 @@ def read_idx(path: Path, md5: str | None = None) -> Bytes:
         path: the file; a name that ends in `.gz` is decompressed.
         md5: of the decompressed content, which has one MD5 while compressed files have many.
     """
-    content = path.read_bytes()
-    if path.suffix == ".gz":
+    if path.suffix != ".gz":
+        content = path.read_bytes()
+    else:
         try:
-            content = gzip.decompress(content)
+            with gzip.open(path) as packed:
+                content = packed.read(LARGEST_IDX + 1)
         except (OSError, EOFError, zlib.error) as error:
             raise DamagedFileError(f"{path} is damaged: {error}") from error
+        if len(content) > LARGEST_IDX:
+            raise DamagedFileError(f"{path} would unpack to more than {LARGEST_IDX:,} bytes, which no such file does")
     if content[:3] != b"\x00\x00\x08" or len(content) < 4:  # two zeros, then the code for unsigned bytes
         raise DamagedFileError(f"{path} is no IDX file of bytes: it starts with {content[:4].hex(' ') or 'nothing'}")
     dimensions = content[3]

@@ -1,0 +1,325 @@
+"""How cost grows: time and memory of losses, metrics, evaluation and report against samples, classes and width.
+
+    python benchmarks/growth.py                  measure, draw docs/pictures/growth_*.svg, print the table
+    python benchmarks/growth.py --quick          a minute, for the tests
+    python benchmarks/growth.py --only stream
+
+Each series doubles or multiplies one number and keeps the others; it ends at the number that it is given, or where one
+call would take longer than `--patience`. The exponent is the slope of a line through the later half of the points on
+paper with logarithms on both axes: 1 is linear, N log N looks like 1.1, 2 is quadratic. Seconds are those of one
+processor, whatever else it did meanwhile; memory is what a call took beyond what was there before. Training is watched
+epoch by epoch instead: nothing may grow there.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fedlas
+from fedlas import metrics
+from fedlas.metrics.streaming import AbstractStream
+from fedlas.predictions import Predictions
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 3
+SMALL = 1e-3  # seconds below which a call measures its own overhead
+CHUNK = 1_000_000
+GATE_CLASSES, PAIR_CLASSES = 10_000, 2_000
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: of what, against which number, its size, seconds and bytes."""
+
+    kind: str
+    name: str
+    against: str
+    size: int
+    seconds: float
+    memory: int
+
+
+def peak() -> int:
+    """Say the most memory that this process has held, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
+def measured(call: Call, rounds: int = ROUNDS) -> tuple[float, int]:
+    """Give the fastest of some rounds, and the memory of the first beyond what was held."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before, best = peak(), math.inf
+    memory = 0
+    for turn in range(rounds):
+        start = time.process_time()  # of one thread: other programs do not count
+        call()
+        took = time.process_time() - start
+        best = min(best, took)
+        memory = peak() - before if turn == 0 else memory
+        if took > 1:
+            break
+    return best, memory
+
+
+def series(  # noqa: PLR0917 (a sentence)
+    kind: str, name: str, against: str, sizes: list[int], make: Callable[[int], Call], patience: float
+) -> Iterator[Point]:
+    """Measure one thing at growing sizes, until a call would take too long."""
+    points: list[Point] = []
+    for size in sizes:
+        if points and _next(points, size) > patience:
+            return
+        points.append(Point(kind, name, against, size, *measured(make(size))))
+        yield points[-1]
+
+
+def _next(points: list[Point], size: int) -> float:
+    """Guess how long a call will take, from the last two; the first may be all overhead."""
+    last = points[-1]
+    if len(points) < 2:
+        return last.seconds
+    slope = math.log(last.seconds / points[-2].seconds) / math.log(last.size / points[-2].size)
+    return float(last.seconds * (size / last.size) ** max(slope, 0.0))
+
+
+def powers(low: int, high: int, step: int = 10) -> list[int]:
+    """List the powers between two numbers."""
+    found = [low]
+    while found[-1] * step <= high:
+        found.append(found[-1] * step)
+    return found
+
+
+def problem(n: int, classes: int, width: int = 16) -> tuple[torch.Tensor, ...]:
+    """Draw logits, labels, features and positions."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(n, classes, generator=draw)
+    labels = torch.randint(classes, (n,), generator=draw)
+    return logits, labels, torch.rand(n, width, generator=draw), torch.arange(n)
+
+
+def loss_step(name: str, n: int, classes: int, width: int = 16) -> Call:
+    """Make a training step of one loss: value and gradient."""
+    record = next(one for one in fedlas.list_losses() if one.name == name)
+    sizes = {"num_classes": classes, "num_samples": n}
+    loss = fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in record.keywords})
+    logits, labels, features, index = problem(n, classes, width)
+    logits.requires_grad_()
+
+    def step() -> None:
+        logits.grad = None
+        loss(logits, labels, features, index).backward()
+
+    return step
+
+
+def losses(most: int, patience: float) -> Iterator[Point]:
+    """Every loss against samples and classes, those with features against width."""
+    for record in fedlas.list_losses():
+        name = record.name
+        gated, paired = "gate" in record.keywords, "lambda_bec" in record.keywords
+        yield from series("loss", name, "N", powers(1_000, most), partial(loss_step, name, classes=10), patience)
+        top = GATE_CLASSES if gated else PAIR_CLASSES if paired else 100_000
+        yield from series("loss", name, "C", [c for c in (2, 10, 100, 1_000, 2_000, 10_000, 100_000) if c <= top],
+                          partial(loss_step, name, 64), patience)  # fmt: skip
+        if gated:
+            yield from series("loss", name, "D", powers(16, 65_536, 4), partial(loss_step, name, 256, 10), patience)
+
+
+def metric_call(function: Callable[..., Any], n: int, classes: int) -> Call:
+    """Make a call of one metric."""
+    logits, labels, *_ = problem(n, classes)
+    probs = logits.softmax(1)
+    return lambda: function(probs, labels)
+
+
+def metric_functions() -> dict[str, Callable[..., Any]]:
+    """Find the public functions of probabilities and labels."""
+    import inspect
+
+    found = {name: getattr(metrics, name) for name in metrics.__all__}
+    plain = {name: one for name, one in found.items() if inspect.isfunction(one)}
+    return {n: f for n, f in plain.items() if list(inspect.signature(f).parameters)[:2] == ["probs", "labels"]}
+
+
+def functions(most: int, patience: float) -> Iterator[Point]:
+    """Every metric against samples and classes."""
+    for name, one in metric_functions().items():
+        yield from series("metric", name, "N", powers(1_000, most), partial(metric_call, one, classes=10), patience)
+        yield from series("metric", name, "C", powers(10, 100_000), partial(metric_call, one, 100), patience)
+
+
+def streams(most: int, patience: float) -> Iterator[Point]:
+    """Every stream against samples, fed with the same chunk again and again."""
+    logits, labels, *_ = problem(min(CHUNK, most), 10)
+    probs = logits.softmax(1)
+    for name in metrics.__all__:
+        kind: Any = getattr(metrics, name)
+        if not isinstance(kind, type) or not issubclass(kind, AbstractStream):
+            continue
+
+        def feed(n: int, kind: Any = kind) -> Call:
+            def call() -> object:
+                made = kind()
+                for start in range(0, n, CHUNK):
+                    made.update(probs[: n - start], labels[: n - start])
+                return made.compute()
+
+            return call
+
+        yield from series("stream", name, "N", powers(10_000, most), feed, patience)
+
+
+def evaluations(most: int, patience: float) -> Iterator[Point]:
+    """Measure evaluation, with and without intervals, and the report page."""
+
+    def given(n: int, classes: int) -> Predictions:
+        logits, labels, *_ = problem(n, classes)
+        return Predictions(logits, labels)
+
+    def page(n: int, classes: int) -> Call:
+        made = given(n, classes)
+        report = fedlas.evaluate(made, intervals=False)
+        folder = tempfile.mkdtemp()
+        return lambda: fedlas.save_page(Path(folder) / "p.html", {"m": fedlas.Model(predictions=made, report=report)})
+
+    def judge(n: int, classes: int, **options: Any) -> Call:
+        made = given(n, classes)
+        return lambda: fedlas.evaluate(made, **options)
+
+    calls: dict[str, Callable[..., Call]] = {
+        "evaluate": judge,
+        "evaluate, no intervals": partial(judge, intervals=False),
+        "report page": page,
+    }
+    for name, one in calls.items():
+        yield from series("evaluate", name, "N", powers(1_000, most), partial(one, classes=10), patience)
+        yield from series("evaluate", name, "C", powers(10, 10_000), partial(one, 1_000), patience)
+
+
+def training(epochs: int) -> list[dict[str, float]]:
+    """Train on digits and note memory and open files after each epoch."""
+    from fedlas.train.callbacks import AbstractCallback
+
+    class Watch(AbstractCallback):
+        """Notes what is held."""
+
+        def __init__(self) -> None:
+            self.seen: list[dict[str, float]] = []
+
+        def epoch_ended(self, record: Any) -> None:
+            text = Path("/proc/self/status").read_text(encoding="ascii")
+            held = int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmRSS"))) / 1024
+            self.seen.append(
+                {"epoch": record["epoch"], "mib": held, "files": len(list(Path("/proc/self/fd").iterdir()))}
+            )
+
+    watch = Watch()
+    recipe = fedlas.Recipe(
+        data="digits", model="small_cnn", loss="fedlas_ls", epochs=epochs, batch_size=256, compile=False
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        fedlas.fit(recipe, out=Path(folder) / "run", callbacks=[watch], device="cpu", progress=False)
+    return watch.seen
+
+
+def exponent(points: list[Point]) -> float | None:
+    """Fit the slope of the later half of a series; None where calls are too short to say."""
+    held = [point for point in points if point.seconds > SMALL][-max(2, len(points) // 2) :]
+    if len(held) < 2:
+        return None
+    x, y = (np.log([getattr(point, name) for point in held]) for name in ("size", "seconds"))
+    return float(np.polyfit(x, y, 1)[0])
+
+
+def grouped(points: list[Point]) -> dict[tuple[str, str, str], list[Point]]:
+    """Put the points of each series together."""
+    found: dict[tuple[str, str, str], list[Point]] = {}
+    for point in points:
+        found.setdefault((point.kind, point.name, point.against), []).append(point)
+    return found
+
+
+def table(points: list[Point]) -> str:
+    """Lay the series out for the page."""
+    rows = ["| what | against | up to | seconds there | exponent | memory there, MiB |", "|---|---|--:|--:|--:|--:|"]
+    for (kind, name, against), own in grouped(points).items():
+        slope, last = exponent(own), own[-1]
+        shown = "-" if slope is None else f"{slope:.2f}"
+        numbers = f"{last.size:,} | {last.seconds:.3g} | {shown} | {last.memory / 2**20:.0f}"
+        rows.append(f"| {kind} `{name}` | {against} | {numbers} |")
+    return "\n".join(rows)
+
+
+def draw(points: list[Point], kind: str, against: str, path: Path) -> None:
+    """Draw the series of one kind on logarithmic axes."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    mpl.rcParams["svg.hashsalt"] = "fedlas"
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for (what, name, over), own in grouped(points).items():
+        if (what, over) == (kind, against):
+            slope = exponent(own)
+            text = name if slope is None else f"{name} ({slope:.2f})"
+            axes.loglog([p.size for p in own], [p.seconds for p in own], marker=".", linewidth=1, label=text)
+    axes.set(xlabel=against, ylabel="processor seconds", title=f"{kind} against {against} (fitted exponent)")
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(fontsize=5, ncols=2)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Measure, draw and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=["loss", "metric", "stream", "evaluate", "training"])
+    parser.add_argument("--most", type=int, default=10_000_000, help="samples of metrics and evaluation")
+    parser.add_argument("--streamed", type=int, default=100_000_000, help="samples of streams")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds that one call may take")
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "growth.json")
+    given = parser.parse_args()
+    if given.quick:
+        given.most, given.streamed, given.patience, given.epochs = 10_000, 100_000, 0.3, 3
+    torch.set_num_threads(1)
+    makers = {
+        "loss": lambda: losses(min(given.most, 1_000_000), given.patience),
+        "metric": lambda: functions(given.most, given.patience),
+        "stream": lambda: streams(given.streamed, given.patience),
+        "evaluate": lambda: evaluations(given.most, given.patience),
+    }
+    points: list[Point] = []
+    for kind, make in makers.items():
+        if kind in given.only:
+            for point in make():
+                points.append(point)
+                print(f"{kind} {point.name} {point.against}={point.size:,} {point.seconds:.4g} s", flush=True)
+    trained = training(given.epochs) if "training" in given.only else []
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps({"points": [asdict(one) for one in points], "training": trained}), encoding="utf-8")
+    print(table(points))
+    if trained:
+        first, last = trained[min(4, len(trained) - 1)], trained[-1]
+        print(f"training, epoch {first['epoch']}: {first}; epoch {last['epoch']}: {last}")
+    if not given.quick:
+        for kind, against in sorted({(one.kind, one.against) for one in points}):
+            draw(points, kind, against, ROOT / "docs" / "pictures" / f"growth_{kind}_{against}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The campaign on numbers: every loss and every metric, asked about inputs that nobody would give on purpose.
+
+    python tests/faults/fuzz_numbers.py                       all targets, 100,000 executions each
+    python tests/faults/fuzz_numbers.py --target ece nll      some of them
+    python tests/faults/fuzz_numbers.py --executions 5000 --jobs 2
+
+Each target runs in a process of its own, first with hypothesis, then with atheris (`pip install atheris`), which
+follows the branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says
+so. Seeds are fixed. A target that is slower than `--seconds` allows stops there: the table has the number of
+executions that there really were. What is judged, and how, is in `number_cases.py`.
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+LONGEST = 160  # bytes of an input
+KEPT = 20  # findings that are written out
+
+
+class Tally:
+    """Counts what came of each execution, and keeps the first findings."""
+
+    def __init__(self, target: Any, limit: int, seconds: float) -> None:
+        self.target, self.limit, self.until = target, limit, time.monotonic() + seconds
+        self.counts: Counter[str] = Counter()
+        self.findings: dict[str, str] = {}
+        self.engines: Counter[str] = Counter()
+
+    @property
+    def full(self) -> bool:
+        return sum(self.engines.values()) >= self.limit or time.monotonic() > self.until
+
+    def ask(self, content: bytes, engine: str) -> None:
+        from number_cases import FindingError
+
+        self.engines[engine] += 1
+        try:
+            self.counts[self.target(content)] += 1
+        except FindingError as error:
+            self.counts["findings"] += 1
+            if len(self.findings) < KEPT:
+                self.findings.setdefault(str(error)[:60], f"{error} <- {content.hex()}")
+
+    def record(self, seconds: float) -> dict[str, Any]:
+        about = {"name": self.target.name, "kind": self.target.kind, "seconds": round(seconds, 1)}
+        return about | {
+            "engines": dict(self.engines),
+            "counts": dict(self.counts),
+            "findings": [*self.findings.values()],
+        }
+
+
+def by_hypothesis(tally: Tally, executions: int) -> None:
+    """Let hypothesis draw bytes, which it does with a liking for small and repeated ones."""
+    from hypothesis import HealthCheck, Phase, given, seed, settings
+    from hypothesis import strategies as st
+
+    @seed(1)
+    @settings(
+        max_examples=executions,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.binary(max_size=LONGEST))
+    def ask(content: bytes) -> None:
+        if not tally.full:
+            tally.ask(content, "hypothesis")
+
+    ask()
+
+
+def by_chance(tally: Tally) -> None:
+    """Draw bytes from a seed."""
+    source = random.Random(1)
+    while not tally.full:
+        tally.ask(source.randbytes(source.choice((8, 40, 120, LONGEST))), "random")
+
+
+def one_target(name: str, executions: int, seconds: float, result: Path) -> None:
+    """Fuzz one target in this process, and write what came of it."""
+    guided = importlib.util.find_spec("atheris") is not None
+    if guided:
+        import atheris
+
+        with atheris.instrument_imports(include=["fedlas"]):
+            import fedlas.losses
+            import fedlas.metrics  # noqa: F401 (imported so that its branches are followed)
+    sys.path.insert(0, str(HERE))
+    import number_cases
+    import torch
+
+    torch.set_num_threads(1)
+    target = next(one for one in number_cases.targets() if one.name == name)
+    start = time.monotonic()
+    tally = Tally(target, executions, seconds)
+    by_hypothesis(tally, max(1, executions // 50))
+    if not guided:
+        by_chance(tally)
+        result.write_text(json.dumps(tally.record(time.monotonic() - start)))
+        return
+
+    def ask(content: bytes) -> None:
+        tally.ask(content, "atheris")
+        if tally.full:
+            result.write_text(json.dumps(tally.record(time.monotonic() - start)))
+            sys.stdout.flush()
+            atheris_done()
+
+    def atheris_done() -> None:
+        import os
+
+        os._exit(0)  # libFuzzer has no other way to stop after some seconds
+
+    atheris.Setup([sys.argv[0], "-seed=1", f"-max_len={LONGEST}", "-len_control=0", "-verbosity=0"], ask)
+    atheris.Fuzz()
+
+
+def names_of(kinds: list[str] | None) -> list[str]:
+    sys.path.insert(0, str(HERE))
+    import number_cases
+
+    return [one.name for one in number_cases.targets() if not kinds or one.kind in kinds or one.name in kinds]
+
+
+def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    result = given.out / f"numbers-{name}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--one", name, "--executions", str(given.executions)]
+    command += ["--seconds", str(given.seconds), "--out", str(given.out)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not result.exists():
+        return {
+            "name": name,
+            "kind": "?",
+            "engines": {},
+            "counts": {},
+            "findings": [ran.stderr[-2000:]],
+            "seconds": 0.0,
+        }
+    return json.loads(result.read_text())
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Lay the results out for the page."""
+    rows = [
+        "| target | kind | executions | right | refused clearly | findings | by | seconds |",
+        "|---|---|--:|--:|--:|--:|---|--:|",
+    ]
+    for one in records:
+        counts, engines = one["counts"], one["engines"]
+        by = ", ".join(f"{engine} {count:,}" for engine, count in engines.items())
+        right = counts.get("right", 0) + counts.get("taken", 0)
+        numbers = (
+            f"{sum(engines.values()):,} | {right:,} | {counts.get('refused', 0):,} | {counts.get('findings', 0):,}"
+        )
+        rows.append(f"| `{one['name']}` | {one['kind']} | {numbers} | {by} | {one['seconds']:.0f} |")
+    total = sum(sum(one["engines"].values()) for one in records)
+    bad = sum(one["counts"].get("findings", 0) for one in records)
+    return "\n".join([*rows, "", f"{len(records)} targets, {total:,} executions, {bad:,} findings."])
+
+
+def main() -> int:
+    """Run the campaign; the exit status says whether it found anything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", nargs="*", help="names of targets, or loss, metric, stream")
+    parser.add_argument("--executions", type=int, default=100_000, help="of each target")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for each target, at most")
+    parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.one:
+        one_target(given.one, given.executions, given.seconds, given.out / f"numbers-{given.one}.json")
+        return 0
+    with ThreadPoolExecutor(given.jobs) as pool:
+        records = []
+        for record in pool.map(lambda name: in_a_process(name, given), names_of(given.target)):
+            print(record["name"], record["counts"], *record["findings"][:3], sep="\n  ", flush=True)
+            records.append(record)
+    (given.out / "numbers.md").write_text(table(records) + "\n", encoding="utf-8")
+    print(table(records))
+    return int(any(record["findings"] for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,701 @@
+"""What the campaign on numbers asks: any bytes become an input, and every answer is either right or a clear error.
+
+Bytes come from hypothesis, from a coverage-guided fuzzer or from a seed; `Draw` turns them into tables with extreme,
+denormal, infinite, missing, misplaced or misshapen numbers. What is legal is decided here a second time, from shapes,
+types and values, not by asking the library. A legal input must give the number that exact or float64 arithmetic gives;
+any other input must raise ValueError or TypeError with words in it. Everything else is a finding.
+
+Targets are found: the losses of the catalogue with all of their choices, the functions of `fedlas.metrics` that take
+probabilities and labels, and its streams.
+"""
+
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "contract"), str(TESTS / "losses"), str(TESTS / "faults")]
+
+import exact_metrics  # noqa: E402
+import loss_cases  # noqa: E402
+import plain  # noqa: E402
+
+import fedlas  # noqa: E402
+from fedlas import metrics  # noqa: E402
+from fedlas.metrics.streaming import AbstractStream  # noqa: E402
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+OTHERS = (torch.int64, torch.bool, torch.complex64, torch.uint8)
+ODD_LABELS = (torch.bool, torch.float32, torch.float16, torch.complex64)
+WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+EXTREMES = (
+    0.0,
+    -0.0,
+    1.0,
+    0.5,
+    1 / 3,
+    1e-3,
+    5e-324,
+    1.4e-45,
+    1.2e-38,
+    2.3e-308,
+    6e-8,
+    1 - 2**-53,
+    1 - 2**-24,
+    1 + 2**-23,
+)
+LOGITS = (0.0, 1.0, -1.0, 6.0, -6.0, 20.0, -20.0, 88.0, -104.0, 745.0, 1e4, -1e4, 6e4, 1e-3, 1e-40, 5e-324, -0.0)
+HUGE = (1e30, -1e30, 3e38, -3e38, 1e300, -1e308, math.inf, -math.inf, math.nan)
+CLASSES, WIDTH, SAMPLES = 5, 3, 12
+
+
+class FindingError(AssertionError):
+    """The library gave a wrong number, refused a legal input, or raised something else than a clear error."""
+
+
+class Draw:
+    """Choices read off bytes; when they are used up, every choice is the first one."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.place = content, 0
+
+    def byte(self) -> int:
+        self.place += 1
+        return self.content[self.place - 1] if self.place <= len(self.content) else 0
+
+    def pick(self, options: Any) -> Any:
+        return options[self.byte() % len(options)]
+
+    def whole(self, low: int, high: int) -> int:
+        return low + self.byte() % (high - low + 1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something to fuzz: its name, and what judges one input."""
+
+    name: str
+    kind: str
+    judge: Callable[[Draw], str] = field(repr=False)
+
+    def __call__(self, content: bytes) -> str:
+        """Ask it about an input: what came of it, in a word; a finding is an error."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return self.judge(Draw(content))
+
+
+# Tables of probabilities
+
+
+def prob_rows(draw: Draw, n: int, classes: int) -> list[list[float]]:
+    kind = draw.pick(("steps", "softmax", "one-hot", "tiny", "raw"))
+    rows = []
+    for _ in range(n):
+        if kind == "steps":
+            steps = draw.pick((15, 10, 2, 3, 4, 7))
+            cuts = sorted(draw.whole(0, steps) for _ in range(classes - 1))
+            row = [(b - a) / steps for a, b in zip([0, *cuts], [*cuts, steps], strict=True)]
+        elif kind == "softmax":
+            row = plain.softmax([draw.pick(LOGITS) for _ in range(classes)])
+        elif kind == "raw":
+            row = [draw.pick(EXTREMES + HUGE) for _ in range(classes)]
+        else:
+            row = [
+                0.0 if kind == "one-hot" else draw.pick((5e-324, 1.4e-45, 6e-8, 1e-20, 1e-9)) for _ in range(classes)
+            ]
+            if classes:
+                row[draw.whole(0, classes - 1)] = 1.0
+        rows.append(row)
+    return rows
+
+
+def tensor_of(rows: list[list[float]], n: int, classes: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).reshape(n, classes).to(dtype)
+
+
+def hard_labels(draw: Draw, n: int, classes: int) -> Tensor:
+    top = max(classes - 1, 0)
+    return torch.tensor([draw.whole(0, top) for _ in range(n)], dtype=draw.pick(WHOLE))
+
+
+def soft_labels(draw: Draw, n: int, classes: int) -> Tensor:
+    return tensor_of(prob_rows(draw, n, classes), n, classes, draw.pick(FLOATS))
+
+
+def laid_out(draw: Draw, table: Tensor) -> Tensor:
+    """The same numbers in memory of another shape."""
+    way = draw.pick(("plain", "transposed", "every second", "inside", "grad", "plain", "plain"))
+    if table.is_meta or not table.numel():
+        return table
+    if way == "transposed" and table.ndim == 2:
+        return table.t().contiguous().t()
+    if way == "every second":
+        return torch.stack([table, table], 1)[:, 1] if table.ndim == 1 else table.repeat_interleave(2, 0)[::2]
+    if way == "inside" and table.ndim == 2:
+        return torch.cat([table, table], 1)[:, table.shape[1] :]
+    return table.requires_grad_() if way == "grad" and table.is_floating_point() else table
+
+
+def as_container(draw: Draw, table: Tensor) -> Any:
+    """The same numbers as numpy, as lists, or as a tensor."""
+    way = draw.pick(("tensor", "tensor", "numpy", "backwards", "read-only", "big-endian", "lists"))
+    if way == "tensor" or table.is_meta or table.requires_grad or table.dtype == torch.bfloat16:
+        return table
+    if way == "lists":
+        return table.tolist()
+    found = table.numpy()
+    if way == "backwards":
+        return found[::-1].copy()[::-1] if found.ndim else found
+    if way == "big-endian":
+        return found.astype(found.dtype.newbyteorder(">"))
+    if way == "read-only":
+        found = found.copy()
+        found.flags.writeable = False
+    return found
+
+
+FAULTS: dict[str, Callable[[Draw, Any, Any], tuple[Any, Any]]] = {
+    "none": lambda d, s, y: (s, y),
+    "a cell": lambda d, s, y: (_with_cell(s, d.whole(0, 99), d.pick((*HUGE, -1e-9, -0.5, 2.0, -1e-320))), y),
+    "a label": lambda d, s, y: (s, _with_cell(y, d.whole(0, 99), d.pick((-1, 5, 100, -100, 127, -128)))),
+    "a soft label": lambda d, s, y: (s, _with_cell(y, d.whole(0, 99), d.pick((*HUGE, -1e-9, 0.5)))),
+    "no samples": lambda d, s, y: (s[:0], y[:0]),
+    "no classes": lambda d, s, y: (s[:, :0], y),
+    "too few labels": lambda d, s, y: (s, y[:-1]),
+    "one label": lambda d, s, y: (s, y[:1]),
+    "one row": lambda d, s, y: (s[:1], y),
+    "labels in a column": lambda d, s, y: (s, y[:, None]),
+    "labels in a row": lambda d, s, y: (s, y[None]),
+    "one column": lambda d, s, y: (s[:, :1], y),
+    "turned": lambda d, s, y: (s.t(), y),
+    "a vector": lambda d, s, y: (s.reshape(-1), y),
+    "a number": lambda d, s, y: (s.sum(), y),
+    "a label alone": lambda d, s, y: (s, y.sum()),
+    "maps": lambda d, s, y: (s[..., None], y[..., None]),
+    "scores of another type": lambda d, s, y: (s.nan_to_num(0, 0, 0).to(d.pick(OTHERS)), y),
+    "labels of another type": lambda d, s, y: (s, y.to(d.pick(ODD_LABELS))),
+    "both elsewhere": lambda d, s, y: (s.to("meta"), y.to("meta")),
+    "scores elsewhere": lambda d, s, y: (s.to("meta"), y),
+    "labels elsewhere": lambda d, s, y: (s, y.to("meta")),
+    "no labels": lambda d, s, y: (s, None),
+    "words": lambda d, s, y: (d.pick(("abc", ["a", "b"], b"", {}, object(), 3, None)), y),
+    "ragged": lambda d, s, y: ([[0.5, 0.5], [1.0]], y),
+    "swapped": lambda d, s, y: (y, s),
+    "sparse": lambda d, s, y: (s.to_sparse(), y),
+    "one-hot": lambda d, s, y: (s, torch.eye(max(s.shape[1], 1), dtype=d.pick((torch.int64, torch.float32)))[y.long()]),
+}  # fmt: skip
+
+
+def _with_cell(table: Tensor, place: int, value: float) -> Tensor:
+    if not table.numel() or (not table.is_floating_point() and not math.isfinite(value)):
+        return table
+    changed = table.detach().clone().contiguous()
+    limits = None if table.is_floating_point() else torch.iinfo(table.dtype)
+    if limits is not None and not limits.min <= value <= limits.max:
+        return table
+    changed.view(-1)[place % table.numel()] = value
+    return changed
+
+
+def faulty(draw: Draw, scores: Tensor, labels: Tensor) -> tuple[Any, Any]:
+    """Do something to an input that makes sense; half of the time nothing."""
+    fault = draw.pick([*["none"] * len(FAULTS), *FAULTS])
+    try:
+        return FAULTS[fault](draw, scores, labels)
+    except (RuntimeError, IndexError, TypeError, AttributeError):  # what cannot be done to this one
+        return scores, labels
+
+
+# What is legal
+
+
+def as_seen(values: Any) -> Tensor | None:
+    """Take what was given as a tensor of numbers, or None where it is none."""
+    if isinstance(values, Tensor):
+        return None if values.is_meta or values.layout != torch.strided else values.detach()
+    try:
+        found = np.asarray(values)
+        return torch.tensor(found.tolist(), dtype=_torch_type(found.dtype)).reshape(found.shape)
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):
+        return None
+
+
+def _torch_type(dtype: Any) -> torch.dtype:
+    return {"f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "i8": torch.int64, "i4": torch.int32,
+            "i2": torch.int16, "i1": torch.int8, "u1": torch.uint8, "b1": torch.bool}[dtype.str[1:]]  # fmt: skip
+
+
+def distributions(table: Tensor) -> bool | None:
+    """Whether all rows are distributions; None where rounding decides."""
+    allowed = TOLERANCE[table.dtype]
+    verdict: bool | None = True
+    for row in table.double().tolist():
+        if any(not math.isfinite(value) or value < 0 for value in row):
+            return False
+        off = abs(math.fsum(row) - 1)
+        if off > allowed + 4e-7:
+            return False
+        verdict = None if off > allowed - 4e-7 else verdict
+    return verdict
+
+
+def rows_of(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Lay maps out as rows; None where shapes do not belong together."""
+    if scores.ndim < 2 or scores.shape[1] == 0 or scores.numel() == 0:
+        return None
+    space = (scores.shape[0], *scores.shape[2:])
+    table = scores.movedim(1, -1).reshape(-1, scores.shape[1])
+    if tuple(labels.shape) == space and not labels.is_floating_point() and not labels.is_complex():
+        return table, labels.reshape(-1).long()
+    if labels.shape == scores.shape and labels.is_floating_point():
+        return table, labels.movedim(1, -1).reshape(-1, scores.shape[1])
+    return None
+
+
+def legal_labels(labels: Tensor, classes: int, ignored: int | None = None) -> bool | None:
+    if labels.ndim == 2:
+        return distributions(labels)
+    return all(0 <= label < classes or label == ignored for label in labels.tolist())
+
+
+def exact_table(table: Tensor, labels: Tensor) -> exact_metrics.Table:
+    rows = [[Fraction(value) for value in row] for row in table.double().tolist()]
+    if labels.ndim == 2:
+        truth = [[Fraction(value) for value in row] for row in labels.double().tolist()]
+    else:
+        truth = [[Fraction(k == label) for k in range(table.shape[1])] for label in labels.tolist()]
+    return exact_metrics.Table(rows, truth, table.dtype, labels.ndim == 2)
+
+
+# Metrics
+
+
+class Shown:
+    """An input in words, put into them only when there is something to tell."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __str__(self) -> str:
+        return "; ".join(map(_words, self.values))
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    held = value.device if value.is_meta else value.to_dense().tolist()
+    return f"{value.dtype} {tuple(value.shape)} {held}"
+
+
+def judged(name: str, call: Callable[[], Any], verdict: bool | None, shown: Shown) -> Any:
+    """Call; give what came, or None after a clear error where that is right."""
+    try:
+        found = call()
+    except (ValueError, TypeError) as error:
+        words = str(error)
+        if len(words) < 10:
+            raise FindingError(f"{name}: says only {words!r} about {shown}") from error
+        if verdict and "soft" not in words:
+            raise FindingError(f"{name}: refuses what is legal ({words}): {shown}") from error
+        return None
+    except Exception as error:
+        raise FindingError(f"{name}: {type(error).__name__} ({error}) on {shown}") from error
+    if verdict is False:
+        raise FindingError(f"{name}: takes what is not legal and says {found}: {shown}")
+    return found
+
+
+def metric_input(draw: Draw) -> tuple[Any, Any]:
+    n, classes = draw.pick((3, 1, 2, 4, 5, 6)), draw.pick((3, 2, 4, 5, 1))
+    dtype = draw.pick(FLOATS)
+    scores = tensor_of(prob_rows(draw, n, classes), n, classes, dtype)
+    labels = soft_labels(draw, n, classes) if draw.byte() % 4 == 3 else hard_labels(draw, n, classes)
+    scores, labels = faulty(draw, laid_out(draw, scores), laid_out(draw, labels))
+    if isinstance(scores, Tensor) and scores.layout == torch.strided:
+        scores = as_container(draw, scores)
+    if isinstance(labels, Tensor) and labels.layout == torch.strided:
+        labels = as_container(draw, labels)
+    return scores, labels
+
+
+def verdict_on(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tensor, Tensor] | None]:
+    """Whether metrics have to take an input (None: they may), and its rows."""
+    table, truth = as_seen(scores), as_seen(labels)
+    if table is None or truth is None or table.dtype not in FLOATS:
+        return False, None
+    rows = rows_of(table, truth)
+    if rows is None:
+        return False, None
+    verdicts = (distributions(rows[0]), legal_labels(rows[1], rows[0].shape[1]))
+    return (False if False in verdicts else None if None in verdicts else True), rows
+
+
+def logit_input(draw: Draw) -> tuple[Any, Any]:
+    n, classes, dtype = draw.pick((3, 1, 2, 4, 5, 6)), draw.pick((3, 2, 4, 5, 1)), draw.pick(FLOATS)
+    palette = draw.pick((LOGITS, LOGITS, LOGITS[:7], LOGITS + HUGE))
+    scores = tensor_of([[draw.pick(palette) for _ in range(classes)] for _ in range(n)], n, classes, dtype)
+    labels = soft_labels(draw, n, classes) if draw.byte() % 4 == 3 else hard_labels(draw, n, classes)
+    return faulty(draw, laid_out(draw, scores), laid_out(draw, labels))
+
+
+def verdict_on_logits(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tensor, Tensor] | None]:
+    """The same for logits; their probabilities are computed in the type that the library promises."""
+    table, truth = as_seen(scores), as_seen(labels)
+    if table is None or truth is None or table.dtype not in FLOATS:
+        return False, None
+    if table.ndim != 2 or table.shape[1] < 2:
+        return None, None  # a single column is a binary head, and maps have tests of their own
+    rows = rows_of(table, truth)
+    if rows is None or not bool(table.isfinite().all()):
+        return False, None
+    verdict = legal_labels(rows[1], table.shape[1])
+    probs = table.softmax(1, torch.promote_types(table.dtype, torch.float32))
+    if float((probs.double() - table.double().softmax(1)).abs().max()) > 1e-6:
+        raise FindingError(f"softmax of {table.tolist()} is {probs.tolist()}")
+    return verdict, (probs, rows[1])
+
+
+def judge_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, Any], draw: Draw) -> str:
+    scores, labels = logit_input(draw)
+    verdict, rows = verdict_on_logits(scores, labels)
+    text = Shown("logits", scores, labels, options)
+    found = judged(name, lambda: call(scores, labels), verdict, text)
+    if found is None or rows is None:
+        return "refused"
+    if name.lower() == "nll":
+        own = [plain.log_softmax(row) for row in scores.detach().double().tolist()]
+        truth = exact_table(*rows).labels
+        wanted = -math.fsum(
+            float(y) * p for ys, ps in zip(truth, own, strict=True) for y, p in zip(ys, ps, strict=True) if y
+        )
+        if not math.isclose(float(found), wanted / len(own), rel_tol=1e-5, abs_tol=1e-5):
+            raise FindingError(f"{name}: {float(found)!r} instead of {wanted / len(own)!r}: {text}")
+    else:
+        compare(name, found, rows, options, text)
+    return "right"
+
+
+def judge_metric(name: str, metric: Callable[..., Any], draw: Draw) -> str:
+    options = _options(metric, draw)
+    if draw.byte() % 4 == 3:
+        return judge_logits(name, lambda s, y: metric(fedlas.Predictions(s, y), **options), options, draw)
+    scores, labels = metric_input(draw)
+    verdict, rows = verdict_on(scores, labels)
+    text = Shown(scores, labels, options)
+    found = judged(name, lambda: metric(scores, labels, **options), verdict, text)
+    if found is None or rows is None:
+        return "refused"
+    compare(name, found, rows, options, text)
+    return "right"
+
+
+def judge_stream(name: str, stream: type[AbstractStream[Any]], draw: Draw) -> str:
+    options = _options(stream, draw)
+    if draw.byte() % 4 == 3:
+        return judge_logits(name, lambda s, y: stream(**options).update_logits(s, y).compute(), options, draw)
+    scores, labels = metric_input(draw)
+    verdict, rows = verdict_on(scores, labels)
+    parts = [(scores, labels)]
+    if verdict and draw.byte() % 2 == 0:
+        cut = draw.whole(0, len(scores))
+        parts = [(scores[:cut], labels[:cut]), (scores[cut:], labels[cut:])]
+        parts = [part for part in parts if len(part[0])]
+    merged = draw.byte() % 2
+
+    def call() -> Any:
+        first, second = stream(**options), stream(**options)
+        for i, part in enumerate(parts):
+            (second if i and merged else first).update(*part)
+        return (first.merge(second) if merged and len(parts) > 1 else first).compute()
+
+    text = Shown(scores, labels, options, len(parts))
+    found = judged(name, call, verdict, text)
+    if found is None or rows is None:
+        return "refused"
+    compare(name, found, rows, options, text)
+    return "right"
+
+
+@cache
+def _takes(function: Any, word: str) -> bool:
+    return word in inspect.signature(function).parameters
+
+
+def _options(function: Any, draw: Draw) -> dict[str, Any]:
+    bins = {"bins": draw.pick((15, 1, 2, 3, 10))} if _takes(function, "bins") else {}
+    return bins | ({"k": draw.whole(1, 5)} if _takes(function, "k") else {})
+
+
+def compare(name: str, found: Any, rows: tuple[Tensor, Tensor], options: dict[str, Any], text: Shown) -> None:
+    """Compare a value with exact arithmetic, or, where there is none, with the same metric of float64 pairs."""
+    oracle = exact_metrics.oracle_of(name)
+    table = exact_table(*rows)
+    coarse = (name.lower() in {"brier", "nll"} and table.dtype != torch.float64) or table.soft
+    tolerance = 2e-6 if coarse else 1e-11
+    if oracle is None:
+        expected = _of_pairs(name, table, options)
+        if expected is None:
+            return
+    else:
+        expected = oracle(table, **{key: value for key, value in options.items() if _takes(oracle, key)})
+    got, wanted = numbers(found), numbers(expected)
+    if len(got) != len(wanted):
+        raise FindingError(f"{name}: {got} instead of {wanted}: {text}")
+    for one, other in zip(got, wanted, strict=True):
+        if math.isnan(other) or (math.isinf(other) and one == other):
+            continue
+        # Near zero the root of a difference magnifies its last digit.
+        off = abs(one**2 - other**2) if name == "debiased_l2" else abs(one - other)
+        if not off <= tolerance * max(1.0, abs(other)):
+            raise FindingError(f"{name}: {one!r} instead of {other!r}: {text}")
+
+
+def numbers(found: Any) -> list[float]:
+    """Take the numbers out of whatever a metric gives."""
+    if isinstance(found, (float, int)):
+        return [float(found)]
+    if isinstance(found, list):
+        return found
+    if isinstance(found, metrics.Histogram):
+        return [float(count) for count in found.bins.counts.tolist()]
+    if isinstance(found, metrics.RiskCoverage):
+        return found.risk.tolist()
+    if isinstance(found, metrics.SmoothCurve):
+        return [*found.confidence.tolist(), *found.accuracy.tolist()]
+    return [float(one) for one in found]
+
+
+def _of_pairs(name: str, table: exact_metrics.Table, options: dict[str, Any]) -> Any:
+    """The same metric of confidences in float64: whatever the type was, the values are these."""
+    tops = table.tops()
+    if max(confidence for confidence, _ in tops) > 1:  # by rounding; confidences alone are not given the benefit of it
+        return None
+    function = getattr(metrics, name, None)
+    if not inspect.isfunction(function):
+        function = next(f for key, f in vars(metrics).items() if key.replace("_", "") == name.lower())
+    # Bins are compared in the type that the confidences came in.
+    confidence = torch.tensor([float(c) for c, _ in tops], dtype=torch.float64)
+    confidence = confidence.to(table.dtype) if "bins" in options else confidence
+    correct = torch.tensor([float(y) for _, y in tops], dtype=torch.float64)
+    found = function(confidence, correct if table.soft else correct.long(), scope="confidence", **options)
+    values = numbers(found)
+    if not all(math.isfinite(value) and -1e-9 <= value <= 1 + 1e-9 for value in values):
+        raise FindingError(f"{name}: {values} is outside 0..1")
+    return found
+
+
+# Losses
+
+
+def loss_input(draw: Draw, soft: bool) -> list[Any]:
+    n, dtype = draw.pick((3, 1, 2, 4, 5, 6)), draw.pick(FLOATS)
+    palette = draw.pick((LOGITS, LOGITS, LOGITS[:7], LOGITS + HUGE))
+    rows = [[draw.pick(palette) for _ in range(CLASSES)] for _ in range(n)]
+    logits = laid_out(draw, tensor_of(rows, n, CLASSES, dtype))
+    labels = soft_labels(draw, n, CLASSES) if soft and draw.byte() % 4 == 3 else hard_labels(draw, n, CLASSES)
+    if not labels.is_floating_point() and draw.byte() % 4 == 3:
+        labels = labels.to(torch.int64).index_fill(0, torch.tensor(0), -100)
+    features = torch.tensor([[draw.pick(LOGITS) for _ in range(WIDTH)] for _ in range(n)], dtype=torch.float64)
+    index = torch.tensor([draw.whole(0, SAMPLES - 1) for _ in range(n)])
+    logits, labels = faulty(draw, logits, labels)
+    features = features.to(draw.pick(FLOATS))
+    fault = draw.byte()
+    if fault == 255:
+        features = draw.pick((features[:-1], features.long(), features[:, 0], features.to("meta"), "abc"))
+    if fault == 254:
+        index = draw.pick((index[:-1], index.float(), index + SAMPLES, -1 - index, index.to("meta")))
+    return [logits, labels, features, index]
+
+
+def loss_verdict(loss: Any, given: list[Any]) -> bool | None:  # noqa: PLR0911, PLR0912 (a list of what is not legal)
+    """Whether a loss has to take an input; None where it may."""
+    if not all(isinstance(one, Tensor) for one in given):
+        return False
+    logits, labels, features, index = given
+    if any(one.layout != torch.strided for one in given):
+        return False
+    if len({one.device for one in given}) > 1:
+        return False
+    shape, space = tuple(logits.shape), (*logits.shape[:1], *logits.shape[2:])
+    if not logits.is_floating_point() or logits.ndim < 2 or shape[1] != CLASSES:
+        return False
+    if logits.ndim > 2 or features.ndim > 2:
+        return None  # maps have tests of their own
+    if not features.is_floating_point() or features.ndim != 2 or len(features) != len(logits):
+        return False
+    if index.is_floating_point() or tuple(index.shape) != shape[:1]:
+        return False
+    if labels.dtype == torch.bool or labels.is_complex():
+        return False
+    if labels.is_floating_point():
+        if tuple(labels.shape) != shape or not loss.takes_soft_labels:
+            return False
+    elif tuple(labels.shape) != space:
+        return False
+    if logits.is_meta:
+        return None
+    if loss.index_limit is not None and any(not 0 <= i < SAMPLES for i in index.tolist()):
+        return False
+    if labels.is_floating_point():
+        rows = labels.double().tolist()
+        if any(not (value >= 0) for row in rows for value in row):
+            return False
+        off = max((abs(math.fsum(row) - 1) for row in rows), default=0.0)
+        limit = max(1e-4, CLASSES * torch.finfo(labels.dtype).eps)
+        return None if abs(off - limit) < 1e-6 else off <= limit
+    return legal_labels(labels, CLASSES, -100)
+
+
+@dataclass
+class LossTarget:
+    """One loss with one choice of its words, in all reductions, and its twins in float64."""
+
+    case: loss_cases.Case
+    built: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def pair(self, reduction: str) -> tuple[Any, Any]:
+        if reduction not in self.built:
+            sizes = {"num_classes": CLASSES, "num_samples": SAMPLES}
+            sizes = {name: size for name, size in sizes.items() if name in self.case.record.keywords}
+            made = []
+            for _ in range(2):
+                torch.random.default_generator.manual_seed(0)
+                options = sizes | dict(self.case.options) | {"reduction": reduction}
+                made.append(fedlas.build_loss(self.case.record.name, **options).eval())
+            self.built[reduction] = made[0], made[1].double()
+        return self.built[reduction]
+
+    def judge(self, draw: Draw) -> str:
+        reduction = draw.pick(("mean", "sum", "none"))
+        loss, twin = self.pair(reduction)
+        given = loss_input(draw, loss.takes_soft_labels)
+        verdict = loss_verdict(loss, given)
+        text = Shown(reduction, *given)
+        torch.random.default_generator.manual_seed(0)
+        found = judged(str(self.case), lambda: loss(*given), verdict, text)
+        if found is None:
+            return "refused"
+        if found.is_meta or given[0].is_meta or given[0].layout != torch.strided or given[0].ndim != 2:
+            return "taken"
+        self.compare(found, twin, given, reduction, text)
+        return "right"
+
+    def compare(self, found: Tensor, twin: Any, given: list[Tensor], reduction: str, text: Shown) -> None:
+        logits = given[0].detach()
+        counted = torch.ones(len(logits), dtype=torch.bool) if given[1].ndim == 2 else given[1] != -100
+        bad = bool((logits[counted].isnan() | (logits[counted] == math.inf)).any())
+        if bad and bool(found.isfinite().all()):
+            raise FindingError(f"{self.case}: {found.tolist()} although a logit is no number: {text}")
+        if bad or not bool(logits[counted].isfinite().all()):
+            return
+        values = found.detach().double().reshape(-1).tolist()
+        wide = given[0].dtype == torch.float64
+        size = float(logits[counted].double().abs().amax()) if bool(counted.any()) else 1.0
+        most = 1e-9 if wide else 5e-4
+        expected = [self._twice(twin, given)]
+        if wide and self.case.options == {} and reduction == "mean" and given[1].ndim == 1 and bool(counted.all()):
+            expected += self._plain(given)
+        for one in expected:
+            if close(values, one, most, size, wide):
+                continue
+            if not self._on_a_step(twin, given, one):
+                raise FindingError(f"{self.case}: {values} instead of {one}: {text}")
+
+    def _on_a_step(self, twin: Any, given: list[Tensor], here: list[float]) -> bool:
+        """Whether a threshold of the loss lies so near that rounding decides on which side of it the input is."""
+        size = 1e-9 if given[0].dtype == torch.float64 else 1e-5
+        for step in (size, -size):
+            for place in range(CLASSES):
+                near = self._twice(twin, given, step, place)
+                if any(abs(a - b) > 50 * size * max(1.0, abs(b)) for a, b in zip(near, here, strict=True)):
+                    return True
+        return False
+
+    def _twice(self, twin: Any, given: list[Tensor], step: float = 0.0, place: int = 0) -> list[float]:
+        """The same loss in float64, of logits one column of which may be moved a little."""
+        logits = given[0].detach().double().clone()
+        if step:
+            logits[:, place] += step * logits[:, place].abs().clamp_min(1)
+        # Shares are taken in the type that the loss computes in: one below its smallest number is none.
+        narrow = given[1].dtype == torch.float64 and given[0].dtype != torch.float64
+        labels = given[1].float() if narrow else given[1]
+        torch.random.default_generator.manual_seed(0)
+        return twin(logits, labels, given[2].double(), given[3]).detach().reshape(-1).tolist()
+
+    def _plain(self, given: list[Tensor]) -> list[list[float]]:
+        """The same loss in plain loops, where it needs nothing but logits and labels."""
+        function = getattr(plain, self.case.record.name, None)
+        if function is None:
+            return []
+        needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        if len(needed) != 2 or not len(given[0]):
+            return []
+        try:
+            return [[function(given[0].detach().tolist(), given[1].tolist())]]
+        except (OverflowError, ZeroDivisionError):
+            return []
+
+
+def close(values: list[float], expected: list[float], most: float, size: float, wide: bool) -> bool:
+    largest = math.sqrt(torch.finfo(torch.float64 if wide else torch.float32).max) / 100
+    for one, other in zip(values, expected, strict=True):
+        if math.isfinite(other) and abs(one - other) <= most * max(1.0, abs(other), size):
+            continue
+        if math.isnan(one) and math.isnan(other):
+            continue
+        if not math.isfinite(one) and (not math.isfinite(other) or abs(other) > largest or size > largest):
+            continue  # beyond what the type holds
+        return False
+    return True
+
+
+# All targets
+
+
+def metric_functions() -> dict[str, Callable[..., Any]]:
+    """The public functions of probabilities and labels."""
+    found = {name: getattr(metrics, name) for name in metrics.__all__}
+    functions = {name: one for name, one in found.items() if inspect.isfunction(one)}
+    return {
+        name: one
+        for name, one in functions.items()
+        if list(inspect.signature(one).parameters)[:2] == ["probs", "labels"]
+    }
+
+
+def streams() -> dict[str, type[AbstractStream[Any]]]:
+    """The public streams."""
+    found = {name: getattr(metrics, name) for name in metrics.__all__}
+    return {name: one for name, one in found.items() if inspect.isclass(one) and issubclass(one, AbstractStream)}
+
+
+def loss_targets() -> list[Target]:
+    """One target for each loss; the bytes choose among the options that it has."""
+    found = []
+    for record in fedlas.list_losses():
+        cases = [LossTarget(case) for case in loss_cases.cases_of(record) if not case.random]
+        found.append(Target(record.name, "loss", lambda draw, cases=cases: draw.pick(cases).judge(draw)))
+    return found
+
+
+def targets() -> list[Target]:
+    """Everything that is fuzzed."""
+    found = loss_targets()
+    for name, one in metric_functions().items():
+        found.append(Target(name, "metric", lambda draw, name=name, one=one: judge_metric(name, one, draw)))
+    for name, kind in streams().items():
+        found.append(Target(name, "stream", lambda draw, name=name, kind=kind: judge_stream(name, kind, draw)))
+    return found

@@ -1,0 +1,601 @@
+"""The campaign on files from strangers: whatever a file holds, it is read or refused, and does nothing else.
+
+    python tests/faults/strangers.py              every hostile file, and 40 damaged copies of each sound one
+    python tests/faults/strangers.py --copies 5   a short one
+
+Files are made from a seed and opened one after the other in a process of their own, which may not take more than
+`ROOM` beyond what the libraries need, nor more than `PATIENCE` seconds of a processor for one. An audit hook of Python
+reports every class that a pickle names, every program that is started and every file that is opened for writing; a
+payload in each pickle would leave a file behind. What is refused must be an error that a caller expects, and name the
+file.
+"""
+
+import argparse
+import contextlib
+import gzip
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOM = 2 * 2**30  # bytes of address space beyond what imports took
+PATIENCE, WAIT = 60, 600  # seconds of a processor for one file, and on the clock, on however busy a machine
+CLEAR = (ValueError, TypeError, OSError)
+BIG = 2**31  # bytes that a bomb unpacks to
+# What Python reports when a file makes something happen; the unpickler of CIFAR looks its few classes up by itself.
+FORBIDDEN = {"pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect"}
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return os.system, (f"touch '{self.path}'",)
+
+
+# Sound files, of which damaged copies are made
+
+
+def sound(folder: Path) -> dict[str, Path]:
+    """Write one good file of every kind that is read."""
+    import torch
+
+    import fedlas
+    from fedlas.train.checkpoint import FORMAT
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = torch.Generator().manual_seed(0)
+    given = fedlas.Predictions(
+        torch.randn(20, 3, generator=draw), torch.arange(20) % 3, class_names=["a", "b", "c"], split="val"
+    )
+    found = {}
+    for ending in (".safetensors", ".npz", ".csv", ".parquet", ".jsonl"):
+        found[f"predictions{ending}"] = fedlas.write_predictions(given, folder / f"p{ending}")
+    columns = {"logits": given.logits, "labels": given.labels}
+    (folder / "p.json").write_text(json.dumps({name: one.tolist() for name, one in columns.items()}))
+    torch.save(columns, folder / "p.pt")
+    torch.save(columns, folder / "p.pth", _use_new_zipfile_serialization=False)
+    found |= {f"predictions{ending}": folder / f"p{ending}" for ending in (".json", ".pt", ".pth")}
+    fedlas.build_calibrator("temperature").fit(given).save(folder / "calibrator.safetensors")
+    torch.save({"format": FORMAT, "step": 3, "weights": {"a": torch.ones(3)}}, folder / "checkpoint.pt")
+    torch.save({"state_dict": {"fc.weight": torch.ones(3, 2)}}, folder / "weights.pth")
+    fedlas.evaluate(given, intervals=False).save(folder / "report.json")
+    (folder / "run").mkdir(exist_ok=True)
+    recipe = fedlas.Recipe(data="digits", model="small_cnn", loss="ce")
+    (folder / "run" / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    (folder / "ledger").mkdir(exist_ok=True)
+    (folder / "ledger" / "digits-x.jsonl").write_text(_ledger_line(recipe) + "\n")
+    (folder / "images.gz").write_bytes(gzip.compress(b"\x00\x00\x08\x01" + struct.pack(">I", 5) + bytes(5)))
+    (folder / "kept.npz").write_bytes(_kept(given))
+    (folder / "data.tar.gz").write_bytes(tar_of({"inside/a.txt": b"hello"}))
+    (folder / "data.zip").write_bytes(zip_of({"inside/a.txt": b"hello"}))
+    return found | {
+        "calibrator": folder / "calibrator.safetensors", "checkpoint": folder / "checkpoint.pt",
+        "weights": folder / "weights.pth", "official": folder / "weights.pth", "report": folder / "report.json",
+        "recipe": folder / "run" / "recipe.json", "ledger": folder / "ledger" / "digits-x.jsonl",
+        "idx": folder / "images.gz", "kept": folder / "kept.npz", "archive.tar.gz": folder / "data.tar.gz",
+        "archive.zip": folder / "data.zip",
+    }  # fmt: skip
+
+
+def _ledger_line(recipe: Any) -> str:
+    from fedlas.experiments.ledger import Line, line_id
+
+    name = line_id(recipe, None)
+    held = {"file": f"predictions/{name}.npz", "sha256": "0" * 64}
+    return Line(id=name, recipe=recipe, protocol="x", metrics={"ece": (0.1, None, None)}, predictions=held).to_json()
+
+
+def _kept(given: Any) -> bytes:
+    from fedlas.experiments.kept import Kept
+
+    return Kept.of(given).pack()
+
+
+def tar_of(files: dict[str, bytes | tuple[str, str]]) -> bytes:
+    """Pack files; a pair is a link of some kind to somewhere."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as packed:
+        for name, held in files.items():
+            about = tarfile.TarInfo(name)
+            if isinstance(held, tuple):
+                about.type, about.linkname = {"symbolic": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE}[held[0]], held[1]
+                packed.addfile(about)
+            else:
+                about.size = len(held)
+                packed.addfile(about, io.BytesIO(held))
+    return content.getvalue()
+
+
+def zip_of(files: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", how) as packed:
+        for name, held in files.items():
+            packed.writestr(name, held)
+    return content.getvalue()
+
+
+# What strangers send
+
+
+def hostile(folder: Path, canary: Path, big: int = BIG) -> list[tuple[str, str, Path]]:
+    """Write files that no honest program writes: what reads them, what is wrong with them, where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found: list[tuple[str, str, Path]] = []
+
+    def add(kind: str, what: str, ending: str, content: bytes) -> Path:
+        path = folder / f"{len(found):03d}" / f"f{ending}"
+        path.parent.mkdir()
+        path.write_bytes(content)
+        found.append((kind, what, path))
+        return path
+
+    endings = (".safetensors", ".npz", ".csv", ".parquet", ".json", ".jsonl", ".pt", ".pth")
+    for ending in endings:
+        kind = f"predictions{ending}"
+        add(kind, "empty", ending, b"")
+        add(kind, "random bytes", ending, random.Random(1).randbytes(5000))
+        add(kind, "UTF-16", ending, "logit_a,logit_b,label\n1,2,0\n".encode("utf-16"))
+        add(kind, "zeros", ending, bytes(4096))
+        add(kind, "a pickle", ending, pickle.dumps({"logits": Payload(canary)}, 2))
+        add(kind, "a pickle, protocol 4", ending, pickle.dumps(Payload(canary), 4))
+        add(kind, "another kind of file", ending, zip_of({"a": b"b"}) if ending != ".npz" else b"PAR1" + bytes(99))
+        link = folder / f"{len(found):03d}" / f"f{ending}"
+        link.parent.mkdir()
+        link.symlink_to("/dev/zero")
+        found.append((kind, "a link to a device without end", link))
+        pipe = folder / f"{len(found):03d}" / f"f{ending}"
+        pipe.parent.mkdir()
+        os.mkfifo(pipe)
+        found.append((kind, "a pipe that nobody writes to", pipe))
+    _text_files(add)
+    _arrays(add, canary, big)
+    _tensors(add, canary)
+    _words(add, canary)
+    _archives(add, big)
+    return found
+
+
+def _text_files(add: Callable[..., Path]) -> None:
+    million = 1_000_000
+    wide = ",".join(f"logit_{i}" for i in range(million))
+    add("predictions.csv", "a million columns", ".csv", f"{wide},label\n{','.join(['0'] * million)},0\n".encode())
+    add("predictions.csv", "a million equal columns", ".csv", (",".join(["logit_a"] * million) + "\n1\n").encode())
+    add(
+        "predictions.csv",
+        "a million columns of words",
+        ".csv",
+        (",".join(f"w{i}" for i in range(million)) + "\n").encode(),
+    )
+    add("predictions.csv", "a cell of 20 MB", ".csv", b"logit_a,logit_b,label\n1,2," + b"9" * 20_000_000 + b"\n")
+    add("predictions.csv", "a quote without end", ".csv", b'logit_a,logit_b,label\n1,"2' + b"\n0,0,0" * 500_000)
+    add("predictions.csv", "numbers beyond all", ".csv", b"logit_a,logit_b,label\n1e999,nan,0\n")
+    add("predictions.csv", "NUL bytes", ".csv", b"logit_a,logit_b,label\n1\x00,2,0\n")
+    add("predictions.csv", "a label without end", ".csv", b"logit_a,logit_b,label\n1,2," + b"9" * 5000 + b"\n")
+    add("predictions.csv", "confidences of nothing", ".csv", b"confidence,prediction,label\n0.001,a,b\n" * 3)
+    for kind in (".json", ".jsonl"):
+        name = f"predictions{kind}"
+        add(name, "nested 100,000 deep", kind, b"[" * 100_000 + b"]" * 100_000)
+        add(name, "objects nested 100,000 deep", kind, b'{"a":' * 100_000 + b"1" + b"}" * 100_000)
+        add(name, "a number of 100,000 digits", kind, b'{"logits": [[' + b"9" * 100_000 + b', 1]], "labels": [0]}')
+        add(name, "a number of 400 digits", kind, b'{"logits": [[' + b"9" * 400 + b', 1]], "labels": [0]}')
+        add(name, "a label of 400 digits", kind, b'{"logits": [[2.0, 1.0]], "labels": [' + b"9" * 400 + b"]}")
+        add(name, "NaN", kind, b'{"logits": [[NaN, 1]], "labels": [0]}')
+        add(name, "a lone surrogate", kind, b'{"logits": [[0.5, 1.5]], "labels": ["\\ud800"]}')
+        add(name, "a million names", kind, json.dumps({f"n{i}": [1] for i in range(1_000_000)}).encode())
+        add(name, "null", kind, b"null")
+        add(name, "words for tables", kind, b'{"logits": "abc", "labels": {"a": 1}, "class_names": 3}')
+        add(
+            name,
+            "class names that are none",
+            kind,
+            b'{"logits": [[1.0, 2.0]], "labels": [0], "class_names": [[1], null]}',
+        )
+        add(name, "an index of words", kind, b'{"logits": [[1.0, 2.0]], "labels": [0], "index": ["a"]}')
+        add(name, "a split that is no word", kind, b'{"logits": [[1.0, 2.0]], "labels": [0], "split": [1]}')
+
+
+def _arrays(add: Callable[..., Path], canary: Path, big: int) -> None:
+    import numpy as np
+
+    def npy(array: Any, **options: Any) -> bytes:
+        content = io.BytesIO()
+        np.lib.format.write_array(content, np.asarray(array), **options)
+        return content.getvalue()
+
+    objects = npy(np.array([Payload(canary)], dtype=object), allow_pickle=True)
+    lying = npy(np.zeros(3)).replace(b"(3,), ", f"({10**11},), ".encode())
+    header = npy(np.zeros(1))[:128].replace(b"(1,), ", f"({big // 8},), ".encode())
+    add("predictions.npz", "an array of objects", ".npz", zip_of({"logits.npy": objects, "labels.npy": npy([0])}))
+    add("predictions.npz", "objects as class names", ".npz", zip_of(
+        {"logits.npy": npy(np.zeros((1, 2))), "labels.npy": npy([0]), "class_names.npy": objects}))  # fmt: skip
+    add("predictions.npz", "a shape that is not there", ".npz", zip_of({"logits.npy": lying}))
+    add("predictions.npz", "a name that climbs", ".npz", zip_of({"../../logits.npy": npy(np.zeros((1, 2)))}))
+    add("predictions.npz", "a word for a table", ".npz", zip_of({"logits.npy": npy("abc"), "labels.npy": npy(3)}))
+    flat = {"logits.npy": npy(1.0), "labels.npy": npy(0), "class_names.npy": npy("a"), "index.npy": npy(1.5)}
+    add("predictions.npz", "tables without dimensions", ".npz", zip_of(flat))
+    add("predictions.npz", "one array, no archive", ".npz", npy(np.zeros((2, 2))))
+    add("predictions.npz", "an array of objects, no archive", ".npz", objects)
+    for kind in ("predictions.npz", "kept"):
+        content = io.BytesIO()
+        with (
+            zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as packed,
+            packed.open("logits.npy", "w", force_zip64=True) as file,
+        ):
+            file.write(header)
+            for _ in range(big // 2**24):
+                file.write(bytes(2**24))
+        add(kind, "a zip bomb", ".npz", content.getvalue())
+    add("kept", "an array of objects", ".npz", zip_of({"labels.npy": objects, "logits.npy": objects}))
+    add("kept", "a shape that is not there", ".npz", zip_of({"labels.npy": lying, "logits.npy": lying}))
+    pyarrow, parquet = __import__("pyarrow"), __import__("pyarrow.parquet").parquet
+    content = io.BytesIO()
+    rows = 2**20
+    table = pyarrow.table({"logit_a": np.zeros(rows), "logit_b": np.zeros(rows), "label": np.zeros(rows, np.int64)})
+    with parquet.ParquetWriter(content, table.schema, compression="zstd") as writer:
+        for _ in range(max(1, big // (24 * rows))):
+            writer.write_table(table)
+    add("predictions.parquet", "a bomb of equal rows", ".parquet", content.getvalue())
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.table({f"logit_{i}": [0.0] for i in range(20_000)} | {"label": [0]}), content)
+    add("predictions.parquet", "twenty thousand columns", ".parquet", content.getvalue())
+    nested = pyarrow.array([[[[1.0]]]])
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.table({"logits": nested, "label": [0]}), content)
+    add("predictions.parquet", "lists of lists of lists", ".parquet", content.getvalue())
+
+
+def _tensors(add: Callable[..., Path], canary: Path) -> None:
+    import torch
+
+    def saved(what: Any, **options: Any) -> bytes:
+        content = io.BytesIO()
+        torch.save(what, content, **options)
+        return content.getvalue()
+
+    stretched = torch.zeros(1).expand(10**6, 10**6)
+    deep: Any = torch.zeros(1)
+    for _ in range(200):
+        deep = {"state_dict": deep}
+    circle: dict[str, Any] = {}
+    circle["state_dict"] = circle
+    for kind, ending in (("predictions.pt", ".pt"), ("checkpoint", ".pt"), ("weights", ".pth"), ("official", ".pth")):
+        for options in ({}, {"_use_new_zipfile_serialization": False}):
+            way = "legacy" if options else "zip"
+            add(kind, f"an object inside, {way}", ending, saved({"logits": Payload(canary)}, **options))
+            add(
+                kind,
+                f"an object as a key, {way}",
+                ending,
+                saved({("a", 1): torch.ones(2), "format": Payload(canary)}, **options),
+            )
+        add(
+            kind,
+            "a tensor of 4 TB on 4 bytes",
+            ending,
+            saved({"logits": stretched, "labels": torch.zeros(1), "state_dict": {"a": stretched}}),
+        )
+        add(kind, "nested 200 deep", ending, saved(deep))
+        add(kind, "itself inside of itself", ending, saved(circle))
+        add(kind, "a list", ending, saved([1, 2, 3]))
+        add(kind, "a pickle", ending, pickle.dumps(Payload(canary), 2))
+        add(kind, "opcodes without end", ending, b"\x80\x02" + b"]" * 3_000_000 + b".")
+    add(
+        "predictions.pt",
+        "a sparse table",
+        ".pt",
+        saved({"logits": torch.eye(3).to_sparse(), "labels": torch.arange(3)}),
+    )
+    add(
+        "predictions.pt",
+        "a complex table",
+        ".pt",
+        saved({"logits": torch.eye(3).to(torch.cfloat), "labels": torch.arange(3)}),
+    )
+    add("predictions.pt", "no tensors", ".pt", saved({"logits": "abc", "labels": None, "class_names": 3}))
+    add("program", "a pickle", ".pt2", pickle.dumps(Payload(canary), 2))
+    add("program", "a pickle among the constants", ".pt2", zip_of({
+        "f/archive_format": b"pt2", "f/byteorder": b"little", "f/.data/serialization_id": b"1",
+        "f/data/constants/opaque_obj_0": pickle.dumps(Payload(canary))}, zipfile.ZIP_STORED))  # fmt: skip
+
+
+def _words(add: Callable[..., Path], canary: Path) -> None:
+    def tensors(about: dict[str, str], data: bytes = struct.pack("<4f", 0, 1, 2, 3)) -> bytes:
+        head = json.dumps({"__metadata__": about, "logits": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
+        return struct.pack("<Q", len(head)) + head.encode() + data
+
+    deep = "[" * 100_000 + "]" * 100_000
+    for kind, name in (("predictions.safetensors", "fedlas.predictions/1"), ("calibrator", "fedlas.calibrator/1")):
+        sound_words = {"format": json.dumps(name)}
+        add(kind, "a header without end", ".safetensors", struct.pack("<Q", 2**62) + b"{}")
+        add(kind, "nested words", ".safetensors", tensors(sound_words | {"split": deep, "name": deep}))
+        add(kind, "words that are no JSON", ".safetensors", tensors(sound_words | {"class_names": "{", "options": "{"}))
+        odd = {"class_names": "3", "ids": "7", "name": '"../../etc"', "options": "[]", "fitted": "[]"}
+        add(kind, "words of another kind", ".safetensors", tensors(sound_words | odd))
+        add(kind, "offsets outside of the file", ".safetensors", tensors(sound_words, b""))
+    for name in ("temperature", "os.system", "__class__", "isotonic", ["a"], 3, None):
+        words = {
+            "format": '"fedlas.calibrator/1"',
+            "name": json.dumps(name),
+            "options": '{"__class__": 1}',
+            "fitted": "{}",
+        }
+        add("calibrator", f"the name {name!r}", ".safetensors", tensors(words))
+    for kind, ending in (("report", ".json"), ("recipe", ".json"), ("ledger", ".jsonl")):
+        add(kind, "empty", ending, b"")
+        add(kind, "nested 100,000 deep", ending, deep.encode())
+        add(kind, "a list", ending, b"[1, 2]")
+        add(kind, "UTF-16", ending, '{"a": 1}'.encode("utf-16"))
+        add(kind, "a pickle", ending, pickle.dumps(Payload(canary), 2))
+        add(kind, "a million names", ending, json.dumps({f"n{i}": 1 for i in range(1_000_000)}).encode())
+        add(
+            kind,
+            "null everywhere",
+            ending,
+            json.dumps(dict.fromkeys(("format", "states", "recipe", "id", "data"))).encode(),
+        )
+        add(
+            kind,
+            "numbers for words",
+            ending,
+            b'{"format": 1, "data": 2, "model": [], "loss": {}, "seed": 1e400, "epochs": -1}',
+        )
+        add(kind, "the right format alone", ending, b'{"format": "fedlas.report/1", "states": [[]], "n": {}}')
+    add(
+        "recipe",
+        "a name that climbs",
+        ".json",
+        b'{"data": "../../x", "model": "/etc", "loss": "..", "cache": "/nowhere/x"}',
+    )
+
+
+def _archives(add: Callable[..., Path], big: int) -> None:
+    bomb = zip_of({"inside/zeros": bytes(2**26)})
+    add("idx", "a gzip bomb", ".gz", gzip.compress(bytes(2**24)) * max(1, big // 2**24))
+    add("idx", "a shape that is not there", ".gz", gzip.compress(b"\x00\x00\x08\xff" + b"\xff" * 1020))
+    add("idx", "no gzip", ".gz", b"abc")
+    add("cifar", "a pickle", "", pickle.dumps(Payload(Path("/nowhere")), 2))
+    add(
+        "archive.zip",
+        "names that climb",
+        ".zip",
+        zip_of({"inside/a": b"", "../../climbed.txt": b"x", "/abs/climbed.txt": b"x"}),
+    )
+    add("archive.zip", "archives inside of an archive", ".zip", zip_of({"inside/b.zip": bomb}))
+    add("archive.tar.gz", "names that climb", ".tar.gz", tar_of({"inside/a": b"", "../../climbed.txt": b"x"}))
+    add("archive.tar.gz", "an absolute name", ".tar.gz", tar_of({"inside/a": b"", "/tmp/climbed-absolute.txt": b"x"}))
+    add(
+        "archive.tar.gz",
+        "a way out over a link",
+        ".tar.gz",
+        tar_of({"inside/out": ("symbolic", "../../.."), "inside/out/climbed.txt": b"x"}),
+    )
+    add("archive.tar.gz", "a link to a secret", ".tar.gz", tar_of({"inside/secret": ("symbolic", "/etc/passwd")}))
+    add("archive.tar.gz", "a hard link to a secret", ".tar.gz", tar_of({"inside/secret": ("hard", "/etc/passwd")}))
+    add("archive.tar.gz", "a tar that is none", ".tar.gz", gzip.compress(b"abc" * 1000))
+
+
+def damaged(kind: str, path: Path, folder: Path, copies: int) -> list[tuple[str, str, Path]]:
+    """Make copies of a sound file that are cut short, or in which some bytes are others."""
+    content, source = path.read_bytes(), random.Random(f"{kind}")
+    found = []
+    for number in range(copies):
+        made = bytearray(content)
+        if number % 2:
+            what, made = "cut short", made[: source.randrange(len(made))]
+        else:
+            what = "other bytes"
+            for _ in range(source.choice((1, 1, 3, 20))):
+                made[source.randrange(len(made))] = source.randrange(256)
+        place = folder / f"{kind}-{number}" / path.name
+        place.parent.mkdir(parents=True)
+        place.write_bytes(bytes(made))
+        found.append((kind, what, place))
+    return found
+
+
+# Readers
+
+
+def readers() -> dict[str, Callable[[Path], Any]]:
+    """What opens a file of each kind, as a user's program would."""
+    import fedlas
+    from fedlas.data.base.fetching import Source, md5_of, unpack
+    from fedlas.data.base.formats import plain_unpickled, read_idx
+    from fedlas.evaluation import Report
+    from fedlas.experiments.kept import Kept
+    from fedlas.experiments.ledger import Ledger
+    from fedlas.files import READERS
+    from fedlas.integrations.export import load_program
+    from fedlas.integrations.official import read_official
+    from fedlas.models.pretrained import read_weights
+    from fedlas.train import checkpoint
+    from fedlas.train.runs import Run
+
+    def recipe(path: Path) -> Any:
+        if path.name != "recipe.json":
+            path = path.rename(path.with_name("recipe.json"))
+        found = Run(path.parent).recipe
+        assert "/" not in found.name
+        assert found.name not in {".", ".."}
+        return found
+
+    def archive(path: Path) -> Any:
+        if path.name.startswith("."):
+            raise ValueError(path)
+        return unpack(
+            Source((f"https://nowhere.invalid/{path.name}",), md5_of(path)), path.parent, "inside", download=False
+        )
+
+    found: dict[str, Callable[[Path], Any]] = {f"predictions{ending}": fedlas.read_predictions for ending in READERS}
+    return found | {
+        "calibrator": fedlas.load_calibrator, "checkpoint": checkpoint.load, "weights": read_weights,
+        "official": read_official, "report": Report.load, "recipe": recipe,
+        "ledger": lambda path: Ledger(path.parent).lines, "idx": read_idx, "archive.tar.gz": archive,
+        "archive.zip": archive, "program": load_program,
+        "kept": lambda path: Kept.unpack(path.read_bytes(), str(path)),
+        "cifar": lambda path: plain_unpickled(path.read_bytes(), path),
+    }  # fmt: skip
+
+
+def peak() -> int:
+    """The most memory that this process has held since `forget_peak`, in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmHWM")))
+
+
+def forget_peak() -> int:
+    """Forget it, and give what is held now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
+    """Open files one after the other and print a record for each; runs in a process of its own."""
+    import warnings
+
+    import torch
+
+    torch.set_num_threads(1)
+    known = readers()
+    for kind, path in ((kind, path) for kind, what, path in cases if what == "sound"):
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            known[kind](Path(path))  # what is imported on first use is no fault of a hostile file
+    tempfile.gettempdir()  # which tries out once where it may write
+    seen: list[str] = []
+    here = {"folder": own}
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        if event in FORBIDDEN:
+            seen.append(f"{event} {given[:2]}")
+        if event != "open" or not isinstance(given[0], str) or not isinstance(given[2], int):
+            return
+        writes = given[2] & (os.O_WRONLY | os.O_RDWR) and not given[0].startswith("/proc/self")
+        if writes and not Path(given[0]).resolve().is_relative_to(here["folder"]):
+            seen.append(f"writes {given[0]}")
+
+    sys.addaudithook(hook)
+    size = 1024 * int(
+        next(x.split()[1] for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmSize"))
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
+    for kind, what, name in cases:
+        path, start = Path(name), time.process_time()
+        here["folder"] = path.parent.resolve()
+        seen.clear()
+        before = forget_peak()
+        signal.alarm(WAIT)
+        signal.setitimer(signal.ITIMER_PROF, PATIENCE)
+        record: dict[str, Any] = {"kind": kind, "what": what}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = known[kind](path)
+                record |= {"outcome": "read", "message": str(found)[:80]}
+            except TimeoutError as error:
+                record |= {"outcome": "BAD", "message": f"{error}"}
+            except CLEAR as error:
+                text = str(error)
+                good = str(path) in text or str(path.parent) in text
+                record |= {"outcome": "refused" if good else "BAD", "message": f"{type(error).__name__}: {text[:300]}"}
+            except BaseException as error:
+                record |= {"outcome": "BAD", "message": f"{type(error).__name__}: {str(error)[:300]}"}
+            finally:
+                signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+        found = None
+        record |= {"seconds": time.process_time() - start, "mib": (peak() - before) / 2**20, "events": [*seen]}
+        if canary.exists():
+            record |= {"outcome": "BAD", "message": "the payload ran"}
+            canary.unlink()
+        if seen:
+            record["outcome"] = "BAD"
+        print(json.dumps(record), flush=True)
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"took longer than {PATIENCE} s")
+
+
+def campaign(folder: Path, copies: int, big: int = BIG) -> list[dict[str, Any]]:
+    """Make all files, have them opened, and give what came of each."""
+    canary = folder / "the-payload-ran"
+    good = sound(folder / "sound")
+    cases = [(kind, "sound", path) for kind, path in good.items()]
+    cases += hostile(folder / "hostile", canary, big)
+    for kind, path in good.items():
+        cases += damaged(kind, path, folder / "damaged", copies)
+    before = set(folder.parent.iterdir())
+    listed = folder / "cases.json"
+    listed.write_text(json.dumps([[kind, what, str(path)] for kind, what, path in cases]))
+    command = [sys.executable, __file__, "--open", str(listed)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    records = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    if len(records) < len(cases):
+        kind, what, _ = cases[len(records)]
+        died = f"the process died: {ran.stderr[-500:]}"
+        records.append({"kind": kind, "what": what, "outcome": "BAD", "message": died, "seconds": 0.0, "mib": 0.0})
+    strays = [str(path) for path in folder.parent.iterdir() if path not in before]
+    strays += [str(path) for path in folder.rglob("climbed*")] + [str(path) for path in Path("/tmp").glob("climbed*")]
+    if strays:
+        records.append(
+            {"kind": "all", "what": "strays", "outcome": "BAD", "message": str(strays), "seconds": 0.0, "mib": 0.0}
+        )
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Lay the results out for the page, a row for each kind of file."""
+    rows = ["| kind | files | refused | read | bad | slowest, s | most memory, MiB |", "|---|--:|--:|--:|--:|--:|--:|"]
+    for kind in sorted({one["kind"] for one in records}):
+        own = [one for one in records if one["kind"] == kind and one["what"] != "sound"]
+        count = {name: sum(one["outcome"] == name for one in own) for name in ("refused", "read", "BAD")}
+        slow, much = max((one["seconds"] for one in own), default=0), max((one["mib"] for one in own), default=0)
+        rows.append(
+            f"| {kind} | {len(own)} | {count['refused']} | {count['read']} | {count['BAD']} | {slow:.1f} | {much:.0f} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Run the campaign; the exit status says whether anything bad happened."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--copies", type=int, default=40)
+    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.open:
+        folder = given.open.parent
+        open_all(json.loads(given.open.read_text()), folder / "the-payload-ran", folder)
+        return 0
+    with tempfile.TemporaryDirectory() as place:
+        records = campaign(Path(place) / "campaign", given.copies)
+    for one in records:
+        if one["outcome"] == "BAD":
+            print(one)
+    print(table(records))
+    slow = sorted(records, key=lambda one: -one["mib"])[:5]
+    print("\n".join(f"{one['kind']}, {one['what']}: {one['mib']:.0f} MiB, {one['seconds']:.1f} s" for one in slow))
+    return int(any(one["outcome"] == "BAD" for one in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The campaign on streams: predictions in random chunks over many processes give the numbers of one pass.
+
+    python tests/faults/stream_numbers.py                     1 million predictions, 8 processes
+    python tests/faults/stream_numbers.py --n 50000000        as many as the page tells of
+
+Sample i is drawn from seed and block alone, so that whoever needs it makes it again: no process has all of them, and
+one pass reads the same samples in blocks. A chunk begins and ends anywhere. Streams that keep sums alone are asked, and
+those that keep 5 bytes a sample. Then the same table is measured with other batch sizes, threads and types of memory.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlas import metrics
+from fedlas.metrics import AECE, AURC, ECE, MCE, NLL, Accuracy, Brier, ClasswiseECE, OverUnder, SignedECE
+
+BLOCK, CLASSES = 100_000, 5
+STREAMS: tuple[Any, ...] = (ECE, ClasswiseECE, MCE, SignedECE, OverUnder, Accuracy, NLL, Brier, AECE, AURC)
+
+
+def block(number: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw the probabilities and labels of one block."""
+    draw = torch.Generator().manual_seed(1_000_003 * seed + number)
+    size = min(BLOCK, n - number * BLOCK)
+    logits = 3 * torch.randn(size, CLASSES, generator=draw)
+    return logits.softmax(1), torch.randint(CLASSES, (size,), generator=draw)
+
+
+def blocks(n: int) -> range:
+    return range(-(-n // BLOCK))
+
+
+def chunks(numbers: range, n: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give the samples of some blocks in pieces of any length, which know nothing of the blocks."""
+    draw = torch.Generator().manual_seed(seed + numbers.start)
+    for number in numbers:
+        probs, labels = block(number, n, seed)
+        place = 0
+        while place < len(labels):
+            step = int(10 ** (5 * float(torch.rand((), generator=draw)))) + 1
+            yield probs[place : place + step], labels[place : place + step]
+            place += step
+
+
+def part(given: tuple[range, int, int]) -> tuple[list[Any], int]:
+    """Feed all streams with one process's share."""
+    torch.set_num_threads(1)
+    made, seen = [kind() for kind in STREAMS], 0
+    for probs, labels in chunks(*given):
+        seen += len(labels)
+        for stream in made:
+            stream.update(probs, labels)
+    return made, seen
+
+
+def campaign(n: int, processes: int, seed: int) -> dict[str, Any]:
+    """Compare streams over processes, merged in an order that depends on the seed, with one pass."""
+    start = time.monotonic()
+    every = blocks(n)
+    shares = [range(k * len(every) // processes, (k + 1) * len(every) // processes) for k in range(processes)]
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
+        found = pool.map(part, [(share, n, seed) for share in shares], chunksize=1)
+    order = torch.randperm(processes, generator=torch.Generator().manual_seed(seed)).tolist()
+    merged = found[order[0]][0]
+    for place in order[1:]:
+        merged = [one.merge(other) for one, other in zip(merged, found[place][0], strict=True)]
+    streamed = time.monotonic() - start
+    rows = []
+    whole = [kind() for kind in STREAMS]
+    for number in every:
+        probs, labels = block(number, n, seed)
+        for stream in whole:
+            stream.update(probs, labels)
+    for mine, other in zip(merged, whole, strict=True):
+        rows.append({"stream": type(mine).__name__, **_compared(mine, other)})
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+    about = {"n": n, "processes": processes, "streamed_s": streamed, "seconds": time.monotonic() - start}
+    return about | {"process_mib": most, "streams": rows, "parts": [{"n": seen} for _, seen in found]}
+
+
+def _compared(mine: Any, other: Any) -> dict[str, Any]:
+    got, wanted = (_values(one.compute()) for one in (mine, other))
+    bins = [getattr(one.store, "histogram", None) for one in (mine, other)]
+    same = all(a.n == b.n for a, b in zip(_results(mine), _results(other), strict=True))
+    if all(bins):
+        same = same and torch.equal(*(one().bins.counts for one in bins))
+    return {"counts_equal": same, "largest_difference": max(abs(a - b) for a, b in zip(got, wanted, strict=True))}
+
+
+def _results(stream: Any) -> list[Any]:
+    found = stream.compute()
+    return [one.definition for one in (found if isinstance(found, tuple) else (found,))]
+
+
+def _values(found: Any) -> list[float]:
+    return [float(one) for one in (found if isinstance(found, tuple) else (found,))]
+
+
+def ways(n: int, seed: int) -> list[dict[str, Any]]:
+    """Measure one table in other batches, with other threads and in other memory, against float64 at once."""
+    parts = [block(number, n, seed) for number in blocks(n)]
+    probs, labels = torch.cat([p for p, _ in parts]), torch.cat([y for _, y in parts])
+    before = torch.get_num_threads()
+    functions = (
+        metrics.ece,
+        metrics.aece,
+        metrics.classwise_ece,
+        metrics.mce,
+        metrics.brier,
+        metrics.nll,
+        metrics.aurc,
+    )
+    expected = [float(one(probs, labels)) for one in functions]
+    turned = probs.t().contiguous().t()
+    rows = []
+    for name, threads, table in (("1 thread", 1, probs), ("2 threads", 2, probs), ("4 threads", 4, probs),
+                                 ("columns first", before, turned), ("numpy", before, probs.numpy())):  # fmt: skip
+        torch.set_num_threads(threads)
+        got = [float(one(table, labels)) for one in functions]
+        rows.append(_row(name, got, expected))
+    torch.set_num_threads(before)
+    for size in (1, 7, 1000):
+        some = min(n, 2000 if size == 1 else n)
+        made = [ECE(), AECE(), ClasswiseECE(), MCE(), Brier(), NLL(), AURC()]
+        for start in range(0, some, size):
+            for stream in made:
+                stream.update(probs[start : start + size], labels[start : start + size])
+        wanted = expected if some == n else [float(one(probs[:some], labels[:some])) for one in functions]
+        rows.append(_row(f"batches of {size}" + (f", {some:,} samples" if some < n else ""), _floats(made), wanted))
+    return rows
+
+
+def _floats(made: list[Any]) -> list[float]:
+    return [float(one.compute()) for one in made]
+
+
+def _row(name: str, got: list[float], wanted: list[float]) -> dict[str, Any]:
+    return {"way": name, "largest_difference": max(abs(a - b) for a, b in zip(got, wanted, strict=True))}
+
+
+def main() -> int:
+    """Run the campaign and print what the page shows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=1_000_000)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("build/faults/streams.json"))
+    given = parser.parse_args()
+    found = campaign(given.n, given.processes, given.seed) | {"ways": ways(min(given.n, 200_000), given.seed)}
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(found, indent=1))
+    print(f"{found['n']:,} predictions, {found['processes']} processes: {found['streamed_s']:.0f} s streamed, "
+          f"{found['seconds']:.0f} s in all, at most {found['process_mib']:,} MiB a process")  # fmt: skip
+    print("\n| stream | counts equal | largest difference |\n|---|---|--:|")
+    for row in found["streams"]:
+        print(f"| `{row['stream']}` | {'yes' if row['counts_equal'] else 'NO'} | {row['largest_difference']:.1e} |")
+    print("\n| the same table | largest difference |\n|---|--:|")
+    for row in found["ways"]:
+        print(f"| {row['way']} | {row['largest_difference']:.1e} |")
+    good = all(row["counts_equal"] for row in found["streams"])
+    return int(not good or any(row["largest_difference"] > 1e-12 for row in [*found["streams"], *found["ways"]]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

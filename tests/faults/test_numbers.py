@@ -1,0 +1,156 @@
+"""The short version of the campaign on numbers, and every bug that the long one has found."""
+
+import jaxtyping
+import number_cases
+import numpy as np
+import pytest
+import stream_numbers
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from number_cases import CLASSES, SAMPLES, Target
+
+import fedlas
+from fedlas import metrics
+from fedlas.metrics import NLL, accuracy, ece, kde_ece, top_k
+from fedlas.predictions import as_tensor
+
+SLOW = {"smooth_curve", "smooth_ece", "kde_ece", "SmoothECE"}  # tens of milliseconds each
+ASKED = [target for target in number_cases.targets() if target.name not in SLOW]
+LOSSES = [record.name for record in fedlas.list_losses()]
+
+
+@pytest.fixture(autouse=True)
+def unchecked():
+    """Ask as users do, without the type checker of the tests, which would answer before the library can."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("target", ASKED, ids=lambda target: target.name)
+@given(content=st.binary(max_size=120))
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_number_is_right_or_refused_in_words(target: Target, content: bytes):
+    assert target(content) in {"right", "refused", "taken"}
+
+
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_slow_ones_too(name):
+    target = next(target for target in number_cases.targets() if target.name == name)
+    for first in range(6):
+        assert target(bytes([first] * 40)) in {"right", "refused"}
+
+
+def test_nothing_public_is_left_out():
+    """What `fedlas.metrics` exports is asked, is made of what is asked, or takes no probabilities."""
+    asked = {target.name for target in number_cases.targets()}
+    assert set(LOSSES) <= asked
+    rest = {name for name in metrics.__all__ if name not in asked and not isinstance(getattr(metrics, name), type)}
+    assert all("probs" not in number_cases.inspect.signature(getattr(metrics, name)).parameters
+               or name in {"bootstrap", "paired_bootstrap", "per_image"} for name in rest), rest  # fmt: skip
+
+
+def test_the_judge_notices_a_wrong_number():
+    """A judge that cannot fail would prove nothing."""
+    off = Target("ece", "metric", lambda draw: number_cases.judge_metric("ece", lambda *x, **_: _moved(*x), draw))
+    with pytest.raises(number_cases.FindingError, match="instead of"):
+        off(bytes(60))
+
+
+def _moved(*given):
+    found = ece(*given)
+    return metrics.Result(float(found) + 1e-9, found.definition)
+
+
+@pytest.mark.parametrize("call", [lambda *x: 0.1, lambda *x: 1 / 0], ids=["a number", "another error"])
+def test_the_judge_notices_what_is_not_refused(call):
+    nothing = (torch.full((2, 2), torch.nan), torch.tensor([0, 1]))
+    with pytest.raises(number_cases.FindingError):
+        number_cases.judged("x", lambda: call(*nothing), False, number_cases.Shown(*nothing))
+
+
+# What the campaign found
+
+
+def test_one_number_that_is_read_backwards_is_a_number():
+    label = np.array([2, 1])[:1][::-1]
+    assert as_tensor(label, "labels").tolist() == [2]
+    assert accuracy(torch.eye(3)[2:], np.array([2])[::-1]) == 1
+
+
+@pytest.mark.parametrize("kind", ["meta", "sparse", "complex"])
+@pytest.mark.parametrize("which", ["probs", "labels"])
+def test_tensors_without_plain_numbers_are_named(kind, which):
+    made = {"meta": lambda x: x.to("meta"), "sparse": lambda x: x.to_sparse(), "complex": lambda x: x.to(torch.cfloat)}
+    given = {"probs": torch.eye(3), "labels": torch.arange(3)}
+    given[which] = made[kind](given[which])
+    with pytest.raises(TypeError, match=f"{which} (is a tensor|holds torch.complex)"):
+        ece(**given)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("which", [0, 1])
+def test_losses_name_a_sparse_tensor(name, which):
+    record = next(one for one in fedlas.list_losses() if one.name == name)
+    sizes = {"num_classes": CLASSES, "num_samples": SAMPLES}
+    loss = fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in record.keywords})
+    given = [torch.zeros(3, CLASSES), torch.arange(3), torch.ones(3, 2), torch.arange(3)]
+    given[which] = given[which].to_sparse()
+    with pytest.raises(TypeError, match=rf"{['logits', 'labels'][which]} has the layout torch.sparse_coo; a dense"):
+        loss(*given)
+
+
+def test_soft_labels_that_carry_a_gradient_are_refused_without_a_warning():
+    labels = torch.full((2, 3), 0.5, requires_grad=True)
+    with pytest.raises(ValueError, match=r"sums to 1\.5"):
+        fedlas.build_loss("ce")(torch.zeros(2, 3), labels)
+
+
+def test_logits_in_any_memory_give_dual_focal_no_warning():
+    logits, labels = torch.randn(5, 4), torch.full((4, 5), 0.2)
+    loss = fedlas.build_loss("dual_focal")
+    torch.testing.assert_close(loss(logits.t(), labels), loss(logits.t().contiguous(), labels))
+
+
+@pytest.mark.parametrize("share", [6e-8, 1e-30, 1e-39, 5e-324])
+@pytest.mark.parametrize("double_normalise", [True, False])
+def test_mmce_is_a_number_where_almost_nothing_is_right(share, double_normalise):
+    loss = fedlas.build_loss("mmce", variant="w", double_normalise=double_normalise)
+    labels = torch.tensor([[1.0, share], [1.0, share]], dtype=torch.float64)
+    assert loss(torch.tensor([[0.0, 3.0], [0.0, 5.0]]), labels).isfinite()
+    assert loss(torch.tensor([[0.0, 3.0], [0.0, 5.0]], dtype=torch.float64), labels).isfinite()
+
+
+def test_shares_in_half_precision_are_added_up_exactly():
+    labels = torch.tensor([[1 / 7, 6 / 7]]).half()
+    assert float(top_k(torch.tensor([[0.5, 0.5]]), labels, 2)) == float(labels.double().sum())
+
+
+@pytest.mark.parametrize("confidence", [1.0, 0.5, 0.75])
+def test_the_kde_error_of_one_confidence_is_its_gap(confidence):
+    """Its kernel is a few cells wide; read off there it did not add up to one, and the error exceeded one."""
+    given = torch.full((4,), confidence, dtype=torch.float64)
+    found = kde_ece(given, torch.zeros(4, dtype=torch.int64), scope="confidence")
+    assert found == pytest.approx(confidence, abs=2e-4)
+    assert found <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_single_number_is_no_table(value):
+    with pytest.raises(ValueError, match="logits is a single number"):
+        NLL().update_logits(torch.tensor(value), torch.tensor([0]))
+
+
+# Streams
+
+
+def test_chunks_processes_and_one_pass_agree():
+    found = stream_numbers.campaign(n=40_000, processes=2, seed=1)
+    assert all(row["counts_equal"] and row["largest_difference"] <= 1e-12 for row in found["streams"]), found
+    assert sum(row["n"] for row in found["parts"]) == 40_000
+
+
+def test_threads_and_batches_agree():
+    for row in stream_numbers.ways(n=20_000, seed=1):
+        assert row["largest_difference"] <= 1e-12, row

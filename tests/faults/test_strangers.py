@@ -1,0 +1,331 @@
+"""Files from strangers: the short campaign, a proof that nothing unpickles unchecked data, and what was found."""
+
+import ast
+import contextlib
+import gzip
+import http.server
+import json
+import pickle
+import ssl
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import strangers
+import torch
+
+import fedlas
+from fedlas.data import DamagedFileError, MissingFileError
+from fedlas.data.base import fetching
+from fedlas.data.base.fetching import Source, fetch
+from fedlas.data.base.formats import read_idx
+from fedlas.evaluation import Report
+from fedlas.experiments.kept import Kept
+from fedlas.experiments.ledger import Ledger
+from fedlas.integrations.export import load_program
+from fedlas.train.runs import Run, RunError
+
+SOURCE = Path(fedlas.__file__).parent
+# Calls that can run what a file says, and what must stand in them.
+GUARDED = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+    "np.lib.format.read_array": ("allow_pickle", False),
+}
+NEVER = ("pickle.load", "pickle.loads", "dill", "joblib.load", "cloudpickle", "marshal.loads", "shelve.open")
+NEVER += (
+    "yaml.load",
+    "torch.jit.load",
+    "torch.package",
+    "exec",
+    "eval",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+)
+# The one unpickler, behind a checksum and with three names of its own, which tests/data/test_data_formats.py attacks;
+# and the one reader of programs, which loads nothing but tensors (`test_a_program_is_not_unpickled`).
+ADMITTED = {
+    "data/base/formats.py": {"pickle.Unpickler", "_PlainUnpickler"},
+    "integrations/export.py": {"torch.export.load"},
+}
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def dangers(text: str, where: str) -> list[str]:
+    """Name the calls of a file that could run what a stranger wrote."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        called = list(node.bases) if isinstance(node, ast.ClassDef) else []
+        called += [node.func] if isinstance(node, ast.Call) else []
+        for one in called:
+            name = dotted(one)
+            guard = GUARDED.get(name)
+            if guard and not any(
+                k.arg == guard[0] and isinstance(k.value, ast.Constant) and k.value.value is guard[1]
+                for k in getattr(node, "keywords", ())
+            ):
+                found.append(f"{where}:{node.lineno} {name} without {guard[0]}={guard[1]}")
+            risky = name in NEVER or name.startswith(tuple(f"{one}." for one in NEVER)) or "Unpickler" in name
+            if (risky or name == "torch.export.load") and name not in ADMITTED.get(where, ()):
+                found.append(f"{where}:{node.lineno} {name}")
+    return found
+
+
+def test_nothing_in_the_sources_unpickles_unchecked_data():
+    found = [
+        danger
+        for path in sorted(SOURCE.rglob("*.py"))
+        for danger in dangers(path.read_text(encoding="utf-8"), path.relative_to(SOURCE).as_posix())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.load(x)",
+        "torch.load(x, weights_only=False)",
+        "np.load(x)",
+        "np.load(x, allow_pickle=flag)",
+        "np.lib.format.read_array(x)",
+        "pickle.load(x)",
+        "class U(pickle.Unpickler): pass",
+        "eval(x)",
+        "joblib.load(x)",
+        "torch.export.load(x)",
+        "dill.loads(x)",
+    ],
+)
+def test_the_search_finds_what_it_looks_for(text):
+    assert len(dangers(text, "somewhere.py")) == 1
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    return strangers.campaign(tmp_path_factory.mktemp("strangers") / "campaign", copies=4, big=2**29)
+
+
+@pytest.mark.slow
+def test_no_hostile_file_does_anything(records):
+    assert [one for one in records if one["outcome"] == "BAD"] == []
+    assert [one for one in records if one["what"] == "sound" and one["outcome"] != "read"] == []
+
+
+@pytest.mark.slow
+def test_memory_and_time_stay_bounded(records):
+    assert max(one["mib"] for one in records) < 1500
+    assert max(one["seconds"] for one in records) < strangers.PATIENCE
+
+
+def test_the_canary_sings(tmp_path):
+    """A payload that is unpickled leaves its file; if it did not, the campaign would prove nothing."""
+    pickle.loads(pickle.dumps(strangers.Payload(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists()
+
+
+# What the campaign found
+
+
+def test_a_small_archive_that_would_fill_the_memory_is_refused(tmp_path):
+    np.savez_compressed(tmp_path / "p.npz", logits=np.zeros((40_000_000, 1)), labels=np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match=r"p\.npz is damaged.*bytes would unpack to 320,000,\d+"):
+        fedlas.read_predictions(tmp_path / "p.npz")
+
+
+def test_a_tensor_that_is_longer_than_its_file_is_refused(tmp_path):
+    torch.save({"logits": torch.zeros(1).expand(10**6, 10**6), "labels": torch.zeros(1)}, tmp_path / "p.pt")
+    with pytest.raises(ValueError, match=r"p\.pt: .*would unpack to 4,000,000,"):
+        fedlas.read_predictions(tmp_path / "p.pt")
+
+
+def test_equal_rows_of_a_parquet_file_are_counted_before_they_are_read(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"logit_a": np.zeros(2**20), "logit_b": np.zeros(2**20), "label": np.zeros(2**20, np.int64)})
+    with parquet.ParquetWriter(tmp_path / "p.parquet", table.schema) as writer:
+        for _ in range(12):
+            writer.write_table(table)
+    with pytest.raises(ValueError, match=r"p\.parquet is damaged.*would unpack to"):
+        fedlas.read_predictions(tmp_path / "p.parquet")
+
+
+def test_a_header_of_many_columns_takes_no_time(tmp_path):
+    """Each of n names was looked for among all of them: a million columns took hours."""
+    path = tmp_path / "p.csv"
+    path.write_text(",".join(f"w{i}" for i in range(100_000)) + "\n")
+    with pytest.raises(ValueError, match=r"expected exactly one of .* and 99,980 more"):
+        fedlas.read_predictions(path)
+    path.write_text(",".join(["logit_a"] * 100_000) + "\n")
+    with pytest.raises(ValueError, match="100000 columns are called 'logit_a'"):
+        fedlas.read_predictions(path)
+
+
+@pytest.mark.parametrize("ending", [".csv", ".npz", ".json", ".pt"])
+def test_a_device_is_no_file(tmp_path, ending):
+    (tmp_path / f"p{ending}").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="is a device or a pipe"):
+        fedlas.read_predictions(tmp_path / f"p{ending}")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("p.jsonl", DEEP), ("p.json", DEEP), ("p.json", '{"logits": [[%s, 1]], "labels": [0]}' % ("9" * 400)),
+     ("p.jsonl", '{"logits": [1.0, 2.0], "label": %s}' % ("9" * 400)),
+     ("p.json", '{"logits": [[1.0, 2.0]], "labels": [0], "index": ["a"]}')],
+)  # fmt: skip
+def test_json_that_python_stumbles_over_is_named(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=name):
+        fedlas.read_predictions(tmp_path / name)
+
+
+def test_reports_recipes_and_ledgers_that_are_nested_are_named(tmp_path):
+    for name, opened, error in (
+        ("report.json", Report.load, ValueError),
+        ("recipe.json", lambda path: Run(path.parent).recipe, RunError),
+        ("ledger.jsonl", lambda path: Ledger(path.parent).lines, ValueError),
+    ):
+        (tmp_path / name).write_text(DEEP)
+        with pytest.raises(error, match=name):
+            opened(tmp_path / name)
+    (tmp_path / "ledger.jsonl").write_bytes("{}".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"ledger\.jsonl is no text in UTF-8"):
+        _ = Ledger(tmp_path).lines
+
+
+@pytest.mark.parametrize(
+    "words", [{"name": '"os.system"'}, {"name": '"temperature"', "options": "[1]"}, {"name": DEEP}]
+)
+def test_a_calibrator_with_other_words_is_named(tmp_path, words):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(safetensors.save({"t": torch.ones(1)}, metadata={"format": '"fedlas.calibrator/1"', **words}))
+    with pytest.raises(ValueError, match=r"c\.safetensors is damaged"):
+        fedlas.load_calibrator(path)
+
+
+def test_kept_predictions_that_are_damaged_are_named():
+    good = Kept({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
+    for place in range(0, len(good), 7):
+        content = bytearray(good)
+        content[place] ^= 255
+        with contextlib.suppress(ValueError):  # any other error is one that nobody expects
+            Kept.unpack(bytes(content), "x.npz")
+
+
+def test_a_link_does_not_lead_out_of_a_ledger(tmp_path):
+    folder = tmp_path / "results"
+    (folder / "predictions").mkdir(parents=True)
+    good = strangers.sound(tmp_path / "sound")["ledger"]
+    (folder / good.name).write_text(good.read_text())
+    line = next(iter(Ledger(folder).lines.values()))
+    assert Ledger(folder).file_of(line).is_relative_to(folder)
+    (tmp_path / "mine.txt").write_text("mine")
+    (folder / line.predictions["file"]).symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(ValueError, match="is a link to elsewhere"):
+        Ledger(folder).file_of(line)
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedlas.data.base.formats.LARGEST_IDX", 10_000)
+    (tmp_path / "images.gz").write_bytes(gzip.compress(bytes(10_001)))
+    with pytest.raises(DamagedFileError, match=r"images\.gz would unpack to more than 10,000 bytes"):
+        read_idx(tmp_path / "images.gz")
+
+
+def test_a_program_is_not_unpickled(tmp_path):
+    held = {"f/data/constants/opaque_obj_0": pickle.dumps(strangers.Payload(tmp_path / "ran"))}
+    (tmp_path / "p.pt2").write_bytes(strangers.zip_of(held))
+    with pytest.raises(ValueError, match=r"p\.pt2 is damaged.*more than a tensor"):
+        load_program(tmp_path / "p.pt2")
+    assert not (tmp_path / "ran").exists()
+
+
+# Downloads
+
+
+class Leads(http.server.BaseHTTPRequestHandler):
+    """Leads to wherever it is told."""
+
+    def do_GET(self):
+        if self.path == "/a.bin":
+            self.send_response(302)
+            self.send_header("Location", self.server.leads_to)
+            self.end_headers()
+        else:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"content")
+
+    def log_message(self, *args):
+        pass
+
+
+def serve(made):
+    threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    return made
+
+
+@pytest.fixture
+def secure(tmp_path, monkeypatch):
+    """A server with TLS whose certificate is trusted here."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+    command += ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("openssl is not installed")
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    made.socket = context.wrap_socket(made.socket, server_side=True)
+    made.url, made.certificate = f"https://localhost:{made.server_port}", certificate
+    monkeypatch.setattr(fetching, "TRIES", 1)
+    yield serve(made)
+    made.shutdown()
+    made.server_close()
+
+
+MD5 = "9a0364b9e99bb480dd25e1f0284c8555"  # of the word "content"
+
+
+def test_tls_is_checked(secure, tmp_path):
+    with pytest.raises(MissingFileError, match=r"(?i)certificate"):
+        fetch(Source((f"{secure.url}/b.bin",), MD5), tmp_path / "data")
+
+
+def test_a_redirect_does_not_leave_tls(secure, tmp_path, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
+    secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
+    with pytest.raises(MissingFileError, match="without TLS"):
+        fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data")
+    secure.leads_to = f"{secure.url}/b.bin"
+    assert fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data").read_bytes() == b"content"
+    plain.shutdown()
+    plain.server_close()
+
+
+def test_a_wrong_checksum_is_refused_whatever_the_way(secure, tmp_path, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+    with pytest.raises(MissingFileError, match="what came has the MD5"):
+        fetch(Source((f"{secure.url}/b.bin",), "0" * 32), tmp_path / "data")
+    assert not list((tmp_path / "data").glob("b.bin*"))
+
+
+def test_a_hostile_recipe_names_a_folder_below(tmp_path):
+    recipe = fedlas.Recipe.from_dict(json.loads('{"data": "../../x", "model": "/etc", "loss": ".."}'))
+    assert (tmp_path / recipe.name).resolve().is_relative_to(tmp_path.resolve())
