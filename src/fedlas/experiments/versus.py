@@ -1,8 +1,9 @@
 """Whether one model is better than another, on the same test samples, over seeds.
 
 A side is a run folder, a file of predictions, or rows of the ledger: a line's id, or `data/method`, such as
-`cifar10/fedlas_ls` or `cifar10/fast/ce+temperature`, which stands for all seeds of the protocol's own recipe. Runs of both sides are paired by seed,
-and each pair is compared by the paired bootstrap; over seeds the mean difference and its standard error are told.
+`cifar10/fedlas_ls` or `cifar10/fast/ce+temperature`, which stands for all seeds of the protocol's own recipe. Runs of
+both sides are paired by seed, and each pair is compared by the paired bootstrap; over seeds the mean difference and its
+standard error are told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
