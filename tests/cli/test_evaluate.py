@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -366,3 +368,15 @@ def test_a_calibrator_that_cannot_be_kept_is_one_line(files, monkeypatch):
     done = call(*words)
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "without pickle" in done.stderr
+
+
+def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    rows = re.search(r"```text\n(prob_crow.*?)```", page, re.DOTALL)
+    said = re.search(r"\$ fedlas evaluate birds.csv --html birds.html\n(.*?)\n\.\.\.", page, re.DOTALL)
+    assert rows is not None and said is not None
+    (tmp_path / "birds.csv").write_text(rows[1])
+    done = call("evaluate", tmp_path / "birds.csv", "--html", tmp_path / "birds.html")
+    assert done.exit_code == 0
+    assert said[1].split() == done.stdout.split()[: len(said[1].split())]
+    assert (tmp_path / "birds.html").stat().st_size > 50_000
