@@ -374,7 +374,8 @@ def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text(encoding="utf-8")
     rows = re.search(r"```text\n(prob_crow.*?)```", page, re.DOTALL)
     said = re.search(r"\$ fedlas evaluate birds.csv --html birds.html\n(.*?)\n\.\.\.", page, re.DOTALL)
-    assert rows is not None and said is not None
+    assert rows is not None
+    assert said is not None
     (tmp_path / "birds.csv").write_text(rows[1])
     done = call("evaluate", tmp_path / "birds.csv", "--html", tmp_path / "birds.html")
     assert done.exit_code == 0
