@@ -49,6 +49,7 @@ AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 
 
 WORDS = ("ids", "paths")  # words for each sample
+PART = ".part"  # ends the name of a file that is being written
 FILLING = "(other"  # begins the name of a class that only fills a row up to one
 MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
@@ -586,7 +587,7 @@ def _write_whole(path: Path, content: bytes) -> None:
         return
     mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o644
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -597,6 +598,12 @@ def _write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def clear_parts(folder: Path) -> None:
+    """Remove parts of files that a killed process has left in a folder; for who holds the folder's lock."""
+    for part in folder.glob(f".*{PART}"):
+        part.unlink(missing_ok=True)
 
 
 def _in_order(content: bytes) -> bytes:

@@ -302,7 +302,7 @@ class _Training:
 
     def _stand(self) -> tuple[int, int]:
         """Find out where the run stands, and put everything there."""
-        if not agreed(self.run.checkpoint.exists):
+        if not agreed(lambda: checkpoint.last_good(self.run)):
             agreed(lambda: self.run.keep_log(0))
             return 0, 0
         saved = checkpoint.load(self.run.checkpoint)
@@ -350,6 +350,8 @@ class _Training:
         self._predict_all(states, {name: self.bench.evaluation(name) for name in self.recipe.splits})
         foreign = {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
         self._predict_all(states, foreign, labelled=False)
+        if is_first():
+            self.run.checkpoint_before.unlink(missing_ok=True)  # it has served
         of_all(0)  # nobody leaves before the files are there
 
     def _predict_all(
