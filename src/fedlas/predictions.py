@@ -715,7 +715,8 @@ def _arrow_numbers(file: Any) -> dict[str, Any]:
     kinds = {schema.field(name).type for name in names}
     if len(kinds) != 1 or len(set(schema.names)) < len(schema.names):
         return {}
-    table = np.empty((file.metadata.num_rows, len(names)), dtype=kinds.pop().to_pandas_dtype())
+    kind = np.dtype(f"f{kinds.pop().bit_width // 8}")  # to_pandas_dtype, before pyarrow 18, needs pandas
+    table = np.empty((file.metadata.num_rows, len(names)), dtype=kind)
     for place, name in enumerate(names):
         table[:, place] = file.read([name])[name].to_numpy()
     return {name: table[:, place] for place, name in enumerate(names)}

@@ -1,6 +1,5 @@
 """Stop and resume: whatever ends a run, and wherever, the resumed run equals the unbroken one bit for bit."""
 
-import math
 import shutil
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs_of import SignalAt, log_without_times, prediction_bytes, short
+from runs_of import SignalAt, assert_same, log_without_times, prediction_bytes, short
 
 from fedlas.predictions import Predictions
 from fedlas.train import AbstractCallback, Run, RunError, StoppedError, checkpoint, fit, fit_many
@@ -33,22 +32,6 @@ def weights(run: Run) -> dict[str, Any]:
     for generators in saved["random"]:
         del generators["python"]  # beartype, which checks shapes in tests, draws from it
     return saved
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """Compare all that a checkpoint holds, tensor by tensor."""
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert_same(one[name], other[name])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_same(mine, theirs)
-    else:
-        assert one == other or (math.isnan(one) and math.isnan(other))  # the flip rate of the first epoch
 
 
 @pytest.fixture(scope="module")
