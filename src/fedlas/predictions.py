@@ -21,6 +21,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 from array import array
@@ -568,10 +569,16 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
         return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash, never meets half of it."""
+def write_whole(path: Path, content: bytes, *, before: Path | None = None) -> None:
+    """Write a file so that a reader, or a crash, never meets half of it.
+
+    Args:
+        path: where.
+        content: what.
+        before: how the file that was there is called from then on; by default it is gone.
+    """
     try:
-        _write_whole(path, content)
+        _write_whole(path, content, before)
     except OSError as error:
         if error.filename is not None:
             raise
@@ -579,7 +586,7 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_whole(path: Path, content: bytes, before: Path | None) -> None:
     if path.is_symlink():
         path = path.resolve()  # the link stays, and what it points to is replaced
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -594,10 +601,23 @@ def _write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(mode)
+        if before is not None and path.is_file():
+            also_called(path, before)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def also_called(path: Path, other: Path) -> None:
+    """Give a file a second name, which may have been that of another file; at any moment both names have a file."""
+    link = other.with_name(f".{other.name}{PART}")
+    link.unlink(missing_ok=True)
+    try:
+        link.hardlink_to(path)
+    except OSError:  # not every file system has links
+        shutil.copyfile(path, link)
+    link.replace(other)
 
 
 def clear_parts(folder: Path) -> None:

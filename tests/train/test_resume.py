@@ -71,7 +71,7 @@ sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
 from runs_of import SignalAt, short
 from fedlas.train import fit
 out = Path({str(tmp_path)!r})
-fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(12, signal.SIGKILL, out / "checkpoint.pt")])
+fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(13, signal.SIGKILL, out / "checkpoint.pt")])
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL

@@ -11,7 +11,6 @@ is kept, until the run is finished, for the day on which the newest one is damag
 import hashlib
 import io
 import pickle
-import shutil
 import signal
 import threading
 import time
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlas.predictions import PART, write_whole
+from fedlas.predictions import also_called, write_whole
 from fedlas.train.runs import Run, RunError
 
 FORMAT = "fedlas.checkpoint/1"
@@ -83,22 +82,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint, and keep the one that was there; at any moment the newest whole one has its name."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    fresh = path.with_name(f".{path.name}{PART}")
-    write_whole(fresh, sealed(buffer.getvalue()))
-    if path.exists():
-        _also_called(path, Run(path.parent).checkpoint_before)
-    fresh.replace(path)
-
-
-def _also_called(path: Path, other: Path) -> None:
-    """Give a file a second name, which may have been that of another file; the first one stays."""
-    link = other.with_name(f".{other.name}{PART}")
-    link.unlink(missing_ok=True)
-    try:
-        link.hardlink_to(path)
-    except OSError:  # not every file system has links
-        shutil.copyfile(path, link)
-    link.replace(other)
+    write_whole(path, sealed(buffer.getvalue()), before=Run(path.parent).checkpoint_before)
 
 
 def sealed(content: bytes) -> bytes:
@@ -156,7 +140,7 @@ def last_good(run: Run) -> bool:
     if not intact(before.read_bytes()):
         raise RunError(f"{path} is damaged, and so is {before}; remove both to begin anew")
     aside = path.with_name("checkpoint-damaged.pt")
-    _also_called(path, aside)
+    also_called(path, aside)
     before.replace(path)
     warnings.warn(
         f"{path} is damaged: its checksum is wrong. The run goes on from the checkpoint before it; the damaged one "
