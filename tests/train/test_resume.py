@@ -151,7 +151,7 @@ def test_a_signal_after_the_last_step_is_not_swallowed(unbroken, tmp_path):
 
 
 def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
-    recipes = [short("ce", epochs=1), short("ls", epochs=1)]
+    recipes = [short("ce", epochs=2), short("ls", epochs=1)]
     save = Predictions.save
 
     def save_and_signal(made: Predictions, path: Path) -> None:
@@ -164,6 +164,7 @@ def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
         list(fit_many(recipes, folder=tmp_path))
     assert caught.value.signal_number == signal.SIGINT
     assert Run(tmp_path / recipes[0].name).finished
+    assert not Run(tmp_path / recipes[0].name).checkpoint_before.exists()
     assert not (tmp_path / recipes[1].name).exists()
 
 

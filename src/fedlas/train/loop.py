@@ -204,6 +204,8 @@ class _Training:
                 onlooker.ended(self.run)
             self.writer.close()
             self.bench.close()
+            if is_first() and self.run.finished_for(self.recipe):  # also where a signal came with the last file
+                self.run.checkpoint_before.unlink(missing_ok=True)
 
     def _epoch(self, epoch: int, start: int) -> None:
         began = time.perf_counter()
@@ -350,8 +352,6 @@ class _Training:
         self._predict_all(states, {name: self.bench.evaluation(name) for name in self.recipe.splits})
         foreign = {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
         self._predict_all(states, foreign, labelled=False)
-        if is_first():
-            self.run.checkpoint_before.unlink(missing_ok=True)  # it has served
         of_all(0)  # nobody leaves before the files are there
 
     def _predict_all(
