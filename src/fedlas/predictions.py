@@ -536,7 +536,14 @@ def optional_module(name: str, extra: str = "report") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[{extra}]'") from error
+        raise ImportError(needed(name, extra, error)) from error
+
+
+def needed(name: str, extra: str, error: ImportError) -> str:
+    """Say which package is needed and how to install it; also where it is there, and one is missing that it needs."""
+    package, missing = name.partition(".")[0], (error.name or name).partition(".")[0]
+    why = "" if missing == package else f", which needs {missing},"
+    return f"{package}{why} is needed for this: pip install 'fedlas[{extra}]'"
 
 
 @contextmanager

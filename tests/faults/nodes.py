@@ -5,8 +5,8 @@
 
 A head without processors, two nodes with one each, and `fedlas reproduce` as the driver, which makes a table of 12
 runs. Whenever some run is being trained, a node or the driver is killed after up to three seconds: the raylet of a
-node, whose workers end with it, or the driver's process. A node is replaced, a driver started again with the same words,
-as a user would. At the end the table has to be complete, and every run has to stand in the ledger once.
+node, whose workers end with it, or the driver's process. A node is replaced, a driver started again with the same
+words, as a user would. At the end the table has to be complete, and every run has to stand in the ledger once.
 """
 
 import argparse
