@@ -269,6 +269,9 @@ FAULTS: dict[str, Callable[[Bench, random.Random], Trial]] = {
 }
 
 
+MOUNTED = ("full disk", "read-only disk")  # which take a file system of their own
+
+
 def campaign(
     runs: int, seed: int, folder: Path, only: list[str] | None = None, shown: bool = False
 ) -> dict[str, list[Trial]]:

@@ -1,7 +1,7 @@
 """Without a package: what needs it says so, with the command that installs it; everything else works.
 
-    python tests/faults/missing.py                 # each package is missing, and what needs it is tried
-    python tests/faults/missing.py --all --json build/missing.json    # and everything else, too
+    python tests/faults/missing.py             # each package is missing: what needs it is tried
+    python tests/faults/missing.py --extras    # what an extra brings is missing: everything is tried
 
 The packages are those of the extras in pyproject.toml. A package is made missing by a hook that answers before Python
 looks for it, in a forked child; so the environment stays as it is, and torch is imported once.
@@ -218,32 +218,50 @@ def named(said: str, package: str) -> bool:
     return said.startswith("ImportError: ") and by_name and (installs or own)
 
 
-def campaign(everything: bool = False, packages: Sequence[str] | None = None) -> list[dict[str, str]]:
-    """Take every package away, and say what is wrong then."""
+def without_packages(packages: Sequence[str] | None = None) -> list[dict[str, str]]:
+    """Take every package away, and say what is wrong with what needs it; without all, losses and metrics work."""
     found = []
     for package in packages or sorted({one for held in extras().values() for one in held}):
         without = modules(package)
         said = tried(DEEDS[package], without)
-        wrong = "" if named(said, package) else f"what needs it says: {said or 'nothing'}"
-        rest = {"losses and metrics": losses_and_metrics} | (DEEDS if everything else {})
-        for name, deed in rest.items():
-            answer = tried(deed, without) if deed is not DEEDS[package] else ""
-            if answer and not named(answer, package):
-                wrong += f"\n{name} says: {answer}"
-        found.append({"package": package, "says": said.removeprefix("ImportError: "), "wrong": wrong.strip()})
+        wrong = [] if named(said, package) else [f"what needs it says: {said or 'nothing'}"]
+        found.append({"without": package, "says": said.removeprefix("ImportError: "), "wrong": "\n".join(wrong)})
+        print(found[-1], file=sys.stderr, flush=True)
+    everything = [name for held in extras().values() for package in held for name in modules(package)]
+    answer = tried(losses_and_metrics, everything)
+    found.append({"without": "all of them", "says": "losses, metrics and files of text work", "wrong": answer})
+    return found
+
+
+def without_extras() -> list[dict[str, str]]:
+    """Take away all that an extra alone brings, and do everything: it works, or a missing package is named."""
+    found = []
+    held = extras()
+    for extra, packages in held.items():
+        alone = packages - {one for other in held if other != extra for one in held[other]}
+        without = [name for package in alone for name in modules(package)]
+        works, wrong = 0, []
+        for name, deed in {"losses and metrics": losses_and_metrics, **DEEDS}.items():
+            answer = tried(deed, without)
+            works += not answer
+            if answer and not any(named(answer, package) for package in alone):
+                wrong.append(f"{name}: {answer}")
+        says = f"{works} of {1 + len(DEEDS)} deeds work, {1 + len(DEEDS) - works - len(wrong)} name what is missing"
+        found.append({"without": f"[{extra}]", "says": says, "wrong": "\n".join(wrong)})
+        print(found[-1], file=sys.stderr, flush=True)
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="try everything else without each package")
+    parser.add_argument("--extras", action="store_true", help="take whole extras away, and do everything")
     parser.add_argument("--package", action="append", help="only this one")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found = campaign(given.all, given.package)
+    found = without_extras() if given.extras else without_packages(given.package)
     print("| without | what needs it says |\n|---|---|")
     for one in found:
-        print(f"| {one['package']} | {one['says'] if not one['wrong'] else 'WRONG: ' + one['wrong']} |")
+        print(f"| {one['without']} | {one['says'] if not one['wrong'] else 'WRONG: ' + one['wrong']} |")
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(found, indent=1) + "\n")

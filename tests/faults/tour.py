@@ -58,7 +58,7 @@ def table(folder: Path) -> dict[str, Any]:
 
 
 def training(folder: Path) -> dict[str, Any]:
-    """Train, write the run into a ledger, look at it, and draw it."""
+    """Train, write the run into a ledger, and look at it."""
     from runs_of import log_without_times, prediction_bytes, short
 
     import fedlas
@@ -69,29 +69,34 @@ def training(folder: Path) -> dict[str, Any]:
     ledger = Ledger(folder / named("Büro"))
     line = record(run, "small", None, ledger)
     page = fedlas.save_page(folder / named("Seite ü.html"), {"köttur": run.predictions("best-test")})
-    drawn = fedlas.save_figures(
-        {"köttur": run.predictions("best-test")}, folder / named("Bilder ü"), ("svg",), resamples=20
-    )
     return {
         "predictions": {name: digest(content) for name, content in prediction_bytes(run).items()},
         "log": digest(json.dumps(log_without_times(run)).encode()),
         "ece": line.metrics["ece"],
         "problems": list(problems(ledger)),
         "page": "köttur".encode() in page.read_bytes() or b"k\\u00f6ttur" in page.read_bytes(),
-        "figures": sorted(path.name for path in drawn),
     }
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """Draw the table, with its names."""
+    import fedlas
+
+    given = {"köttur": fedlas.read_predictions(folder / named("from Excel – ü.csv"))}
+    drawn = fedlas.save_figures(given, folder / named("Bilder ü"), ("svg",), resamples=20)
+    return {"files": sorted(path.name for path in drawn)}
 
 
 def images(folder: Path) -> dict[str, Any]:
     """Read images with a process of their own, in folders whose names nobody foresaw."""
-    from runs_of import large, photographs, prediction_bytes
+    from runs_of import large, photographs
 
     import fedlas
 
     kept = photographs(folder / named("Fotos ü"), 10)
     (kept / "owl").rename(kept / named("owl – 梟"))
     run = fedlas.fit(large(kept, "ce", epochs=1, workers=1), out=folder / "images")
-    return {name: digest(content) for name, content in prediction_bytes(run).items()}
+    return {name: digest(run.predictions(name).logits.numpy().tobytes()) for name in ("best-test", "last-val")}
 
 
 def command_line(folder: Path) -> dict[str, Any]:
@@ -100,7 +105,7 @@ def command_line(folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     asked = {
-        "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv")), "--json"],
+        "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv"))],
         "missing": ["evaluate", str(folder / named("nicht da ü.csv"))],
         "list": ["list", "losses"],
     }
@@ -125,7 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start-method")
     parser.add_argument("--ascii", action="store_true", help="names of files that ASCII can write")
-    parser.add_argument("--quick", action="store_true", help="without images, which take a process more")
+    parser.add_argument("--quick", action="store_true", help="without figures and images, which take longest")
     given = parser.parse_args()
     if given.start_method:
         multiprocessing.set_start_method(given.start_method)
@@ -133,7 +138,7 @@ def main() -> None:
     ONLY_ASCII.extend([True] * given.ascii)
     folder = given.folder / named("Mein Ordner – 我的 folder")
     folder.mkdir(parents=True)
-    stations = [table, training, command_line] + ([] if given.quick else [images])
+    stations = [table, training, command_line] + ([] if given.quick else [figures, images])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         found = {station.__name__: station(folder) for station in stations}

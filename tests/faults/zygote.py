@@ -37,6 +37,7 @@ PHASES = ("start-up", "step", "validation", "checkpoint writing", "between", "pr
 PROTOCOL = "small"
 STATE = struct.Struct("<bbqq")  # phase, whether a checkpoint is being written, steps begun, checkpoints begun
 PATIENCE = 120.0  # seconds for an attempt
+WARM: list[bool] = []
 
 
 class Shown:
@@ -178,7 +179,10 @@ def finish(child: int) -> int:
 
 
 def warm(recipe: Recipe, folder: Path) -> None:
-    """Import here whatever a training imports on its way, and watch what children do."""
+    """Import here whatever a training imports on its way, and watch what children do; once."""
+    if WARM:
+        return
+    WARM.append(True)
     torch.set_num_threads(1)
     kept.Intervals = lambda: Intervals(resamples=20)  # as many as usual take longer than the run
     names = folder / "modules.json"
