@@ -67,6 +67,6 @@ def test_the_lowest_versions_do(tmp_path):
     """Where they have been installed; that takes gigabytes, so no test does it."""
     python = HERE.parents[1] / "build" / "lowest" / "bin" / "python"
     if not python.exists():
-        pytest.skip("scripts/lowest has not been run; the GPU is not needed for it")
+        pytest.skip("scripts/lowest has not been run")
     done = subprocess.run([str(HERE.parents[1] / "scripts" / "lowest")], check=False, env=os.environ)
     assert done.returncode == 0

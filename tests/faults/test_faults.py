@@ -39,7 +39,7 @@ def test_terminated_trainings_go_on():
 @pytest.mark.slow
 def test_disks_that_are_full_or_cannot_be_written():
     if os.geteuid():
-        pytest.skip("mounting a file system needs root; the GPU machines of the tests have it")
+        pytest.skip("mounting a file system takes root: unshare -rm pytest ...")
     found = campaign("disk.py", "--runs", "2", "--only", "full disk", "--only", "read-only disk")
     assert all("Read-only file system" in trial["said"] for trial in found["read-only disk"])
 
