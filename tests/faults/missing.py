@@ -3,8 +3,8 @@
     python tests/faults/missing.py             # each package is missing: what needs it is tried
     python tests/faults/missing.py --extras    # what an extra brings is missing: everything is tried
 
-The packages are those of the extras in pyproject.toml. A package is made missing by a hook that answers before Python
-looks for it, in a forked child; so the environment stays as it is, and torch is imported once.
+The packages are those of the extras in pyproject.toml. A package is made missing by finders that overlook it, in a
+forked child; so the environment stays as it is, and torch is imported once.
 """
 
 import argparse
@@ -17,9 +17,8 @@ import sys
 import tempfile
 import tomllib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 from typing import Any
@@ -36,15 +35,23 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+")
 OTHER_NAMES = {"lightning": ("pytorch-lightning",)}  # packages that do as well
 
 
-class Missing(MetaPathFinder):
-    """Says that packages are not there."""
+class Without:
+    """A finder of modules that does not find some packages, as if nobody had installed them."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = set(names)
+    def __init__(self, finder: Any, names: Sequence[str]) -> None:
+        self.finder, self.names = finder, set(names)
+        known = packages_distributions()
+        self.packages = {normal(one) for name in names for one in known.get(name, ())}
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.partition(".")[0] in self.names:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+            return None
+        return self.finder.find_spec(fullname, path, target)
+
+    def find_distributions(self, *words: Any) -> Iterator[Any]:
+        """Give what `importlib.metadata` asks for."""
+        found = getattr(self.finder, "find_distributions", lambda *_: ())(*words)
+        return (one for one in found if normal(one.metadata["Name"]) not in self.packages)
 
 
 def extras() -> dict[str, set[str]]:
@@ -186,7 +193,7 @@ def tried(deed: Callable[[Path], Any], without: Sequence[str]) -> str:
         try:
             for name in [one for one in sys.modules if one.partition(".")[0] in without]:
                 del sys.modules[name]
-            sys.meta_path.insert(0, Missing(without))
+            sys.meta_path[:] = [Without(finder, without) for finder in sys.meta_path]
             os.write(into, _attempt(deed).encode()[-4000:])
             code = 0
         finally:
