@@ -18,7 +18,7 @@ def test_every_package_of_an_extra_has_a_deed_that_needs_it():
 
 
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path):
-    """optuna used to name another extra, rich and numba none, and accelerate was taken for transformers."""
+    """Without optuna another extra used to be named, without rich none, and without numba a package that was there."""
     names = ("optuna", "rich", "numba", "accelerate")
     words = [word for name in names for word in ("--package", name)]
     command = [sys.executable, str(HERE / "missing.py"), *words, "--json", str(tmp_path / "found.json")]
