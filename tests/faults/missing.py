@@ -32,6 +32,7 @@ from fedlas.predictions import Predictions
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
+DISTRIBUTIONS = packages_distributions()  # once: it reads a file for each package
 OTHER_NAMES = {"lightning": ("pytorch-lightning",)}  # packages that do as well
 
 
@@ -40,8 +41,7 @@ class Without:
 
     def __init__(self, finder: Any, names: Sequence[str]) -> None:
         self.finder, self.names = finder, set(names)
-        known = packages_distributions()
-        self.packages = {normal(one) for name in names for one in known.get(name, ())}
+        self.packages = {normal(one) for name in names for one in DISTRIBUTIONS.get(name, ())}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.partition(".")[0] in self.names:
@@ -74,7 +74,7 @@ def normal(requirement: str) -> str:
 def modules(package: str) -> list[str]:
     """Give the names under which a package is imported."""
     names = {package, *OTHER_NAMES.get(package, ())}
-    return [name for name, held in packages_distributions().items() if names & {normal(one) for one in held}]
+    return [name for name, held in DISTRIBUTIONS.items() if names & {normal(one) for one in held}]
 
 
 def brings(extra: str, package: str) -> bool:
