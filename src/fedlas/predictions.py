@@ -21,6 +21,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 from array import array
@@ -50,6 +51,7 @@ AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 
 
 WORDS = ("ids", "paths")  # words for each sample
+PART = ".part"  # ends the name of a file that is being written
 FILLING = "(other"  # begins the name of a class that only fills a row up to one
 MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
 # A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
@@ -554,7 +556,14 @@ def optional_module(name: str, extra: str = "report") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[{extra}]'") from error
+        raise ImportError(needed(name, extra, error)) from error
+
+
+def needed(name: str, extra: str, error: ImportError) -> str:
+    """Say which package is needed and how to install it; also where it is there, and one is missing that it needs."""
+    package, missing = name.partition(".")[0], (error.name or name).partition(".")[0]
+    why = "" if missing == package else f", which needs {missing},"
+    return f"{package}{why} is needed for this: pip install 'fedlas[{extra}]'"
 
 
 @contextmanager
@@ -609,10 +618,16 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
         return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash, never meets half of it."""
+def write_whole(path: Path, content: bytes, *, before: Path | None = None) -> None:
+    """Write a file so that a reader, or a crash, never meets half of it.
+
+    Args:
+        path: where.
+        content: what.
+        before: how the file that was there is called from then on; by default it is gone.
+    """
     try:
-        _write_whole(path, content)
+        _write_whole(path, content, before)
     except OSError as error:
         if error.filename is not None:
             raise
@@ -620,7 +635,7 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _write_whole(path: Path, content: bytes, before: Path | None) -> None:
     if path.is_symlink():
         path = path.resolve()  # the link stays, and what it points to is replaced
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -628,17 +643,36 @@ def _write_whole(path: Path, content: bytes) -> None:
         return
     mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o644
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(mode)
+        if before is not None and path.is_file():
+            also_called(path, before)
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def also_called(path: Path, other: Path) -> None:
+    """Give a file a second name, which may have been that of another file; at any moment both names have a file."""
+    link = other.with_name(f".{other.name}{PART}")
+    link.unlink(missing_ok=True)
+    try:
+        link.hardlink_to(path)
+    except OSError:  # not every file system has links
+        shutil.copyfile(path, link)
+    link.replace(other)
+
+
+def clear_parts(folder: Path) -> None:
+    """Remove parts of files that a killed process has left in a folder; for who holds the folder's lock."""
+    for part in folder.glob(f".*{PART}"):
+        part.unlink(missing_ok=True)
 
 
 def _in_order(content: bytes) -> bytes:
@@ -750,7 +784,8 @@ def _arrow_numbers(file: Any) -> dict[str, Any]:
     kinds = {schema.field(name).type for name in names}
     if len(kinds) != 1 or len(set(schema.names)) < len(schema.names):
         return {}
-    table = np.empty((file.metadata.num_rows, len(names)), dtype=kinds.pop().to_pandas_dtype())
+    kind = np.dtype(f"f{kinds.pop().bit_width // 8}")  # to_pandas_dtype, before pyarrow 18, needs pandas
+    table = np.empty((file.metadata.num_rows, len(names)), dtype=kind)
     for place, name in enumerate(names):
         table[:, place] = file.read([name])[name].to_numpy()
     return {name: table[:, place] for place, name in enumerate(names)}

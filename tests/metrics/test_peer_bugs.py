@@ -227,7 +227,7 @@ def test_aurc_is_the_mean_over_all_coverages_not_a_trapezoid():
     found = aurc(confidence, hits, scope="confidence")
     assert found == pytest.approx(risk.mean())
     assert found.norm == "mean over k = 1..n"
-    assert abs(float(np.trapezoid(risk, np.arange(1, 6) / 5) / 0.8) - float(found)) > 0.01
+    assert abs(float((risk[1:] + risk[:-1]).mean() / 2) - float(found)) > 0.01
 
 
 def test_arrays_of_other_packages_are_taken():

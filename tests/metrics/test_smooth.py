@@ -58,7 +58,8 @@ def kde_by_hand(confidence: np.ndarray, hits: np.ndarray, width: float, points: 
             kernel = np.where(np.abs(u) < 1, 35 / 32 * (1 - u**2) ** 3, 0) / width
             density += kernel / len(confidence)
             right += kernel * y / len(confidence)
-    return float(np.trapezoid(np.abs(grid * density - right), grid))
+    gap = np.abs(grid * density - right)
+    return float((gap[1:] + gap[:-1]).sum() / 2 / (points - 1))
 
 
 @pytest.mark.parametrize("width", [None, 0.3, 0.02])

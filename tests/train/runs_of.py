@@ -1,11 +1,13 @@
 """What the tests of training share: short recipes, and a callback that stops a run where a test wants it."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fedlas.train import AbstractCallback, Recipe, Run, recipe_for
 from fedlas.train.runs import MACHINE
@@ -62,3 +64,19 @@ def log_without_times(run: Run) -> list[dict[str, Any]]:
 
 def prediction_bytes(run: Run) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((run.folder / "predictions").iterdir())}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compare all that a checkpoint holds, tensor by tensor."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other or (math.isnan(one) and math.isnan(other))  # the flip rate of the first epoch

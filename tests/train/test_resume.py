@@ -1,18 +1,19 @@
 """Stop and resume: whatever ends a run, and wherever, the resumed run equals the unbroken one bit for bit."""
 
-import math
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from runs_of import SignalAt, log_without_times, prediction_bytes, short
+from runs_of import SignalAt, assert_same, log_without_times, prediction_bytes, short
 
 from fedlas.predictions import Predictions
-from fedlas.train import AbstractCallback, Run, RunError, StoppedError, fit, fit_many
+from fedlas.train import AbstractCallback, Run, RunError, StoppedError, checkpoint, fit, fit_many
 from fedlas.train.checkpoint import StopSignals
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp16 is very slow")
@@ -31,22 +32,6 @@ def weights(run: Run) -> dict[str, Any]:
     for generators in saved["random"]:
         del generators["python"]  # beartype, which checks shapes in tests, draws from it
     return saved
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """Compare all that a checkpoint holds, tensor by tensor."""
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert_same(one[name], other[name])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_same(mine, theirs)
-    else:
-        assert one == other or (math.isnan(one) and math.isnan(other))  # the flip rate of the first epoch
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +71,7 @@ sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
 from runs_of import SignalAt, short
 from fedlas.train import fit
 out = Path({str(tmp_path)!r})
-fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(12, signal.SIGKILL, out / "checkpoint.pt")])
+fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(13, signal.SIGKILL, out / "checkpoint.pt")])
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL
@@ -117,11 +102,25 @@ def test_an_unfinished_run_is_not_touched_unless_asked(tmp_path):
 def test_checkpoints_come_as_often_as_asked(tmp_path):
     with pytest.raises(StoppedError):
         fit(short("ce", checkpoint_every=5), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
-    (tmp_path / ".checkpoint.pt.rest").touch()
     fit(short("ce", checkpoint_every=1000), out=tmp_path, resume=True)
     saved = weights(Run(tmp_path))
     assert (saved["epoch"], saved["position"]) == (3, 0)
-    assert not (tmp_path / ".checkpoint.pt.rest").exists()
+
+
+def test_parts_of_files_that_a_kill_has_left_are_removed(tmp_path):
+    """Only those of checkpoints used to be; half a log, recipe or file of predictions stayed for ever."""
+    with pytest.raises(StoppedError):
+        fit(short("ce"), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
+    (tmp_path / "predictions").mkdir()
+    names = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions/best-test.safetensors")
+    files = [tmp_path / name for name in names]
+    rests = [file.with_name(f".{file.name}.abcd1234.part") for file in files]
+    for rest in rests:
+        rest.write_bytes(b"half")
+    run = fit(short("ce"), out=tmp_path, resume=True)
+    assert [rest for rest in rests if rest.exists()] == []
+    held = {path.name for path in run.folder.iterdir()}
+    assert held == {".lock", "recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions"}
 
 
 class SignalAfterEpoch(AbstractCallback):
@@ -152,7 +151,7 @@ def test_a_signal_after_the_last_step_is_not_swallowed(unbroken, tmp_path):
 
 
 def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
-    recipes = [short("ce", epochs=1), short("ls", epochs=1)]
+    recipes = [short("ce", epochs=2), short("ls", epochs=1)]
     save = Predictions.save
 
     def save_and_signal(made: Predictions, path: Path) -> None:
@@ -165,6 +164,7 @@ def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
         list(fit_many(recipes, folder=tmp_path))
     assert caught.value.signal_number == signal.SIGINT
     assert Run(tmp_path / recipes[0].name).finished
+    assert not Run(tmp_path / recipes[0].name).checkpoint_before.exists()
     assert not (tmp_path / recipes[1].name).exists()
 
 
@@ -199,6 +199,103 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     Run(tmp_path).checkpoint.write_bytes(b"nothing of value")
     with pytest.raises(RunError, match=r"checkpoint.pt cannot be read"):
         fit(short(), out=tmp_path, resume=True)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that has written two checkpoints and has not ended."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(StoppedError):
+        fit(RECIPES["fedlas_ls"], out=folder, callbacks=[SignalAt(12, signal.SIGTERM)])
+    return Run(folder)
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit in the middle of the file, which is in the middle of some weights."""
+    changed = bytearray(content)
+    changed[len(content) // 2] ^= 1
+    return bytes(changed)
+
+
+def test_torch_reads_flipped_bits_without_a_word_and_we_do_not(stopped, tmp_path):
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(flipped(stopped.checkpoint.read_bytes()))
+    assert torch.load(file, weights_only=True).keys() == weights(stopped).keys()
+    with pytest.raises(RunError, match=r"checkpoint\.pt cannot be read: it is damaged"):
+        checkpoint.load(file)
+
+
+def test_every_flipped_bit_is_noticed_or_changes_nothing(stopped):
+    """Only a bit in the word that introduces the checksum may flip; then the checksums of the parts are looked at."""
+    content, random = stopped.checkpoint.read_bytes(), np.random.default_rng(0)
+    assert checkpoint.intact(content)
+    end = len(content) - 64
+    places = [*random.integers(0, len(content), 300).tolist(), *range(end - 9, len(content))]
+    for place in places:
+        changed = bytearray(content)
+        changed[place] ^= 1 << int(random.integers(8))
+        noticed = not checkpoint.intact(bytes(changed))
+        assert noticed != (end - 7 <= place < end), place
+    for length in random.integers(0, len(content), 100).tolist():
+        assert not checkpoint.intact(content[:length])
+
+
+def test_a_checkpoint_without_a_checksum_is_judged_by_its_parts(stopped, tmp_path):
+    """As all were that were written before there was one."""
+    torch.save(torch.load(stopped.checkpoint, weights_only=True), tmp_path / "checkpoint.pt")
+    content = (tmp_path / "checkpoint.pt").read_bytes()
+    assert checkpoint.intact(content)
+    assert not checkpoint.intact(flipped(content))
+    assert not checkpoint.intact(cut(content))
+
+
+@pytest.mark.parametrize("damage", [cut, flipped, lambda content: b""])
+def test_the_checkpoint_before_a_damaged_one_is_taken_and_this_is_said(unbroken, stopped, tmp_path, damage):
+    folder = shutil.copytree(stopped.folder, tmp_path / "run")
+    run = Run(folder)
+    written = damage(run.checkpoint.read_bytes())
+    run.checkpoint.write_bytes(written)
+    with pytest.warns(UserWarning, match=r"checkpoint\.pt is damaged: .* goes on from the checkpoint before it"):
+        fit(RECIPES["fedlas_ls"], out=folder, resume=True)
+    assert_equal_runs(run, unbroken["fedlas_ls"])
+    assert run.log[1]["machine"]["continued_at_step"] == 2  # step 9, which was saved before step 12
+    assert (folder / "checkpoint-damaged.pt").read_bytes() == written
+    assert not run.checkpoint_before.exists()  # twice the space, for no use any more
+
+
+def test_two_damaged_checkpoints_are_both_named(stopped, tmp_path):
+    run = Run(shutil.copytree(stopped.folder, tmp_path / "run"))
+    for file in (run.checkpoint, run.checkpoint_before):
+        file.write_bytes(flipped(file.read_bytes()))
+    with pytest.raises(RunError, match=r"checkpoint\.pt is damaged, and so is .*checkpoint-before\.pt; remove both"):
+        fit(RECIPES["fedlas_ls"], out=run.folder, resume=True)
+    run.checkpoint.unlink()  # the advice, half of it
+    fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=run.folder, resume=True)
+    assert run.log[0]["machine"]["continued_at_step"] is None
+
+
+def test_a_log_that_lacks_epochs_is_named(stopped, tmp_path):
+    """It used to be gone on with, and the run was never finished."""
+    run = Run(shutil.copytree(stopped.folder, tmp_path / "run"))
+    run.log_file.write_bytes(cut(run.log_file.read_bytes()))
+    with pytest.raises(RunError, match=r"log\.jsonl is damaged: it has 0 of the 1 epochs that .*checkpoint\.pt knows"):
+        fit(RECIPES["fedlas_ls"], out=run.folder, resume=True)
+
+
+def test_where_there_are_no_links_the_checkpoint_before_is_a_copy(tmp_path, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    with pytest.raises(StoppedError):
+        fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[SignalAt(7, signal.SIGTERM)])
+    run = Run(tmp_path)
+    stands = [checkpoint.load(file) for file in (run.checkpoint_before, run.checkpoint)]
+    assert [(one["epoch"], one["position"]) for one in stands] == [(0, 6), (0, 7)]
 
 
 def test_a_checkpoint_of_a_stranger_is_not_unpickled(tmp_path):

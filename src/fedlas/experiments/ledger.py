@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedlas.predictions import write_whole
+from fedlas.predictions import clear_parts, write_whole
 from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
@@ -153,6 +153,8 @@ class Ledger:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            for folder in (self.folder, self.folder / "predictions"):
+                clear_parts(folder)
             yield
 
 

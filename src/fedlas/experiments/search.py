@@ -153,7 +153,7 @@ def search(
         raise ValueError(f"{metric!r} cannot be searched for; known: {', '.join(METRICS)}")
     if not ranges or trials < 1:
         raise ValueError("a search needs at least one range and one trial")
-    optuna = optional_module("optuna")
+    optuna = optional_module("optuna", "search")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         direction="maximize" if metric == "accuracy" else "minimize",

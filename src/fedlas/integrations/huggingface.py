@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from fedlas.integrations.base import Gate, Numbers, learns_between_epochs
 from fedlas.losses.base import IGNORE_INDEX, AbstractLoss
 from fedlas.models.base import WithFeatures
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, needed
 
 try:
     from transformers import TrainerCallback
 except ImportError as missing:
-    raise ImportError("transformers is needed for this: pip install 'fedlas[integrations]'") from missing
+    raise ImportError(needed("transformers", "integrations", missing)) from missing
 
 NAME = "calibration_loss"
 

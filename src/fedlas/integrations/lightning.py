@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedlas.integrations.base import Gate, Numbers, learns_between_epochs
 from fedlas.losses.base import AbstractLoss
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, needed
 
 PAIR = {"logits", "labels"}
 
@@ -34,14 +34,17 @@ def _callbacks() -> tuple[type, ...]:
     """Find the class that callbacks derive from, once for each name under which Lightning is loaded."""
     names = ("lightning.pytorch", "pytorch_lightning")
     loaded = [name for name in names if name in sys.modules]
+    missing: ImportError | None = None
     for name in loaded or names:
         try:
             first = import_module(name)
-        except ImportError:
+        except ImportError as error:
+            missing = missing or error
             continue
         others = [sys.modules[other] for other in loaded if other != name]
         return tuple(dict.fromkeys(package.Callback for package in (first, *others)))
-    raise ImportError("lightning is needed for this: pip install 'fedlas[integrations]'")
+    assert missing is not None
+    raise ImportError(needed("lightning", "integrations", missing)) from missing
 
 
 if TYPE_CHECKING:

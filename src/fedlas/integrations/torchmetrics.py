@@ -22,11 +22,12 @@ from fedlas.metrics.presets import Compat
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.stores import AbstractHistogram, BinStore, MassStore, PairStore
 from fedlas.metrics.streaming import AbstractStream
+from fedlas.predictions import needed
 
 try:
     from torchmetrics import Metric
 except ImportError as missing:
-    raise ImportError("torchmetrics is needed for this: pip install 'fedlas[integrations]'") from missing
+    raise ImportError(needed("torchmetrics", "integrations", missing)) from missing
 
 Given = Literal["logits", "probs"]
 BIN_SUMS = ("counts", "confidence_sum", "correct_sum")

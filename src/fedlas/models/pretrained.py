@@ -115,7 +115,9 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{name.partition('.')[0]} is needed for this: pip install 'fedlas[train]'") from error
+        package, missing = name.partition(".")[0], (error.name or name).partition(".")[0]
+        why = "" if missing == package else f", which needs {missing},"
+        raise ImportError(f"{package}{why} is needed for this: pip install 'fedlas[train]'") from error
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """Onlookers of a run: bars in the terminal, TensorBoard, or code of one's own."""
 
-import importlib
 import inspect
 import sys
 from abc import ABC
@@ -9,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fedlas.catalog import nearest
+from fedlas.predictions import optional_module
 from fedlas.records import Board
 from fedlas.train.runs import Run
 
@@ -68,10 +68,10 @@ class ProgressBar(AbstractCallback):
         self._task: Any = None
 
     def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
-        rich = importlib.import_module("rich.progress")
+        rich = optional_module("rich.progress", "train")
         columns = ("[progress.description]{task.description}", rich.BarColumn(), "{task.completed}/{task.total}")
         # A console of its own: the one that rich shares may have been made for another terminal.
-        console = importlib.import_module("rich.console").Console()
+        console = optional_module("rich.console", "train").Console()
         left = rich.TimeRemainingColumn()
         self._bar = rich.Progress(*columns, left, "{task.fields[shown]}", transient=True, console=console)
         total = bench.recipe.epochs * bench.steps_per_epoch
@@ -142,9 +142,9 @@ def downloads(progress: bool | None = None) -> Iterator[Callable[[str, int, int 
     if not _shown(progress):
         yield None
         return
-    rich = importlib.import_module("rich.progress")
+    rich = optional_module("rich.progress", "train")
     columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
-    console = importlib.import_module("rich.console").Console()
+    console = optional_module("rich.console", "train").Console()
     bar = rich.Progress("[progress.description]{task.description}", *columns, transient=True, console=console)
     tasks: dict[str, Any] = {}
 

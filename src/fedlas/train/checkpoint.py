@@ -3,14 +3,20 @@
 A checkpoint is one file with everything: weights, the loss's state, the optimizer's memory, the schedule's counter, the
 loss scale, random states, sums of the epoch, position, and the weights of the best epoch so far. Everything is put back
 in place, so a captured step stays valid. The copy to the host is made at once, the file is written in the background.
+
+A checkpoint carries the checksum of its own bytes, for torch reads flipped ones without a word; and the one before it
+is kept, until the run is finished, for the day on which the newest one is damaged.
 """
 
+import hashlib
 import io
 import pickle
 import signal
 import threading
 import time
 import warnings
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,10 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlas.predictions import write_whole
-from fedlas.train.runs import RunError
+from fedlas.predictions import also_called, write_whole
+from fedlas.train.runs import Run, RunError
 
 FORMAT = "fedlas.checkpoint/1"
+NO_COMMENT = b"\0\0"  # with which a zip file ends: the length of a comment, and no comment
+SEAL = b"sha256 "  # begins the comment that we add
 REPEATS = 3.0  # seconds in which another signal says nothing new: a terminal and a launcher both pass Ctrl-C on
 
 
@@ -71,25 +79,75 @@ class Writer:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint, and keep the one that was there; at any moment the newest whole one has its name."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    write_whole(path, buffer.getvalue())
+    write_whole(path, sealed(buffer.getvalue()), before=Run(path.parent).checkpoint_before)
+
+
+def sealed(content: bytes) -> bytes:
+    """Add the checksum of a zip file, such as torch writes, to its end, as the comment that such a file may have."""
+    assert content.endswith(NO_COMMENT)
+    return content.removesuffix(NO_COMMENT) + _seal(content.removesuffix(NO_COMMENT))
+
+
+def _seal(body: bytes | memoryview) -> bytes:
+    words = SEAL + hashlib.sha256(body).hexdigest().encode()
+    return len(words).to_bytes(2, "little") + words
+
+
+def intact(content: bytes) -> bool:
+    """Say whether a checkpoint is what was written: by its checksum, or those of its parts where it has none."""
+    end = len(content) - len(_seal(b""))
+    if SEAL in content[max(0, end) :]:
+        return _seal(memoryview(content)[:end]) == content[end:]  # a view: it may be large
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as parts:
+            return parts.testzip() is None
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OSError, zlib.error):
+        return False
 
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint."""
+    damaged = f"{path} cannot be read: it is damaged, or no checkpoint; remove it to begin anew"
+    try:
+        written = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    if not intact(written):
+        raise RunError(damaged)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about files that no checkpoint of ours can be
-            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+            content: dict[str, Any] = torch.load(io.BytesIO(written), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
         # Not torch's own words: they advise to unpickle whatever is in there.
-        raise RunError(f"{path} cannot be read: it is damaged, or no checkpoint; remove it to begin anew") from error
+        raise RunError(damaged) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")
     return content
+
+
+def last_good(run: Run) -> bool:
+    """Say whether a run has a checkpoint; a damaged one is put aside, and the one before it takes its place."""
+    path, before = run.checkpoint, run.checkpoint_before
+    if not path.exists():
+        before.unlink(missing_ok=True)  # of a run that somebody wants to begin anew
+        return False
+    if intact(path.read_bytes()) or not before.exists():
+        return True  # what is damaged and has no other before it, is named by who loads it
+    if not intact(before.read_bytes()):
+        raise RunError(f"{path} is damaged, and so is {before}; remove both to begin anew")
+    aside = path.with_name("checkpoint-damaged.pt")
+    also_called(path, aside)
+    before.replace(path)
+    warnings.warn(
+        f"{path} is damaged: its checksum is wrong. The run goes on from the checkpoint before it; the damaged one "
+        f"is now {aside.name}",
+        stacklevel=2,
+    )
+    return True
 
 
 class StopSignals:

@@ -204,6 +204,8 @@ class _Training:
                 onlooker.ended(self.run)
             self.writer.close()
             self.bench.close()
+            if is_first() and self.run.finished_for(self.recipe):  # also where a signal came with the last file
+                self.run.checkpoint_before.unlink(missing_ok=True)
 
     def _epoch(self, epoch: int, start: int) -> None:
         began = time.perf_counter()
@@ -302,7 +304,7 @@ class _Training:
 
     def _stand(self) -> tuple[int, int]:
         """Find out where the run stands, and put everything there."""
-        if not agreed(self.run.checkpoint.exists):
+        if not agreed(lambda: checkpoint.last_good(self.run)):
             agreed(lambda: self.run.keep_log(0))
             return 0, 0
         saved = checkpoint.load(self.run.checkpoint)

@@ -1,10 +1,11 @@
 """A run folder: all that a run leaves behind, and the lock that keeps a second process out of it.
 
-    RUN/recipe.json         what was asked for
-    RUN/environment.json    versions and device
-    RUN/log.jsonl           one line for each epoch
-    RUN/checkpoint.pt       where the run stands, and the weights of its best epoch
-    RUN/predictions/        {best,last}-{val,test,ood-NAME}.safetensors
+    RUN/recipe.json             what was asked for
+    RUN/environment.json        versions and device
+    RUN/log.jsonl               one line for each epoch
+    RUN/checkpoint.pt           where the run stands, and the weights of its best epoch
+    RUN/checkpoint-before.pt    where it stood before that, until it is finished
+    RUN/predictions/            {best,last}-{val,test,ood-NAME}.safetensors
 
 Files are written whole or not at all. A run is finished when its log knows all epochs, and all predictions are there;
 they come last. The checkpoint may be thrown away then.
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fedlas.predictions import Predictions, write_whole
+from fedlas.predictions import Predictions, clear_parts, write_whole
 from fedlas.train.recipe import Recipe, differences
 
 STATES = ("best", "last")
@@ -80,6 +81,11 @@ class Run:
     def checkpoint(self) -> Path:
         """Where the checkpoint lies."""
         return self.folder / "checkpoint.pt"
+
+    @property
+    def checkpoint_before(self) -> Path:
+        """Where the checkpoint lies that is taken if the newest one is damaged."""
+        return self.folder / "checkpoint-before.pt"
 
     @property
     def log_file(self) -> Path:
@@ -154,8 +160,8 @@ class Run:
                 raise RunError(f"{self.folder} is finished and has no checkpoint, so it can predict nothing more")
         elif not self.recipe_file.exists() and any(one for one in self.folder.glob("*") if one.name[0] != "."):
             raise RunError(f"{self.folder} is not empty and holds no run; choose another --out")
-        for rest in self.folder.glob(".checkpoint.pt.*"):  # half a checkpoint, of a process that was killed
-            rest.unlink()
+        for folder in (self.folder, self.predictions_file("any").parent):
+            clear_parts(folder)
         write_whole(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
         self._note_environment(environment(device, processes))
         return "continue" if self.checkpoint.exists() else "start"
@@ -174,7 +180,13 @@ class Run:
 
     def keep_log(self, epochs: int) -> None:
         """Keep the first epochs of the log; later ones will be trained again."""
-        lines = [json.dumps(record) + "\n" for record in self.log[:epochs]]
+        kept = self.log[:epochs]
+        if len(kept) < epochs:
+            raise RunError(
+                f"{self.log_file} is damaged: it has {len(kept)} of the {epochs} epochs that {self.checkpoint} knows; "
+                "remove both to begin anew"
+            )
+        lines = [json.dumps(record) + "\n" for record in kept]
         write_whole(self.log_file, "".join(lines).encode())
 
     def append_log(self, record: dict[str, Any]) -> None:

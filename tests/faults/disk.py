@@ -1,0 +1,331 @@
+"""Disks that fill up or cannot be written, files that are damaged, two processes at once, and a clock that jumps.
+
+    python tests/faults/disk.py --runs 20 --seed 1 --json build/disk.json
+    python tests/faults/disk.py --runs 20 --seed 1 --only "full disk"
+
+Every attempt is compared with an unbroken run of the same recipe, as in `kill.py`. The full disk and the one that can
+only be read are file systems of their own in memory, because no permission keeps root from writing. Mounting them takes
+root, or a namespace in which one is: `unshare -rm python tests/faults/disk.py`.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kill import STEPS, recipe_of
+from zygote import SHOWN, differences, ended, finish, fork, lines, parts, table, train_and_record, warm
+
+from fedlas.experiments import kept
+from fedlas.train import Recipe, Run
+
+ENOUGH = 64 * 2**20
+YEARS = 10 * 365.25 * 86400  # in seconds
+
+
+@dataclass
+class Trial:
+    """What became of one attempt.
+
+    Args:
+        about: what was done to it.
+        said: the last line of what the process said when it could not go on.
+        wrong: what is not as it should be.
+    """
+
+    about: str
+    said: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A recipe, the unbroken run that it makes, and a folder to work in."""
+
+    recipe: Recipe
+    unbroken: Run
+    folder: Path
+
+    def start(self, run: Path, words: str = "words.txt", before: Callable[[], None] | None = None) -> int:
+        """Begin or continue a run in a child."""
+
+        def job() -> None:
+            if before is not None:
+                before()
+            train_and_record(self.recipe, run, run.parent / "ledger")
+
+        return fork(job, self.folder / words)
+
+    def said(self, words: str = "words.txt") -> str:
+        """Give the last line that a child has said."""
+        found = (self.folder / words).read_text(encoding="utf-8").strip().splitlines()
+        return found[-1] if found else ""
+
+    def stopped(self, run: Path, dice: random.Random) -> None:
+        """Begin a run, and stop it at some step after its second checkpoint."""
+        SHOWN.clear()
+        child, until = self.start(run), dice.randint(7, STEPS - 6)
+        while SHOWN.steps < until:
+            if ended(child, 0.001) is not None:
+                raise RuntimeError(self.said())
+        os.kill(child, signal.SIGTERM)
+        finish(child)
+
+    def finished(self, trial: Trial, run: Path, *allowed: str) -> Trial:
+        """Continue a run to its end, and compare it."""
+        code = finish(self.start(run))
+        if code:
+            trial.wrong.append(f"resumed, it ended with {code}: {self.said()}")
+            return trial
+        trial.wrong += differences(Run(run), self.unbroken)
+        trial.wrong += [f"{path} was left" for path in parts(run.parent)]
+        count = lines(run.parent / "ledger", self.recipe.name)
+        trial.wrong += [f"the ledger has it {count} times"] * (count != 1)
+        usual = {path.name for path in self.unbroken.folder.iterdir()} | set(allowed)
+        trial.wrong += [f"{path} was left" for path in run.iterdir() if path.name not in usual]
+        return trial
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, size: int = ENOUGH) -> Iterator[Path]:
+    """Mount a small file system in memory."""
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+        folder.rmdir()
+
+
+def mount(*words: str) -> None:
+    """Call mount, and say what it takes."""
+    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PermissionError(f"{done.stderr.strip()}; mounting takes root, or unshare -rm")
+
+
+def can_mount() -> bool:
+    """Whether file systems can be mounted here."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError), mounted(Path(folder) / "tried"):
+        return True
+    return False
+
+
+def full_disk(bench: Bench, dice: random.Random) -> Trial:
+    """The disk has a random part of the room that the run needs; then somebody makes room."""
+    needed = sum(file.stat().st_size for file in bench.unbroken.folder.parent.rglob("*") if file.is_file())
+    size = dice.randrange(4096, needed + 2 * bench.unbroken.checkpoint.stat().st_size)
+    with mounted(bench.folder / "disk", size) as disk:
+        code = finish(bench.start(disk / "run"))
+        trial = Trial(f"{size:,} bytes", bench.said() if code else "it was enough")
+        if code and not ("No space left on device" in trial.said and str(disk) in trial.said):
+            trial.wrong.append(f"it ended with {code} and does not name the file that found no room: {trial.said}")
+        trial.wrong += [f"{path} was left" for path in disk.rglob(".*.part")]
+        mount("-o", f"remount,size={ENOUGH}", str(disk))
+        return bench.finished(trial, disk / "run")
+
+
+def read_only(bench: Bench, dice: random.Random) -> Trial:
+    """The file system cannot be written when the run is resumed, and when it is finished."""
+    with mounted(bench.folder / "disk") as disk:
+        bench.stopped(disk / "run", dice)
+        held = contents(disk)
+        mount("-o", "remount,ro", str(disk))
+        code = finish(bench.start(disk / "run"))
+        trial = Trial("resumed, and asked for again when finished", bench.said())
+        if code != 1 or "Read-only file system" not in trial.said:
+            trial.wrong.append(f"it ended with {code}: {trial.said}")
+        if contents(disk) != held:
+            trial.wrong.append("files were changed")
+        mount("-o", "remount,rw", str(disk))
+        bench.finished(trial, disk / "run")
+        mount("-o", "remount,ro", str(disk))
+        if finish(bench.start(disk / "run")):
+            trial.wrong.append(f"finished, it was not found: {bench.said()}")
+        mount("-o", "remount,rw", str(disk))
+        return trial
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def cut_short(bench: Bench, dice: random.Random) -> Trial:
+    """The newest checkpoint loses its end."""
+    run = bench.folder / "run"
+    bench.stopped(run, dice)
+    file = Run(run).checkpoint
+    content = file.read_bytes()
+    length = dice.randrange(len(content))
+    replaced(file, content[:length])
+    return said_so(bench, Trial(f"cut to {length:,} of {len(content):,} bytes"), run)
+
+
+def flipped_bits(bench: Bench, dice: random.Random) -> Trial:
+    """Some bits of the newest checkpoint flip."""
+    run = bench.folder / "run"
+    bench.stopped(run, dice)
+    file = Run(run).checkpoint
+    content = bytearray(file.read_bytes())
+    places = [dice.randrange(len(content)) for _ in range(dice.choice((1, 1, 8)))]
+    for place in places:
+        content[place] ^= 1 << dice.randrange(8)
+    replaced(file, bytes(content))
+    return said_so(bench, Trial(f"bits in bytes {places}"), run)
+
+
+def replaced(file: Path, content: bytes) -> None:
+    """Damage a file, and not the one that shares its bytes."""
+    file.unlink()
+    file.write_bytes(content)
+
+
+def said_so(bench: Bench, trial: Trial, run: Path) -> Trial:
+    """Continue a run whose checkpoint is damaged, and look whether that is said."""
+    bench.finished(trial, run, "checkpoint-damaged.pt")
+    words = (bench.folder / "words.txt").read_text(encoding="utf-8")
+    trial.said = next((line for line in words.splitlines() if "is damaged" in line), "")
+    if "goes on from the checkpoint before" not in trial.said:
+        trial.wrong.append("nobody said that it was damaged")
+    return trial
+
+
+def two_processes(bench: Bench, dice: random.Random) -> Trial:
+    """Two processes begin the same run at nearly the same moment; one of them is turned away."""
+    run, trial = bench.folder / "run", Trial("two at once")
+    SHOWN.clear()
+    children = []
+    for number in range(2):
+        children.append(bench.start(run, f"words {number}.txt"))
+        time.sleep(dice.uniform(0, 0.3))
+    codes = [finish(child) for child in children]
+    trial.said = bench.said(f"words {codes.index(1)}.txt") if 1 in codes else ""
+    if sorted(codes) != [0, 1] or "another process is working in" not in trial.said:
+        trial.wrong.append(f"they ended with {codes}: {trial.said}")
+    if SHOWN.steps != STEPS:
+        trial.wrong.append(f"both together took {SHOWN.steps} steps")
+    return bench.finished(trial, run)
+
+
+def jumping_clock(bench: Bench, dice: random.Random) -> Trial:
+    """The time of day jumps by years, back and forth, at every look; and files are from the future or the past."""
+    run, trial = bench.folder / "run", Trial("jumps of up to ten years")
+    seed = dice.randrange(2**32)
+    SHOWN.clear()
+    child, until = bench.start(run, before=partial(jumping, seed)), dice.randint(1, STEPS - 1)
+    while SHOWN.steps < until:
+        if ended(child, 0.001) is not None:
+            trial.wrong.append(f"it failed: {bench.said()}")
+            return trial
+    os.kill(child, signal.SIGKILL)
+    finish(child)
+    SHOWN.begin_again()
+    for path in run.rglob("*"):
+        os.utime(path, (time.time() + dice.uniform(-YEARS, YEARS),) * 2)
+    if finish(bench.start(run, before=partial(jumping, seed + 1))):
+        trial.wrong.append(f"resumed, it failed: {bench.said()}")
+    if not STEPS <= SHOWN.steps < 1.5 * STEPS:
+        trial.wrong.append(f"it took {SHOWN.steps} steps")
+    return bench.finished(trial, run)
+
+
+def jumping(seed: int) -> None:
+    """Let the clock of this process jump; not the one that counts seconds, which the system never sets."""
+    dice, now, now_ns = random.Random(seed), time.time, time.time_ns
+
+    class Jumping(datetime.datetime):
+        """A day somewhere in twenty years."""
+
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.datetime.fromtimestamp(time.time(), tz)
+
+    time.time = lambda: now() + dice.uniform(-YEARS, YEARS)
+    time.time_ns = lambda: now_ns() + int(dice.uniform(-YEARS, YEARS) * 1e9)
+    kept.datetime = Jumping
+
+
+FAULTS: dict[str, Callable[[Bench, random.Random], Trial]] = {
+    "full disk": full_disk,
+    "read-only disk": read_only,
+    "checkpoint cut short": cut_short,
+    "bits flipped in a checkpoint": flipped_bits,
+    "two processes on one folder": two_processes,
+    "clock that jumps": jumping_clock,
+}
+
+
+MOUNTED = ("full disk", "read-only disk")  # which take a file system of their own
+
+
+def campaign(
+    runs: int, seed: int, folder: Path, only: list[str] | None = None, shown: bool = False
+) -> dict[str, list[Trial]]:
+    """Try every fault so many times."""
+    dice = random.Random(seed)
+    recipe = recipe_of(0)
+    warm(recipe, folder)
+    (folder / "unbroken").mkdir()
+    bench = Bench(recipe, Run(folder / "unbroken" / "run"), folder)
+    if finish(bench.start(bench.unbroken.folder)):
+        raise RuntimeError(bench.said())
+    found: dict[str, list[Trial]] = {}
+    for name in only or FAULTS:
+        for number in range(runs):
+            place = folder / f"{name} {number}"
+            place.mkdir()
+            trial = FAULTS[name](Bench(recipe, bench.unbroken, place), dice)
+            found.setdefault(name, []).append(trial)
+            if shown:
+                print(name, trial.about, trial.said, *trial.wrong, sep=" | ", file=sys.stderr, flush=True)
+            shutil.rmtree(place)
+    return found
+
+
+def rows(found: dict[str, list[Trial]]) -> list[dict[str, Any]]:
+    """Count what went well."""
+    return [
+        {
+            "fault": name,
+            "runs": len(trials),
+            "stopped, or warned": sum(trial.said not in ("", "it was enough") for trial in trials),
+            "finished, equal, once in the ledger": sum(not trial.wrong for trial in trials),
+        }
+        for name, trials in found.items()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20, help="of each fault")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", action="append", choices=list(FAULTS))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = campaign(given.runs, given.seed, Path(folder), given.only, shown=True)
+    print(f"seed {given.seed}, {time.monotonic() - began:.0f} s\n\n{table(rows(found))}")
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        told = {name: [asdict(trial) for trial in trials] for name, trials in found.items()}
+        given.json.write_text(json.dumps(told, indent=1) + "\n")
+    return int(any(trial.wrong for trials in found.values() for trial in trials))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Without a package: what needs it says so, with the command that installs it; everything else works.
+
+    python tests/faults/missing.py             # each package is missing: what needs it is tried
+    python tests/faults/missing.py --extras    # what an extra brings is missing: everything is tried
+
+The packages are those of the extras in pyproject.toml. A package is made missing by finders that overlook it, in a
+forked child; so the environment stays as it is, and torch is imported once.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+import fedlas
+from fedlas.predictions import Predictions
+
+ROOT = Path(__file__).parents[2]
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+DISTRIBUTIONS = packages_distributions()  # once: it reads a file for each package
+OTHER_NAMES = {"lightning": ("pytorch-lightning",)}  # packages that do as well
+
+
+class Without:
+    """A finder of modules that does not find some packages, as if nobody had installed them."""
+
+    def __init__(self, finder: Any, names: Sequence[str]) -> None:
+        self.finder, self.names = finder, set(names)
+        self.packages = {normal(one) for name in names for one in DISTRIBUTIONS.get(name, ())}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname.partition(".")[0] in self.names:
+            return None
+        return self.finder.find_spec(fullname, path, target)
+
+    def find_distributions(self, *words: Any) -> Iterator[Any]:
+        """Give what `importlib.metadata` asks for."""
+        found = getattr(self.finder, "find_distributions", lambda *_: ())(*words)
+        return (one for one in found if normal(one.metadata["Name"]) not in self.packages)
+
+
+def extras() -> dict[str, set[str]]:
+    """Give the packages of every extra that people install."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {
+        extra: {normal(one) for one in asked}
+        for extra, asked in project["optional-dependencies"].items()
+        if extra not in ("all", "dev")
+    }
+
+
+def normal(requirement: str) -> str:
+    """Give the name of a package as everybody writes it, from what asks for it."""
+    found = NAME.match(requirement)
+    assert found is not None, requirement
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def modules(package: str) -> list[str]:
+    """Give the names under which a package is imported."""
+    names = {package, *OTHER_NAMES.get(package, ())}
+    return [name for name, held in DISTRIBUTIONS.items() if names & {normal(one) for one in held}]
+
+
+def brings(extra: str, package: str) -> bool:
+    """Say whether an extra installs a package, itself or as something that it needs."""
+    own = extras().get(extra, set())
+    return package in own or any(package in {normal(word) for word in requires(one) or ()} for one in own)
+
+
+def some() -> Predictions:
+    """Predictions of 60 samples in 3 classes."""
+    labels = torch.arange(60) % 3
+    return Predictions(torch.randn(60, 3) + 2 * torch.eye(3)[labels], labels)
+
+
+def digits() -> Any:
+    return fedlas.recipe_for("digits", epochs=1, batch_size=50, data_options={"train_samples": 50})
+
+
+def command_line(folder: Path) -> None:
+    some().save(folder / "p.safetensors")
+    sys.argv = ["fedlas", "evaluate", str(folder / "p.safetensors")]
+    try:
+        import_module("fedlas.__main__").main()
+    except SystemExit as end:
+        if end.code:
+            raise ImportError(str(end.code)) from end
+
+
+def progress_bar(folder: Path) -> None:
+    fedlas.fit(digits(), out=folder / "run", progress=True)
+
+
+def onnx(folder: Path) -> None:
+    export = import_module("fedlas.integrations.export")
+    model = export.CalibratedModel(torch.nn.Linear(4, 3), fedlas.build_calibrator("temperature").fit(some()))
+    export.save_onnx(model, torch.randn(1, 4), folder / "net.onnx")
+
+
+def search(folder: Path) -> None:
+    module = import_module("fedlas.experiments.search")
+    ranges = [module.Range.parse("alpha=0.01:0.1")]
+    module.search(digits().replace(loss="ls"), ranges, trials=1, folder=folder, told=str)
+
+
+def trainer(folder: Path) -> None:
+    import_module("fedlas.integrations.huggingface")
+    given = import_module("transformers").TrainingArguments(str(folder), report_to=[], use_cpu=True)
+    import_module("transformers").Trainer(torch.nn.Linear(4, 3), given)
+
+
+def board(folder: Path) -> None:
+    import_module("fedlas.records").Board(folder, first=1).close()
+
+
+def cluster(folder: Path) -> None:
+    import_module("fedlas.experiments.launch").launched([digits()], folder=folder, how="ray")
+
+
+def probmetrics(folder: Path) -> None:
+    fedlas.build_calibrator("probmetrics").fit(some())
+
+
+# What people do with each package.
+DEEDS: dict[str, Callable[[Path], Any]] = {
+    "torchvision": lambda _: fedlas.build_model("resnet18_cifar", 10),
+    "timm": lambda _: fedlas.build_model("timm:test_vit", 10),
+    "scikit-learn": lambda _: fedlas.build_data("digits").split("test"),
+    "scipy": lambda _: fedlas.build_calibrator("isotonic").fit(some()),
+    "safetensors": lambda folder: some().save(folder / "p.safetensors"),
+    "typer": command_line,
+    "rich": progress_bar,
+    "matplotlib": lambda folder: fedlas.save_figures({"mine": some()}, folder, ("svg",), resamples=20),
+    "jinja2": lambda folder: fedlas.save_page(folder / "page.html", {"mine": some()}),
+    "pillow": lambda _: import_module("fedlas.report.thumbnails").picture_of(torch.rand(8, 8)),
+    "pyarrow": lambda folder: fedlas.write_predictions(some(), folder / "p.parquet"),
+    "probmetrics": probmetrics,
+    "numba": probmetrics,
+    "ray": cluster,
+    "optuna": search,
+    "lightning": lambda _: import_module("fedlas.integrations.lightning"),
+    "transformers": lambda _: import_module("fedlas.integrations.huggingface"),
+    "accelerate": trainer,
+    "torchmetrics": lambda _: import_module("fedlas.integrations.torchmetrics"),
+    "tensorboard": board,
+    "onnx": onnx,
+    "onnxruntime": onnx,
+    "onnxscript": onnx,
+}
+
+
+def losses_and_metrics(folder: Path) -> None:
+    """What works with torch and numpy alone."""
+    logits, labels = torch.randn(12, 10, requires_grad=True), torch.arange(12) % 10
+    for record in fedlas.list_losses():
+        loss = fedlas.build_loss(record.name, **sizes(record.name))
+        loss(logits, labels, features=torch.rand(12, 5), index=torch.arange(12)).sum().backward()
+    fedlas.metrics.ece(some().probs, some().labels)
+    fedlas.build_calibrator("temperature").fit(some()).transform(some())
+    (folder / "p.csv").write_text("prob_a,prob_b,label\n0.3,0.7,b\n0.9,0.1,a\n")
+    fedlas.metrics.ece(fedlas.read_predictions(folder / "p.csv").probs, torch.tensor([1, 0]))
+
+
+def sizes(loss: str) -> dict[str, int]:
+    """Give what a loss has to know about the data."""
+    known = {"num_classes": 10, "feature_dim": 5, "num_samples": 12, "train_samples": 12}
+    asked = {one for record in fedlas.list_losses() if record.name == loss for one in record.keywords}
+    return {name: value for name, value in known.items() if name in asked}
+
+
+def tried(deed: Callable[[Path], Any], without: Sequence[str]) -> str:
+    """Do something in a child that lacks some modules; give "" where it works, and else the error."""
+    out, into = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            for name in [one for one in sys.modules if one.partition(".")[0] in without]:
+                del sys.modules[name]
+            sys.meta_path[:] = [Without(finder, without) for finder in sys.meta_path]
+            os.write(into, _attempt(deed).encode()[-4000:])
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(into)
+    with os.fdopen(out, "rb") as file:
+        said = file.read().decode()
+    return said if os.waitpid(child, 0)[1] == 0 else "it died"
+
+
+def _attempt(deed: Callable[[Path], Any]) -> str:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            deed(Path(folder))
+        except ImportError as error:
+            return f"ImportError: {error}"
+        except BaseException:
+            return traceback.format_exc()
+    return ""
+
+
+def named(said: str, package: str) -> bool:
+    """Say whether an error names a package, and a command that installs it."""
+    names = {package, *modules(package)}
+    by_name = any(re.search(rf"\b{re.escape(name)}\b", said) for name in names)
+    commands = re.findall(r"pip install (?:-U )?'fedlas\[([a-z,]+)\]'", said)
+    installs = any(brings(extra, package) for command in commands for extra in command.split(","))
+    own = re.search(rf"pip install [^\n]*{re.escape(package)}", said) is not None
+    return said.startswith("ImportError: ") and by_name and (installs or own)
+
+
+def without_packages(packages: Sequence[str] | None = None) -> list[dict[str, str]]:
+    """Take every package away, and say what is wrong with what needs it; without all, losses and metrics work."""
+    found = []
+    for package in packages or sorted({one for held in extras().values() for one in held}):
+        without = modules(package)
+        said = tried(DEEDS[package], without)
+        wrong = [] if named(said, package) else [f"what needs it says: {said or 'nothing'}"]
+        found.append({"without": package, "says": said.removeprefix("ImportError: "), "wrong": "\n".join(wrong)})
+        print(found[-1], file=sys.stderr, flush=True)
+    everything = [name for held in extras().values() for package in held for name in modules(package)]
+    answer = tried(losses_and_metrics, everything)
+    found.append({"without": "all of them", "says": "losses, metrics and files of text work", "wrong": answer})
+    return found
+
+
+def without_extras() -> list[dict[str, str]]:
+    """Take away all that an extra alone brings, and do everything: it works, or a missing package is named."""
+    found = []
+    held = extras()
+    for extra, packages in held.items():
+        alone = packages - {one for other in held if other != extra for one in held[other]}
+        without = [name for package in alone for name in modules(package)]
+        works, wrong = 0, []
+        for name, deed in {"losses and metrics": losses_and_metrics, **DEEDS}.items():
+            answer = tried(deed, without)
+            works += not answer
+            if answer and not any(named(answer, package) for package in alone):
+                wrong.append(f"{name}: {answer}")
+        says = f"{works} of {1 + len(DEEDS)} deeds work, {1 + len(DEEDS) - works - len(wrong)} name what is missing"
+        found.append({"without": f"[{extra}]", "says": says, "wrong": "\n".join(wrong)})
+        print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--extras", action="store_true", help="take whole extras away, and do everything")
+    parser.add_argument("--package", action="append", help="only this one")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    found = without_extras() if given.extras else without_packages(given.package)
+    print("| without | what needs it says |\n|---|---|")
+    for one in found:
+        print(f"| {one['without']} | {one['says'] if not one['wrong'] else 'WRONG: ' + one['wrong']} |")
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(any(one["wrong"] for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

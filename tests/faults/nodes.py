@@ -1,0 +1,271 @@
+"""A cluster whose nodes and driver are killed at random, and torchrun with a worker that dies.
+
+    python tests/faults/nodes.py --kills 20 --seed 1 --json build/nodes.json
+    python tests/faults/nodes.py --kills 0 --torchrun 5
+
+A head without processors, two nodes with one each, and `fedlas reproduce` as the driver, which makes a table of 12
+runs. Whenever some run is being trained, a node or the driver is killed after up to three seconds: the raylet of a
+node, whose workers end with it, or the driver's process. A node is replaced, a driver started again with the same
+words, as a user would. At the end the table has to be complete, and every run has to stand in the ledger once.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / name) for name in ("", "train", "experiments")]
+
+from runs_of import log_without_times, prediction_bytes  # noqa: E402
+from test_launch import exists, holder  # noqa: E402
+from test_launch_ray import children, kill_raylet, parent, raylet  # noqa: E402
+from zygote import lines, parts, table  # noqa: E402
+
+from fedlas.experiments.kept import problems  # noqa: E402
+from fedlas.experiments.ledger import Ledger  # noqa: E402
+from fedlas.train import Run  # noqa: E402
+from waiting import until  # noqa: E402
+
+LOSSES, SEEDS = ("ce", "ls", "focal", "mbls"), (1, 2, 3)
+LIMIT = 1500.0  # seconds for everything
+DRIVER = "driver"
+
+
+class Place:
+    """A cluster, and the driver that uses it."""
+
+    def __init__(self, cluster: Any, folder: Path, epochs: int) -> None:
+        self.cluster, self.folder, self.epochs = cluster, folder, epochs
+        self.nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        self.driver = self._started()
+        self.starts = 1
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        words = {
+            "--data": "digits", "--losses": ",".join(LOSSES), "--seeds": ",".join(map(str, SEEDS)),
+            "--protocol": "small", "--launch": "ray", "--address": self.cluster.address, "--device": "cpu",
+            "--runs": str(self.folder / "runs"), "--ledger": str(self.folder / "results"),
+        }  # fmt: skip
+        settings = {"epochs": self.epochs, "batch_size": 100, "data_options.train_samples": 400}
+        given = [word for pair in words.items() for word in pair]
+        given += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        with (self.folder / "driver.txt").open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "fedlas", "reproduce", "sota", *given], stdout=file, stderr=file
+            )
+
+    def kill(self, what: str) -> None:
+        """Kill the driver, or a node; something else takes its place."""
+        if what == DRIVER:
+            self.driver.kill()
+            self.driver.wait()
+            self.driver = self._started()
+            self.starts += 1
+            return
+        place = int(what.removeprefix("node ")) - 1
+        gone = children(raylet(self.nodes[place]))
+        kill_raylet(self.nodes[place])
+        until(lambda: not any(exists(pid) for pid in gone))
+        self.cluster.remove_node(self.nodes[place])
+        self.nodes[place] = self.cluster.add_node(num_cpus=1)
+
+    def busy(self) -> str | None:
+        """Name a node on which some run is being trained."""
+        for run in runs_in(self.folder):
+            pid = holder(run)
+            for number, node in enumerate(self.nodes, start=1):
+                if pid is not None and exists(pid) and parent(pid) == raylet(node):
+                    return f"node {number}"
+        return None
+
+    def done(self) -> int | None:
+        """Give the exit code of the driver, if it has come to its end."""
+        return self.driver.poll()
+
+
+def runs_in(folder: Path) -> list[Run]:
+    return [Run(path.parent) for path in sorted(folder.glob("runs/*/recipe.json"))]
+
+
+@contextmanager
+def ray_cluster() -> Iterator[Any]:
+    """A head without processors."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the name of a socket may not be long
+    (folder / "ray").mkdir()
+    os.environ |= {"RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
+    here = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        yield here
+    finally:
+        ray.shutdown()
+        here.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def cluster_campaign(kills: int, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
+    """Make a table while nodes and the driver are killed."""
+    dice, began, killed = random.Random(seed), time.monotonic(), []
+    with ray_cluster() as cluster:
+        place = Place(cluster, folder, epochs)
+        try:
+            while place.done() is None and time.monotonic() - began < LIMIT:
+                if len(killed) < kills and place.busy() is not None:
+                    time.sleep(dice.uniform(0, 3))
+                    what = dice.choice(["node 1", "node 2", DRIVER])
+                    if place.done() is None:
+                        place.kill(what)
+                        killed.append({"what": what, "after": round(time.monotonic() - began, 1)})
+                        print(killed[-1], file=sys.stderr, flush=True)
+                time.sleep(0.05)
+            code = place.done()
+        finally:
+            place.driver.kill()
+            place.driver.wait()
+    return {"kills": killed, "seconds": round(time.monotonic() - began), "starts": place.starts} | judged(folder, code)
+
+
+def judged(folder: Path, code: int | None) -> dict[str, Any]:
+    """Look at what the driver has left."""
+    runs = runs_in(folder)
+    wrong = [] if code == 0 else [f"the driver ended with {code}: {(folder / 'driver.txt').read_text()[-2000:]}"]
+    wrong += [] if len(runs) == len(LOSSES) * len(SEEDS) else [f"there are {len(runs)} runs"]
+    for run in runs:
+        count = lines(folder / "results", run.recipe.name)
+        wrong += [f"{run.folder.name} stands in the ledger {count} times"] * (count != 1)
+        wrong += [] if run.finished else [f"{run.folder.name} is not finished"]
+        epochs = [record["epoch"] for record in run.log]
+        wrong += [] if epochs == list(range(1, run.recipe.epochs + 1)) else [f"{run.folder.name} has epochs {epochs}"]
+    wrong += [f"{path} was left" for path in parts(folder)]
+    wrong += problems(Ledger(folder / "results"))
+    again = sum(record["machine"]["continued_at_step"] is not None for run in runs for record in run.log)
+    return {"runs": len(runs), "epochs continued in the middle": again, "wrong": wrong}
+
+
+TORCHRUN = """
+import sys
+from pathlib import Path
+from fedlas.train import fit, recipe_for
+options = {"model_options": {"norm": "group"}, "data_options": {"train_samples": 400}}
+often = {"epochs": 30, "batch_size": 100, "checkpoint_every": 3, "deterministic": True}
+recipe = recipe_for("digits", loss="fedlas_ls", **often, **options)
+fit(recipe, out=Path(sys.argv[1]), resume=True)
+"""
+
+
+def torchrun(folder: Path, out: Path) -> subprocess.Popen[bytes]:
+    """Start two workers that train one run."""
+    script = folder / "train.py"
+    script.write_text(TORCHRUN)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(out)]
+    with (folder / "torchrun.txt").open("wb") as file:
+        return subprocess.Popen([sys.executable, *words], stdout=file, stderr=file)
+
+
+def torchrun_campaign(count: int, seed: int, folder: Path) -> list[dict[str, Any]]:
+    """Kill one of two workers at some epoch, look how the other ends, and go on."""
+    dice = random.Random(seed)
+    unbroken = Run(folder / "unbroken")
+    if torchrun(folder, unbroken.folder).wait(300):
+        raise RuntimeError((folder / "torchrun.txt").read_text())
+    return [worker_dies(Run(folder / f"run {number}"), unbroken, dice, folder) for number in range(count)]
+
+
+def worker_dies(run: Run, unbroken: Run, dice: random.Random, folder: Path) -> dict[str, Any]:
+    """Kill one worker, and compare what is made of the rest."""
+    wrong: list[str] = []
+    process, epoch, rank = torchrun(folder, run.folder), dice.randint(1, 25), dice.randrange(2)
+    try:
+        until(lambda: len(run.log) >= epoch)
+        workers = children(process.pid)
+        os.kill(workers[rank], signal.SIGKILL)
+        began = time.monotonic()
+        code = process.wait(120)
+    finally:
+        process.terminate()
+    seconds = time.monotonic() - began
+    said = (folder / "torchrun.txt").read_text()
+    wrong += [] if code else ["torchrun ended as if nothing had happened"]
+    wrong += (
+        [] if re.search(r"exitcode\s*:\s*-9|Signal 9 \(SIGKILL\)", said) else [f"nobody names the dead: {said[-500:]}"]
+    )
+    wrong += [f"worker {pid} is left" for pid in workers if exists(pid)]
+    wrong += [] if not run.finished else ["it was finished already"]
+    if torchrun(folder, run.folder).wait(300):
+        wrong.append(f"it could not go on: {(folder / 'torchrun.txt').read_text()[-2000:]}")
+    elif prediction_bytes(run) != prediction_bytes(unbroken) or log_without_times(run) != log_without_times(unbroken):
+        wrong.append("it ends with other numbers")
+    wrong += [f"{path} was left" for path in parts(run.folder)]
+    return {"rank": rank, "epoch": epoch, "seconds until all had ended": round(seconds, 1), "wrong": wrong}
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Lay out both campaigns."""
+    made = []
+    if "cluster" in found:
+        told = found["cluster"]
+        hit = Counter("driver" if kill["what"] == DRIVER else "node" for kill in told["kills"])
+        made.append({
+            "campaign": "Ray, two nodes, a table of 12 runs",
+            "killed": f"{hit['node']} times a node, {hit['driver']} times the driver",
+            "runs": told["runs"],
+            "wrong": len(told["wrong"]),
+            "seconds": told["seconds"],
+        })  # fmt: skip
+    if found.get("torchrun"):
+        held = found["torchrun"]
+        longest = max(one["seconds until all had ended"] for one in held)
+        made.append({
+            "campaign": "torchrun, two processes",
+            "killed": f"{len(held)} times a worker; all had ended within {longest} s",
+            "runs": len(held),
+            "wrong": sum(bool(one["wrong"]) for one in held),
+            "seconds": found["torchrun seconds"],
+        })  # fmt: skip
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=200, help="of each run: enough that all kills find one at work")
+    parser.add_argument("--torchrun", type=int, default=5, help="workers to kill")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if given.kills:
+            found["cluster"] = cluster_campaign(given.kills, given.seed, given.epochs, Path(folder))
+        if given.torchrun:
+            began = time.monotonic()
+            found["torchrun"] = torchrun_campaign(given.torchrun, given.seed, Path(folder))
+            found["torchrun seconds"] = round(time.monotonic() - began)
+    print(f"seed {given.seed}\n\n{table(rows(found))}")
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    wrong = found.get("cluster", {}).get("wrong", []) + [
+        word for one in found.get("torchrun", []) for word in one["wrong"]
+    ]
+    print(*wrong, sep="\n", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

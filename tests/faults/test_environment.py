@@ -1,0 +1,72 @@
+"""Where users are: packages that are missing, odd names of folders, other languages, no terminal, no asserts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import missing
+import pytest
+from surroundings import PLACES, unlike, walked
+
+HERE = Path(__file__).parent
+
+
+def test_every_package_of_an_extra_has_a_deed_that_needs_it():
+    assert {one for held in missing.extras().values() for one in held} == set(missing.DEEDS)
+
+
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path):
+    """Without optuna another extra used to be named, without rich none, and without numba a package that was there."""
+    names = ("optuna", "rich", "numba")
+    words = [word for name in names for word in ("--package", name)]
+    command = [sys.executable, str(HERE / "missing.py"), *words, "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found[0]["says"] == "optuna is needed for this: pip install 'fedlas[search]'"
+    assert found[2]["says"] == "probmetrics, which needs numba, is needed for this: pip install 'fedlas[posthoc]'"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--extras",)])
+def test_without_packages_and_extras_the_rest_works(words):
+    done = subprocess.run(
+        [sys.executable, str(HERE / "missing.py"), *words], capture_output=True, text=True, check=False, timeout=1800
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_an_error_that_names_nothing_is_noticed():
+    assert missing.named("ImportError: rich is needed for this: pip install 'fedlas[train]'", "rich")
+    assert not missing.named("ImportError: No module named 'rich'", "rich")
+    assert not missing.named("ImportError: optuna is needed for this: pip install 'fedlas[report]'", "optuna")
+    assert not missing.named("", "rich")
+
+
+def test_numbers_are_the_same_everywhere_at_once(tmp_path):
+    """No asserts, no terminal, no home, the language C, and names with spaces and letters of three alphabets."""
+    usual = walked(PLACES["usual"], tmp_path / "usual", "--quick")
+    assert usual["table"]["again"] == [True, True]
+    assert usual["training"]["problems"] == []
+    codes = {name: (one["code"], one["traceback"]) for name, one in usual["command_line"].items()}
+    assert codes == {"evaluate": (0, False), "missing": (1, False), "list": (0, False)}
+    assert unlike(walked(PLACES["all at once"], tmp_path / "odd", "--quick"), usual) == []
+
+
+@pytest.mark.slow
+def test_numbers_are_the_same_in_each_place(tmp_path):
+    usual = walked(PLACES["usual"], tmp_path / "usual")
+    found = {name: unlike(walked(place, tmp_path / name), usual) for name, place in PLACES.items() if name != "usual"}
+    assert found == {name: [] for name in found}
+
+
+@pytest.mark.slow
+def test_the_lowest_versions_do(tmp_path):
+    """Where they have been installed; that takes gigabytes, so no test does it."""
+    python = HERE.parents[1] / "build" / "lowest" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("scripts/lowest has not been run")
+    done = subprocess.run([str(HERE.parents[1] / "scripts" / "lowest")], check=False, env=os.environ)
+    assert done.returncode == 0

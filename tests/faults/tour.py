@@ -1,0 +1,149 @@
+"""A walk through the product in one process, which prints what it found as JSON: equal wherever it is taken.
+
+    python tests/faults/tour.py FOLDER [--start-method spawn]
+
+`surroundings.py` starts it in odd places, with other languages, without a terminal or without asserts.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import multiprocessing
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "train")]
+
+import torch  # noqa: E402
+
+NAMES = ("Katze", "köttur", "猫")
+
+
+ONLY_ASCII: list[bool] = []
+
+
+def named(name: str) -> str:
+    """Give a file its name; other letters than those of ASCII only where they can be written."""
+    return name.encode("ascii", "ignore").decode() if ONLY_ASCII else name
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def table(folder: Path) -> dict[str, Any]:
+    """A CSV as a spreadsheet in Windows writes it: a mark at its start, lines that end in two characters, Unicode."""
+    import fedlas
+
+    rows = [",".join([*(f"prob_{name}" for name in NAMES), "label"])]
+    rows += [f"0.{a},0.{b},0.{8 - a - b + 2},{NAMES[(a + b) % 3]}" for a in range(1, 5) for b in range(1, 5)]
+    path = folder / named("from Excel – ü.csv")
+    path.write_bytes(("\ufeff" + "\r\n".join(rows) + "\r\n").encode())
+    read = fedlas.read_predictions(path)
+    report = fedlas.evaluate(read, seed=0)
+    copies = [folder / named(f"again ü{ending}") for ending in (".csv", ".parquet")]
+    for copy in copies:
+        fedlas.write_predictions(read, copy)
+    again = [fedlas.read_predictions(copy) for copy in copies]
+    return {
+        "classes": list(read.class_names or ()),
+        "again": [torch.equal(one.labels, read.labels) and one.class_names == read.class_names for one in again],
+        "report": digest(report.to_json().replace(str(folder), "").encode()),
+    }
+
+
+def training(folder: Path) -> dict[str, Any]:
+    """Train, write the run into a ledger, and look at it."""
+    from runs_of import log_without_times, prediction_bytes, short
+
+    import fedlas
+    from fedlas.experiments.kept import problems, record
+    from fedlas.experiments.ledger import Ledger
+
+    run = fedlas.fit(short("fedlas_ls", epochs=2), out=folder / named("Lauf Nr. 1 – 跑"))
+    ledger = Ledger(folder / named("Büro"))
+    line = record(run, "small", None, ledger)
+    page = fedlas.save_page(folder / named("Seite ü.html"), {"köttur": run.predictions("best-test")})
+    return {
+        "predictions": {name: digest(content) for name, content in prediction_bytes(run).items()},
+        "log": digest(json.dumps(log_without_times(run)).encode()),
+        "ece": line.metrics["ece"],
+        "problems": list(problems(ledger)),
+        "page": "köttur".encode() in page.read_bytes() or b"k\\u00f6ttur" in page.read_bytes(),
+    }
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """Draw the table, with its names."""
+    import fedlas
+
+    given = {"köttur": fedlas.read_predictions(folder / named("from Excel – ü.csv"))}
+    drawn = fedlas.save_figures(given, folder / named("Bilder ü"), ("svg",), resamples=20)
+    return {"files": sorted(path.name for path in drawn)}
+
+
+def images(folder: Path) -> dict[str, Any]:
+    """Read images with a process of their own, in folders whose names nobody foresaw."""
+    from runs_of import large, photographs
+
+    import fedlas
+
+    kept = photographs(folder / named("Fotos ü"), 10)
+    (kept / "owl").rename(kept / named("owl – 梟"))
+    run = fedlas.fit(large(kept, "ce", epochs=1, workers=1), out=folder / "images")
+    return {name: digest(run.predictions(name).logits.numpy().tobytes()) for name in ("best-test", "last-val")}
+
+
+def command_line(folder: Path) -> dict[str, Any]:
+    """Ask the command line for an answer about a file, and for what it refuses."""
+    from fedlas import cli
+
+    found: dict[str, Any] = {}
+    asked = {
+        "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv"))],
+        "missing": ["evaluate", str(folder / named("nicht da ü.csv"))],
+        "list": ["list", "losses"],
+    }
+    for name, words in asked.items():
+        sys.argv = ["fedlas", *words]
+        encoding = getattr(sys.stdout, "encoding", "utf-8")  # there is none where the stream is closed
+        out, code = io.TextIOWrapper(io.BytesIO(), encoding, getattr(sys.stdout, "errors", "strict")), 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                cli.main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+        out.flush()
+        said = out.buffer.getvalue().decode(errors="replace")  # type: ignore[attr-defined]
+        found[name] = {"code": code, "traceback": "Traceback" in said, "something": bool(said.strip())}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start-method")
+    parser.add_argument("--ascii", action="store_true", help="names of files that ASCII can write")
+    parser.add_argument("--quick", action="store_true", help="without figures and images, which take longest")
+    given = parser.parse_args()
+    if given.start_method:
+        multiprocessing.set_start_method(given.start_method)
+    torch.set_num_threads(1)
+    ONLY_ASCII.extend([True] * given.ascii)
+    folder = given.folder / named("Mein Ordner – 我的 folder")
+    folder.mkdir(parents=True)
+    stations = [table, training, command_line] + ([] if given.quick else [figures, images])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = {station.__name__: station(folder) for station in stations}
+    given.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

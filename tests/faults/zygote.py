@@ -1,0 +1,234 @@
+"""Children of a warm process: each trains, can be killed at any moment, and leaves behind what it was doing then.
+
+Importing torch takes seconds, so the campaigns fork a child for each attempt from a process that has imported
+everything and trained nothing. What the child does is written to memory that both share: after a kill it still says in
+which phase the child was. The hooks live here and wrap functions of the product, which knows nothing of them.
+"""
+
+import contextlib
+import importlib
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(path) for path in (TESTS, TESTS / "train") if str(path) not in sys.path]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads do not survive a fork
+os.environ.setdefault("FEDLAS_COMMIT", "campaign")  # else every attempt asks git
+
+import torch  # noqa: E402
+from runs_of import assert_same, log_without_times, prediction_bytes  # noqa: E402
+
+from fedlas.experiments import kept  # noqa: E402
+from fedlas.experiments.ledger import Ledger  # noqa: E402
+from fedlas.metrics.digest import Intervals  # noqa: E402
+from fedlas.train import Recipe, Run, checkpoint, fit, loop  # noqa: E402
+from fedlas.train.bench import Bench  # noqa: E402
+
+PHASES = ("start-up", "step", "validation", "checkpoint writing", "between", "predictions", "ledger")
+PROTOCOL = "small"
+STATE = struct.Struct("<bbqq")  # phase, whether a checkpoint is being written, steps begun, checkpoints begun
+PATIENCE = 120.0  # seconds for an attempt
+WARM: list[bool] = []
+
+
+class Shown:
+    """What a child is doing, in memory that outlives it."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, STATE.size)
+
+    def _read(self) -> list[int]:
+        return list(STATE.unpack(self._memory[:]))
+
+    def put(self, place: int, value: int) -> None:
+        """Write one number; threads of a child write different ones."""
+        offset = struct.calcsize("<bbqq"[: place + 1])
+        one = struct.Struct("<" + "bbqq"[place])
+        self._memory[offset : offset + one.size] = one.pack(value)
+
+    def add(self, place: int) -> None:
+        self.put(place, self._read()[place] + 1)
+
+    @property
+    def phase(self) -> str:
+        """Where a child is, or was when it died; checkpoints are written while steps go on."""
+        phase, writing, _, _ = self._read()
+        return "checkpoint writing" if writing else PHASES[phase]
+
+    @property
+    def steps(self) -> int:
+        return self._read()[2]
+
+    @property
+    def written(self) -> int:
+        return self._read()[3]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._memory[:] = bytes(STATE.size)
+
+    def begin_again(self) -> None:
+        """Forget what a child was doing, and not how much it had done."""
+        self.put(0, 0)
+        self.put(1, 0)
+
+
+SHOWN = Shown()
+
+
+@contextlib.contextmanager
+def phase(name: str, then: str | None = None) -> Iterator[None]:
+    """Say what is being done."""
+    before = SHOWN._read()[0]
+    SHOWN.put(0, PHASES.index(name))
+    yield
+    SHOWN.put(0, before if then is None else PHASES.index(then))
+
+
+def _watched() -> None:
+    """Wrap the functions of the product between which the phases change."""
+    epoch, predict, everything = loop._Training._epoch, loop._Training._predict, loop._Training._predict_everything
+    write, batches = checkpoint._write, Bench.batches
+
+    def watched_epoch(self: Any, *words: Any) -> None:
+        with phase("step", then="between"):
+            epoch(self, *words)
+
+    def watched_predict(self: Any, *words: Any, **more: Any) -> Any:
+        if SHOWN.phase == "predictions":
+            return predict(self, *words, **more)
+        with phase("validation", then="between"):
+            return predict(self, *words, **more)
+
+    def watched_everything(self: Any) -> None:
+        with phase("predictions", then="between"):
+            everything(self)
+
+    def watched_write(*words: Any) -> None:
+        SHOWN.add(3)
+        SHOWN.put(1, 1)
+        write(*words)
+        SHOWN.put(1, 0)
+
+    def watched_batches(self: Any, *words: Any) -> Iterator[Any]:
+        for batch in batches(self, *words):
+            SHOWN.add(2)
+            yield batch
+
+    loop._Training._epoch, loop._Training._predict = watched_epoch, watched_predict
+    loop._Training._predict_everything = watched_everything
+    checkpoint._write, Bench.batches = watched_write, watched_batches
+
+
+def train_and_record(recipe: Recipe, folder: Path, ledger: Path) -> None:
+    """What every child does: train, or go on, and write the run into a ledger."""
+    run = fit(recipe, out=folder, resume=True, progress=False)
+    with phase("ledger"):
+        kept.record(run, PROTOCOL, None, Ledger(ledger))
+
+
+def fork(job: Callable[[], Any], words: Path) -> int:
+    """Start a child; an error that ends it is written to a file, and its exit code is 1."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        with words.open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        job()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(child: int, seconds: float = PATIENCE) -> int | None:
+    """Wait for a child, and give its exit code, negative for a signal; None where it takes too long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    return None
+
+
+def finish(child: int) -> int:
+    """Wait for a child that nobody disturbs; one that hangs is killed, which no campaign takes for an end."""
+    code = ended(child)
+    if code is None:
+        os.kill(child, signal.SIGKILL)
+        ended(child)
+        return -999
+    return code
+
+
+def warm(recipe: Recipe, folder: Path) -> None:
+    """Import here whatever a training imports on its way, and watch what children do; once."""
+    if WARM:
+        return
+    WARM.append(True)
+    torch.set_num_threads(1)
+    kept.Intervals = lambda: Intervals(resamples=20)  # as many as usual take longer than the run
+    names = folder / "modules.json"
+
+    def job() -> None:
+        train_and_record(recipe, folder / "warm", folder / "warm-ledger")
+        names.write_text(json.dumps(sorted(sys.modules)))
+
+    code = finish(fork(job, folder / "warm.txt"))
+    if code:
+        raise RuntimeError((folder / "warm.txt").read_text())
+    for name in json.loads(names.read_text()):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    _watched()
+
+
+def parts(folder: Path) -> list[str]:
+    """Temporary files in a folder, and a checkpoint that nobody needs any more."""
+    return sorted(str(path) for pattern in (".*.part", "checkpoint-before.pt") for path in folder.rglob(pattern))
+
+
+def lines(ledger: Path, name: str) -> int:
+    """How often a run stands in a ledger, counted in its files and not by who reads them."""
+    texts = [text for path in ledger.glob("*.jsonl") for text in path.read_text(encoding="utf-8").splitlines()]
+    return sum(json.loads(text)["id"] == name for text in texts)
+
+
+def differences(run: Run, unbroken: Run) -> list[str]:
+    """Say what differs between a run that was killed and one that was not."""
+    wrong = []
+    if not run.finished:
+        wrong.append("it is not finished")
+    if prediction_bytes(run) != prediction_bytes(unbroken):
+        wrong.append("its predictions are others")
+    if log_without_times(run) != log_without_times(unbroken):
+        wrong.append("its log is another")
+    try:
+        assert_same(checkpoint.load(run.checkpoint), checkpoint.load(unbroken.checkpoint))
+    except AssertionError:
+        wrong.append("its weights are others")
+    return wrong
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Lay out rows as Markdown."""
+    names = list(rows[0])
+    head = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    return "\n".join([*head, *(f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows)])
