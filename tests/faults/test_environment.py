@@ -46,7 +46,7 @@ def test_an_error_that_names_nothing_is_noticed():
 
 
 def test_numbers_are_the_same_everywhere_at_once(tmp_path):
-    """No asserts, no terminal, no home, the language C, and names with spaces and letters of three alphabets."""
+    """No asserts, no terminal, no home, the language C, and names with spaces and letters that ASCII lacks."""
     usual = walked(PLACES["usual"], tmp_path / "usual", "--quick")
     assert usual["table"]["again"] == [True, True]
     assert usual["training"]["problems"] == []
