@@ -292,6 +292,7 @@ def calibrate_fit(
 ) -> None:
     """Learn a calibrator, and save it."""
     with one_line_errors():
+        from fedlas.metrics import nll as loss_of
         from fedlas.posthoc import build_calibrator
         from fedlas.train.recipe import value_of
 
@@ -306,7 +307,15 @@ def calibrate_fit(
             calibrator.fit(given)
             watch(f"fitting {method}", 1.0)
             calibrator.save(out)
-        learned = [f"{name} {float(value):.4g}" for name, value in calibrator.learned.items() if value.numel() == 1]
+        words = {"standard_error": "standard error of its logarithm"}
+        numbers = {name: value for name, value in calibrator.learned.items() if value.numel() == 1}
+        learned = [f"{words.get(name, name)} {float(value):.4g}" for name, value in numbers.items()]
+        zeros = int(loss_of(given).details["floored"])
+        if zeros:
+            few = f"{zeros:,} {'label has' if zeros == 1 else 'labels have'} probability zero"
+            show(
+                f"warning: {few}, which decides what is learned; keep more digits of probabilities, or logits", err=True
+            )
         fit = calibrator.fitted
         nll = [] if fit is None else [f"NLL {fit.before:.4g} before, {fit.after:.4g} after, on {fit.n:,} samples"]
         show(f"{method}: {', '.join([*learned, *nll])}", err=True)

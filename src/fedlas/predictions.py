@@ -335,7 +335,8 @@ class Predictions:
             return cls._from_confidence(columns, path, split)
         if len(found) != 1:
             wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
-            raise ValueError(f"{path}: expected exactly one of {wanted}; its columns are {some_of(columns)}")
+            held = f"its columns are {some_of(columns)}" if columns else "it is empty"
+            raise ValueError(f"{path}: expected exactly one of {wanted}; {held}")
         kind = found[0]
         given, scores = columns.get("class_names"), columns.get(kind)
         names = None if given is None else [str(name) for name in given]

@@ -381,3 +381,31 @@ def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path)
     assert done.exit_code == 0
     assert said[1].split() == done.stdout.split()[: len(said[1].split())]
     assert (tmp_path / "birds.html").stat().st_size > 50_000
+
+
+ZEROS = "prob_a,prob_b,label\n" + "0.9,0.1,a\n0.2,0.8,b\n0.1,0.9,b\n0.6,0.4,a\n" * 400 + "1.0000,0.0000,b\n"
+
+
+def test_labels_of_probability_zero_are_said_to_decide_the_fit(tmp_path):
+    """Three zeros of four digits made a temperature of 247, without a word."""
+    (tmp_path / "zeros.csv").write_text(ZEROS)
+    done = call("calibrate", "fit", tmp_path / "zeros.csv", "--out", tmp_path / "t.safetensors")
+    assert done.exit_code == 0
+    assert "warning: 1 label has probability zero, which decides what is learned" in done.stderr
+    assert "standard error of its logarithm" in done.stderr
+
+
+def test_the_same_classes_in_another_order_are_called_so(tmp_path):
+    (tmp_path / "one.csv").write_text(ZEROS)
+    swapped = [line.split(",") for line in ZEROS.splitlines()]
+    (tmp_path / "two.csv").write_text("".join(f"{b},{a},{label}\n" for a, b, label in swapped))
+    done = call("compare", tmp_path / "one.csv", tmp_path / "two.csv")
+    assert done.exit_code == 1
+    assert "the same classes in another order" in done.stderr
+
+
+def test_an_empty_file_is_called_empty(tmp_path):
+    (tmp_path / "nothing.csv").write_text("")
+    done = call("evaluate", tmp_path / "nothing.csv")
+    assert done.exit_code == 1
+    assert "it is empty" in done.stderr

@@ -172,6 +172,9 @@ def _check_same_samples(first: Predictions | Array, second: Predictions | Array)
             names = [one.tolist() if isinstance(one, Tensor) else one for one in held]
             if None not in names and names[0] != names[1]:
                 raise ValueError(f"the names of the samples ({name}) differ: other samples, or in another order")
+        names = [one.class_names for one in (first, second)]
+        if None not in names and names[0] != names[1] and sorted(names[0] or ()) == sorted(names[1] or ()):
+            raise ValueError("both models have the same classes in another order; give both the same order")
         ours, theirs = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels")
         if ours.shape != theirs.shape:
             raise ValueError("one model has hard labels and the other soft ones")

@@ -200,7 +200,8 @@ def _floored(state: "State") -> list[str]:
     if not count:
         return []
     labels = "label has" if count == 1 else "labels have"
-    return [f"{count:,} {labels} probability zero, which makes the true NLL infinite; the one shown uses a floor."]
+    few = f"{count:,} {labels} probability zero, which makes the true NLL infinite"
+    return [f"{few}; the one shown uses a floor, and so does what is fitted to it. Keep more digits, or logits."]
 
 
 def _fitted(after: "State") -> str:
