@@ -269,7 +269,7 @@ def test_columns_are_recognised_by_name_never_by_value(tmp_path):
         ("prob_a,prob_b,label\n0.5,0.5,2\n", r"labels: row 0 is outside 0\.\.1"),
         ("prob_a,prob_b,label\n0.5,0.6,a\n0.50,0.57,a\n", "row 1 is not a distribution"),
         ("prob_a,prob_b,label\n", "no rows"),
-        ("", "its columns are"),
+        ("", "it is empty"),
     ],
 )
 def test_csv_errors(tmp_path, text, named):
