@@ -379,7 +379,7 @@ def _archives(add: Callable[..., Path], big: int) -> None:
     )
     add("archive.zip", "archives inside of an archive", ".zip", zip_of({"inside/b.zip": bomb}))
     add("archive.tar.gz", "names that climb", ".tar.gz", tar_of({"inside/a": b"", "../../climbed.txt": b"x"}))
-    add("archive.tar.gz", "an absolute name", ".tar.gz", tar_of({"inside/a": b"", "/tmp/climbed-absolute.txt": b"x"}))
+    add("archive.tar.gz", "an absolute name", ".tar.gz", tar_of({"inside/a": b"", "/climbed-absolute.txt": b"x"}))
     add(
         "archive.tar.gz",
         "a way out over a link",

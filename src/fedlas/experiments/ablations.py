@@ -79,6 +79,7 @@ class Ablations(AbstractGrid):
 
     name = "ablations"
     title = "What each part of FeDLaS is worth"
+    one_network = True
     compared = False
 
     @property
@@ -87,9 +88,6 @@ class Ablations(AbstractGrid):
 
     def known_data(self) -> Sequence[str]:
         return ("cifar10",)
-
-    def models(self, data: str, protocol: str) -> Sequence[str]:
-        return tuple(super().models(data, protocol))[:1]
 
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
         directions = Measured("over_ece", "O-ECE %"), Measured("under_ece", "U-ECE %")

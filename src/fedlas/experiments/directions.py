@@ -11,9 +11,7 @@ class OverUnder(AbstractGrid):
 
     name = "over_under"
     title = "Over- and under-confidence"
-
-    def models(self, data: str, protocol: str) -> Sequence[str]:
-        return tuple(super().models(data, protocol))[:1]  # sums of the printed parts are those of the ResNet-50
+    one_network = True  # sums of the printed parts are those of the ResNet-50
 
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
         del data, choice

@@ -58,6 +58,7 @@ class AbstractGrid(AbstractExperiment):
 
     title: ClassVar[str]
     compared: ClassVar[bool] = True  # whether the paper prints such numbers
+    one_network: ClassVar[bool] = False  # whether only the first network of each data set is meant
     ranked: ClassVar[tuple[str, ...]] = ()  # headings of the numbers that mean ranks are made of
 
     @property
@@ -84,7 +85,8 @@ class AbstractGrid(AbstractExperiment):
 
     def models(self, data: str, protocol: str) -> Sequence[str]:
         """List the networks of a data set; those of the paper, or those of another protocol."""
-        return protocol_named(protocol).models(data)
+        models = protocol_named(protocol).models(data)
+        return models[:1] if self.one_network else models
 
     def places(self, choice: Choice) -> list[Place]:
         """List the places that were asked for."""

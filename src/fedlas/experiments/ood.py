@@ -15,9 +15,7 @@ class OutOfDistribution(AbstractGrid):
 
     name = "ood"
     title = "Detection of foreign data"
-
-    def models(self, data: str, protocol: str) -> Sequence[str]:
-        return tuple(super().models(data, protocol))[:1]  # the paper does not say; ResNet-50 is presumed
+    one_network = True  # the paper does not say; ResNet-50 is presumed
 
     def measured(self, data: str, choice: Choice) -> Sequence[Measured]:
         scores = {"entropy": "entropy", "max_probability": "largest probability"}

@@ -18,6 +18,7 @@ class Precision(AbstractGrid):
 
     name = "precision"
     title = "What the fast path costs: bfloat16, channels last, compiled and captured"
+    one_network = True
     compared = False
 
     @property
@@ -26,9 +27,6 @@ class Precision(AbstractGrid):
 
     def known_data(self) -> Sequence[str]:
         return ("cifar10",)
-
-    def models(self, data: str, protocol: str) -> Sequence[str]:
-        return tuple(super().models(data, protocol))[:1]
 
     def recipe(self, place: Place, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
         made = super().recipe(place, FAST, seed, choice, ledger)

@@ -13,16 +13,20 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
+
 from fedlas.experiments.kept import STATE, kept_of
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.files import read_predictions
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import Comparison, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
+from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
 from fedlas.train import recipe_for
 from fedlas.train.runs import Run
 
+TEMPERATURE = "temperature"  # the calibrator, and the one number that it learns
 Metric = Callable[..., Any]
 METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "ece": ece, "aece": aece, "nll": nll, "brier": brier}
 
@@ -122,11 +126,13 @@ def _predictions(line: Line, ledger: Ledger) -> Predictions:
     """Give the predictions of a line; those after a temperature are made again from the logits before it."""
     given = kept_of(line, ledger).predictions()
     learned = line.posthoc or {}
-    if given is None and learned.get("name") == "temperature":
+    if given is None and learned.get("name") == TEMPERATURE:
         bare = ledger.find(line.recipe, None, line.split)
         before = None if bare is None else kept_of(bare, ledger).predictions()
         if before is not None:
-            given = Predictions(before.logits / learned["temperature"], before.labels, split=before.split)
+            calibrator = build_calibrator(TEMPERATURE)
+            calibrator.learned = {TEMPERATURE: torch.tensor(learned[TEMPERATURE], dtype=torch.float64)}
+            given = Predictions(calibrator.apply(before.logits), before.labels, split=before.split)
     if given is None:
         kind = "of more than ten classes" if line.posthoc is None else f"after {line.posthoc['name']}"
         raise ValueError(f"{line.id}: {kind} the ledger keeps no probabilities; name run folders")

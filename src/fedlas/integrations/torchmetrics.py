@@ -79,6 +79,18 @@ class AbstractMetric(Metric):
         piece = stream.update_logits(preds, target) if self.given == "logits" else stream.update(preds, target)
         self.take(piece)
 
+    @abstractmethod
+    def stream(self) -> AbstractStream[Any]:
+        """Make an empty stream of ours."""
+
+    @abstractmethod
+    def take(self, piece: AbstractStream[Any]) -> None:
+        """Add what a stream keeps to the states."""
+
+
+class AbstractStreamed(AbstractMetric):
+    """A metric whose states hold all that its stream keeps, so that the stream computes it."""
+
     def compute(self) -> Tensor:
         """Give the metric of all samples so far, as float64."""
         stream = self.stream()
@@ -93,19 +105,11 @@ class AbstractMetric(Metric):
         return found
 
     @abstractmethod
-    def stream(self) -> AbstractStream[Any]:
-        """Make an empty stream of ours."""
-
-    @abstractmethod
-    def take(self, piece: AbstractStream[Any]) -> None:
-        """Add what a stream keeps to the states."""
-
-    @abstractmethod
     def give(self, stream: AbstractStream[Any]) -> None:
         """Put what the states hold into an empty stream."""
 
 
-class AbstractSums(AbstractMetric):
+class AbstractSums(AbstractStreamed):
     """A metric of equally wide bins, whose states are the sums of the bins."""
 
     counts: Tensor
@@ -237,7 +241,7 @@ class ClasswiseECE(AbstractSums):
         return streaming.ClasswiseECE(self.bins, ignore_index=self.ignore_index)
 
 
-class AbstractPairs(AbstractMetric):
+class AbstractPairs(AbstractStreamed):
     """A metric that needs the order of all confidences, whose states are lists of them."""
 
     confidence: list[Tensor] | Tensor
@@ -291,7 +295,7 @@ class AURC(AbstractPairs):
         return streaming.AURC(ignore_index=self.ignore_index)
 
 
-class NLL(AbstractMetric):
+class NLL(AbstractStreamed):
     """Mean negative log-likelihood of the labels."""
 
     total: Tensor
@@ -333,10 +337,8 @@ class Brier(AbstractMetric):
             self.squares += piece.store.squares
             self.samples += piece.store.bins.filled.n
 
-    def give(self, stream: AbstractStream[Any]) -> None:
-        raise NotImplementedError("the parts of the score are not kept; see fedlas.metrics.Brier")
-
     def compute(self) -> Tensor:
+        """Give the score of all samples so far; its parts are not kept, see fedlas.metrics.Brier."""
         if not self.samples:
             raise ValueError("no samples yet; call update first")
         return self.squares / self.samples
