@@ -139,7 +139,7 @@ class Bench:
             model = _with_shared_statistics(model, self.device)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         net = WithFeatures(model.to(self.device, memory_format=layout), self.recipe.head)  # type: ignore[call-overload]
-        if self.compiled:
+        if self.compiled and not (self.recipe.channels_last and _fused(net.model, alone=self.world == 1)):
             # Apart from the loss, so that runs with other losses need not compile the network again.
             net.compile(fullgraph=True, dynamic=False, options=COMPILER)
         return net
@@ -320,6 +320,15 @@ class Bench:
             raise RunError(
                 f"the checkpoint does not fit the network and data of today; has the data changed? ({reason})"
             ) from error
+
+
+def _fused(model: nn.Module, *, alone: bool) -> bool:
+    """Let a residual network train with kernels of our own, if it is one; it then needs no compiler."""
+    try:
+        from fedlas.train.fused import fuse  # noqa: PLC0415
+    except ImportError:  # no Triton, or no torchvision
+        return False
+    return fuse(model, alone=alone)
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

@@ -1,0 +1,91 @@
+"""Time the batch norms of `fedlas.train.kernels` with other tiles, for the shapes of real networks; needs a GPU.
+
+    python benchmarks/norms.py [--warps 4,8] [--rows 32,64] [--programs 132,264]
+
+For each shape and tile, in microseconds within a CUDA graph: statistics (one tensor read), both backward passes without
+a skip (five tensors read or written), and with one (seven and two eighths). The last lines add up what each tile costs
+a network.
+"""
+
+import argparse
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+
+from fedlas.train import kernels
+
+# Images, channels, side: norms without and with a skip.
+NETWORKS = {
+    "resnet50 at 128": {
+        (128, 64, 32): (7, 0), (128, 128, 32): (1, 0), (128, 256, 32): (0, 3), (128, 128, 16): (7, 0),
+        (128, 512, 16): (0, 4), (128, 256, 8): (11, 0), (128, 1024, 8): (0, 6), (128, 512, 4): (5, 0),
+        (128, 2048, 4): (0, 3),
+    },
+    "resnet18 at 512": {(512, 64, 32): (3, 2), (512, 128, 16): (2, 2), (512, 256, 8): (2, 2), (512, 512, 4): (2, 2)},
+}  # fmt: skip
+REPEAT = 20
+
+
+def microseconds(work: Callable[[], object]) -> float:
+    """Time some work within a graph, the faster of two."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEAT):
+            work()
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / REPEAT)
+    return 1e6 * min(times[1:])
+
+
+def measured(shape: tuple[int, int, int], tile: kernels.Tile) -> dict[str, float]:
+    """Time the passes that sum, with one tile."""
+    count, channels, side = shape
+    size = (count, channels, side, side)
+    y, first, second, skip = (
+        torch.randn(size, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last) for _ in range(4)
+    )
+    norm = kernels.Affine(*(torch.ones(channels, device="cuda") for _ in range(4)), 1e-5, 0.1)
+    counter = torch.zeros(channels // kernels.NARROWEST, dtype=torch.int32, device="cuda")
+    with patch.object(kernels, "SUMS", tile), patch.object(kernels, "back_tile", lambda *_, **__: tile):
+        about = kernels.statistics(y, norm, counter)
+        bits = kernels.activation(y, about, skip, None)[1]
+        return {
+            "statistics": microseconds(lambda: kernels.statistics(y, norm, counter)),
+            "back": microseconds(lambda: kernels.gradients(first, None, y, bits[:0], about, counter)),
+            "back, skip": microseconds(lambda: kernels.gradients(first, second, y, bits, about, counter)),
+        }
+
+
+def main() -> None:
+    """Try all tiles."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rows", default="32,64")
+    parser.add_argument("--warps", default="4,8")
+    parser.add_argument("--programs", default="132,264")
+    options = parser.parse_args()
+    numbers = ([int(one) for one in words.split(",")] for words in (options.rows, options.warps, options.programs))
+    tiles = [kernels.Tile(rows, 64, warps, programs) for rows, warps, programs in itertools.product(*numbers)]
+    for name, shapes in NETWORKS.items():
+        totals: Counter[tuple[str, kernels.Tile]] = Counter()
+        for shape, (plain, skips) in shapes.items():
+            for tile in tiles:
+                found = measured(shape, tile)
+                print(name, shape, tile, {what: round(took, 1) for what, took in found.items()}, flush=True)
+                for what, times in {"statistics": plain + skips, "back": plain, "back, skip": skips}.items():
+                    totals[what, tile] += times * found[what]
+        for (what, tile), took in sorted(totals.items(), key=lambda one: (one[0][0], one[1])):
+            print(f"{name}: {what:10} {took:7.0f} us with {tile}")
+
+
+if __name__ == "__main__":
+    main()

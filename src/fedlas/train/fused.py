@@ -1,0 +1,207 @@
+"""Residual networks whose batch norms, sums and ReLUs are few kernels instead of many; for training on a GPU.
+
+    conv ─► y ─► norm, ReLU ─► conv ─► y ─► norm, + skip, ReLU ─┬─► next layer
+     ▲                                        ▲                 └─► next skip
+     └──────────── skip ──────────────────────┘
+
+What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
+in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another;
+not where processes share gradients, which travel while the backward pass goes on. Layers keep their names, parameters
+and `state_dict`; outside of training they compute what they always did. This module needs Triton and torchvision.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from fedlas.train import kernels
+
+Pair = tuple[Tensor, Tensor]
+
+
+def fuse(model: Any, *, alone: bool = True) -> bool:
+    """Let a residual network of torchvision's kind train with few kernels; say whether it is one.
+
+    Args:
+        model: a network, its images with channels last.
+        alone: whether no other process waits for its gradients.
+    """
+    if not _fits(model):
+        return False
+    for layer in model.modules():
+        if type(layer) in _FUSED:
+            layer.__class__ = _FUSED[type(layer)]
+    model.alone = alone
+    return True
+
+
+def _fits(model: Any) -> bool:
+    if type(model) is not ResNet or any(one.dtype != torch.float32 for one in model.parameters()):
+        return False
+    blocks = [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
+    if any(type(block) not in (BasicBlock, Bottleneck) for block in blocks):
+        return False
+    norms = [layer for block in (model, *blocks) for name, layer in block.named_children() if name.startswith("bn")]
+    norms += [block.downsample[1] for block in blocks if block.downsample is not None]
+    plain = all(layer.bias is None for layer in model.modules() if isinstance(layer, nn.Conv2d))
+    return plain and all(map(_usual_norm, norms))
+
+
+def _usual_norm(norm: Any) -> bool:
+    if type(norm) is not nn.BatchNorm2d or norm.num_features % kernels.NARROWEST:
+        return False
+    return norm.affine and norm.track_running_stats and norm.momentum is not None
+
+
+class FusedResNet(ResNet):  # type: ignore[misc]
+    """torchvision's ResNet, from the image to the logits."""
+
+    alone: bool
+
+    def _forward_impl(self, x: Tensor) -> Tensor:
+        if not (self.training and torch.is_grad_enabled()):
+            return super()._forward_impl(x)  # type: ignore[no-any-return]
+        with _narrow_weights(self, x):
+            pair: Pair = _norm(_convolve(self.conv1, x), self.bn1)
+            if not isinstance(self.maxpool, nn.Identity):
+                pooled = self.maxpool(pair[0])
+                pair = pooled, pooled
+            for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+                pair = layer(pair)
+        _count_batch(self)
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(pair[0]), 1))
+        return logits
+
+
+class FusedBasicBlock(BasicBlock):  # type: ignore[misc]
+    """Two convolutions beside a skip."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return super().forward(x)
+        inside = _norm(_convolve(self.conv1, x[0]), self.bn1)[0]
+        return _joined(_convolve(self.conv2, inside), self.bn2, x[1], self.downsample)
+
+
+class FusedBottleneck(Bottleneck):  # type: ignore[misc]
+    """Three convolutions beside a skip, the one in the middle of fewer channels."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return super().forward(x)
+        inside = _norm(_convolve(self.conv1, x[0]), self.bn1)[0]
+        inside = _norm(_convolve(self.conv2, inside), self.bn2)[0]
+        return _joined(_convolve(self.conv3, inside), self.bn3, x[1], self.downsample)
+
+
+_FUSED: dict[type, type] = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet}
+
+
+def _joined(y: Tensor, norm: nn.BatchNorm2d, skip: Tensor, downsample: Any) -> Pair:
+    if downsample is None:
+        return _norm(y, norm, skip)
+    return _norm(y, norm, _convolve(downsample[0], skip), downsample[1])
+
+
+@contextmanager
+def _narrow_weights(model: FusedResNet, images: Tensor) -> Iterator[None]:
+    """Make narrow copies of all convolutions' weights, and let the layers have them for a while."""
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    kind = images.device.type
+    narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+    weights = [layer.weight for layer in layers]
+    copies = _Narrow.apply(narrow, *weights) if model.alone else [weight.to(narrow) for weight in weights]
+    try:
+        for layer, copy in zip(layers, copies, strict=True):
+            layer.narrow = copy
+        yield
+    finally:
+        for layer in layers:
+            layer.narrow = None
+
+
+def _count_batch(model: nn.Module) -> None:
+    """Let all norms know that they have seen one more batch."""
+    norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
+    counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+    torch._foreach_add_(counts, 1)
+
+
+def _convolve(layer: Any, images: Tensor) -> Tensor:
+    weight = layer.narrow
+    images = images.to(weight.dtype)
+    return functional.conv2d(images, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+
+
+def _norm(y: Tensor, norm: nn.BatchNorm2d, skip: Tensor | None = None, skip_norm: nn.BatchNorm2d | None = None) -> Pair:
+    """Normalise, add what skipped the layers, cut off what is negative; give the result twice, for two uses."""
+    other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
+    pair: Pair = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norm, skip_norm)
+    return pair
+
+
+class _Narrow(torch.autograd.Function):
+    """Weights in a narrower type, and their gradients in a wider one, one kernel each."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.wide = [weight.dtype for weight in weights]
+        copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
+        torch._foreach_copy_(copies, list(weights))
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        copies = [torch.empty_like(g, dtype=dtype) for g, dtype in zip(gradients, ctx.wide, strict=True)]
+        torch._foreach_copy_(copies, list(gradients))
+        return None, *copies
+
+
+class _NormAddReLU(torch.autograd.Function):
+    """z = relu(norm(y) + skip), or relu(norm(y) + other norm(skip)), given twice."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor, skip: Tensor | None, skip_weight: Tensor | None,
+        skip_bias: Tensor | None, norm: nn.BatchNorm2d, skip_norm: nn.BatchNorm2d | None,
+    ) -> Pair:  # fmt: skip
+        del weight, bias, skip_weight, skip_bias  # they are the norms' own
+        about = kernels.statistics(y, _affine(norm), _counter(norm))
+        other = None
+        if skip is not None and skip_norm is not None:
+            other = kernels.statistics(skip, _affine(skip_norm), _counter(skip_norm))
+        z, bits = kernels.activation(y, about, skip, other)
+        ctx.save_for_backward(y, bits, skip if other is not None else None)
+        ctx.about, ctx.other, ctx.norm, ctx.has_skip = about, other, norm, skip is not None
+        ctx.set_materialize_grads(False)
+        return z, z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+        y, bits, skip = ctx.saved_tensors
+        layout = torch.channels_last
+        first, *more = [one.to(y.dtype).contiguous(memory_format=layout) for one in given if one is not None]
+        second = more[0] if more else None
+        found = kernels.gradients(first, second, y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
+        of_skip = found.skip if ctx.has_skip else None
+        if ctx.other is not None:
+            return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.bias.clone(), None, None
+        return found.y, found.weight, found.bias, of_skip, None, None, None, None
+
+
+def _affine(norm: Any) -> kernels.Affine:
+    return kernels.Affine(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum)
+
+
+def _counter(norm: Any) -> Tensor:
+    """Give the zeros by which programs find out who is the last; kept, because they are zeros again afterwards."""
+    if not hasattr(norm, "counter") or norm.counter.device != norm.weight.device:
+        blocks = norm.num_features // kernels.NARROWEST
+        norm.counter = torch.zeros(blocks, dtype=torch.int32, device=norm.weight.device)
+    counter: Tensor = norm.counter
+    return counter

@@ -1,0 +1,383 @@
+"""Batch norm, sum and ReLU in two passes forward and two backward; Triton kernels for images with channels last.
+
+    y ─► sums ─────► scale, shift ─► z = relu(y · scale + shift + skip)
+                        │
+    dz ─► sums of g, g · (y - mean) ─► dy = a · g + b · y + c          g = dz where z > 0
+
+Images are matrices here, a row for each pixel and a column for each channel. Sums are taken in blocks of rows, and the
+program that ends last adds the blocks up, in their order: equal inputs give equal bits. All programs together sweep
+over the rows from the first to the last, and the pass that follows begins with the last, which the cache still holds.
+Where a ReLU cut off is computed again from y where nothing was added to it, and kept as one bit a number where
+something was.
+"""
+
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NARROWEST = 64  # how many channels there have to be a multiple of
+UNROLL = 8  # how many loads are under way at a time in the pass that reads one tensor only
+LONG = 1 << 24  # numbers of a tensor from which on more warps help
+
+
+class Tile(NamedTuple):
+    """Rows and columns that a program looks at together, its warps, and how many programs share a sum.
+
+    Found by trying, on an H200 with its 132 multiprocessors (benchmarks/norms.py).
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int = 0
+
+    def blocks(self, rows: int, channels: int) -> int:
+        """Say in how many blocks of rows columns are summed."""
+        return min(-(-rows // self.rows), max(1, self.programs // (channels // self.columns)))
+
+
+SUMS = Tile(32, 64, 8, 132)
+
+
+def tile(channels: int) -> Tile:
+    """Choose the shape of a program's work where nothing is summed: whole lines of memory."""
+    return Tile(64, 64, 4) if channels % (2 * NARROWEST) else Tile(64, 128, 8)
+
+
+def back_tile(numbers: int, *, alone: bool) -> Tile:
+    """Choose the shape of a program's work where gradients are summed; alone: of one use, without a skip."""
+    return Tile(64, 64, 8 if alone and numbers >= LONG else 4, 264)
+
+
+@triton.jit
+@no_type_check
+def _finished(counter, blocks):
+    """Say whether this program is the last of its columns; the counter is then ready for the next launch."""
+    tl.debug_barrier()
+    ticket = tl.atomic_add(counter, 1, sem="acq_rel")
+    last = ticket == blocks - 1
+    if last:
+        tl.atomic_xchg(counter, 0)
+    return last
+
+
+@triton.jit
+@no_type_check
+def _totals(partial, column, blocks, channels, COLUMNS: tl.constexpr):
+    """Add up what all blocks of rows left of two sums, in their order."""
+    first, second = tl.zeros((32, COLUMNS), tl.float32), tl.zeros((32, COLUMNS), tl.float32)
+    for start in range(0, blocks, 32):
+        block = start + tl.arange(0, 32)[:, None]
+        there = block < blocks
+        place = partial + block * channels + column
+        first += tl.load(place, mask=there, other=0.0)
+        second += tl.load(place + blocks * channels, mask=there, other=0.0)
+    return tl.sum(first, 0, keep_dims=True), tl.sum(second, 0, keep_dims=True)
+
+
+@triton.jit
+@no_type_check
+def _finish(
+    partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks, eps,
+    momentum, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    around, before = tl.load(running_mean + column), tl.load(running_var + column)
+    times, plus = tl.load(weight + column), tl.load(bias + column)
+    total, squares = _totals(partial, column, blocks, channels, COLUMNS)
+    off, square = total / rows, squares / rows
+    middle, spread = around + off, tl.maximum(square - off * off, 0.0)
+    inverse = 1.0 / tl.sqrt(spread + eps)
+    factor = times * inverse
+    tl.store(mean + column, middle)
+    tl.store(rstd + column, inverse)
+    tl.store(scale + column, factor)
+    tl.store(shift + column, plus - middle * factor)
+    tl.store(running_mean + column, around + momentum * off)
+    tl.store(running_var + column, before + momentum * (spread * rows / (rows - 1) - before))
+
+
+@triton.jit
+@no_type_check
+def sums_kernel(
+    y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
+    rows, channels, blocks, eps, momentum,
+    UNROLL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum columns and their squares; the last program makes scale and shift of them, and moves running statistics."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    place = tl.program_id(1)
+    around = tl.load(running_mean + column)  # sums around a guess of the mean lose no digits
+    first, second = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(place * ROWS, rows, UNROLL * blocks * ROWS):
+        for step in tl.static_range(UNROLL):  # so many loads are under way at a time
+            row = start + step * blocks * ROWS + tl.arange(0, ROWS)[:, None]
+            there = row < rows
+            seen = tl.load(y + row.to(tl.int64) * channels + column, mask=there, other=0.0)
+            value = tl.where(there, seen.to(tl.float32) - around, 0.0)
+            first += value
+            second += value * value
+    here = partial + place * channels + column
+    tl.store(here, tl.sum(first, 0, keep_dims=True))
+    tl.store(here + blocks * channels, tl.sum(second, 0, keep_dims=True))
+    if _finished(counter + tl.program_id(0), blocks):
+        _finish(
+            partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
+            blocks, eps, momentum, COLUMNS,
+        )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _place_of_bits(row, channels, COLUMNS: tl.constexpr):
+    """Say where the bits of a tile are, eight channels to a byte."""
+    column = tl.program_id(0) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, :]
+    return row.to(tl.int64) * (channels // 8) + column
+
+
+@triton.jit
+@no_type_check
+def apply_kernel(
+    y, scale, shift, skip, skip_scale, skip_shift, z, bits, rows, channels,
+    HAS_SKIP: tl.constexpr, SKIP_IS_NORMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Normalise, add what skipped the layers, cut off what is negative."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS + tl.arange(0, ROWS)[:, None]  # from the last row
+    there = row < rows
+    place = row.to(tl.int64) * channels + column
+    value = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
+    value = value * tl.load(scale + column) + tl.load(shift + column)
+    if HAS_SKIP:
+        other = tl.load(skip + place, mask=there, other=0.0).to(tl.float32)
+        if SKIP_IS_NORMED:
+            other = other * tl.load(skip_scale + column) + tl.load(skip_shift + column)
+        value += other
+    off = value <= 0  # NaN stays
+    tl.store(z + place, tl.where(off, 0.0, value).to(z.dtype.element_ty), mask=there)
+    if HAS_SKIP:
+        eight = tl.reshape(off.to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
+        tl.store(bits + _place_of_bits(row, channels, COLUMNS), tl.sum(eight, 2).to(tl.uint8), mask=there)
+
+
+@triton.jit
+@no_type_check
+def _gradient(
+    first, second, y, bits, scale, shift, row, column, channels, there,
+    HAS_SECOND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Give y, and the gradient before the ReLU; MASK says what tells where it was cut off."""
+    place = row.to(tl.int64) * channels + column
+    seen = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(first + place, mask=there, other=0.0).to(tl.float32)
+    if HAS_SECOND:
+        value += tl.load(second + place, mask=there, other=0.0).to(tl.float32)
+    if MASK == "y":
+        value = tl.where(seen * tl.load(scale + column) + tl.load(shift + column) <= 0, 0.0, value)
+    if MASK == "bits":
+        eight = tl.load(bits + _place_of_bits(row, channels, COLUMNS), mask=there, other=0).to(tl.int32)
+        off = (eight[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+        value = tl.where(tl.reshape(off, (ROWS, COLUMNS)) != 0, 0.0, value)
+    return seen, value
+
+
+@triton.jit
+@no_type_check
+def back_sums_kernel(
+    first, second, y, bits, kept, scale, shift, mean, rstd, partial, counter,
+    weight_gradient, bias_gradient, slope, offset,
+    other, other_mean, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
+    rows, channels, blocks,
+    HAS_SECOND: tl.constexpr, MASK: tl.constexpr, KEEP: tl.constexpr, HAS_OTHER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradient, and the gradient times what was normalised; the last program makes factors of dy of them."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    middle = tl.load(mean + column)
+    total, product = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    if HAS_OTHER:
+        other_middle = tl.load(other_mean + column)
+        other_product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(tl.program_id(1) * ROWS, rows, blocks * ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        there = row < rows
+        seen, value = _gradient(
+            first, second, y, bits, scale, shift, row, column, channels, there, HAS_SECOND, MASK, ROWS, COLUMNS
+        )
+        value = tl.where(there, value, 0.0)
+        place = row.to(tl.int64) * channels + column
+        if HAS_OTHER:
+            beside = tl.load(other + place, mask=there, other=0.0).to(tl.float32)
+        if KEEP:
+            narrow = value.to(kept.dtype.element_ty)
+            tl.store(kept + place, narrow, mask=there)
+            value = narrow.to(tl.float32)
+        total += value
+        product += value * (seen - middle)
+        if HAS_OTHER:
+            other_product += value * (beside - other_middle)
+    here = partial + tl.program_id(1) * channels + column
+    tl.store(here, tl.sum(total, 0, keep_dims=True))
+    tl.store(here + blocks * channels, tl.sum(product, 0, keep_dims=True))
+    if HAS_OTHER:
+        tl.store(here + 2 * blocks * channels, tl.sum(other_product, 0, keep_dims=True))
+    if _finished(counter + tl.program_id(0), blocks):
+        all_of_it, times = _totals(partial, column, blocks, channels, COLUMNS)
+        tl.store(bias_gradient + column, all_of_it)
+        _factors(all_of_it, times, middle, rstd, scale, weight_gradient, slope, offset, column, rows)
+        if HAS_OTHER:
+            _, times = _totals(partial + blocks * channels, column, blocks, channels, COLUMNS)
+            _factors(
+                all_of_it, times, other_middle, other_rstd, other_scale,
+                other_weight_gradient, other_slope, other_offset, column, rows,
+            )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _factors(total, product, middle, rstd, scale, weight_gradient, slope, offset, column, rows):
+    """Write the gradient of the weight, and b and c of dy = scale · g + b · y + c."""
+    inverse, factor = tl.load(rstd + column), tl.load(scale + column)
+    tl.store(weight_gradient + column, product * inverse)
+    b = -factor * inverse * inverse * product / rows
+    tl.store(slope + column, b)
+    tl.store(offset + column, -factor * total / rows - b * middle)
+
+
+@triton.jit
+@no_type_check
+def back_apply_kernel(
+    gradient, y, scale, shift, slope, offset, result, rows, channels,
+    MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Give the gradient of y."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS + tl.arange(0, ROWS)[:, None]  # from the last row
+    there = row < rows
+    seen, value = _gradient(
+        gradient, gradient, y, y, scale, shift, row, column, channels, there, False, MASK, ROWS, COLUMNS
+    )
+    value = value * tl.load(scale + column) + seen * tl.load(slope + column) + tl.load(offset + column)
+    tl.store(result + row.to(tl.int64) * channels + column, value.to(result.dtype.element_ty), mask=there)
+
+
+class Normed(NamedTuple):
+    """What a batch norm found out about a batch: a number for each channel."""
+
+    mean: Tensor
+    rstd: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+class Affine(NamedTuple):
+    """Weights and running statistics of a batch norm."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    eps: float
+    momentum: float
+
+
+def _shape(y: Tensor) -> tuple[int, int]:
+    count, channels, height, width = y.shape
+    if not y.is_contiguous(memory_format=torch.channels_last) or channels % NARROWEST:
+        raise ValueError(f"images of {tuple(y.shape)} need channels last in memory, a multiple of {NARROWEST} of them")
+    return count * height * width, channels
+
+
+def _meta(shape: Tile) -> dict[str, int]:
+    return {"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps}
+
+
+def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
+    """Look at a batch, and move running statistics."""
+    rows, channels = _shape(y)
+    blocks = SUMS.blocks(rows, channels)
+    found = Normed(*torch.empty(4, channels, device=y.device, dtype=torch.float32).unbind())
+    partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
+    sums_kernel[(channels // SUMS.columns, blocks)](
+        y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
+        rows, channels, blocks, norm.eps, norm.momentum, UNROLL=UNROLL, **_meta(SUMS),
+    )  # fmt: skip
+    return found
+
+
+def activation(y: Tensor, about: Normed, skip: Tensor | None, skip_about: Normed | None) -> tuple[Tensor, Tensor]:
+    """Normalise, add, and cut off what is negative.
+
+    Returns:
+        The result, and, where something was added, a bit for each number that was cut off.
+    """
+    rows, channels = _shape(y)
+    shape = tile(channels)
+    z = torch.empty_like(y)
+    bits = torch.empty(0 if skip is None else y.numel() // 8, device=y.device, dtype=torch.uint8)
+    other = skip_about or about
+    apply_kernel[(channels // shape.columns, triton.cdiv(rows, shape.rows))](
+        y, about.scale, about.shift, y if skip is None else skip, other.scale, other.shift, z, bits, rows, channels,
+        HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_about is not None, **_meta(shape),
+    )  # fmt: skip
+    return z, bits
+
+
+class Gradients(NamedTuple):
+    """What comes back through a batch norm with sum and ReLU."""
+
+    y: Tensor
+    weight: Tensor
+    bias: Tensor
+    skip: Tensor | None
+    other_y: Tensor | None
+    other_weight: Tensor | None
+
+
+def gradients(
+    first: Tensor, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
+    other: Tensor | None = None, other_about: Normed | None = None,
+) -> Gradients:  # fmt: skip
+    """Go back from the gradients of both uses of z.
+
+    Args:
+        first: gradient of z from one use.
+        second: from another, if there is one.
+        y: what was normalised.
+        bits: where something was added before the ReLU, what was cut off; empty where that follows from y.
+        about: what was found out about y.
+        counter: zeros, one for each block of columns.
+        other: what was normalised and added, if anything was.
+        other_about: what was found out about it.
+    """
+    rows, channels = _shape(y)
+    keep = bits.numel() > 0 or second is not None
+    shape = back_tile(y.numel(), alone=not keep)
+    blocks = shape.blocks(rows, channels)
+    kept = torch.empty_like(y) if keep else y
+    numbers = torch.empty(7, channels, device=y.device, dtype=torch.float32).unbind()
+    weight, bias, slope, offset, other_weight, other_slope, other_offset = numbers
+    partial = torch.empty(3, blocks, channels, device=y.device, dtype=torch.float32)
+    beside = other_about or about
+    back_sums_kernel[(channels // shape.columns, blocks)](
+        first, first if second is None else second, y, bits, kept, about.scale, about.shift,
+        about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
+        y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
+        rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
+        HAS_OTHER=other is not None, **_meta(shape),
+    )  # fmt: skip
+
+    def applied(to: Tensor, about: Normed, slope: Tensor, offset: Tensor) -> Tensor:
+        shape, result = tile(channels), torch.empty_like(to)
+        back_apply_kernel[(channels // shape.columns, triton.cdiv(rows, shape.rows))](
+            kept if keep else first, to, about.scale, about.shift, slope, offset, result, rows, channels,
+            MASK="none" if keep else "y", **_meta(shape),
+        )  # fmt: skip
+        return result
+
+    of_y = applied(y, about, slope, offset)
+    if other is None or other_about is None:
+        return Gradients(of_y, weight, bias, kept if keep else None, None, None)
+    return Gradients(of_y, weight, bias, kept, applied(other, other_about, other_slope, other_offset), other_weight)
