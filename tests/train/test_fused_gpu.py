@@ -57,11 +57,17 @@ def test_in_bfloat16_as_far_from_float64_as_torchs_layers(name, count):
         assert sum(ours_far.values()) < 1.3 * sum(far.values()), part
 
 
+def test_without_cudnn():
+    with torch.backends.cudnn.flags(enabled=False):
+        one = compared("basic", "cuda", alone=True)
+    assert one["fused"]["gradients"] < 1e-4
+
+
 def test_equal_inputs_give_equal_bits():
     fused = network("bottleneck").to("cuda", memory_format=torch.channels_last)
     assert fuse(fused)
     images = images_of(64)
-    with torch.backends.cudnn.flags(deterministic=True, benchmark=False, allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
         first, again = in_bf16(copy.deepcopy(fused), images), in_bf16(copy.deepcopy(fused), images)
     for part, values in first.items():
         for name, value in values.items():

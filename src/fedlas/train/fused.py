@@ -135,7 +135,8 @@ def _count_batch(model: nn.Module) -> None:
 def _convolve(layer: Any, images: Tensor) -> Tensor:
     weight = layer.narrow
     images = images.to(weight.dtype)
-    return functional.conv2d(images, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+    found = functional.conv2d(images, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+    return found.contiguous(memory_format=torch.channels_last)  # as it is already, but for convolutions without cuDNN
 
 
 def _norm(y: Tensor, norm: nn.BatchNorm2d, skip: Tensor | None = None, skip_norm: nn.BatchNorm2d | None = None) -> Pair:
