@@ -619,12 +619,12 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
         return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def write_whole(path: Path, content: bytes, *, before: Path | None = None) -> None:
+def write_whole(path: Path, *content: bytes | memoryview, before: Path | None = None) -> None:
     """Write a file so that a reader, or a crash, never meets half of it.
 
     Args:
         path: where.
-        content: what.
+        content: what, in one piece or several.
         before: how the file that was there is called from then on; by default it is gone.
     """
     try:
@@ -636,18 +636,18 @@ def write_whole(path: Path, content: bytes, *, before: Path | None = None) -> No
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def _write_whole(path: Path, content: bytes, before: Path | None) -> None:
+def _write_whole(path: Path, content: Sequence[bytes | memoryview], before: Path | None) -> None:
     if path.is_symlink():
         path = path.resolve()  # the link stays, and what it points to is replaced
     if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)  # a pipe or a device is no file that could be replaced
+        path.write_bytes(b"".join(content))  # a pipe or a device is no file that could be replaced
         return
     mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o644
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(mode)

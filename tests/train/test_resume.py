@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +316,36 @@ def test_signals_act_as_before_after_a_run(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     fit(short("ce", epochs=1), out=tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class SlowDisk(AbstractCallback):
+    """Has written the first checkpoint only when the run is in its third epoch, which one that waits never reaches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.epochs: list[int] = []
+        self._third_epoch = threading.Event()
+        self._write = checkpoint._write
+        monkeypatch.setattr(checkpoint, "_write", self._slowly)
+
+    def stepped(self, bench: Any, step: int) -> None:
+        if step > 2 * bench.steps_per_epoch:
+            self._third_epoch.set()
+
+    def _slowly(self, path: Path, content: dict[str, Any]) -> None:
+        assert self._third_epoch.wait(30), "the run waits for the disk"
+        self.epochs.append(content["epoch"])
+        self._write(path, content)
+
+
+def test_no_epoch_waits_for_a_slow_disk(unbroken, tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    fitted = fit(RECIPES["mixed"], out=tmp_path, callbacks=[disk])
+    assert disk.epochs == [1, 3], "the third is the last, which has a checkpoint in any case"
+    assert_equal_runs(fitted, unbroken["mixed"])
+
+
+def test_whoever_asks_for_checkpoints_gets_each_of_them(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    disk._third_epoch.set()
+    fit(short("ls", checkpoint_every=7), out=tmp_path)
+    assert disk.epochs == [1, 2, 3]

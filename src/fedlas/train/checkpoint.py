@@ -58,6 +58,11 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._last: Future[None] | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was saved is on disk."""
+        return self._last is None or self._last.done()
+
     def save(self, path: Path, content: dict[str, Any]) -> None:
         """Take a copy now, and write it while training goes on."""
         copy = on_host({"format": FORMAT, **content})
@@ -82,13 +87,15 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint, and keep the one that was there; at any moment the newest whole one has its name."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    write_whole(path, sealed(buffer.getvalue()), before=Run(path.parent).checkpoint_before)
+    with buffer.getbuffer() as written:  # no copies: it may be large
+        write_whole(path, *sealed(written), before=Run(path.parent).checkpoint_before)
 
 
-def sealed(content: bytes) -> bytes:
+def sealed(content: memoryview) -> tuple[memoryview, bytes]:
     """Add the checksum of a zip file, such as torch writes, to its end, as the comment that such a file may have."""
-    assert content.endswith(NO_COMMENT)
-    return content.removesuffix(NO_COMMENT) + _seal(content.removesuffix(NO_COMMENT))
+    body, end = content[: -len(NO_COMMENT)], content[-len(NO_COMMENT) :]
+    assert end == NO_COMMENT
+    return body, _seal(body)
 
 
 def _seal(body: bytes | memoryview) -> bytes:

@@ -236,8 +236,7 @@ class _Training:
         for onlooker in self.onlookers:
             onlooker.epoch_ended(record)
         number = any_signal(self.signals.caught, 0, self.bench.device)
-        every = self.recipe.checkpoint_every
-        if number is not None or not every or step % every == 0 or epoch + 1 == self.recipe.epochs:
+        if number is not None or epoch + 1 == self.recipe.epochs or self._is_due(step):
             self._save(epoch + 1, 0)
         self._stop(number, f"after epoch {epoch + 1} of {self.recipe.epochs}")
 
@@ -255,6 +254,15 @@ class _Training:
             self._stop_if_diverged()
             self._save(epoch, position)
         self._stop(number, f"after step {position} of {self.bench.steps_per_epoch} in epoch {epoch + 1}")
+
+    def _is_due(self, step: int) -> bool:
+        """Say whether an epoch that ends is to have a checkpoint; unless asked to, nobody waits for a slow disk.
+
+        Several processes have to agree, so there every epoch has one.
+        """
+        if self.recipe.checkpoint_every:
+            return step % self.recipe.checkpoint_every == 0
+        return self.writer.idle or ranks.count() > 1
 
     def _stop(self, number: int | None, where: str) -> None:
         """Stop, if a signal asked for it; what there is to go on from was saved before."""

@@ -100,7 +100,8 @@ class Recipe:
             "test-published" are the test images as the published code normalises them, where it does that otherwise.
         ood: the same for foreign data sets.
         capture: capture the step in a CUDA graph, where there is a GPU.
-        checkpoint_every: steps between checkpoints; 0 writes one after each epoch. The end of a run has one anyway.
+        checkpoint_every: steps between checkpoints; 0 writes one after each epoch, or as many as the disk can follow
+            without the run waiting for it. The end of a run has one anyway.
         workers: processes that read large images; None for one per processor.
         cache: a folder that keeps decoded large images.
         tensorboard: write the log for TensorBoard too.
