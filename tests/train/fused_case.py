@@ -53,14 +53,14 @@ def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return max(((found[k] - right[k]).norm() / right[k].norm().clamp_min(1e-12)).item() for k in right)
 
 
-def compared(kind: str, device: str, *, alone: bool) -> dict[str, Any]:
+def compared(kind: str, device: str) -> dict[str, Any]:
     """Compare both kinds of layers with float64."""
     plain = network(kind).to(device, memory_format=torch.channels_last)
     images = torch.randn(5, 3, 7, 7, device=device).to(memory_format=torch.channels_last)
     labels = torch.arange(5, device=device)
     right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
     fused = copy.deepcopy(plain)
-    taken = fuse(fused, alone=alone)
+    taken = fuse(fused)
     usual, ours, again = outcome(plain, images, labels), outcome(fused, images, labels), None
     with torch.no_grad():
         other = copy.deepcopy(plain)
@@ -75,6 +75,4 @@ def compared(kind: str, device: str, *, alone: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    where = sys.argv[1]
-    cases = [("basic", True), ("basic", False), ("bottleneck", True)]
-    print(json.dumps({f"{kind} {alone}": compared(kind, where, alone=alone) for kind, alone in cases}))
+    print(json.dumps({kind: compared(kind, sys.argv[1]) for kind in BLOCKS}))

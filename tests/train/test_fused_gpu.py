@@ -21,10 +21,9 @@ def exact_products():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before, convolutions
 
 
-@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("kind", ["basic", "bottleneck"])
-def test_as_exact_as_torchs_layers(kind, alone):
-    one = compared(kind, "cuda", alone=alone)
+def test_as_exact_as_torchs_layers(kind):
+    one = compared(kind, "cuda")
     assert one["taken"]
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
         assert one["fused"][part] < max(bound, 3 * one["torch"][part]), (part, one)
@@ -59,7 +58,7 @@ def test_in_bfloat16_as_far_from_float64_as_torchs_layers(name, count):
 
 def test_without_cudnn():
     with torch.backends.cudnn.flags(enabled=False):
-        one = compared("basic", "cuda", alone=True)
+        one = compared("basic", "cuda")
     assert one["fused"]["gradients"] < 1e-4
 
 

@@ -139,7 +139,7 @@ class Bench:
             model = _with_shared_statistics(model, self.device)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         net = WithFeatures(model.to(self.device, memory_format=layout), self.recipe.head)  # type: ignore[call-overload]
-        if self.compiled and not (self.recipe.channels_last and _fused(net.model, alone=self.world == 1)):
+        if self.compiled and not (self.capture and self.recipe.channels_last and _fused(net.model)):
             # Apart from the loss, so that runs with other losses need not compile the network again.
             net.compile(fullgraph=True, dynamic=False, options=COMPILER)
         return net
@@ -322,13 +322,13 @@ class Bench:
             ) from error
 
 
-def _fused(model: nn.Module, *, alone: bool) -> bool:
+def _fused(model: nn.Module) -> bool:
     """Let a residual network train with kernels of our own, if it is one; it then needs no compiler."""
     try:
         from fedlas.train.fused import fuse  # noqa: PLC0415
     except ImportError:  # no Triton, or no torchvision
         return False
-    return fuse(model, alone=alone)
+    return fuse(model)
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

@@ -5,9 +5,9 @@
      └──────────── skip ──────────────────────┘
 
 What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
-in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another;
-not where processes share gradients, which travel while the backward pass goes on. Layers keep their names, parameters
-and `state_dict`; outside of training they compute what they always did. This module needs Triton and torchvision.
+in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another.
+Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
+is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
 
 from collections.abc import Iterator
@@ -24,19 +24,17 @@ from fedlas.train import kernels
 Pair = tuple[Tensor, Tensor]
 
 
-def fuse(model: Any, *, alone: bool = True) -> bool:
-    """Let a residual network of torchvision's kind train with few kernels; say whether it is one.
+def fuse(model: Any) -> bool:
+    """Let a residual network of torchvision's kind, its images with channels last, train with few kernels.
 
-    Args:
-        model: a network, its images with channels last.
-        alone: whether no other process waits for its gradients.
+    Returns:
+        Whether it is one.
     """
     if not _fits(model):
         return False
     for layer in model.modules():
         if type(layer) in _FUSED:
             layer.__class__ = _FUSED[type(layer)]
-    model.alone = alone
     return True
 
 
@@ -60,8 +58,6 @@ def _usual_norm(norm: Any) -> bool:
 
 class FusedResNet(ResNet):  # type: ignore[misc]
     """torchvision's ResNet, from the image to the logits."""
-
-    alone: bool
 
     def _forward_impl(self, x: Tensor) -> Tensor:
         if not (self.training and torch.is_grad_enabled()):
@@ -109,13 +105,12 @@ def _joined(y: Tensor, norm: nn.BatchNorm2d, skip: Tensor, downsample: Any) -> P
 
 
 @contextmanager
-def _narrow_weights(model: FusedResNet, images: Tensor) -> Iterator[None]:
-    """Make narrow copies of all convolutions' weights, and let the layers have them for a while."""
+def _narrow_weights(model: nn.Module, images: Tensor) -> Iterator[None]:
+    """Make narrow copies of all convolutions' weights, at once, and let the layers have them for a while."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     kind = images.device.type
     narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-    weights = [layer.weight for layer in layers]
-    copies = _Narrow.apply(narrow, *weights) if model.alone else [weight.to(narrow) for weight in weights]
+    copies = _Narrow.apply(narrow, *[layer.weight for layer in layers])
     try:
         for layer, copy in zip(layers, copies, strict=True):
             layer.narrow = copy
