@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from fedlas.metrics import ece
-from fedlas.predictions import Predictions, as_tensor, optional_module, write_whole
+from fedlas.predictions import ENOUGH, Predictions, as_tensor, optional_module, write_whole
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -528,3 +529,21 @@ def test_links_pipes_and_rights_stay_what_they_are(tmp_path):
     with pytest.raises(IsADirectoryError):
         write_whole(tmp_path, b"x")
     assert {path.name for path in tmp_path.iterdir()} == {"real", "link", "pipe"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_probabilities_given_as_logits_are_doubted(dtype):
+    probs = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).softmax(1).to(dtype)
+    with pytest.warns(UserWarning, match="from_probs"):
+        Predictions(probs, torch.zeros(50, dtype=torch.int64))
+
+
+def test_logits_that_are_distributions_here_and_there_are_not_doubted():
+    probs = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)).softmax(1)
+    last = probs.clone()
+    last[-1] += 0.1
+    few = probs[: ENOUGH - 1]  # so few may be somebody's example
+    for logits in (last, few, 2 * probs, -probs, probs.log(), torch.zeros(50, 7)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Predictions(logits, torch.zeros(len(logits), dtype=torch.int64))

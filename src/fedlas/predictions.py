@@ -24,6 +24,7 @@ import os
 import shutil
 import stat
 import tempfile
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 # How many logits are made probabilities at a time: on a CPU 16 MiB, elsewhere a gigabyte. Smaller parts would fit a
 # cache, but all threads wait for each other after each, which takes far longer where other programs run.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
+ENOUGH = 20  # rows that are not all distributions by chance
 
 
 WORDS = ("ids", "paths")  # words for each sample
@@ -101,6 +103,12 @@ class Predictions:
     def __init__(self, logits: Array, labels: Array | None = None, **rest: Unpack[Rest]) -> None:
         scores = two_columns(as_floats(logits, "logits"), "logits")
         check_finite(scores)
+        if _look_like_probs(scores[:ENOUGH]) and _look_like_probs(scores):  # the first rows tell nearly all tables
+            warnings.warn(
+                "every row of the logits lies between 0 and 1 and sums to one. If these are probabilities, their "
+                "softmax says nothing: give them as such, by Predictions.from_probs or as probs in a file",
+                stacklevel=2,
+            )
         self._fill(scores, labels, rest)
 
     @classmethod
@@ -532,6 +540,13 @@ def check_probs(
 
 def _allowed(probs: Tensor, tolerance: float | Tensor | None) -> float | Tensor:
     return TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).to(probs.device).clamp_min(1e-6)
+
+
+def _look_like_probs(logits: Tensor) -> bool:
+    """Say whether so many rows as cannot be chance are probability distributions."""
+    if len(logits) < ENOUGH or bool((logits.amin() < 0) | (logits.amax() > 1)):
+        return False
+    return bool(((_row_sums(logits) - 1).abs() <= TOLERANCE[logits.dtype]).all())
 
 
 def _row_sums(probs: Tensor) -> Tensor:
