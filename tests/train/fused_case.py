@@ -9,6 +9,7 @@ torch's layers and once for the fused ones.
 import copy
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.models import WithFeatures
+from fedlas.train import kernels
 from fedlas.train.fused import fuse
 
 BLOCKS = {"basic": BasicBlock, "bottleneck": Bottleneck}
@@ -56,12 +58,12 @@ def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 def compared(kind: str, device: str) -> dict[str, Any]:
     """Compare both kinds of layers with float64."""
     plain = network(kind).to(device, memory_format=torch.channels_last)
-    images = torch.randn(5, 3, 7, 7, device=device).to(memory_format=torch.channels_last)
+    images = 1 + torch.randn(5, 3, 7, 7, device=device).to(memory_format=torch.channels_last)
     labels = torch.arange(5, device=device)
     right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
     fused = copy.deepcopy(plain)
     taken = fuse(fused)
-    usual, ours, again = outcome(plain, images, labels), outcome(fused, images, labels), None
+    usual, ours = outcome(plain, images, labels), outcome(fused, images, labels)
     with torch.no_grad():
         other = copy.deepcopy(plain)
         other.load_state_dict(fused.state_dict())
@@ -71,8 +73,56 @@ def compared(kind: str, device: str) -> dict[str, Any]:
         "torch": {part: distance(usual[part], right[part]) for part in right},
         "fused": {part: distance(ours[part], right[part]) for part in right},
         "evaluates alike": again,
+        "same parameters": set(fused.conv1._parameters) == set(plain.conv1._parameters),
     }
 
 
+def falls_back(device: str) -> dict[str, bool]:
+    """Say for what the layers are asked as they always were, by the moving of running statistics or by the logits."""
+    images = torch.randn(5, 3, 7, 7, device=device).to(memory_format=torch.channels_last)
+
+    def alike(change: Callable[[nn.Module], object]) -> bool:
+        plain = network("basic").to(device, memory_format=torch.channels_last)
+        fused = copy.deepcopy(plain)
+        fuse(fused)
+        for model in (plain, fused):
+            model.train()
+            change(model)
+        values = [model(images).detach() for model in (plain, fused)]
+        same = all(torch.equal(one, fused.state_dict()[name]) for name, one in plain.state_dict().items())
+        return same and torch.equal(*values)
+
+    def frozen_norm(model: Any) -> None:
+        model.layer1[0].bn2.eval()
+
+    def watched(model: Any) -> None:
+        model.layer1[1].conv1.register_forward_hook(lambda *_: None)
+
+    return {"frozen norm": alike(frozen_norm), "watched layer": alike(watched), "nothing": alike(lambda _: None)}
+
+
+def far_from_zero(device: str) -> dict[str, float]:
+    """Give how wrong the statistics of numbers are whose mean is far larger than their spread, at the first step."""
+    y = 300 + torch.randn(4, 64, 5, 5, device=device).to(memory_format=torch.channels_last)
+    weight, bias, mean, var = torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64)
+    norm = kernels.Affine(*(one.to(device) for one in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
+    found = kernels.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
+    right = y.double().var((0, 2, 3), unbiased=False).add(1e-5).rsqrt()
+    return {"rstd": ((found.rstd.double() - right) / right).abs().max().item()}
+
+
+def one_value(device: str) -> str:
+    """Give what is said about a single value a channel, of which there is no variance."""
+    fused = network("basic").to(device, memory_format=torch.channels_last)
+    fuse(fused)
+    try:
+        fused.train()(torch.zeros(1, 3, 2, 2, device=device).contiguous(memory_format=torch.channels_last))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 if __name__ == "__main__":
-    print(json.dumps({kind: compared(kind, sys.argv[1]) for kind in BLOCKS}))
+    where = sys.argv[1]
+    about = {"falls back": falls_back(where), "far from zero": far_from_zero(where), "one value": one_value(where)}
+    print(json.dumps({kind: compared(kind, where) for kind in BLOCKS} | about))

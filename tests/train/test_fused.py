@@ -12,7 +12,11 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedlas.models import build_model
-from fedlas.train.fused import fuse
+from fedlas.train import bench, recipe_for
+
+pytest.importorskip("triton")
+from fedlas.train import kernels
+from fedlas.train.fused import FusedResNet, fuse
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +38,20 @@ def test_values_gradients_and_running_statistics_are_as_exact_as_torchs(found, c
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
         assert one["fused"][part] < max(bound, 3 * one["torch"][part]), (part, one)
     assert one["evaluates alike"]
+    assert one["same parameters"]
+
+
+def test_layers_that_are_frozen_or_watched_compute_as_they_always_did(found):
+    # What is not touched differs in the last digits, or the comparison would show nothing.
+    assert found["falls back"] == {"frozen norm": True, "watched layer": True, "nothing": False}
+
+
+def test_a_mean_far_from_zero_costs_no_digits(found):
+    assert found["far from zero"]["rstd"] < 1e-5
+
+
+def test_one_value_a_channel_has_no_variance(found):
+    assert "more than one value of each channel" in found["one value"]
 
 
 def test_networks_of_the_catalogue_are_taken():
@@ -66,6 +84,36 @@ def with_average_over_all_batches() -> nn.Module:
     return model
 
 
+def with_another_activation() -> nn.Module:
+    model = narrow()
+    model.layer2[0].relu = nn.SiLU()
+    return model
+
+
+def with_dropout_aside() -> nn.Module:
+    model = narrow()
+    model.layer2[0].downsample.append(nn.Dropout())
+    return model
+
+
+def with_reflected_borders() -> nn.Module:
+    model = narrow()
+    model.layer1[0].conv1.padding_mode = "reflect"
+    return model
+
+
+def with_a_stem_of_two_layers() -> nn.Module:
+    model = narrow()
+    model.conv1 = nn.Sequential(model.conv1, nn.Identity())
+    return model
+
+
+def without_a_stage() -> nn.Module:
+    model = narrow()
+    model.layer4 = nn.Identity()
+    return model
+
+
 def of_another_kind() -> nn.Module:
     class Mine(ResNet):
         """Whoever subclasses it may compute something else."""
@@ -91,6 +139,11 @@ def in_float64() -> nn.Module:
         with_shared_statistics,
         with_a_bias,
         with_average_over_all_batches,
+        with_another_activation,
+        with_dropout_aside,
+        with_reflected_borders,
+        with_a_stem_of_two_layers,
+        without_a_stage,
         of_another_kind,
         of_a_block_of_its_own,
         in_float64,
@@ -111,3 +164,34 @@ def test_names_and_weights_stay():
     after = model.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
+    """Give the network that a bench prepares where there is a GPU, and whether torch's compiler was asked for it."""
+    monkeypatch.setattr(bench.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(kernels, "why_not", lambda _: reason)
+    asked = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: asked.append(type(self).__name__))
+    options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
+    recipe = recipe_for("digits", loss="ce").replace(model="resnet18_cifar", **options)
+    made = bench.Bench(recipe, torch.device("cpu"))
+    return isinstance(made.net.model, FusedResNet), "WithFeatures" in asked
+
+
+def test_a_bench_fuses_what_it_would_compile(monkeypatch):
+    assert on_a_pretended_gpu(monkeypatch) == (True, False)
+    # Nobody who looks at steps, and so keeps them from being captured, shall change what is learned.
+    assert on_a_pretended_gpu(monkeypatch, capture=False) == (True, False)
+    assert on_a_pretended_gpu(monkeypatch, channels_last=False) == (False, True)
+    assert on_a_pretended_gpu(monkeypatch, compile=False) == (False, False)
+
+
+def test_where_no_kernel_can_be_made_the_compiler_is_asked(monkeypatch):
+    with pytest.warns(UserWarning, match="no C compiler"):
+        assert on_a_pretended_gpu(monkeypatch, reason="RuntimeError: no C compiler") == (False, True)
+
+
+def test_why_not_gives_the_reason():
+    reason = kernels.why_not(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
+    assert reason is not None
+    assert "\n" not in reason

@@ -345,7 +345,21 @@ def test_no_epoch_waits_for_a_slow_disk(unbroken, tmp_path, monkeypatch):
 
 
 def test_whoever_asks_for_checkpoints_gets_each_of_them(tmp_path, monkeypatch):
-    disk = SlowDisk(monkeypatch)
-    disk._third_epoch.set()
+    """Each is written only when the run waits for it: whoever would skip the next one never does."""
+    waited, wait, write = threading.Semaphore(0), checkpoint.Writer.wait, checkpoint._write
+    epochs = []
+
+    def waiting(writer: checkpoint.Writer) -> None:
+        if writer._last is not None:
+            waited.release()
+        wait(writer)
+
+    def slowly(path: Path, content: dict[str, Any]) -> None:
+        assert waited.acquire(timeout=30)
+        epochs.append(content["epoch"])
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint.Writer, "wait", waiting)
+    monkeypatch.setattr(checkpoint, "_write", slowly)
     fit(short("ls", checkpoint_every=7), out=tmp_path)
-    assert disk.epochs == [1, 2, 3]
+    assert epochs == [1, 2, 3]

@@ -5,6 +5,7 @@ only the seed changes, even the captured step goes on with other data, weights a
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,14 +140,16 @@ class Bench:
             model = _with_shared_statistics(model, self.device)
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         net = WithFeatures(model.to(self.device, memory_format=layout), self.recipe.head)  # type: ignore[call-overload]
-        if self.compiled and not (self.capture and self.recipe.channels_last and _fused(net.model)):
+        # Who looks on decides whether a step is captured, but never by which kernels a network trains.
+        fits = self.recipe.channels_last and self.world == 1
+        if self.compiled and not (fits and _fused(net.model, self.device)):
             # Apart from the loss, so that runs with other losses need not compile the network again.
             net.compile(fullgraph=True, dynamic=False, options=COMPILER)
         return net
 
     @property
     def compiled(self) -> bool:
-        """Whether network and loss are compiled."""
+        """Whether the loss is compiled, and the network, unless it has kernels of our own."""
         return self.recipe.compile and self.device.type == "cuda"
 
     def _assemble(self, loss: AbstractLoss) -> None:
@@ -322,13 +325,16 @@ class Bench:
             ) from error
 
 
-def _fused(model: nn.Module) -> bool:
+def _fused(model: nn.Module, device: torch.device) -> bool:
     """Let a residual network train with kernels of our own, if it is one; it then needs no compiler."""
     try:
-        from fedlas.train.fused import fuse  # noqa: PLC0415
+        from fedlas.train import fused, kernels  # noqa: PLC0415
     except ImportError:  # no Triton, or no torchvision
         return False
-    return fuse(model)
+    reason = kernels.why_not(device)
+    if reason is not None:
+        warnings.warn(f"kernels of our own cannot be used, torch's compiler has to do: {reason}", stacklevel=2)
+    return reason is None and fused.fuse(model)
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

@@ -60,7 +60,7 @@ class Writer:
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was saved is on disk."""
+        """Whether nothing is being written."""
         return self._last is None or self._last.done()
 
     def save(self, path: Path, content: dict[str, Any]) -> None:

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.train import kernels
 
 Pair = tuple[Tensor, Tensor]
+HEAD = ("avgpool", "fc")  # what computes as it always did
 
 
 def fuse(model: Any) -> bool:
@@ -41,37 +43,63 @@ def fuse(model: Any) -> bool:
 def _fits(model: Any) -> bool:
     if type(model) is not ResNet or any(one.dtype != torch.float32 for one in model.parameters()):
         return False
-    blocks = [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
-    if any(type(block) not in (BasicBlock, Bottleneck) for block in blocks):
+    stages = (model.layer1, model.layer2, model.layer3, model.layer4)
+    if any(type(stage) is not nn.Sequential for stage in stages):
         return False
-    norms = [layer for block in (model, *blocks) for name, layer in block.named_children() if name.startswith("bn")]
-    norms += [block.downsample[1] for block in blocks if block.downsample is not None]
-    plain = all(layer.bias is None for layer in model.modules() if isinstance(layer, nn.Conv2d))
-    return plain and all(map(_usual_norm, norms))
+    blocks = [block for stage in stages for block in stage]
+    return _is_plain(model) and all(type(block) in _FUSED and _is_plain(block) for block in blocks)
 
 
-def _usual_norm(norm: Any) -> bool:
+def _is_plain(part: Any) -> bool:
+    """Say whether a block, or what comes before the first, has exactly the layers that the kernels stand for."""
+    layers = dict(part.named_children())
+    aside = getattr(part, "downsample", None)
+    if aside is not None:
+        if type(aside) is not nn.Sequential or len(aside) != 2:  # a convolution and its norm
+            return False
+        layers |= {"conv aside": aside[0], "bn aside": aside[1]}
+    return type(layers["relu"]) is nn.ReLU and all(
+        _is_usual_norm(layer) if name.startswith("bn") else _is_usual_convolution(layer)
+        for name, layer in layers.items()
+        if name.startswith(("bn", "conv"))
+    )
+
+
+def _is_usual_norm(norm: Any) -> bool:
     if type(norm) is not nn.BatchNorm2d or norm.num_features % kernels.NARROWEST:
         return False
     return norm.affine and norm.track_running_stats and norm.momentum is not None
+
+
+def _is_usual_convolution(layer: Any) -> bool:
+    return type(layer) is nn.Conv2d and layer.bias is None and layer.padding_mode == "zeros"
 
 
 class FusedResNet(ResNet):  # type: ignore[misc]
     """torchvision's ResNet, from the image to the logits."""
 
     def _forward_impl(self, x: Tensor) -> Tensor:
-        if not (self.training and torch.is_grad_enabled()):
+        if not self._fused_now(x):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
         with _narrow_weights(self, x):
             pair: Pair = _norm(_convolve(self.conv1, x), self.bn1)
             if not isinstance(self.maxpool, nn.Identity):
-                pooled = self.maxpool(pair[0])
+                pooled = self.maxpool(pair[0]).contiguous(memory_format=torch.channels_last)
                 pair = pooled, pooled
             for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
                 pair = layer(pair)
         _count_batch(self)
         logits: Tensor = self.fc(torch.flatten(self.avgpool(pair[0]), 1))
         return logits
+
+    def _fused_now(self, x: Tensor) -> bool:
+        """Say whether the kernels may stand for the layers: in training alone, and where nobody looks at a layer."""
+        if not (torch.is_grad_enabled() and (x.is_cuda or kernels.INTERPRETED)):
+            return False
+        body = [layer for part, layer in self.named_modules() if part.partition(".")[0] not in ("", *HEAD)]
+        return self.training and all(
+            layer.training and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in body
+        )
 
 
 class FusedBasicBlock(BasicBlock):  # type: ignore[misc]
@@ -110,7 +138,11 @@ def _narrow_weights(model: nn.Module, images: Tensor) -> Iterator[None]:
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     kind = images.device.type
     narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-    copies = _Narrow.apply(narrow, *[layer.weight for layer in layers])
+    weights = [layer.weight for layer in layers]
+    if narrow == torch.float32:  # what is assigned to a layer must not be a parameter, or it would be one of its own
+        copies = [weight.view_as(weight) for weight in weights]
+    else:
+        copies = _Narrow.apply(narrow, *weights)
     try:
         for layer, copy in zip(layers, copies, strict=True):
             layer.narrow = copy
@@ -121,9 +153,9 @@ def _narrow_weights(model: nn.Module, images: Tensor) -> Iterator[None]:
 
 
 def _count_batch(model: nn.Module) -> None:
-    """Let all norms know that they have seen one more batch."""
-    norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
-    counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+    """Let all norms know that they have seen one more batch; the head counts for itself."""
+    named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)]
+    counts: Any = [layer.num_batches_tracked for name, layer in named if name.partition(".")[0] not in HEAD]
     torch._foreach_add_(counts, 1)
 
 
@@ -146,14 +178,16 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.wide = [weight.dtype for weight in weights]
+        del ctx
         copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
         torch._foreach_copy_(copies, list(weights))
         return tuple(copies)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        copies = [torch.empty_like(g, dtype=dtype) for g, dtype in zip(gradients, ctx.wide, strict=True)]
+        del ctx
+        copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
         torch._foreach_copy_(copies, list(gradients))
         return None, *copies
 
@@ -178,10 +212,11 @@ class _NormAddReLU(torch.autograd.Function):
         return z, z.view_as(z)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         y, bits, skip = ctx.saved_tensors
         layout = torch.channels_last
-        first, *more = [one.to(y.dtype).contiguous(memory_format=layout) for one in given if one is not None]
+        first, *more = [one.contiguous(memory_format=layout) for one in given if one is not None]
         second = more[0] if more else None
         found = kernels.gradients(first, second, y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
         of_skip = found.skip if ctx.has_skip else None

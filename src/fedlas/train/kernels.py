@@ -11,6 +11,8 @@ Where a ReLU cut off is computed again from y where nothing was added to it, and
 something was.
 """
 
+import os
+from functools import cache
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -18,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
 NARROWEST = 64  # how many channels there have to be a multiple of
 UNROLL = 8  # how many loads are under way at a time in the pass that reads one tensor only
 LONG = 1 << 24  # numbers of a tensor from which on more warps help
@@ -42,12 +45,12 @@ class Tile(NamedTuple):
 SUMS = Tile(32, 64, 8, 132)
 
 
-def tile(channels: int) -> Tile:
+def tile_for(channels: int) -> Tile:
     """Choose the shape of a program's work where nothing is summed: whole lines of memory."""
     return Tile(64, 64, 4) if channels % (2 * NARROWEST) else Tile(64, 128, 8)
 
 
-def back_tile(numbers: int, *, alone: bool) -> Tile:
+def tile_for_gradients(numbers: int, *, alone: bool) -> Tile:
     """Choose the shape of a program's work where gradients are summed; alone: of one use, without a skip."""
     return Tile(64, 64, 8 if alone and numbers >= LONG else 4, 264)
 
@@ -81,10 +84,12 @@ def _totals(partial, column, blocks, channels, COLUMNS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _finish(
-    partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks, eps,
+    y, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks, eps,
     momentum, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    around, before = tl.load(running_mean + column), tl.load(running_var + column)
+    """Make scale and shift of the sums, and move running statistics."""
+    around = tl.load(y + column).to(tl.float32)
+    before_mean, before_var = tl.load(running_mean + column), tl.load(running_var + column)
     times, plus = tl.load(weight + column), tl.load(bias + column)
     total, squares = _totals(partial, column, blocks, channels, COLUMNS)
     off, square = total / rows, squares / rows
@@ -95,8 +100,8 @@ def _finish(
     tl.store(rstd + column, inverse)
     tl.store(scale + column, factor)
     tl.store(shift + column, plus - middle * factor)
-    tl.store(running_mean + column, around + momentum * off)
-    tl.store(running_var + column, before + momentum * (spread * rows / (rows - 1) - before))
+    tl.store(running_mean + column, before_mean + momentum * (middle - before_mean))
+    tl.store(running_var + column, before_var + momentum * (spread * rows / (rows - 1) - before_var))
 
 
 @triton.jit
@@ -109,7 +114,7 @@ def sums_kernel(
     """Sum columns and their squares; the last program makes scale and shift of them, and moves running statistics."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     place = tl.program_id(1)
-    around = tl.load(running_mean + column)  # sums around a guess of the mean lose no digits
+    around = tl.load(y + column).to(tl.float32)  # of the first row: where a mean is far from zero, squares lose digits
     first, second = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(place * ROWS, rows, UNROLL * blocks * ROWS):
         for step in tl.static_range(UNROLL):  # so many loads are under way at a time
@@ -124,17 +129,29 @@ def sums_kernel(
     tl.store(here + blocks * channels, tl.sum(second, 0, keep_dims=True))
     if _finished(counter + tl.program_id(0), blocks):
         _finish(
-            partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
+            y, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
             blocks, eps, momentum, COLUMNS,
         )  # fmt: skip
 
 
 @triton.jit
 @no_type_check
-def _place_of_bits(row, channels, COLUMNS: tl.constexpr):
+def _place_of_bits(row, across, channels, COLUMNS: tl.constexpr):
     """Say where the bits of a tile are, eight channels to a byte."""
-    column = tl.program_id(0) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, :]
+    column = across * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, :]
     return row.to(tl.int64) * (channels // 8) + column
+
+
+@triton.jit
+@no_type_check
+def _tile_from_the_end(channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Give rows, columns and number across of a program's tile; the first program has the last rows.
+
+    All programs lie on one axis: the others end at 65,535.
+    """
+    wide = channels // COLUMNS
+    across, down = tl.program_id(0) % wide, (tl.num_programs(0) - 1 - tl.program_id(0)) // wide
+    return down * ROWS + tl.arange(0, ROWS)[:, None], across * COLUMNS + tl.arange(0, COLUMNS)[None, :], across
 
 
 @triton.jit
@@ -144,8 +161,7 @@ def apply_kernel(
     HAS_SKIP: tl.constexpr, SKIP_IS_NORMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Normalise, add what skipped the layers, cut off what is negative."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS + tl.arange(0, ROWS)[:, None]  # from the last row
+    row, column, across = _tile_from_the_end(channels, ROWS, COLUMNS)
     there = row < rows
     place = row.to(tl.int64) * channels + column
     value = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
@@ -159,13 +175,13 @@ def apply_kernel(
     tl.store(z + place, tl.where(off, 0.0, value).to(z.dtype.element_ty), mask=there)
     if HAS_SKIP:
         eight = tl.reshape(off.to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
-        tl.store(bits + _place_of_bits(row, channels, COLUMNS), tl.sum(eight, 2).to(tl.uint8), mask=there)
+        tl.store(bits + _place_of_bits(row, across, channels, COLUMNS), tl.sum(eight, 2).to(tl.uint8), mask=there)
 
 
 @triton.jit
 @no_type_check
 def _gradient(
-    first, second, y, bits, scale, shift, row, column, channels, there,
+    first, second, y, bits, scale, shift, row, column, across, channels, there,
     HAS_SECOND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Give y, and the gradient before the ReLU; MASK says what tells where it was cut off."""
@@ -177,7 +193,7 @@ def _gradient(
     if MASK == "y":
         value = tl.where(seen * tl.load(scale + column) + tl.load(shift + column) <= 0, 0.0, value)
     if MASK == "bits":
-        eight = tl.load(bits + _place_of_bits(row, channels, COLUMNS), mask=there, other=0).to(tl.int32)
+        eight = tl.load(bits + _place_of_bits(row, across, channels, COLUMNS), mask=there, other=0).to(tl.int32)
         off = (eight[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
         value = tl.where(tl.reshape(off, (ROWS, COLUMNS)) != 0, 0.0, value)
     return seen, value
@@ -204,8 +220,9 @@ def back_sums_kernel(
         row = start + tl.arange(0, ROWS)[:, None]
         there = row < rows
         seen, value = _gradient(
-            first, second, y, bits, scale, shift, row, column, channels, there, HAS_SECOND, MASK, ROWS, COLUMNS
-        )
+            first, second, y, bits, scale, shift, row, column, tl.program_id(0), channels, there,
+            HAS_SECOND, MASK, ROWS, COLUMNS,
+        )  # fmt: skip
         value = tl.where(there, value, 0.0)
         place = row.to(tl.int64) * channels + column
         if HAS_OTHER:
@@ -253,11 +270,10 @@ def back_apply_kernel(
     MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Give the gradient of y."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS + tl.arange(0, ROWS)[:, None]  # from the last row
+    row, column, across = _tile_from_the_end(channels, ROWS, COLUMNS)
     there = row < rows
     seen, value = _gradient(
-        gradient, gradient, y, y, scale, shift, row, column, channels, there, False, MASK, ROWS, COLUMNS
+        gradient, gradient, y, y, scale, shift, row, column, across, channels, there, False, MASK, ROWS, COLUMNS
     )
     value = value * tl.load(scale + column) + seen * tl.load(slope + column) + tl.load(offset + column)
     tl.store(result + row.to(tl.int64) * channels + column, value.to(result.dtype.element_ty), mask=there)
@@ -287,11 +303,13 @@ def _shape(y: Tensor) -> tuple[int, int]:
     count, channels, height, width = y.shape
     if not y.is_contiguous(memory_format=torch.channels_last) or channels % NARROWEST:
         raise ValueError(f"images of {tuple(y.shape)} need channels last in memory, a multiple of {NARROWEST} of them")
+    if count * height * width == 1:
+        raise ValueError(f"batch norm needs more than one value of each channel, and has images of {tuple(y.shape)}")
     return count * height * width, channels
 
 
-def _meta(shape: Tile) -> dict[str, int]:
-    return {"ROWS": shape.rows, "COLUMNS": shape.columns, "num_warps": shape.warps}
+def _meta(tile: Tile) -> dict[str, int]:
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
 
 
 def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
@@ -314,13 +332,13 @@ def activation(y: Tensor, about: Normed, skip: Tensor | None, skip_about: Normed
         The result, and, where something was added, a bit for each number that was cut off.
     """
     rows, channels = _shape(y)
-    shape = tile(channels)
+    tile = tile_for(channels)
     z = torch.empty_like(y)
     bits = torch.empty(0 if skip is None else y.numel() // 8, device=y.device, dtype=torch.uint8)
     other = skip_about or about
-    apply_kernel[(channels // shape.columns, triton.cdiv(rows, shape.rows))](
+    apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
         y, about.scale, about.shift, y if skip is None else skip, other.scale, other.shift, z, bits, rows, channels,
-        HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_about is not None, **_meta(shape),
+        HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_about is not None, **_meta(tile),
     )  # fmt: skip
     return z, bits
 
@@ -354,26 +372,26 @@ def gradients(
     """
     rows, channels = _shape(y)
     keep = bits.numel() > 0 or second is not None
-    shape = back_tile(y.numel(), alone=not keep)
-    blocks = shape.blocks(rows, channels)
+    tile = tile_for_gradients(y.numel(), alone=not keep)
+    blocks = tile.blocks(rows, channels)
     kept = torch.empty_like(y) if keep else y
     numbers = torch.empty(7, channels, device=y.device, dtype=torch.float32).unbind()
     weight, bias, slope, offset, other_weight, other_slope, other_offset = numbers
-    partial = torch.empty(3, blocks, channels, device=y.device, dtype=torch.float32)
+    partial = torch.empty(2 if other is None else 3, blocks, channels, device=y.device, dtype=torch.float32)
     beside = other_about or about
-    back_sums_kernel[(channels // shape.columns, blocks)](
+    back_sums_kernel[(channels // tile.columns, blocks)](
         first, first if second is None else second, y, bits, kept, about.scale, about.shift,
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
         rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
-        HAS_OTHER=other is not None, **_meta(shape),
+        HAS_OTHER=other is not None, **_meta(tile),
     )  # fmt: skip
 
     def applied(to: Tensor, about: Normed, slope: Tensor, offset: Tensor) -> Tensor:
-        shape, result = tile(channels), torch.empty_like(to)
-        back_apply_kernel[(channels // shape.columns, triton.cdiv(rows, shape.rows))](
+        tile, result = tile_for(channels), torch.empty_like(to)
+        back_apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
             kept if keep else first, to, about.scale, about.shift, slope, offset, result, rows, channels,
-            MASK="none" if keep else "y", **_meta(shape),
+            MASK="none" if keep else "y", **_meta(tile),
         )  # fmt: skip
         return result
 
@@ -381,3 +399,16 @@ def gradients(
     if other is None or other_about is None:
         return Gradients(of_y, weight, bias, kept if keep else None, None, None)
     return Gradients(of_y, weight, bias, kept, applied(other, other_about, other_slope, other_offset), other_weight)
+
+
+@cache
+def why_not(device: torch.device) -> str | None:
+    """Try a kernel, and give the reason why none can run there, if there is one: no compiler, or an old GPU."""
+    y = torch.zeros(2, NARROWEST, 1, 1, device=device).contiguous(memory_format=torch.channels_last)
+    weight, bias, mean, var = torch.zeros(4, NARROWEST, device=device).unbind()
+    norm = Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+    try:
+        statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
+    except Exception as error:  # whatever it is, there is another way
+        return f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0]}"
+    return None
