@@ -376,7 +376,10 @@ def detect_foreign(
 def compare_models(
     first: Annotated[str, typer.Argument(help="A run folder, a file of predictions, or ledger rows: data/method.")],
     second: Annotated[str, typer.Argument(help="The same, on the same test samples.")],
-    metrics: Annotated[str, typer.Option(help="Of accuracy, ece, aece, nll, brier; by commas.")] = "accuracy,ece,nll",
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="Of accuracy, ece, aece, nll, brier; by commas. By default accuracy, ece, and nll if known."),
+    ] = None,
     level: Level = 0.95,
     resamples: Annotated[int, typer.Option(help="Resamples that intervals are made from.")] = 2_000,
     seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
@@ -390,7 +393,7 @@ def compare_models(
 
         book = Ledger(ledger)
         options = {"level": level, "resamples": resamples, "seed": seed}
-        found = versus(side(first, book), side(second, book), words(metrics) or (), **options)
+        found = versus(side(first, book), side(second, book), words(metrics), **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         if json is not None:
             from json import dumps

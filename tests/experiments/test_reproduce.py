@@ -6,20 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fedlas.cli import app
 from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
-from fedlas.experiments.kept import kept_of
+from fedlas.experiments.kept import Kept, kept_of
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import drawn, reproduce
-from fedlas.experiments.versus import lines_of, side, versus
+from fedlas.experiments.versus import Side, lines_of, side, versus
 from fedlas.losses import CATALOG as LOSSES
-from fedlas.metrics import paired_bootstrap
+from fedlas.metrics import accuracy, paired_bootstrap
 from fedlas.metrics.calibration import ece
+from fedlas.predictions import Predictions
 from fedlas.train import Run, recipe_for
 from fedlas.train.protocols import list_recipes
 
@@ -250,6 +252,28 @@ def test_what_a_temperature_made_can_be_compared():
     written = {line.seed: line for line in kept.lines.values() if line.method == "ce+temperature"}
     for seed, predictions in given.runs.items():
         assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=2e-4)
+
+
+def of_many_classes(seed: int) -> Predictions:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(600) % 30
+    logits = 3 * torch.randn(600, 30, generator=generator)
+    logits[torch.arange(600), labels] += 5
+    return Predictions(logits, labels, split="test")
+
+
+def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
+    whole = [of_many_classes(seed) for seed in (1, 2)]
+    sides = [Side(name, {1: Kept.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
+    found = {one.metric: one for one in versus(*sides)}
+    assert set(found) == {"accuracy", "ece"}
+    for name, metric in {"accuracy": accuracy, "ece": ece}.items():
+        direct = paired_bootstrap(metric, *whole)
+        assert found[name].difference == pytest.approx(direct.difference, abs=1e-6)
+        assert found[name].pairs[1].interval.low == pytest.approx(direct.interval.low, abs=1e-3)
+        assert found[name].pairs[1].better == direct.better
+    with pytest.raises(ValueError, match="nll needs the probabilities of all classes, and of a only the largest"):
+        versus(*sides, ("nll",))
 
 
 def test_rows_of_a_protocol_are_not_mixed_with_its_variants():

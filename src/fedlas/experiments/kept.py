@@ -101,6 +101,15 @@ class Kept:
             return None
         return Predictions(self._tensor("logits").float(), self._tensor("labels").long(), split="test")
 
+    def tops(self) -> Predictions:
+        """Give the predicted classes and their confidences back, which are always kept."""
+        given = self.predictions()
+        if given is not None:
+            return given
+        names = {"confidence": "confidence", "prediction": "prediction", "label": "labels"}
+        columns = {name: np.asarray(self.arrays[place]) for name, place in names.items()}
+        return Predictions.from_columns(columns, "kept predictions", "test")
+
     def pack(self) -> bytes:
         """Write everything as one zipped file."""
         buffer = io.BytesIO()

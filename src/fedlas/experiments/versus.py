@@ -29,6 +29,8 @@ from fedlas.train.runs import Run
 TEMPERATURE = "temperature"  # the calibrator, and the one number that it learns
 Metric = Callable[..., Any]
 METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "ece": ece, "aece": aece, "nll": nll, "brier": brier}
+USUAL = ("accuracy", "ece", "nll")
+WHOLE = {"nll", "brier"}  # metrics of all probabilities, not of the top one alone
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,12 @@ def side(text: str, ledger: Ledger) -> Side:
 
 
 def _predictions(line: Line, ledger: Ledger) -> Predictions:
-    """Give the predictions of a line; those after a temperature are made again from the logits before it."""
-    given = kept_of(line, ledger).predictions()
+    """Give the predictions of a line; those after a temperature are made again from the logits before it.
+
+    Of more than ten classes, and after other calibrators, there are only confidences and predicted classes.
+    """
+    kept = kept_of(line, ledger)
+    given = kept.predictions()
     learned = line.posthoc or {}
     if given is None and learned.get("name") == TEMPERATURE:
         bare = ledger.find(line.recipe, None, line.split)
@@ -133,10 +139,7 @@ def _predictions(line: Line, ledger: Ledger) -> Predictions:
             calibrator = build_calibrator(TEMPERATURE)
             calibrator.learned = {TEMPERATURE: torch.tensor(learned[TEMPERATURE], dtype=torch.float64)}
             given = Predictions(calibrator.apply(before.logits), before.labels, split=before.split)
-    if given is None:
-        kind = "of more than ten classes" if line.posthoc is None else f"after {line.posthoc['name']}"
-        raise ValueError(f"{line.id}: {kind} the ledger keeps no probabilities; name run folders")
-    return given
+    return kept.tops() if given is None else given
 
 
 def lines_of(text: str, ledger: Ledger) -> list[Line]:
@@ -169,13 +172,19 @@ def _known(ledger: Ledger) -> list[str]:
     return sorted({f"{line.recipe.data}/{line.protocol}/{line.method}" for line in ledger.lines.values()})
 
 
-def versus(
-    first: Side, second: Side, metrics: Sequence[str] = ("accuracy", "ece", "nll"), **options: Any
-) -> list[Versus]:
-    """Compare two sides, seed by seed."""
+def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **options: Any) -> list[Versus]:
+    """Compare two sides, seed by seed; by default in what is usual and can be known of both."""
+    tops = [one.name for one in (first, second) if any(given.top_only for given in one.runs.values())]
+    if metrics is None:
+        metrics = [name for name in USUAL if not (tops and name in WHOLE)]
     for name in metrics:
         if name not in METRICS:
             raise ValueError(f"{name!r} cannot be compared; known: {', '.join(METRICS)}")
+        if tops and name in WHOLE:
+            raise ValueError(
+                f"{name} needs the probabilities of all classes, and of {tops[0]} only the largest are kept; "
+                f"compare {', '.join(one for one in METRICS if one not in WHOLE)}, or name run folders"
+            )
     seeds = {seed: seed for seed in first.runs if seed in second.runs}
     if len(first.runs) == len(second.runs) == 1:
         seeds = dict(zip(first.runs, second.runs, strict=True))
