@@ -31,18 +31,18 @@ class Meter:
         self.sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, name: str, value: Tensor) -> None:
+    def add(self, name: str, value: Tensor | float) -> None:
         """Add to a sum, in place: a captured step holds its address."""
         if name not in self.sums:
             self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.sums[name].add_(value.detach())
+        self.sums[name].add_(value.detach() if isinstance(value, Tensor) else value)
 
     def add_batch(
         self, value: Tensor, terms: dict[str, Tensor], logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]
     ) -> None:
         """Take in what a step found: the mean of the loss and its terms, over the batch of all ranks."""
         rows = len(labels)
-        self.add("samples", torch.full((), rows, device=self.device))
+        self.add("samples", rows)
         self.add("correct", (logits.argmax(1) == labels).sum())
         self.add("loss", value * rows)
         if len(terms) > 1:
@@ -51,7 +51,7 @@ class Meter:
 
     def add_norm(self, norm: Float[Tensor, ""]) -> None:
         """Take in the length of a step's gradient."""
-        self.add("steps", torch.ones((), device=self.device))
+        self.add("steps", 1)
         self.add("gradient_norm", norm)
 
     def read(self) -> dict[str, float]:

@@ -66,6 +66,10 @@ class Scale:
         """Scale a loss."""
         return value * self.value if self.used else value
 
+    def undone(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Take the scale out of what was computed with it."""
+        return value / self.value if self.used else value
+
     def reset(self) -> None:
         """Start anew, in place."""
         self.value.fill_(FIRST_SCALE if self.used else 1.0)

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -141,11 +142,9 @@ class TrainStep:
         """Do one step; nothing in here may wait for the device."""
         self.parts.rates.set(self.count)
         self.parts.optimizer.zero_grad(set_to_none=True)
-        fine = torch.ones((), dtype=torch.bool, device=self.device)
-        pieces = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
-        for piece in pieces:
-            fine = fine & self._learn(piece, len(piece[0]) / len(inputs[0]))
-        self._update(fine)
+        pieces = zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True)
+        fine = [self._learn(piece, len(piece[0]) / len(inputs[0])) for piece in pieces]
+        self._update(reduce(torch.logical_and, fine))
         self.count.add_(1)
 
     def _learn(self, inputs: Inputs, share: float) -> Bool[Tensor, ""]:
@@ -161,8 +160,7 @@ class TrainStep:
         self.scale.of(value if share == 1 else value * share).backward()
         self.meter.add_batch(value, terms, output.logits.detach(), sample.labels)
         self.watch.add(sample.index)
-        finite: Tensor = value.detach().isfinite()
-        return finite
+        return is_finite(value.detach())
 
     def _terms(self) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = getattr(self.parts.loss, "last_terms", {})
@@ -173,34 +171,31 @@ class TrainStep:
         """Clip, look for bad numbers, and let the optimizer take its step unless there are any."""
         net, loss = ([p.grad for p in m.parameters() if p.grad is not None] for m in (self.parts.net, self.parts.loss))
         together = self.recipe.clip_loss
-        norm = gradient_norm([*net, *loss] if together else net, self.device) / self.scale.value
-        overflow = ~norm.isfinite()
+        norm = self.scale.undone(gradient_norm([*net, *loss] if together else net, self.device))
+        overflow = ~is_finite(norm)
         if loss and not together:  # what is not clipped may be as bad
-            overflow = overflow | ~gradient_norm(loss, self.device).isfinite()
+            overflow = overflow | ~is_finite(gradient_norm(loss, self.device))
         self._clip(net, loss, norm)
         if ranks.count() > 1:  # all ranks must freeze together
             fine = ranks.total((~fine).float()) == 0
         bad = ~fine | self.scale.beyond_help(overflow)
         self.first_bad.copy_(torch.where((self.first_bad < 0) & bad, self.count, self.first_bad))
         skip = (self.first_bad >= 0) | overflow
-        getattr(self.parts.optimizer, SKIP).copy_(skip.float())
+        getattr(self.parts.optimizer, SKIP).copy_(skip)
         self.parts.optimizer.step()
         self.scale.update(overflow)
         self.meter.add_norm(torch.where(skip, 0, norm))
 
     def _clip(self, net: list[Tensor], loss: list[Tensor], norm: Float[Tensor, ""]) -> None:
         """Shorten long gradients: those of the network alone, as published, or those of the loss with them."""
-        factor = torch.ones_like(norm)
-        if self.recipe.clip is not None:
-            factor = (self.recipe.clip / (norm + 1e-6)).clamp_max(1.0)
-        elif not self.scale.used:
-            return
-        unscaled = 1 / self.scale.value
-        scale_gradients(net, factor * unscaled)
-        if self.recipe.clip_loss:
-            scale_gradients(loss, factor * unscaled)
+        factor = None if self.recipe.clip is None else (self.recipe.clip / (norm + 1e-6)).clamp_max(1.0)
+        clipped, spared = ([*net, *loss], []) if self.recipe.clip_loss else (net, loss)
+        if factor is not None:
+            scale_gradients(clipped, self.scale.undone(factor))
         elif self.scale.used:
-            scale_gradients(loss, unscaled)
+            scale_gradients(clipped, 1 / self.scale.value)
+        if self.scale.used:
+            scale_gradients(spared, 1 / self.scale.value)
 
     def _capture(self, kind: tuple[Any, ...], inputs: Inputs) -> None:
         """Record a step without doing it; where that is impossible, all steps stay eager."""
@@ -261,6 +256,11 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def is_finite(value: Float[Tensor, ""]) -> Bool[Tensor, ""]:
+    """Say whether a number is finite, in two kernels; torch's own `isfinite` takes four."""
+    return (value - value) == 0
 
 
 def _compiler_errors() -> tuple[type[BaseException], ...]:
