@@ -210,9 +210,12 @@ def _with_cell(table: Tensor, place: int, value: float) -> Tensor:
     return changed
 
 
+DONE = (*["none"] * len(FAULTS), *FAULTS)
+
+
 def faulty(draw: Draw, scores: Tensor, labels: Tensor) -> tuple[Any, Any]:
     """Do something to an input that makes sense; half of the time nothing."""
-    fault = draw.pick([*["none"] * len(FAULTS), *FAULTS])
+    fault = draw.pick(DONE)
     try:
         return FAULTS[fault](draw, scores, labels)
     except (RuntimeError, IndexError, TypeError, AttributeError):  # what cannot be done to this one
@@ -478,14 +481,21 @@ def numbers(found: Any) -> list[float]:
     return [float(one) for one in found]
 
 
+@cache
+def _function_of(name: str) -> Callable[..., Any]:
+    """The metric of a name, or that of the stream of this name."""
+    found = getattr(metrics, name, None)
+    if inspect.isfunction(found):
+        return found
+    return next(one for key, one in vars(metrics).items() if key.replace("_", "") == name.lower())
+
+
 def _of_pairs(name: str, table: exact_metrics.Table, options: dict[str, Any]) -> Any:
     """The same metric of confidences in float64: whatever the type was, the values are these."""
-    tops = table.tops()
+    tops = table.tops
     if max(confidence for confidence, _ in tops) > 1:  # by rounding; confidences alone are not given the benefit of it
         return None
-    function = getattr(metrics, name, None)
-    if not inspect.isfunction(function):
-        function = next(f for key, f in vars(metrics).items() if key.replace("_", "") == name.lower())
+    function = _function_of(name)
     # Bins are compared in the type that the confidences came in.
     confidence = torch.tensor([float(c) for c, _ in tops], dtype=torch.float64)
     confidence = confidence.to(table.dtype) if "bins" in options else confidence
