@@ -20,6 +20,7 @@ unevenly its confidences lie. The window at t is worth (sum K)^2 / sum K^2 sampl
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Unpack
 
 import torch
@@ -131,7 +132,7 @@ def kde_ece(
         # A kernel of a few cells does not add up to one where it is read off, and an error could exceed one.
         kernel = kernel / kernel.sum() * (KDE_POINTS - 1)
     both = [_ends_twice(_on_grid(confidence, weights, KDE_POINTS)) for weights in (torch.ones_like(correct), correct)]
-    density, hits = _reflected(_mirrored(torch.stack(both)), kernel) / n
+    density, hits = _convolved(_mirrored(torch.stack(both)), _around(kernel, KDE_POINTS)) / n
     value = float(torch.trapezoid((grid * density - hits).abs(), grid))
     about = replace(found.about, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1")
     return Result(value, about, None, {"bandwidth": width})
@@ -147,7 +148,7 @@ def smooth_result(found: Pairs) -> Result:
         points = _cells(width)
         if points not in grids:
             grids[points] = _mirrored(torch.stack([_on_grid(confidence, values, points) for values in (gap, one)]))
-        return _smoothed_error(grids[points], points, width)
+        return _smoothed_error(grids[points], width)
 
     wide, narrow = 1.0, 0.0
     value = error(wide)
@@ -167,14 +168,26 @@ def _cells(width: float) -> int:
     return max(2000, round(20 / width)) // 2 + 1
 
 
-def _smoothed_error(mirrored: Complex128[Tensor, "2 waves"], points: int, width: float) -> float:
+def _smoothed_error(mirrored: Complex128[Tensor, "2 waves"], width: float) -> float:
     """Smooth what `_mirrored` has made of the gaps and counts of a grid, and average the gap."""
-    offsets = torch.linspace(-0.5, 0.5, points, dtype=torch.float64, device=mirrored.device)
-    kernel = torch.exp(-(offsets**2) / (2 * width**2)) / (math.sqrt(2 * math.pi) * width)
-    mesh = torch.linspace(0, 1, max(round(10 / width), MESH), dtype=torch.float64, device=mirrored.device)
-    smooth_gap, density = _interpolated(_reflected(mirrored, kernel), mesh)
+    kernel, left, share = _gaussian(width, mirrored.device)
+    smoothed = _convolved(mirrored, kernel)
+    smooth_gap, density = torch.lerp(smoothed[:, left], smoothed[:, left + 1], share)
     density = density + DENSITY_FLOOR
     return float((smooth_gap / density).abs().mul(density).sum() / density.sum())
+
+
+@lru_cache(maxsize=64)
+def _gaussian(width: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Transform the kernel of a width, and say where its mesh lies on the grid; bisections meet the same widths."""
+    with torch.inference_mode(mode=False):  # what is kept must serve elsewhere too
+        points = _cells(width)
+        offsets = torch.linspace(-0.5, 0.5, points, dtype=torch.float64, device=device)
+        kernel = torch.exp(-(offsets**2) / (2 * width**2)) / (math.sqrt(2 * math.pi) * width)
+        mesh = torch.linspace(0, 1, max(round(10 / width), MESH), dtype=torch.float64, device=device)
+        scaled = mesh * (points - 1)
+        left = scaled.long().clamp(0, points - 2)
+        return _around(kernel, points), left, scaled - left
 
 
 def _on_grid(place: Float64[Tensor, " n"], weights: Float64[Tensor, " n"], points: int) -> Float64[Tensor, " points"]:
@@ -199,22 +212,18 @@ def _mirrored(values: Float64[Tensor, "rows points"]) -> Complex128[Tensor, "row
     return waves
 
 
-def _reflected(
-    mirrored: Complex128[Tensor, "rows waves"], kernel: Float64[Tensor, " width"]
-) -> Float64[Tensor, "rows points"]:
-    """Convolve what `_mirrored` has made of values on a grid with a kernel, at most twice as long as the grid."""
-    points = mirrored.shape[1]
+def _around(kernel: Float64[Tensor, " width"], points: int) -> Complex128[Tensor, " waves"]:
+    """Transform a kernel, at most twice as long as a grid, for what `_mirrored` makes of that grid."""
     period = 2 * (points - 1)
     # What the kernel reaches beyond the period comes round to its other end, and its middle lies at 0.
     around = torch.nn.functional.pad(kernel, (0, 2 * period - len(kernel))).reshape(2, period).sum(0)
-    smoothed: Tensor = torch.fft.irfft(mirrored * torch.fft.rfft(around.roll(-(len(kernel) // 2))), period)
-    return smoothed[:, :points]
+    waves: Tensor = torch.fft.rfft(around.roll(-(len(kernel) // 2)))
+    return waves
 
 
-def _interpolated(
-    values: Float64[Tensor, "rows points"], place: Float64[Tensor, " mesh"]
-) -> Float64[Tensor, "rows mesh"]:
-    """Read off values between the points of an even grid on [0, 1]."""
-    scaled = place * (values.shape[1] - 1)
-    left = scaled.long().clamp(0, values.shape[1] - 2)
-    return torch.lerp(values[:, left], values[:, left + 1], scaled - left)
+def _convolved(
+    mirrored: Complex128[Tensor, "rows waves"], kernel: Complex128[Tensor, " waves"]
+) -> Float64[Tensor, "rows waves"]:
+    """Convolve values on a grid that `_mirrored` has transformed; there are as many points as waves."""
+    smoothed: Tensor = torch.fft.irfft(mirrored * kernel, 2 * (len(kernel) - 1))
+    return smoothed[:, : len(kernel)]
