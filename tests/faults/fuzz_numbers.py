@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LONGEST = 160  # bytes of an input
 KEPT = 20  # findings that are written out
+OFTEN = 5_000  # executions after which what came of them is written
 SLOW = {"smooth_curve", "smooth_ece", "SmoothECE", "kde_ece"}  # milliseconds each
 
 
@@ -41,19 +42,21 @@ class Tally:
         self.engines: Counter[str] = Counter()
 
     @property
+    def asked(self) -> int:
+        return sum(self.engines.values())
+
+    @property
     def full(self) -> bool:
-        return sum(self.engines.values()) >= self.limit or time.monotonic() > self.until
+        return self.asked >= self.limit or time.monotonic() > self.until
 
     def ask(self, content: bytes, engine: str) -> None:
-        from number_cases import FindingError
-
         self.engines[engine] += 1
         try:
             self.counts[self.target(content)] += 1
-        except FindingError as error:
+        except Exception as error:  # of the library, or of the judge: neither may go unseen
             self.counts["findings"] += 1
             if len(self.findings) < KEPT:
-                self.findings.setdefault(str(error)[:60], f"{error} <- {content.hex()}")
+                self.findings.setdefault(str(error)[:60], f"{type(error).__name__}: {error} <- {content.hex()}")
 
     def record(self, seconds: float) -> dict[str, Any]:
         about = {"name": self.target.name, "kind": self.target.kind, "seconds": round(seconds, 1)}
@@ -118,8 +121,9 @@ def one_target(name: str, executions: int, seconds: float, result: Path) -> None
 
     def ask(content: bytes) -> None:
         tally.ask(content, "atheris")
-        if tally.full:
+        if tally.full or tally.asked % OFTEN == 0:
             result.write_text(json.dumps(tally.record(time.monotonic() - start)))
+        if tally.full:
             sys.stdout.flush()
             atheris_done()
 

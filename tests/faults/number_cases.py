@@ -493,7 +493,7 @@ def _function_of(name: str) -> Callable[..., Any]:
 def _of_pairs(name: str, table: exact_metrics.Table, options: dict[str, Any]) -> Any:
     """The same metric of confidences in float64: whatever the type was, the values are these."""
     tops = table.tops
-    if max(confidence for confidence, _ in tops) > 1:  # by rounding; confidences alone are not given the benefit of it
+    if max(value for pair in tops for value in pair) > 1:  # by rounding; pairs are not given the benefit of it
         return None
     function = _function_of(name)
     # Bins are compared in the type that the confidences came in.
