@@ -132,7 +132,9 @@ def one_target(name: str, executions: int, seconds: float, result: Path) -> None
 
         os._exit(0)  # libFuzzer has no other way to stop after some seconds
 
-    atheris.Setup([sys.argv[0], "-seed=1", f"-max_len={LONGEST}", "-len_control=0", "-verbosity=0"], ask)
+    words = ["-seed=1", f"-max_len={LONGEST}", "-len_control=0", "-verbosity=0"]
+    words.append("-rss_limit_mb=8192")  # what atheris notes of instrumented code grows with every execution
+    atheris.Setup([sys.argv[0], *words], ask)
     atheris.Fuzz()
 
 

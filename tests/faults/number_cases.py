@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,13 @@ class Draw:
     """Choices read off bytes; when they are used up, every choice is the first one."""
 
     def __init__(self, content: bytes) -> None:
-        self.content, self.place = content, 0
+        self.rest = iter(content)
 
     def byte(self) -> int:
-        self.place += 1
-        return self.content[self.place - 1] if self.place <= len(self.content) else 0
+        return next(self.rest, 0)
 
     def pick(self, options: Any) -> Any:
-        return options[self.byte() % len(options)]
+        return options[next(self.rest, 0) % len(options)]
 
     def whole(self, low: int, high: int) -> int:
         return low + self.byte() % (high - low + 1)
@@ -274,12 +273,15 @@ def legal_labels(labels: Tensor, classes: int, ignored: int | None = None) -> bo
     return all(0 <= label < classes or label == ignored for label in labels.tolist())
 
 
+fraction = lru_cache(maxsize=10_000)(Fraction)  # of the same few numbers, again and again
+
+
 def exact_table(table: Tensor, labels: Tensor) -> exact_metrics.Table:
-    rows = [[Fraction(value) for value in row] for row in table.double().tolist()]
+    rows = [[fraction(value) for value in row] for row in table.double().tolist()]
     if labels.ndim == 2:
-        truth = [[Fraction(value) for value in row] for row in labels.double().tolist()]
+        truth = [[fraction(value) for value in row] for row in labels.double().tolist()]
     else:
-        truth = [[Fraction(k == label) for k in range(table.shape[1])] for label in labels.tolist()]
+        truth = [[fraction(float(k == label)) for k in range(table.shape[1])] for label in labels.tolist()]
     return exact_metrics.Table(rows, truth, table.dtype, labels.ndim == 2)
 
 
@@ -643,7 +645,8 @@ class LossTarget:
         narrow = given[1].dtype == torch.float64 and given[0].dtype != torch.float64
         labels = given[1].float() if narrow else given[1]
         torch.random.default_generator.manual_seed(0)
-        return twin(logits, labels, given[2].double(), given[3]).detach().reshape(-1).tolist()
+        with torch.no_grad():
+            return twin(logits, labels, given[2].double(), given[3]).reshape(-1).tolist()
 
     def _plain(self, given: list[Tensor]) -> list[list[float]]:
         """The same loss in plain loops, where it needs nothing but logits and labels."""

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fedlas import metrics
-from fedlas.metrics import AECE, AURC, ECE, MCE, NLL, Accuracy, Brier, ClasswiseECE, OverUnder, SignedECE
+from fedlas.metrics import AECE, AURC, ECE, MCE, NLL, Accuracy, Brier, ClasswiseECE, OverUnder, SignedECE, SmoothECE
 
 BLOCK, CLASSES = 100_000, 5
-STREAMS: tuple[Any, ...] = (ECE, ClasswiseECE, MCE, SignedECE, OverUnder, Accuracy, NLL, Brier, AECE, AURC)
+STREAMS: tuple[Any, ...] = (ECE, ClasswiseECE, MCE, SignedECE, OverUnder, Accuracy, NLL, Brier, AECE, AURC, SmoothECE)
 
 
 def block(number: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
