@@ -3,7 +3,7 @@
     python tests/faults/fuzz_numbers.py                       all targets, 100,000 executions each
     python tests/faults/fuzz_numbers.py --target ece nll      some of them
     python tests/faults/fuzz_numbers.py --executions 5000 --jobs 2
-    python tests/faults/fuzz_numbers.py --resume              leave out targets that have had as many
+    python tests/faults/fuzz_numbers.py --resume              leave out targets that have had as many, and found nothing
 
 Each target runs in a process of its own, first with hypothesis, then with atheris (`pip install atheris`), which
 follows the branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says
@@ -150,7 +150,7 @@ def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
     result = given.out / f"numbers-{name}.json"
     if given.resume and result.exists():
         record = json.loads(result.read_text())
-        if sum(record["engines"].values()) >= given.executions:
+        if sum(record["engines"].values()) >= given.executions and not record["findings"]:
             return record
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--one", name, "--executions", str(given.executions)]
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="for each target, at most")
     parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults")
-    parser.add_argument("--resume", action="store_true", help="keep results in --out that have enough executions")
+    parser.add_argument("--resume", action="store_true", help="keep results that have enough and found nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)

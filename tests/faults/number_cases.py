@@ -602,10 +602,13 @@ class LossTarget:
             return "refused"
         if found.is_meta or given[0].is_meta or given[0].layout != torch.strided or given[0].ndim != 2:
             return "taken"
-        self.compare(found, twin, given, reduction, text)
+        learns = any(True for _ in loss.parameters())
+        self.compare(found, twin, given, reduction, 1e-6 if learns else 1e-9, text)  # parameters are in float32
         return "right"
 
-    def compare(self, found: Tensor, twin: Any, given: list[Tensor], reduction: str, text: Shown) -> None:
+    def compare(  # noqa: PLR0917 (a sentence)
+        self, found: Tensor, twin: Any, given: list[Tensor], reduction: str, finest: float, text: Shown
+    ) -> None:
         logits = given[0].detach()
         counted = torch.ones(len(logits), dtype=torch.bool) if given[1].ndim == 2 else given[1] != -100
         bad = bool((logits[counted].isnan() | (logits[counted] == math.inf)).any())
@@ -616,7 +619,7 @@ class LossTarget:
         values = found.detach().double().reshape(-1).tolist()
         wide = given[0].dtype == torch.float64
         size = float(logits[counted].double().abs().amax()) if bool(counted.any()) else 1.0
-        most = 1e-9 if wide else 5e-4
+        most = finest if wide else 5e-4
         expected = [self._twice(twin, given)]
         if wide and self.case.options == {} and reduction == "mean" and given[1].ndim == 1 and bool(counted.all()):
             expected += self._plain(given)
@@ -628,11 +631,11 @@ class LossTarget:
 
     def _on_a_step(self, twin: Any, given: list[Tensor], here: list[float]) -> bool:
         """Whether a threshold of the loss lies so near that rounding decides on which side of it the input is."""
-        size = 1e-9 if given[0].dtype == torch.float64 else 1e-5
-        for step in (size, -size):
+        sizes = (1e-9, 1e-12) if given[0].dtype == torch.float64 else (1e-5,)
+        for step in (sign * size for size in sizes for sign in (1, -1)):
             for place in range(CLASSES):
                 near = self._twice(twin, given, step, place)
-                if any(abs(a - b) > 50 * size * max(1.0, abs(b)) for a, b in zip(near, here, strict=True)):
+                if any(abs(a - b) > 50 * abs(step) * max(1.0, abs(b)) for a, b in zip(near, here, strict=True)):
                     return True
         return False
 
