@@ -109,7 +109,8 @@ def one_target(name: str, executions: int, seconds: float, result: Path) -> None
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # half a million objects of torch need no look at
+    gc.freeze()  # half a million objects of torch need no look at,
+    gc.set_threshold(50_000, 20, 100)  # and those of one execution few
     target = next(one for one in number_cases.targets() if one.name == name)
     start = time.monotonic()
     tally = Tally(target, executions, seconds)
