@@ -76,6 +76,7 @@ def test_the_judge_notices_what_is_not_refused(call):
         ("dual_focal", "4000070020202416000000000000ce0000000000000000ffffffffff"),  # is 0 below 5e-324?
         ("fedlas_mbls", "556c256c6c6c6c03106c6c6c6c6c6c627f7f7f7f6e656c"),  # logits in float64, a gate in float32
         ("kde_ece", "2aff3b3b033b3b3b3b3b3b3b603b3b3b3b3b3b6464fe1b"),  # a label that rounding put above one
+        ("nll", "ff0008000f64ff00000000ffffff0000646464646464677a"),  # losses of 1e308, which add up to infinity
     ],
 )
 def test_the_judge_is_right_where_it_once_was_not(name, content):
