@@ -6,10 +6,11 @@ the metrics, so that a metric of the library finds its own; roots and logarithms
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -33,6 +34,7 @@ class Table:
     def classes(self) -> int:
         return len(self.probs[0])
 
+    @cached_property
     def tops(self) -> list[tuple[Fraction, Fraction]]:
         """Confidence of every row, and the share of its label on that class; of equal ones the first."""
         places = [row.index(max(row)) for row in self.probs]
@@ -61,7 +63,7 @@ def mass_bins(pairs: list[tuple[Fraction, Fraction]], bins: int) -> list[list[in
 def sorted_into(pairs: list[tuple[Fraction, Fraction]], inner: list[Fraction], bins: int) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(bins)]
     for i, (confidence, _) in enumerate(pairs):
-        found[sum(edge < confidence for edge in inner)].append(i)
+        found[bisect_left(inner, confidence)].append(i)
     return found
 
 
@@ -71,7 +73,7 @@ def gaps(pairs: list[tuple[Fraction, Fraction]], filled: list[list[int]]) -> lis
 
 
 def top_gaps(table: Table, bins: int) -> list[tuple[int, Fraction]]:
-    return gaps(table.tops(), width_bins(table.tops(), bins, table.dtype))
+    return gaps(table.tops, width_bins(table.tops, bins, table.dtype))
 
 
 def ece(table: Table, bins: int = 15) -> float:
@@ -79,7 +81,7 @@ def ece(table: Table, bins: int = 15) -> float:
 
 
 def aece(table: Table, bins: int = 15) -> float:
-    return float(sum(abs(gap) for _, gap in gaps(table.tops(), mass_bins(table.tops(), bins))) / table.n)
+    return float(sum(abs(gap) for _, gap in gaps(table.tops, mass_bins(table.tops, bins))) / table.n)
 
 
 def classwise_ece(table: Table, bins: int = 15) -> float:
@@ -110,17 +112,17 @@ lp_error = rms_error  # p = 2 is its default
 
 def debiased_l2(table: Table, bins: int = 15) -> float:
     total = Fraction()
-    for one in mass_bins(table.tops(), bins):
+    for one in mass_bins(table.tops, bins):
         if len(one) >= 2:
             count = len(one)
-            gap = sum((table.tops()[i][0] - table.tops()[i][1] for i in one), Fraction()) / count
-            right = sum((table.tops()[i][1] for i in one), Fraction()) / count
+            gap = sum((table.tops[i][0] - table.tops[i][1] for i in one), Fraction()) / count
+            right = sum((table.tops[i][1] for i in one), Fraction()) / count
             total += (gap**2 - right * (1 - right) / (count - 1)) * count / table.n
     return math.sqrt(max(total, 0))
 
 
 def accuracy(table: Table) -> float:
-    return float(sum(correct for _, correct in table.tops()) / table.n)
+    return float(sum(correct for _, correct in table.tops) / table.n)
 
 
 def top_k(table: Table, k: int = 5) -> float:
@@ -147,7 +149,7 @@ def nll(table: Table) -> float:
 
 def risks(table: Table) -> list[Fraction]:
     """The risk at every coverage, where samples of equal confidence count as their mean."""
-    tops = table.tops()
+    tops = table.tops
     groups: dict[Fraction, list[Fraction]] = {}
     for confidence, correct in tops:
         groups.setdefault(confidence, []).append(1 - correct)
@@ -169,7 +171,7 @@ def aurc(table: Table) -> float:
 
 
 def e_aurc(table: Table) -> float:
-    wrong = sorted(1 - correct for _, correct in table.tops())
+    wrong = sorted(1 - correct for _, correct in table.tops)
     best = sum(sum(wrong[:k]) / k for k in range(1, table.n + 1)) / table.n
     return float(sum(risks(table)) / table.n - best)
 
@@ -188,7 +190,7 @@ def coverage_at_risk(table: Table) -> float:
 
 
 def walk(table: Table) -> list[Fraction]:
-    tops = sorted(table.tops())
+    tops = sorted(table.tops)
     found, total = [Fraction()], Fraction()
     for i, (confidence, correct) in enumerate(tops):
         total += correct - confidence
@@ -206,7 +208,7 @@ def kuiper_test(table: Table) -> float:
 
 
 def spiegelhalter_test(table: Table) -> float:
-    tops = table.tops()
+    tops = table.tops
     spread = sum((1 - 2 * c) ** 2 * c * (1 - c) for c, _ in tops)
     total = sum((y - c) * (1 - 2 * c) for c, y in tops)
     if spread <= 0:  # a confidence that rounding put above one has a negative one
@@ -215,9 +217,10 @@ def spiegelhalter_test(table: Table) -> float:
 
 
 def histogram(table: Table, bins: int = 15) -> list[float]:
-    return [float(len(one)) for one in width_bins(table.tops(), bins, table.dtype)]
+    return [float(len(one)) for one in width_bins(table.tops, bins, table.dtype)]
 
 
+@cache
 def oracle_of(name: str) -> Callable[..., object] | None:
     """Find the exact twin of a metric, or of the stream of the same name."""
     twins = {key.replace("_", ""): value for key, value in globals().items() if callable(value)}

@@ -3,6 +3,7 @@
     python tests/faults/fuzz_numbers.py                       all targets, 100,000 executions each
     python tests/faults/fuzz_numbers.py --target ece nll      some of them
     python tests/faults/fuzz_numbers.py --executions 5000 --jobs 2
+    python tests/faults/fuzz_numbers.py --resume              leave out targets that have had as many, and found nothing
 
 Each target runs in a process of its own, first with hypothesis, then with atheris (`pip install atheris`), which
 follows the branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says
@@ -11,6 +12,7 @@ executions that there really were. What is judged, and how, is in `number_cases.
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import random
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 LONGEST = 160  # bytes of an input
 KEPT = 20  # findings that are written out
+OFTEN = 5_000  # executions after which what came of them is written
+SLOW = {"smooth_curve", "smooth_ece", "SmoothECE", "kde_ece"}  # milliseconds each
 
 
 class Tally:
@@ -38,19 +42,21 @@ class Tally:
         self.engines: Counter[str] = Counter()
 
     @property
+    def asked(self) -> int:
+        return sum(self.engines.values())
+
+    @property
     def full(self) -> bool:
-        return sum(self.engines.values()) >= self.limit or time.monotonic() > self.until
+        return self.asked >= self.limit or time.monotonic() > self.until
 
     def ask(self, content: bytes, engine: str) -> None:
-        from number_cases import FindingError
-
         self.engines[engine] += 1
         try:
             self.counts[self.target(content)] += 1
-        except FindingError as error:
+        except Exception as error:  # of the library, or of the judge: neither may go unseen
             self.counts["findings"] += 1
             if len(self.findings) < KEPT:
-                self.findings.setdefault(str(error)[:60], f"{error} <- {content.hex()}")
+                self.findings.setdefault(str(error)[:60], f"{type(error).__name__}: {error} <- {content.hex()}")
 
     def record(self, seconds: float) -> dict[str, Any]:
         about = {"name": self.target.name, "kind": self.target.kind, "seconds": round(seconds, 1)}
@@ -103,6 +109,8 @@ def one_target(name: str, executions: int, seconds: float, result: Path) -> None
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # half a million objects of torch need no look at,
+    gc.set_threshold(50_000, 20, 100)  # and those of one execution few
     target = next(one for one in number_cases.targets() if one.name == name)
     start = time.monotonic()
     tally = Tally(target, executions, seconds)
@@ -114,8 +122,9 @@ def one_target(name: str, executions: int, seconds: float, result: Path) -> None
 
     def ask(content: bytes) -> None:
         tally.ask(content, "atheris")
-        if tally.full:
+        if tally.full or tally.asked % OFTEN == 0:
             result.write_text(json.dumps(tally.record(time.monotonic() - start)))
+        if tally.full:
             sys.stdout.flush()
             atheris_done()
 
@@ -124,7 +133,9 @@ def one_target(name: str, executions: int, seconds: float, result: Path) -> None
 
         os._exit(0)  # libFuzzer has no other way to stop after some seconds
 
-    atheris.Setup([sys.argv[0], "-seed=1", f"-max_len={LONGEST}", "-len_control=0", "-verbosity=0"], ask)
+    words = ["-seed=1", f"-max_len={LONGEST}", "-len_control=0", "-verbosity=0"]
+    words.append("-rss_limit_mb=8192")  # what atheris notes of instrumented code grows with every execution
+    atheris.Setup([sys.argv[0], *words], ask)
     atheris.Fuzz()
 
 
@@ -136,7 +147,12 @@ def names_of(kinds: list[str] | None) -> list[str]:
 
 
 def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Fuzz a target, or read what came of it before."""
     result = given.out / f"numbers-{name}.json"
+    if given.resume and result.exists():
+        record = json.loads(result.read_text())
+        if sum(record["engines"].values()) >= given.executions and not record["findings"]:
+            return record
     result.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--one", name, "--executions", str(given.executions)]
     command += ["--seconds", str(given.seconds), "--out", str(given.out)]
@@ -180,17 +196,22 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="for each target, at most")
     parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "faults")
+    parser.add_argument("--resume", action="store_true", help="keep results that have enough and found nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.one:
         one_target(given.one, given.executions, given.seconds, given.out / f"numbers-{given.one}.json")
         return 0
+    names = names_of(given.target)
     with ThreadPoolExecutor(given.jobs) as pool:
-        records = []
-        for record in pool.map(lambda name: in_a_process(name, given), names_of(given.target)):
+        # The slow ones begin, so that none is left over for one process alone.
+        waited = {pool.submit(in_a_process, name, given): name for name in sorted(names, key=lambda n: n not in SLOW)}
+        found = {}
+        for done in as_completed(waited):
+            record = found[waited[done]] = done.result()
             print(record["name"], record["counts"], *record["findings"][:3], sep="\n  ", flush=True)
-            records.append(record)
+    records = [found[name] for name in names]
     (given.out / "numbers.md").write_text(table(records) + "\n", encoding="utf-8")
     print(table(records))
     return int(any(record["findings"] for record in records))

@@ -11,6 +11,7 @@ those that keep 5 bytes a sample. Then the same table is measured with other bat
 import argparse
 import json
 import multiprocessing
+import pickle
 import resource
 import sys
 import time
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor
 
 from fedlas import metrics
-from fedlas.metrics import AECE, AURC, ECE, MCE, NLL, Accuracy, Brier, ClasswiseECE, OverUnder, SignedECE
+from fedlas.metrics import AECE, AURC, ECE, MCE, NLL, Accuracy, Brier, ClasswiseECE, OverUnder, SignedECE, SmoothECE
 
 BLOCK, CLASSES = 100_000, 5
-STREAMS: tuple[Any, ...] = (ECE, ClasswiseECE, MCE, SignedECE, OverUnder, Accuracy, NLL, Brier, AECE, AURC)
+STREAMS: tuple[Any, ...] = (ECE, ClasswiseECE, MCE, SignedECE, OverUnder, Accuracy, NLL, Brier, AECE, AURC, SmoothECE)
 
 
 def block(number: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -52,15 +53,15 @@ def chunks(numbers: range, n: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]
             place += step
 
 
-def part(given: tuple[range, int, int]) -> tuple[list[Any], int]:
-    """Feed all streams with one process's share."""
+def part(given: tuple[range, int, int]) -> tuple[bytes, int]:
+    """Feed all streams with one process's share, and give them as bytes: as tensors each would need an open file."""
     torch.set_num_threads(1)
     made, seen = [kind() for kind in STREAMS], 0
     for probs, labels in chunks(*given):
         seen += len(labels)
         for stream in made:
             stream.update(probs, labels)
-    return made, seen
+    return pickle.dumps(made), seen
 
 
 def campaign(n: int, processes: int, seed: int) -> dict[str, Any]:
@@ -71,9 +72,9 @@ def campaign(n: int, processes: int, seed: int) -> dict[str, Any]:
     with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
         found = pool.map(part, [(share, n, seed) for share in shares], chunksize=1)
     order = torch.randperm(processes, generator=torch.Generator().manual_seed(seed)).tolist()
-    merged = found[order[0]][0]
+    merged = pickle.loads(found[order[0]][0])
     for place in order[1:]:
-        merged = [one.merge(other) for one, other in zip(merged, found[place][0], strict=True)]
+        merged = [one.merge(other) for one, other in zip(merged, pickle.loads(found[place][0]), strict=True)]
     streamed = time.monotonic() - start
     rows = []
     whole = [kind() for kind in STREAMS]

@@ -70,6 +70,20 @@ def test_the_judge_notices_what_is_not_refused(call):
         number_cases.judged("x", lambda: call(*nothing), False, number_cases.Shown(*nothing))
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("dual_focal", "4000070020202416000000000000ce0000000000000000ffffffffff"),  # is 0 below 5e-324?
+        ("fedlas_mbls", "556c256c6c6c6c03106c6c6c6c6c6c627f7f7f7f6e656c"),  # logits in float64, a gate in float32
+        ("kde_ece", "2aff3b3b033b3b3b3b3b3b3b603b3b3b3b3b3b6464fe1b"),  # a label that rounding put above one
+        ("nll", "ff0008000f64ff00000000ffffff0000646464646464677a"),  # losses of 1e308, which add up to infinity
+    ],
+)
+def test_the_judge_is_right_where_it_once_was_not(name, content):
+    target = next(target for target in number_cases.targets() if target.name == name)
+    assert target(bytes.fromhex(content)) == "right"
+
+
 # What the campaign found
 
 
@@ -140,6 +154,33 @@ def test_the_kde_error_of_one_confidence_is_its_gap(confidence):
 def test_a_single_number_is_no_table(value):
     with pytest.raises(ValueError, match="logits is a single number"):
         NLL().update_logits(torch.tensor(value), torch.tensor([0]))
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0, 1, 0]), torch.ones(3)], ids=["hard", "soft"])
+def test_a_row_of_logits_is_no_table(labels):
+    """The NLL of logits without a second dimension raised IndexError."""
+    with pytest.raises(ValueError, match=r"logits have shape \(3,\)"):
+        NLL().update_logits(torch.zeros(3), labels)
+
+
+def test_pieces_of_one_sample_are_kept_together():
+    """Fifty million predictions in pieces of any length were more tensors than a process may have open files."""
+    stream, probs, labels = metrics.AURC(), torch.randn(3000, 3).softmax(1), torch.arange(3000) % 3
+    for row in range(3000):
+        stream.update(probs[row : row + 1], labels[row : row + 1])
+    assert len(stream.store.confidence) <= 13
+    assert len(stream.store.correct) <= 13
+    assert stream.compute() == metrics.aurc(probs, labels)
+
+
+def test_pieces_of_any_type_stay_in_order():
+    stream, probs = metrics.AURC(), torch.rand(9, 3, dtype=torch.float64).softmax(1)
+    truth = torch.eye(3, dtype=torch.float64)
+    for row, label in enumerate([0, 1, 2, 0, 1, 2, 0, 1, 2]):
+        kind = torch.float64 if row % 3 else torch.float32
+        soft = truth[label][None] if row % 2 else torch.tensor([label])
+        stream.update(probs[row : row + 1].to(kind), soft)
+    assert float(stream.compute()) == pytest.approx(float(metrics.aurc(probs, torch.arange(9) % 3)), abs=1e-6)
 
 
 # Streams

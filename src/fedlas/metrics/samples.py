@@ -163,7 +163,7 @@ def rows_of_logits(logits: Array, labels: Array, scope: Scope = "class-wise", ig
 
 def logit_rows(logits: Array, labels: Array, ignore_index: int | None = None) -> Rows:
     """Check logits and labels and give them one row per sample; the rows hold logits, not probabilities."""
-    scores = _finite(logits)
+    scores = _table_of_logits(_finite(logits))
     return _rows(_with_labels(scores, _labels(labels, scores), ignore_index), "class-wise")
 
 
@@ -204,7 +204,8 @@ def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
 
 def _table_of_logits(scores: Float[Tensor, "..."]) -> Float[Tensor, "n classes *space"]:
     if scores.ndim < 2:
-        raise ValueError(f'logits have shape {tuple(scores.shape)}; for a one-logit head say scope="positive"')
+        advice = 'scope="positive" where there is one, else give the logits of both classes'
+        raise ValueError(f"logits have shape {tuple(scores.shape)}; for a one-logit head say {advice}")
     if len(scores) == 0:
         check_finite(scores)
     return scores

@@ -20,10 +20,11 @@ unevenly its confidences lie. The window at t is worth (sum K)^2 / sum K^2 sampl
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Unpack
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from fedlas.metrics.bins import add_up, exact
@@ -90,6 +91,8 @@ def smooth_curve(
     one = torch.ones_like(correct)
     count, total, hits = (_on_grid(confidence, values, cells) for values in (one, confidence, correct))
     grid, place = (torch.linspace(0, 1, size, dtype=torch.float64, device=count.device) for size in (cells, points))
+    filled = count > 0  # few samples fill few cells, and the kernel is wanted there alone
+    grid, count, total, hits = (values[filled] for values in (grid, count, total, hits))
     # Each sample and its mirror images; those further away than two lengths weigh nothing, as no width is above 1.
     images = [sign * grid + shift for sign in (1, -1) for shift in (-2, 0, 2)]
     kernel = sum(((place[:, None] - image) / width).square().div(-2).exp() for image in images)
@@ -128,10 +131,8 @@ def kde_ece(
     if width <= 1:
         # A kernel of a few cells does not add up to one where it is read off, and an error could exceed one.
         kernel = kernel / kernel.sum() * (KDE_POINTS - 1)
-    density, hits = (
-        _reflected(_ends_twice(_on_grid(confidence, weights, KDE_POINTS)), kernel) / n
-        for weights in (torch.ones_like(correct), correct)
-    )
+    both = [_ends_twice(_on_grid(confidence, weights, KDE_POINTS)) for weights in (torch.ones_like(correct), correct)]
+    density, hits = _convolved(_mirrored(torch.stack(both)), _around(kernel, KDE_POINTS)) / n
     value = float(torch.trapezoid((grid * density - hits).abs(), grid))
     about = replace(found.about, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1")
     return Result(value, about, None, {"bandwidth": width})
@@ -141,37 +142,52 @@ def smooth_result(found: Pairs) -> Result:
     """Find the width at which the smoothed error equals it, and the error there."""
     confidence, correct = exact(found.confidence), exact(found.correct)
     gap, one = confidence - correct, torch.ones_like(confidence)
-    grids: dict[int, tuple[Tensor, Tensor]] = {}
+    grids: dict[int, Tensor] = {}
 
     def error(width: float) -> float:
         points = _cells(width)
         if points not in grids:
-            grids[points] = _on_grid(confidence, gap, points), _on_grid(confidence, one, points)
-        return _smoothed_error(*grids[points], width)
+            grids[points] = _mirrored(torch.stack([_on_grid(confidence, values, points) for values in (gap, one)]))
+        return _smoothed_error(grids[points], width)
 
     wide, narrow = 1.0, 0.0
-    if error(wide) <= wide:
+    value = error(wide)
+    if value <= wide:
         for _ in range(10):
             middle = (wide + narrow) / 2
-            if middle < SMALLEST or middle < error(middle):
+            there = math.inf if middle < SMALLEST else error(middle)
+            if middle < there:
                 narrow = middle
             else:
-                wide = middle
+                wide, value = middle, there
     about = replace(found.about, estimator="smooth ECE", norm="L1", edges="Gaussian kernel reflected at 0 and 1")
-    return Result(error(wide), about, None, {"bandwidth": wide})
+    return Result(value, about, None, {"bandwidth": wide})
 
 
 def _cells(width: float) -> int:
     return max(2000, round(20 / width)) // 2 + 1
 
 
-def _smoothed_error(gap: Float64[Tensor, " points"], count: Float64[Tensor, " points"], width: float) -> float:
-    offsets = torch.linspace(-0.5, 0.5, len(gap), dtype=torch.float64, device=gap.device)
-    kernel = torch.exp(-(offsets**2) / (2 * width**2)) / (math.sqrt(2 * math.pi) * width)
-    mesh = torch.linspace(0, 1, max(round(10 / width), MESH), dtype=torch.float64, device=gap.device)
-    smooth_gap, density = (_interpolated(_reflected(values, kernel), mesh) for values in (gap, count))
+def _smoothed_error(mirrored: Complex128[Tensor, "2 waves"], width: float) -> float:
+    """Smooth what `_mirrored` has made of the gaps and counts of a grid, and average the gap."""
+    kernel, left, share = _gaussian(width, mirrored.device)
+    smoothed = _convolved(mirrored, kernel)
+    smooth_gap, density = torch.lerp(smoothed[:, left], smoothed[:, left + 1], share)
     density = density + DENSITY_FLOOR
     return float((smooth_gap / density).abs().mul(density).sum() / density.sum())
+
+
+@lru_cache(maxsize=64)
+def _gaussian(width: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Transform the kernel of a width, and say where its mesh lies on the grid; bisections meet the same widths."""
+    with torch.inference_mode(mode=False):  # what is kept must serve elsewhere too
+        points = _cells(width)
+        offsets = torch.linspace(-0.5, 0.5, points, dtype=torch.float64, device=device)
+        kernel = torch.exp(-(offsets**2) / (2 * width**2)) / (math.sqrt(2 * math.pi) * width)
+        mesh = torch.linspace(0, 1, max(round(10 / width), MESH), dtype=torch.float64, device=device)
+        scaled = mesh * (points - 1)
+        left = scaled.long().clamp(0, points - 2)
+        return _around(kernel, points), left, scaled - left
 
 
 def _on_grid(place: Float64[Tensor, " n"], weights: Float64[Tensor, " n"], points: int) -> Float64[Tensor, " points"]:
@@ -190,21 +206,24 @@ def _ends_twice(values: Float64[Tensor, " points"]) -> Float64[Tensor, " points"
     return doubled
 
 
-def _reflected(values: Float64[Tensor, " points"], kernel: Float64[Tensor, " width"]) -> Float64[Tensor, " points"]:
-    """Convolve values on a grid with a kernel, mirroring them at both ends."""
-    mirror = values.flip(0)
-    extended = torch.cat([mirror[:-1], values, mirror[1:]])
-    size = len(extended) + len(kernel) - 1
-    # Powers of two are where the fast Fourier transform is fast.
-    padded = 1 << (size - 1).bit_length()
-    product = torch.fft.rfft(extended, padded) * torch.fft.rfft(kernel, padded)
-    start = len(values) - 1 + len(kernel) // 2
-    smoothed: Tensor = torch.fft.irfft(product, padded)
-    return smoothed[start : start + len(values)]
+def _mirrored(values: Float64[Tensor, "rows points"]) -> Complex128[Tensor, "rows waves"]:
+    """Transform values on a grid that are mirrored at both ends; so they repeat, and need no padding."""
+    waves: Tensor = torch.fft.rfft(torch.cat([values, values.flip(1)[:, 1:-1]], dim=1))
+    return waves
 
 
-def _interpolated(values: Float64[Tensor, " points"], place: Float64[Tensor, " mesh"]) -> Float64[Tensor, " mesh"]:
-    """Read off values between the points of an even grid on [0, 1]."""
-    scaled = place * (len(values) - 1)
-    left = scaled.long().clamp(0, len(values) - 2)
-    return torch.lerp(values[left], values[left + 1], scaled - left)
+def _around(kernel: Float64[Tensor, " width"], points: int) -> Complex128[Tensor, " waves"]:
+    """Transform a kernel, at most twice as long as a grid, for what `_mirrored` makes of that grid."""
+    period = 2 * (points - 1)
+    # What the kernel reaches beyond the period comes round to its other end, and its middle lies at 0.
+    around = torch.nn.functional.pad(kernel, (0, 2 * period - len(kernel))).reshape(2, period).sum(0)
+    waves: Tensor = torch.fft.rfft(around.roll(-(len(kernel) // 2)))
+    return waves
+
+
+def _convolved(
+    mirrored: Complex128[Tensor, "rows waves"], kernel: Complex128[Tensor, " waves"]
+) -> Float64[Tensor, "rows waves"]:
+    """Convolve values on a grid that `_mirrored` has transformed; there are as many points as waves."""
+    smoothed: Tensor = torch.fft.irfft(mirrored * kernel, 2 * (len(kernel) - 1))
+    return smoothed[:, : len(kernel)]

@@ -26,6 +26,7 @@ from fedlas.metrics.samples import Pairs, Rows, Scope, logit_rows, pairs, pairs_
 from fedlas.metrics.scoring import Losses, label_squares, logit_losses, losses_of, prob_losses, squared_errors
 from fedlas.predictions import Array, Predictions, as_tensor
 
+JOINED = 2**16  # samples below which a piece is not kept by itself
 Store = TypeVar("Store", bound="AbstractStore")
 
 
@@ -155,8 +156,8 @@ class PairStore(AbstractStore):
         found = as_pairs(found)
         half = found.confidence.dtype not in {torch.float32, torch.float64}
         # Copies, because a caller may fill the same buffers again.
-        self.confidence.append(found.confidence.float() if half else found.confidence.clone())
-        self.correct.append(found.correct.clone())
+        _append(self.confidence, found.confidence.float() if half else found.confidence.clone())
+        _append(self.correct, found.correct.clone())
         self.about = joined(self.about, found.about)
 
     def merge(self, other: AbstractStore) -> None:
@@ -278,6 +279,16 @@ def _both(mine: str | None, other: str | None) -> Any:
     """Join two lists of words, each word once."""
     words = dict.fromkeys(word for text in (mine, other) if text for word in text.split(" and "))
     return " and ".join(words) or None
+
+
+def _append(parts: list[Tensor], new: Tensor) -> None:
+    """Add a piece, and join it with small ones before it: a tensor of one sample takes more room than a hundred."""
+    parts.append(new)
+    while len(parts) > 1 and len(parts[-2]) < min(2 * len(parts[-1]), JOINED):
+        before, last = parts[-2:]
+        if before.dtype != last.dtype or before.device != last.device:
+            return
+        parts[-2:] = [torch.cat([before, last])]
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
