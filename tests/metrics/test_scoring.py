@@ -126,3 +126,19 @@ def test_units_are_printed_right(golden):
     assert str(accuracy(golden)).startswith("accuracy 42.40 %")
     assert str(nll(golden)).startswith("NLL 1.647 (")
     assert "%" not in str(brier(golden))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_nll_of_logits_farther_apart_than_float32_reaches(dtype):
+    far = 3e38
+    logits = torch.tensor([[far, -far, 0.0], [0.0, 0.0, 0.0]], dtype=dtype)
+    apart = 2 * float(logits[0, 0])
+    hard = torch.tensor([1, 0])
+    assert float(nll(Predictions(logits, hard))) == pytest.approx((apart + math.log(3)) / 2, rel=1e-6)
+    soft = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    assert float(nll(Predictions(logits, soft))) == pytest.approx((apart / 2 + math.log(3)) / 2, rel=1e-6)
+
+
+def test_a_share_of_nothing_in_what_cannot_be_costs_nothing():
+    logits = torch.tensor([[1e308, -1e308]] * 2, dtype=torch.float64)
+    assert float(nll(Predictions(logits, torch.tensor([[1.0, 0.0]] * 2, dtype=torch.float64)))) == 0

@@ -111,9 +111,20 @@ def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] |
         return Losses(top - label - exact(read[0]).log(), 0.0, 0)
     own = []
     for part in slices_of(logits):
-        logs, truth = _wide(logits[part]).log_softmax(dim=1), labels[part]
-        own.append(logs.gather(1, truth[:, None])[:, 0] if truth.ndim == 1 else (logs * truth).sum(1))
-    return Losses(-exact(torch.cat(own)), 0.0, 0)
+        found, truth = exact(_log_likelihoods(_wide(logits[part]), labels[part])), labels[part]
+        beyond = ~torch.isfinite(found)  # logits farther apart than float32 reaches
+        if bool(beyond.any()):
+            place = beyond.to(logits.device)
+            found[beyond] = _log_likelihoods(exact(logits[part][place]), exact(truth[place]).to(truth.dtype))
+        own.append(found)
+    return Losses(-torch.cat(own), 0.0, 0)
+
+
+def _log_likelihoods(logits: Float[Tensor, "n classes"], labels: Tensor) -> Float[Tensor, " n"]:
+    logs = logits.log_softmax(dim=1)
+    if labels.ndim == 1:
+        return logs.gather(1, labels[:, None])[:, 0]
+    return torch.where(labels == 0, 0.0, logs * labels).sum(1)  # 0 times infinity is nothing here
 
 
 def losses_of(probs: Given, labels: Array | None, ignore_index: int | None = None) -> tuple[Losses, Definition]:
