@@ -25,6 +25,7 @@ from fedlas.evaluation import Report
 from fedlas.experiments.kept import Kept
 from fedlas.experiments.ledger import Ledger
 from fedlas.integrations.export import load_program
+from fedlas.models.pretrained import Source as Weights
 from fedlas.train.runs import Run, RunError
 
 SOURCE = Path(fedlas.__file__).parent
@@ -315,6 +316,20 @@ def test_a_redirect_does_not_leave_tls(secure, tmp_path, monkeypatch):
         fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data")
     secure.leads_to = f"{secure.url}/b.bin"
     assert fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data").read_bytes() == b"content"
+    plain.shutdown()
+    plain.server_close()
+
+
+def test_a_redirect_of_weights_does_not_leave_tls(secure, tmp_path, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
+    secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
+    with pytest.raises(OSError, match="without TLS"):
+        Weights(f"{secure.url}/a.bin", "net.pth").fetched()
+    assert not list((tmp_path / "torch").rglob("*.pth"))
+    secure.leads_to = f"{secure.url}/b.bin"
+    assert Weights(f"{secure.url}/a.bin", "net.pth").fetched().read_bytes() == b"content"
     plain.shutdown()
     plain.server_close()
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.web import staying_secure
+
 # Where people put the weights in a checkpoint that holds more than them.
 _PLACES = ("state_dict", "model_state_dict", "model")
 
@@ -101,7 +103,8 @@ class Source:
     def _download(self) -> Path:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(self.url, str(self.path), self.checksum, progress=sys.stderr.isatty())
+            with staying_secure():
+                torch.hub.download_url_to_file(self.url, str(self.path), self.checksum, progress=sys.stderr.isatty())
         except (OSError, HTTPException, RuntimeError) as error:  # the last of them for a wrong checksum
             raise OSError(
                 f"the weights are not on this machine and could not be fetched ({error}). Fetch {self.url} elsewhere "

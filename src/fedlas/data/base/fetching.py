@@ -19,9 +19,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPMessage
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 # Called while a file is fetched, with its name, the bytes there are, and the bytes there will be if that is known.
 Progress: TypeAlias = Callable[[str, int, int | None], None]
@@ -127,26 +126,17 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
     raise MissingFileError(f"{path} could not be fetched ({tried}); {source.advice(path.parent)}")
 
 
-class _StaySecure(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect, but never from an encrypted address to one that is not."""
-
-    def redirect_request(  # noqa: PLR0917 (urllib calls it so)
-        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: HTTPMessage, newurl: str
-    ) -> urllib.request.Request | None:
-        if req.full_url.startswith("https://") and not newurl.startswith("https://"):
-            raise urllib.error.HTTPError(newurl, code, f"{req.full_url} leads to {newurl}, without TLS", headers, fp)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
     """Fetch what is still missing of a file, and return the complete `NAME.part`."""
+    from fedlas.web import StaySecure  # noqa: PLC0415  needed by those alone who fetch something
+
     if not url.startswith(("https://", "http://")):
         raise ValueError(f"{url} is no web address")
     part = path.with_name(f"{path.name}.part")
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310
     try:
-        reply = urllib.request.build_opener(_StaySecure).open(request, timeout=PATIENCE)
+        reply = urllib.request.build_opener(StaySecure).open(request, timeout=PATIENCE)
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             error.close()
