@@ -38,9 +38,9 @@ bench-growth: $(READY) ## how cost grows with samples, classes and width, with f
 	$(BIN)/python benchmarks/growth.py
 
 faults-numbers: $(READY) ## the long campaigns: numbers, streams and files from strangers
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz_numbers.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz_numbers.py --jobs 2 --seconds 1500 --resume
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/stream_numbers.py --n 50000000
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/strangers.py
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/strangers.py --copies 20
 
 licences: $(READY) ## write docs/licences.md from what is installed
 	@scripts/licences
