@@ -669,6 +669,9 @@ def one_line_errors() -> Iterator[None]:
         number = getattr(error, "signal_number", None)
         if number is None and from_interrupt(error):
             raise typer.Exit(interrupted()) from None
+        if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib, before Python 3.13
+            show(f"fedlas: {error}", err=True)
+            raise typer.Exit(1) from None
         if number is None:
             raise
         typer.echo(f"fedlas: {error}", err=True)

@@ -275,7 +275,7 @@ def test_the_demo_shows_a_problem(tmp_path):
 def test_the_demo_shows_intervals():
     from fedlas.experiments.demo import _cell
 
-    made = fedlas.Predictions(torch.eye(4).repeat(9, 1), torch.arange(36) % 3)
+    made = fedlas.Predictions(2 * torch.eye(4).repeat(9, 1), torch.arange(36) % 3)
     report = fedlas.evaluate(made)
     assert _cell(report.before["accuracy"]) == "25.0 [13.8, 41.1]"
     assert re.fullmatch(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", _cell(report.before["nll"]))

@@ -409,3 +409,12 @@ def test_an_empty_file_is_called_empty(tmp_path):
     done = call("evaluate", tmp_path / "nothing.csv")
     assert done.exit_code == 1
     assert "it is empty" in done.stderr
+
+
+def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
+    path = tmp_path / "loop.csv"
+    path.symlink_to(path)
+    shown = CliRunner().invoke(app, ["evaluate", str(path)])
+    assert shown.exit_code == 1
+    assert "loop.csv" in shown.output
+    assert "Traceback" not in shown.output

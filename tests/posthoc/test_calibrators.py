@@ -20,6 +20,7 @@ from fedlas.posthoc import (
     Probmetrics,
     Temperature,
     VectorScaling,
+    load_calibrator,
 )
 from fedlas.predictions import Predictions
 
@@ -261,3 +262,20 @@ class TestFeatureClipping:
         unchecked = inspect.unwrap(FeatureClipping.__init__)
         with pytest.raises(ValueError, match="objective is 'brier'"):
             unchecked(object.__new__(FeatureClipping), weight, objective="brier")
+
+
+@pytest.mark.parametrize("back", [1, 2, 8])
+def test_a_flipped_bit_in_a_saved_calibrator_is_found(tmp_path, back):
+    """It made a temperature negative, and nobody noticed."""
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(200, 4, generator=generator), torch.arange(200) % 4
+    logits[torch.arange(200), labels] += 1
+    fitted = Temperature().fit(logits, labels)
+    path = tmp_path / "t.safetensors"
+    fitted.save(path)
+    assert torch.equal(load_calibrator(path).transform(logits), fitted.transform(logits))
+    content = bytearray(path.read_bytes())
+    content[-back] ^= 0x80
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"t\.safetensors is damaged"):
+        load_calibrator(path)

@@ -212,6 +212,8 @@ def test_what_a_repair_costs_is_said():
     worse = dataclasses.replace(report.after[kind], results={**held, **costs})
     said = " ".join(sentences(dataclasses.replace(report, after={kind: worse})))
     accuracy, loss = float(report["accuracy"]), float(report["nll"])
+    assert "is no repair: the ECE goes from" in said
+    assert "repairs" not in in_words(dataclasses.replace(report, after={kind: worse}))
     assert f"; but accuracy falls from {100 * accuracy:.1f} % to 50.0 % and the NLL rises from {loss:.3g} to 9." in said
 
 

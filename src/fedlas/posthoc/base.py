@@ -12,6 +12,7 @@ as torch tensors or numpy arrays, and `transform` answers in the same form, in f
 makes probabilities returns their logarithms; probabilities below its `floor` are raised to it first.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -46,6 +47,7 @@ from fedlas.predictions import (
 )
 
 FORMAT = "fedlas.calibrator/1"
+CHECKSUM = "sha256"  # of the numbers, among the words of a file
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
 EXACT_BELOW = 20_000_000  # this many numbers are copied to float64; larger tables keep their type
 
@@ -197,8 +199,8 @@ class AbstractCalibrator(ABC):
         if self.fitted is None:
             raise RuntimeError(f"{self.name} is not fitted yet; there is nothing to save")
         about = {"format": FORMAT, "name": self.name, "options": self.options, "fitted": asdict(self.fitted)}
-        words = {key: json.dumps(value) for key, value in about.items()}
         tensors = {key: value.cpu().contiguous() for key, value in self.learned.items()}
+        words = {key: json.dumps(value) for key, value in (about | {CHECKSUM: _checksum(tensors)}).items()}
         write_whole(Path(path), optional_module("safetensors.torch").save(tensors, metadata=words))
 
     @classmethod
@@ -229,7 +231,18 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if words.get("format") != json.dumps(FORMAT):
         raise ValueError(f"{path} is not a calibrator that fedlas saved")
     with readable(path):
-        return {key: json.loads(value) for key, value in words.items()}, tensors
+        about = {key: json.loads(value) for key, value in words.items()}
+    if about.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # older files have none
+        raise ValueError(f"{path} is damaged: its numbers do not have the checksum that was written with them")
+    return about, tensors
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()
 
 
 def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) -> Predictions:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
 
 Direction = Literal["over", "under", "both", "some", "none", "unknown"]
-Repair = Literal["all", "most", "part", "unclear", "little", "worse"]
+Repair = Literal["all", "most", "part", "unclear", "little", "worse", "harm"]
 
 PLACE = 0.9  # the confidence that is spoken of
 FEWEST = 10  # samples that a place needs to be spoken of
@@ -46,8 +46,11 @@ def repair(before: "State", after: "State") -> Repair:
     """Say how much of a calibration error a calibrator takes away.
 
     "all" leaves no error that is shown; "most" and "part" of what exceeds chance are clear of the interval before;
-    "unclear" is less, but intervals meet; "little" hardly changes anything.
+    "unclear" is less, but intervals meet; "little" hardly changes anything; "harm" is shown where accuracy or
+    likelihood pays for whatever becomes of the error.
     """
+    if _harms(before, after):
+        return "harm"
     was, now = before["ece"], after["ece"]
     start, end = _excess(was), max(_excess(now), 0.0)
     if float(now) >= float(was):
@@ -98,6 +101,7 @@ def in_words(report: "Report") -> str:
             "unclear": "may repair some of it",
             "little": "changes little",
             "worse": "makes it worse",
+            "harm": "is no repair",
         }
         said.append(f"{_called(done)} {effect[repair(state, done)]}")
     return "; ".join(said)
@@ -177,21 +181,26 @@ def _repair_sentence(before: "State", after: "State", way: Direction) -> str:
         "unclear": "may repair some of it, which is not sure",
         "little": "changes little",
         "worse": "makes it worse",
+        "harm": "is no repair",
     }
-    return f"{_subject(after)} {verdict[repair(before, after)]}: {change}{_harm(before, after)}."
+    harms = _harms(before, after)
+    but = f"; but {' and '.join(harms)}" if harms else ""
+    return f"{_subject(after)} {verdict[repair(before, after)]}: {change}{but}."
 
 
-def _harm(before: "State", after: "State") -> str:
+def _harms(before: "State", after: "State") -> list[str]:
     """Say what a calibrator costs, where that is shown: a small ECE is not everything."""
     said = []
-    was, now = before["accuracy"], after["accuracy"]
-    if was.interval is not None and now.interval is not None and now.interval.high < was.interval.low:
-        said.append(f"accuracy falls from {_percent(float(was))} to {_percent(float(now))}")
-    if "nll" in before.results and "nll" in after.results:
+    known = before.results.keys() & after.results.keys()
+    if "accuracy" in known:
+        was, now = before["accuracy"], after["accuracy"]
+        if was.interval is not None and now.interval is not None and now.interval.high < was.interval.low:
+            said.append(f"accuracy falls from {_percent(float(was))} to {_percent(float(now))}")
+    if "nll" in known:
         was, now = before["nll"], after["nll"]
         if was.interval is not None and now.interval is not None and now.interval.low > was.interval.high:
             said.append(f"the NLL rises from {float(was):.3g} to {float(now):.3g}")
-    return f"; but {' and '.join(said)}" if said else ""
+    return said
 
 
 def _floored(state: "State") -> list[str]:
