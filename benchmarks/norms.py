@@ -10,7 +10,7 @@ tile costs a network.
 import argparse
 import itertools
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -54,7 +54,8 @@ def measured(shape: tuple[int, int, int], tile: kernels.Tile) -> dict[str, float
     y, first, second, skip = (
         torch.randn(size, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last) for _ in range(4)
     )
-    norm = kernels.Affine(*(torch.ones(channels, device="cuda") for _ in range(4)), 1e-5, 0.1)
+    weight, bias, mean, var = torch.ones(4, channels, device="cuda").unbind()
+    norm = kernels.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
     counter = torch.zeros(channels // kernels.NARROWEST, dtype=torch.int32, device="cuda")
     with patch.object(kernels, "SUMS", tile), patch.object(kernels, "tile_for_gradients", lambda *_, **__: tile):
         about = kernels.statistics(y, norm, counter)
@@ -76,7 +77,7 @@ def main() -> None:
     numbers = ([int(one) for one in words.split(",")] for words in (options.rows, options.warps, options.programs))
     tiles = [kernels.Tile(rows, 64, warps, programs) for rows, warps, programs in itertools.product(*numbers)]
     for name, shapes in NETWORKS.items():
-        totals: Counter[tuple[str, kernels.Tile]] = Counter()
+        totals: dict[tuple[str, kernels.Tile], float] = defaultdict(float)
         for shape, (plain, skips) in shapes.items():
             for tile in tiles:
                 found = measured(shape, tile)
