@@ -23,6 +23,7 @@ from fedlas.metrics.comparison import Comparison, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
+from fedlas.report.duels import WHOLE
 from fedlas.train import recipe_for
 from fedlas.train.runs import Run
 
@@ -30,7 +31,6 @@ TEMPERATURE = "temperature"  # the calibrator, and the one number that it learns
 Metric = Callable[..., Any]
 METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "ece": ece, "aece": aece, "nll": nll, "brier": brier}
 USUAL = ("accuracy", "ece", "nll")
-WHOLE = {"nll", "brier"}  # metrics of all probabilities, not of the top one alone
 
 
 @dataclass(frozen=True)

@@ -331,10 +331,13 @@ def _fused(model: nn.Module, device: torch.device) -> bool:
         from fedlas.train import fused, kernels  # noqa: PLC0415
     except ImportError:  # no Triton, or no torchvision
         return False
+    if not fused.fits(model):
+        return False
     reason = kernels.why_not(device)
     if reason is not None:
         warnings.warn(f"kernels of our own cannot be used, torch's compiler has to do: {reason}", stacklevel=2)
-    return reason is None and fused.fuse(model)
+        return False
+    return fused.fuse(model)
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

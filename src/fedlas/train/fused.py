@@ -32,7 +32,7 @@ def fuse(model: Any) -> bool:
     Returns:
         Whether it is one.
     """
-    if not _fits(model):
+    if not fits(model):
         return False
     for layer in model.modules():
         if type(layer) in _FUSED:
@@ -40,7 +40,8 @@ def fuse(model: Any) -> bool:
     return True
 
 
-def _fits(model: Any) -> bool:
+def fits(model: Any) -> bool:
+    """Say whether a network is a residual one of torchvision's kind, with the layers that the kernels stand for."""
     if type(model) is not ResNet or any(one.dtype != torch.float32 for one in model.parameters()):
         return False
     stages = (model.layer1, model.layer2, model.layer3, model.layer4)

@@ -188,12 +188,11 @@ class TrainStep:
 
     def _clip(self, net: list[Tensor], loss: list[Tensor], norm: Float[Tensor, ""]) -> None:
         """Shorten long gradients: those of the network alone, as published, or those of the loss with them."""
-        factor = None if self.recipe.clip is None else (self.recipe.clip / (norm + 1e-6)).clamp_max(1.0)
         clipped, spared = ([*net, *loss], []) if self.recipe.clip_loss else (net, loss)
-        if factor is not None:
-            scale_gradients(clipped, self.scale.undone(factor))
-        elif self.scale.used:
-            scale_gradients(clipped, 1 / self.scale.value)
+        if self.recipe.clip is None:
+            spared = [*net, *loss]
+        else:
+            scale_gradients(clipped, self.scale.undone((self.recipe.clip / (norm + 1e-6)).clamp_max(1.0)))
         if self.scale.used:
             scale_gradients(spared, 1 / self.scale.value)
 
