@@ -11,12 +11,12 @@ from fedlas.models import build_model
 
 pytest.importorskip("triton")
 from fused_case import compared, network, outcome
-from test_train_gpu import tensors, trained
+from test_train_gpu import pytestmark, tensors, trained
 
 from fedlas.train import kernels
 from fedlas.train.fused import FusedResNet, fuse
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+__all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
 
 
 @pytest.fixture(autouse=True)

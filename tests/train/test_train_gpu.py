@@ -14,7 +14,7 @@ from runs_of import log_without_times, prediction_bytes, short
 import fedlas
 from fedlas.train import AbstractCallback, Engine, Run, StoppedError, fit
 from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.precision import machine
+from fedlas.train.precision import machine, many_compilations
 from fedlas.train.step import WARM
 from waiting import no_waiting
 
@@ -35,7 +35,8 @@ NAMES = [record.name for record in fedlas.list_losses()]
 
 def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Bench:
     device = chosen_device("cuda")
-    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+    stream = torch.cuda.Stream(device)
+    with machine(recipe, device), many_compilations(recipe, device), torch.cuda.stream(stream):
         bench = Bench(recipe, device, capture=capture)
         bench.net.train()
         for epoch in range(epochs):
@@ -103,7 +104,8 @@ def test_compiled_capture_is_close_to_eager(loss):
 def test_a_step_never_waits(loss, capture):
     device = chosen_device("cuda")
     recipe = short(loss, deterministic=False, compile=False, drop_last=True)
-    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+    stream = torch.cuda.Stream(device)
+    with machine(recipe, device), many_compilations(recipe, device), torch.cuda.stream(stream):
         bench = Bench(recipe, device, capture=capture)
         bench.net.train()
         batches = list(bench.batches(0))

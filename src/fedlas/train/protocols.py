@@ -30,6 +30,7 @@ Values = dict[str, Plain]
 SMALL_IMAGES = ("cifar10", "cifar100")
 PHOTOGRAPHS = ("cub200", "aircraft")
 TINY = "tiny_imagenet"
+FAST: dict[str, Values] = {"cifar100": {}}  # what differs from CIFAR-10's values, by accuracy on validation
 
 
 @dataclass(frozen=True)
@@ -108,16 +109,10 @@ def fast_models(data: str) -> tuple[str, ...]:
     return ("resnet18_cifar",) if data in (*SMALL_IMAGES, "svhn") else ()
 
 
-def fast_values(_data: str, _model: str) -> Values:
+def fast_values(data: str, _model: str) -> Values:
     """Give the protocol for many short runs on a GPU."""
-    step: Values = {
-        "optimizer": "sgd",
-        "lr": 0.2,
-        "momentum": 0.9,
-        "nesterov": True,
-        "weight_decay": 1e-3,
-        "batch_size": 512,
-    }
+    tuned: Values = {"lr": 0.2, "weight_decay": 1e-3} | FAST.get(data, {})
+    step: Values = {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "batch_size": 512} | tuned
     cycle: Values = {"epochs": 20, "schedule": "one_cycle", "peak_at": 0.25, "start_factor": 0.1, "drop_last": True}
     return step | cycle | {"precision": "bf16", "channels_last": True, "eval_batch_size": 2500}
 
