@@ -104,6 +104,16 @@ def test_tables_that_share_runs_want_the_same_ones():
     assert len(names["ablations"] & names["sota"]) == 12  # ce, ls and both FeDLaS losses
 
 
+def test_only_data_that_the_published_code_looks_at_otherwise_is_judged_otherwise():
+    """CIFAR-10's own test images are the same to both; CIFAR-100's, as its own or as foreign data, are not."""
+    choice = Choice(data=("cifar10", "cifar100"), protocol="fast", losses=("ce",), seeds=(1,), split="test-published")
+    ten, hundred = planned(experiment_named("ood"), choice, Ledger("nowhere")).wanted
+    assert (ten.split, ten.recipe.splits) == ("test", ("val", "test"))
+    assert ten.recipe.ood == ("cifar100", "cifar100-published", "svhn")
+    assert (hundred.split, hundred.recipe.splits) == ("test-published", ("val", "test", "test-published"))
+    assert hundred.recipe.ood == ("cifar10", "svhn")
+
+
 def test_finished_runs_are_not_trained_again(trained, choice, ledger):
     plan = planned(experiment_named("sota"), choice, ledger)
     assert len(plan.wanted) == 4
@@ -249,7 +259,7 @@ def test_what_a_temperature_made_can_be_compared():
     """The ledger keeps no logits of it, but those before it and the temperature."""
     kept = Ledger(Path(__file__).parents[2] / "results")
     given = side("cifar10/fast/ce+temperature", kept)
-    written = {line.seed: line for line in kept.lines.values() if line.method == "ce+temperature"}
+    written = {line.seed: line for line in lines_of(given.name, kept)}
     for seed, predictions in given.runs.items():
         assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=2e-4)
 

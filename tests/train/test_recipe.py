@@ -211,6 +211,8 @@ def test_the_fast_protocol():
     recipe = recipe_for("cifar10", loss="ce", protocol="fast")
     assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.schedule) == ("resnet18_cifar", 512, 20, "one_cycle")
     assert (recipe.nesterov, recipe.momentum, recipe.lr, recipe.weight_decay) == (True, 0.9, 0.2, 1e-3)
+    hundred = recipe_for("cifar100", loss="ce", protocol="fast")  # tuned by itself
+    assert (hundred.lr, hundred.weight_decay, hundred.epochs) == (0.2, 2e-3, 20)
     assert recipe_for("cifar10", "resnet18_cifar").epochs == 20  # the network alone says which protocol
 
 

@@ -1,5 +1,6 @@
 """On a GPU: a captured step equals the eager one bit for bit, a compiled one nearly, and neither ever waits."""
 
+import gc
 import math
 import os
 import signal
@@ -142,9 +143,11 @@ def test_a_run_on_a_gpu_resumes_and_repeats_bit_for_bit(tmp_path):
 
 
 def test_the_log_tells_of_the_memory_of_its_own_run(tmp_path):
+    gc.collect()  # networks of other tests may still be there
+    held = torch.cuda.memory_allocated() / 2**20
     torch.empty(2**30, dtype=torch.uint8, device="cuda").zero_()
     run = fit(short("ce", epochs=1, compile=False), out=tmp_path)
-    assert 0 < run.log[0]["machine"]["memory_mib"] < 900
+    assert 0 < run.log[0]["machine"]["memory_mib"] - held < 900
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedlas.experiments.base import Choice
-from fedlas.experiments.grid import AbstractGrid, Measured, Place
+from fedlas.experiments.grid import AbstractGrid, Measured, Place, judged
 from fedlas.experiments.ledger import Ledger
 from fedlas.train import recipe_for
 from fedlas.train.recipe import Recipe
@@ -103,7 +103,7 @@ class Ablations(AbstractGrid):
             options["alpha"] = alpha
         made = recipe_for(place.data, place.model, variant.loss, protocol=choice.protocol, seed=seed)
         varied = made.replace(loss_options={**made.loss_options, **options}).with_settings(choice.changes)
-        return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, choice.split))))
+        return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, judged(place.data, choice)))))
 
     def _mean_alpha(self, place: Place, seed: int, choice: Choice, ledger: Ledger) -> float | None:
         """Take the mean alpha of the last epoch of FeDLaS-LS with the same seed."""

@@ -13,6 +13,7 @@ from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEST, Ledger, Line, Measure
 from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
 from fedlas.train import protocol_named, published_models, recipe_for
+from fedlas.train.protocols import seen_otherwise
 from fedlas.train.recipe import Recipe
 
 PUBLISHED = ("paper", "official")
@@ -51,6 +52,11 @@ class Measured:
         """Take the number from a ledger line."""
         held = line.metrics if self.ood is None else line.ood.get(self.ood, {})
         return held.get(self.metric if self.ood is None else self.score)
+
+
+def judged(data: str, choice: Choice) -> str:
+    """Give the split that is judged; where the published code looks at a data set as we do, the usual one."""
+    return choice.split if seen_otherwise(data) else TEST
 
 
 class AbstractGrid(AbstractExperiment):
@@ -113,12 +119,12 @@ class AbstractGrid(AbstractExperiment):
         """Make the recipe of one run; None as long as it depends on runs that are not in the ledger."""
         del ledger
         made = recipe_for(place.data, place.model, loss_of(row), protocol=choice.protocol, seed=seed)
-        splits = tuple(dict.fromkeys((*made.splits, choice.split)))
+        splits = tuple(dict.fromkeys((*made.splits, judged(place.data, choice))))
         return made.with_settings(choice.changes).replace(ood=self.foreign(place.data, choice), splits=splits)
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
         return [
-            Wanted(recipe, choice.protocol, (calibrator_of(row),), choice.split)
+            Wanted(recipe, choice.protocol, (calibrator_of(row),), judged(place.data, choice))
             for place in self.places(choice)
             for row in self.rows(choice)
             for seed in choice.seeds
@@ -156,7 +162,8 @@ class AbstractGrid(AbstractExperiment):
     def _cells(self, ledger: Ledger, choice: Choice, place: Place, row: str) -> list[Cell]:
         """Give the cells of a row at one place: one for each number that is measured there."""
         recipes = [self.recipe(place, row, seed, choice, ledger) for seed in choice.seeds]
-        found = [ledger.find(recipe, calibrator_of(row), choice.split) for recipe in recipes if recipe is not None]
+        split = judged(place.data, choice)
+        found = [ledger.find(recipe, calibrator_of(row), split) for recipe in recipes if recipe is not None]
         lines = [line for line in found if line is not None]
         return [self._cell(lines, choice, place, row, one) for one in self.measured(place.data, choice)]
 

@@ -6,9 +6,11 @@ are the same whatever the numbers say.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from fedlas.experiments.base import FOR, Choice
-from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.grid import AbstractGrid
+from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.report.tables import RANKS, Detail, Table
 from fedlas.train import protocol_named
@@ -48,12 +50,14 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
 
     Args:
         ledger: what was run.
-        like: seeds and changes of the recipes that are looked for.
+        like: seeds and changes of the recipes that are looked for, and their data where not all of it is meant.
         name: of the experiment, by default that of the main table.
     """
     experiment, made = experiment_named(name), []
     places = {(line.protocol, line.recipe.data, line.recipe.model) for line in ledger.lines.values()}
     for protocol, data, model in sorted(places):
+        if like is not None and like.data is not None and data not in like.data:
+            continue
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
         for table in experiment.tables(ledger, choice):
             shown = [n for n, column in enumerate(table.columns) if column.group != RANKS]
@@ -84,17 +88,23 @@ def _summary(ledger: Ledger) -> str:
 
 def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
     experiment = experiment_named(name)
+    splits: dict[str, set[str]] = {TEST: set()}  # and the data that was judged on another one
+    known = experiment.known_data() if isinstance(experiment, AbstractGrid) else ()
+    for line in ledger.lines.values():
+        if line.recipe.data in known:
+            splits.setdefault(line.split, set()).add(line.recipe.data)
     written = []
-    for protocol in protocols:
-        choice = Choice(protocol=protocol)
+    for protocol, (split, data) in product(protocols, splits.items()):
+        choice = Choice(protocol=protocol, split=split, data=None if split == TEST else tuple(sorted(data)))
         try:
             plan = planned(experiment, choice, ledger)
         except ValueError:  # the protocol has no network for this experiment
             continue
-        if len(plan.missing) == len(plan.wanted):
+        if len(plan.missing) == len(plan.wanted) or any(one.split != split for one in plan.wanted):
             continue
         detail: Detail = "full" if protocol in ("paper", "official") else "both"
-        written += [f"### {protocol_named(protocol).name} protocol: {plan}\n"]
+        judged = "" if split == TEST else f", {split}"
+        written += [f"### {protocol_named(protocol).name} protocol{judged}: {plan}\n"]
         written += [table.markdown(detail) for table in experiment.tables(ledger, choice)]
     about = (type(experiment).__doc__ or "").split("\n", 1)[0]
     return [f"## {name}\n", f"{about}\n", *(written or ["Nothing of it has been run yet.\n"])]

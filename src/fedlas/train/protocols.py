@@ -30,7 +30,8 @@ Values = dict[str, Plain]
 SMALL_IMAGES = ("cifar10", "cifar100")
 PHOTOGRAPHS = ("cub200", "aircraft")
 TINY = "tiny_imagenet"
-FAST: dict[str, Values] = {"cifar100": {"weight_decay": 2e-3}}  # what differs from CIFAR-10's values, by accuracy on validation
+# What differs from the fast protocol of CIFAR-10, by accuracy on validation.
+FAST: dict[str, Values] = {"cifar100": {"weight_decay": 2e-3}}
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ def official_values(data: str, model: str) -> Values:
     """Give the protocol of the released code."""
     values = published_values(data, model)
     return values | {"data_options": {**values.get("data_options", {}), **DATA.find(data).published}}
+
+
+def seen_otherwise(data: str) -> bool:
+    """Say whether the released code looks at the test images of a data set otherwise than at the others."""
+    return bool(DATA.find(data).published)
 
 
 def fast_models(data: str) -> tuple[str, ...]:
