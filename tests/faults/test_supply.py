@@ -1,9 +1,14 @@
 """What fedlas stands on is listed, and the release check notices what it looks for."""
 
+import http.server
 import importlib.machinery
 import importlib.util
 import json
+import os
+import re
+import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -37,6 +42,70 @@ def test_the_page_of_licences_has_every_direct_requirement():
     assert "| torch | " in page
 
 
+def test_the_page_of_licences_has_every_pinned_version_and_no_other():
+    """Eighteen pinned packages had no line, and setuptools had a line and no pin."""
+    page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z0-9-]+) \| ([0-9]\S*) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert {name: version for name, version, _, _ in rows} == supply.pins()
+    assert f"\n{len(rows)} packages.\n" in page
+    assert {name for name, _, licence, _ in rows if licence == "not stated"} <= {"cuda-toolkit"}
+    assert {name for name, _, _, asking in rows if asking == "build"} >= {"pip", "hatchling", "editables"}
+
+
+def test_a_pinned_package_that_is_installed_nowhere_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(supply, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    (tmp_path / "constraints.txt").write_text("Nobody_Has.This==1.5\natheris==3.0.0\n")
+    found = supply.listed()
+    assert (found["nobody-has-this"].version, found["nobody-has-this"].licence) == ("1.5", "not stated")
+    assert found["atheris"].groups == {"fuzz"}
+    (tmp_path / "docs").mkdir()
+    supply.licences()
+    page = (tmp_path / "docs" / "licences.md").read_text()
+    assert "| nobody-has-this | 1.5 | not stated | - |\n" in page
+    supply.sbom()
+    made = json.loads((tmp_path / "build" / "fedlas.cdx.json").read_text())
+    assert "pkg:pypi/nobody-has-this@1.5" in {one["bom-ref"] for one in made["components"]}
+
+
+def test_the_table_of_licences_holds_pinned_packages_alone():
+    assert set(supply.ELSEWHERE) <= set(supply.pins())
+
+
+def test_versions_are_written_down_with_those_of_tools_that_are_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(supply, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling>=1.27"]\n'
+        '[project]\ndependencies = ["torch>=2.6"]\n'
+        "optional-dependencies.fuzz = [\"atheris>=3; python_version < '9'\"]\n"
+    )
+    asked = []
+
+    def pip(*words):
+        asked.append(words)
+        if words[0] == "freeze":
+            return "torch==2.6.0+cu124\nPip==26.3\nsetuptools==84\nx @ file:///home/me/x\n-e /home/me/y\nast_s==1\n"
+        found = [("hatchling", "1.33"), ("Editables", "0.6"), ("atheris", "3.0"), ("torch", "9"), ("tomlkit", "0.15")]
+        return json.dumps({"install": [{"metadata": {"name": one, "version": version}} for one, version in found]})
+
+    monkeypatch.setattr(supply, "pip", pip)
+    assert supply.constraints() == 0
+    lines = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert lines[1:] == [
+        *("ast_s==1", "atheris==3.0", "Editables==0.6", "hatchling==1.33"),
+        *("Pip==26.3", "setuptools==84", "tomlkit==0.15", "torch==2.6.0"),
+    ]
+    assert [word.partition(">=")[0] for word in asked[1][-3:]] == ["atheris", "editables", "hatchling"]
+    before = (tmp_path / "constraints.txt").read_bytes()
+
+    def offline(*words):
+        return pip(*words) if words[0] == "freeze" else supply.subprocess.run(["false"], check=True)
+
+    monkeypatch.setattr(supply, "pip", offline)
+    assert supply.constraints() == 1
+    assert (tmp_path / "constraints.txt").read_bytes() == before
+
+
 def test_licences_are_found_wherever_a_package_states_them():
     from email.message import Message
 
@@ -53,7 +122,8 @@ def test_licences_are_found_wherever_a_package_states_them():
 
 
 def test_the_bill_of_materials_is_whole(tmp_path, monkeypatch):
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     monkeypatch.setattr(supply, "ROOT", tmp_path)
     supply.sbom()
     made = json.loads((tmp_path / "build" / "fedlas.cdx.json").read_text())
@@ -61,6 +131,7 @@ def test_the_bill_of_materials_is_whole(tmp_path, monkeypatch):
     known = [one["bom-ref"] for one in made["components"]]
     assert len(set(known)) == len(known) > 20
     assert {"torch", "numpy", "jaxtyping"} <= {one["name"] for one in made["components"] if one["scope"] == "required"}
+    assert set(supply.pins()) <= {one["name"] for one in made["components"]}
     refs = {made["metadata"]["component"]["bom-ref"], *known}
     assert all({edge["ref"], *edge["dependsOn"]} <= refs for edge in made["dependencies"])
     again = (tmp_path / "build" / "fedlas.cdx.json").read_bytes()
@@ -68,10 +139,88 @@ def test_the_bill_of_materials_is_whole(tmp_path, monkeypatch):
     assert (tmp_path / "build" / "fedlas.cdx.json").read_bytes() == again
 
 
-def test_an_audit_that_nobody_answers_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(supply, "ADVISORIES", "http://127.0.0.1:9/none")
+class Advisories(http.server.BaseHTTPRequestHandler):
+    """A source of made-up advisories, by package and version."""
+
+    def do_POST(self):
+        queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+        self.server.asked = [(one["package"]["name"], one["version"], one["package"]["ecosystem"]) for one in queries]
+        reply = self.server.reply
+        if reply is None:
+            found = [self.server.known.get((name, version)) for name, version, _ in self.server.asked]
+            reply = json.dumps(
+                {"results": [{} if one is None else {"vulns": [{"id": one, "modified": "2026"}]} for one in found]}
+            ).encode()
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def source():
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Advisories)
+    made.known, made.asked, made.reply, made.status = {}, [], None, 200
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def audited(address: str) -> subprocess.CompletedProcess:
+    """Run the audit as `make audit` does, with a source of our own."""
+    surroundings = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "supply.py"), "audit"],
+        env=surroundings | {"ADVISORIES": address, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_an_audit_names_what_is_known_against_a_pinned_version(source):
+    version = supply.pins()["jinja2"]
+    source.known = {("jinja2", version): "MADE-UP-2026-0001", ("jinja2", "0.1"): "MADE-UP-OF-ANOTHER-VERSION"}
+    ran = audited(f"http://127.0.0.1:{source.server_port}/v1/querybatch")
+    assert ran.returncode == 1
+    assert f"jinja2 {version}: MADE-UP-2026-0001\n" in ran.stdout
+    assert ran.stdout.endswith(f"{len(supply.pins())} versions, 1 advisories\n")
+    assert "ANOTHER" not in ran.stdout
+    assert source.asked == [(name, pinned, "PyPI") for name, pinned in supply.pins().items()]
+
+
+def test_an_audit_that_finds_nothing_says_how_much_it_asked_about(source):
+    ran = audited(f"http://127.0.0.1:{source.server_port}/")
+    assert (ran.returncode, ran.stdout) == (0, f"{len(supply.pins())} versions, 0 advisories\n")
+
+
+REPLIES = [
+    *((500, b""), (404, b"{}"), (200, b"<html>please log in</html>"), (200, b"[]"), (200, b"{}")),
+    *((200, b'{"results": [{}]}'), (200, b'{"results": null}'), (200, b'{"results": [7]}')),
+]
+
+
+@pytest.mark.parametrize(("status", "reply"), REPLIES)
+def test_an_audit_without_an_answer_for_every_version_is_none(source, status, reply, monkeypatch, capsys):
+    source.status, source.reply = status, reply
+    monkeypatch.setattr(supply, "ADVISORIES", f"http://127.0.0.1:{source.server_port}/")
     assert supply.audit() == 3
-    assert "no advisory source could be reached" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "versions were NOT audited" in said.err
+    assert said.out == ""
+
+
+def test_an_audit_that_nobody_answers_says_so():
+    ran = audited("http://127.0.0.1:9/none")
+    assert ran.returncode == 3
+    assert "no advisory source could be reached" in ran.stderr
+    assert f"{len(supply.pins())} versions were NOT audited" in ran.stderr
+    assert ran.stdout == ""  # above all not: 0 advisories
 
 
 FILES = {"src/fedlas/__init__.py", "src/fedlas/py.typed", "src/fedlas/experiments/paper.json"}
