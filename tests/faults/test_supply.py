@@ -50,6 +50,9 @@ def test_the_page_of_licences_has_every_pinned_version_and_no_other():
     rows = re.findall(r"^\| ([a-z0-9-]+) \| ([0-9]\S*) \| (.+) \| (.+) \|$", page, re.MULTILINE)
     assert {name: version for name, version, _, _ in rows} == supply.pins()
     assert f"\n{len(rows)} packages.\n" in page
+    numbers = (ROOT / "docs" / "reliability-numbers.md").read_text(encoding="utf-8")
+    assert f"| {len(rows)} pinned |" in numbers
+    assert f"1.5, {len(rows)} components |" in numbers
     assert {name for name, _, licence, _ in rows if licence == "not stated"} <= {"cuda-toolkit"}
     assert {name for name, _, _, asking in rows if asking == "build"} >= {"pip", "hatchling", "editables"}
 
