@@ -258,8 +258,7 @@ class Predictions:
         about |= {name: getattr(self, name) for name in WORDS if getattr(self, name) is not None}
         words = {name: json.dumps(value) for name, value in about.items()}
         content = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        words[CHECKSUM] = _checksum(words, content)
-        return _in_order(optional_module("safetensors.torch").save(content, metadata=words))
+        return _in_order(optional_module("safetensors.torch").save(content, metadata=sealed(words, content)))
 
     def with_split(self, split: str | None) -> "Predictions":
         """Make the same predictions of a split that has a name."""
@@ -271,9 +270,6 @@ class Predictions:
     def load(cls, path: str | Path) -> "Predictions":
         """Read a file that `save` wrote."""
         words, tensors = read_safetensors(path)
-        written = words.pop(CHECKSUM, None)  # older files have none
-        if written is not None and written != _checksum(words, tensors):
-            raise ValueError(f"{path} is damaged: what it holds does not have the checksum that was written with it")
         columns: dict[str, Any] = dict(tensors)
         with readable(path):
             about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
@@ -636,10 +632,19 @@ def read_lines(file: TextIO, path: str | Path, watch: Callable[[float], None] | 
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read the words and the tensors of a safetensors file."""
+    """Read the words and the tensors of a safetensors file, and compare them with their checksum if they have one."""
     opened = optional_module("safetensors").safe_open
     with readable(path), opened(str(path), framework="pt") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        words, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    written = words.pop(CHECKSUM, None)  # older files, and those of others, have none
+    if written is not None and written != _checksum(words, tensors):
+        raise ValueError(f"{path} is damaged: what it holds does not have the checksum that was written with it")
+    return words, tensors
+
+
+def sealed(words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Add to the words of a safetensors file the checksum of all that it holds."""
+    return {**words, CHECKSUM: _checksum(words, tensors)}
 
 
 def write_whole(path: Path, *content: bytes | memoryview, before: Path | None = None) -> None:
