@@ -72,6 +72,8 @@ $(READY): pyproject.toml constraints.txt
 	  echo "Creating .venv and installing; this takes a few minutes, once."; \
 	  $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }; \
 	fi
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip setuptools
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --build-constraint constraints.txt -e '.[all,dev]'
 	@scripts/browser
 	@touch $@

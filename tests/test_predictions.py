@@ -2,6 +2,7 @@
 
 import builtins
 import inspect
+import json
 import math
 import os
 import threading
@@ -507,6 +508,38 @@ def test_equal_predictions_are_equal_bytes(tmp_path):
         written.add((tmp_path / f"{number}.safetensors").read_bytes())
     assert len(written) == 1
     assert Predictions.load(tmp_path / "0.safetensors").class_names == ("a", "b", "ä")
+
+
+def head_of(content: bytes) -> int:
+    return 8 + int.from_bytes(content[:8], "little")
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_no_flipped_bit_goes_unnoticed(tmp_path, probs):
+    """Logits with a flipped bit were read without a word; so were the names of classes."""
+    given, path = everything(probs), tmp_path / "p.safetensors"
+    given.save(path)
+    whole = path.read_bytes()
+    words = [whole.index(word) for word in (b"val", b"fedlas.predictions", b"top_only")]
+    for place in [*words, *range(head_of(whole), len(whole))]:
+        for bit in (0, 7) if place not in words else (0,):
+            content = bytearray(whole)
+            content[place] ^= 1 << bit
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match=r"p\.safetensors is damaged"):
+                Predictions.load(path)
+
+
+def test_files_without_a_checksum_are_read(tmp_path):
+    everything(False).save(tmp_path / "p.safetensors")
+    whole = (tmp_path / "p.safetensors").read_bytes()
+    head = json.loads(whole[8 : head_of(whole)])
+    del head["__metadata__"]["fedlas.crc32"]  # as they were written before there was one
+    text = json.dumps(head).encode()
+    content = len(text).to_bytes(8, "little") + text + whole[head_of(whole) :]
+    (tmp_path / "p.safetensors").write_bytes(content)
+    back = Predictions.load(tmp_path / "p.safetensors")
+    assert (back.logits.tolist(), back.split) == (LOGITS.tolist(), "val")
 
 
 def test_links_pipes_and_rights_stay_what_they_are(tmp_path):

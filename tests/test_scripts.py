@@ -11,7 +11,8 @@ import pytest
 import fedlas
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+FILE = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT, BUILD = FILE["project"], FILE["build-system"]
 
 
 def run(command, **options):
@@ -98,7 +99,7 @@ def test_the_versions_file_has_versions_and_nothing_else():
 
 
 def test_every_requirement_has_a_version():
-    wanted = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    wanted = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values(), BUILD["requires"]]
     names = {re.match(r"[\w-]+", requirement)[0].lower() for group in wanted for requirement in group} - {"fedlas"}
     pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert names <= {pin.lower().replace("_", "-") for pin in pins}
@@ -138,7 +139,9 @@ def setup(machine):
 def test_the_second_setup_installs_nothing(machine):
     assert setup(machine).returncode == 0
     asked = (machine / "asked").read_text()
-    assert "-e .[all,dev]" in asked
+    first, second = re.findall("^-m pip install.*$", asked, re.MULTILINE)
+    assert first.endswith("-c constraints.txt pip setuptools")
+    assert second.endswith("-c constraints.txt --build-constraint constraints.txt -e .[all,dev]")
     assert asked.endswith("browser\n")
     assert setup(machine).returncode == 0
     assert (machine / "asked").read_text() == asked

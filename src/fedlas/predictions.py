@@ -25,6 +25,7 @@ import shutil
 import stat
 import tempfile
 import warnings
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,9 @@ Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
 Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
 
 FORMAT = "fedlas.predictions/1"
+# Names a CRC-32 among the words of a file. It finds every single flipped bit, as a SHA-256 would; that takes three
+# times as long, and would not keep out somebody who can write it anew either.
+CHECKSUM = "fedlas.crc32"
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # How many logits are made probabilities at a time: on a CPU 16 MiB, elsewhere a gigabyte. Smaller parts would fit a
 # cache, but all threads wait for each other after each, which takes far longer where other programs run.
@@ -254,7 +258,7 @@ class Predictions:
         about |= {name: getattr(self, name) for name in WORDS if getattr(self, name) is not None}
         words = {name: json.dumps(value) for name, value in about.items()}
         content = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        return _in_order(optional_module("safetensors.torch").save(content, metadata=words))
+        return _in_order(optional_module("safetensors.torch").save(content, metadata=sealed(words, content)))
 
     def with_split(self, split: str | None) -> "Predictions":
         """Make the same predictions of a split that has a name."""
@@ -628,10 +632,19 @@ def read_lines(file: TextIO, path: str | Path, watch: Callable[[float], None] | 
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read the words and the tensors of a safetensors file."""
+    """Read the words and the tensors of a safetensors file, and compare them with their checksum if they have one."""
     opened = optional_module("safetensors").safe_open
     with readable(path), opened(str(path), framework="pt") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        words, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    written = words.pop(CHECKSUM, None)  # older files, and those of others, have none
+    if written is not None and written != _checksum(words, tensors):
+        raise ValueError(f"{path} is damaged: what it holds does not have the checksum that was written with it")
+    return words, tensors
+
+
+def sealed(words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Add to the words of a safetensors file the checksum of all that it holds."""
+    return {**words, CHECKSUM: _checksum(words, tensors)}
 
 
 def write_whole(path: Path, *content: bytes | memoryview, before: Path | None = None) -> None:
@@ -699,6 +712,15 @@ def _in_order(content: bytes) -> bytes:
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8
     return len(text).to_bytes(8, "little") + text + content[end:]
+
+
+def _checksum(words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Give the CRC-32 of all that a safetensors file holds, whatever its order there."""
+    shapes = [(name, str(tensors[name].dtype), tuple(tensors[name].shape)) for name in sorted(tensors)]
+    found = zlib.crc32(json.dumps([sorted(words.items()), shapes]).encode())
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
 
 
 def _shown(row: Tensor) -> str:

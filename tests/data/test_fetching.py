@@ -69,7 +69,12 @@ def server():
 
 
 def source(server, path="/a.bin", md5=None):
-    return Source((server.url + path,), md5 or hashlib.md5(server.files.get(path, b"")).hexdigest())
+    return sourced(server.files.get(path, b""), server.url + path, md5=md5)
+
+
+def sourced(content, *urls, md5=None):
+    """Describe a file with both checksums, without which plain HTTP gives a warning."""
+    return Source(urls, md5 or hashlib.md5(content).hexdigest(), hashlib.sha256(content).hexdigest())
 
 
 def left_in(folder: Path) -> list[str]:
@@ -147,9 +152,54 @@ def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
     assert left_in(tmp_path) == []
 
 
+def test_a_file_with_the_right_md5_and_the_wrong_sha256_is_refused(server, tmp_path):
+    """Two files can be made that have one MD5."""
+    forged = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest(), "0" * 64)
+    with pytest.raises(MissingFileError, match=f"what came has the SHA-256 {hashlib.sha256(CONTENT).hexdigest()}"):
+        fetch(forged, tmp_path)
+    assert left_in(tmp_path) == []
+    (tmp_path / "x.tar.gz").write_bytes(tar_of({"inside/b.txt": b"hello"}))
+    archive = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"), "0" * 64)
+    with pytest.raises(DamagedFileError, match=r"x\.tar\.gz is damaged: its SHA-256 is .*, the published one 0{64}"):
+        unpack(archive, tmp_path, "inside")
+    (tmp_path / "a.mat").write_bytes(CONTENT)
+    with pytest.raises(DamagedFileError, match=r"a\.mat is damaged: its SHA-256 is .*, the published one 0{64}"):
+        fetching.checked_bytes(tmp_path / "a.mat", hashlib.md5(CONTENT).hexdigest(), "0" * 64)
+
+
+def test_plain_http_and_an_md5_alone_give_a_warning(server, tmp_path):
+    weak = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest())
+    with pytest.warns(UserWarning, match=r"/a\.bin has no TLS, and only an MD5 is known"):
+        fetch(weak, tmp_path)
+    fetch(weak, tmp_path)  # it is there: nothing is fetched, and nobody warned
+
+
+def test_what_may_come_without_tls_has_a_sha256(tmp_path, monkeypatch):
+    asked = []
+
+    def note(wanted, *_, **__):
+        asked.append(wanted)
+        raise MissingFileError("not here")
+
+    monkeypatch.setattr("fedlas.data.base.fetch", note)
+    monkeypatch.setattr(fetching, "fetch", note)
+    monkeypatch.setattr(fedlas.data.FashionMNIST, "debian", str(tmp_path))
+    for record in fedlas.list_data():
+        if record.name not in {"digits", "folder"}:
+            for part in ("train", "test"):
+                with pytest.raises(MissingFileError):
+                    fedlas.build_data(record.name, root=tmp_path / record.name).split(part)
+    plain = {wanted for wanted in asked if any(url.startswith("http://") for url in wanted.urls)}
+    assert {wanted.name for wanted in plain} >= {"train_32x32.mat", "test_32x32.mat", "tiny-imagenet-200.zip"}
+    assert all(re.fullmatch("[0-9a-f]{64}", wanted.sha256 or "") for wanted in plain)
+    assert len({wanted.urls[0] for wanted in asked}) == 5 + 3 * 2  # archives, and data sets of a file for each part
+    for cls in (fedlas.data.MNIST, fedlas.data.FashionMNIST, fedlas.data.SVHN):
+        assert set(cls.sha256) == set(cls.files)
+
+
 def test_another_address_is_tried(server, tmp_path):
     server.files["/b/a.bin"] = CONTENT
-    both = Source((f"{server.url}/gone/a.bin", f"{server.url}/b/a.bin"), hashlib.md5(CONTENT).hexdigest())
+    both = sourced(CONTENT, f"{server.url}/gone/a.bin", f"{server.url}/b/a.bin")
     assert fetch(both, tmp_path).read_bytes() == CONTENT
     assert [path for path, _ in server.asked] == ["/gone/a.bin", "/b/a.bin"]
 
@@ -164,7 +214,7 @@ def test_offline(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    lonely = Source((f"http://127.0.0.1:{port}/a.bin",), "0" * 32)
+    lonely = sourced(b"", f"http://127.0.0.1:{port}/a.bin")
     message = rf"{tmp_path}/a\.bin could not be fetched .*refused.*; put a\.bin into {tmp_path} by hand: it is at "
     with pytest.raises(MissingFileError, match=message):
         fetch(lonely, tmp_path)
@@ -188,16 +238,15 @@ def test_other_addresses_are_refused(tmp_path):
         fetch(Source(("file:///etc/passwd",), "0" * 32), tmp_path)
 
 
-def fetch_in_process(url, md5, folder, done):
-    done.put(str(fetch(Source((url,), md5), Path(folder))))
+def fetch_in_process(wanted, folder, done):
+    done.put(str(fetch(wanted, Path(folder))))
 
 
 def test_two_processes_fetch_once(server, tmp_path):
     server.delay = 0.3
     context = multiprocessing.get_context("fork")
     done = context.Queue()
-    wanted = source(server)
-    arguments = (wanted.urls[0], wanted.md5, str(tmp_path), done)
+    arguments = (source(server), str(tmp_path), done)
     processes = [context.Process(target=fetch_in_process, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
@@ -310,14 +359,16 @@ def test_a_data_set_comes_from_its_address(server, tmp_path, monkeypatch):
 
 def test_single_files_come_from_their_address(server, tmp_path, monkeypatch):
     twins.TWINS["mnist"](tmp_path / "made", monkeypatch)
-    cls, files = fedlas.data.MNIST, {}
+    cls, files, sha256 = fedlas.data.MNIST, {}, {}
     for name, (_, content) in cls.files.items():
         path = tmp_path / "made" / "mnist" / name
         twin = path.with_name(f"{name}.gz")
         packed = twin.read_bytes() if twin.exists() else gzip.compress(path.read_bytes())
         server.files[f"/{name}.gz"] = packed
         files[name] = (hashlib.md5(packed).hexdigest(), content)
+        sha256[name] = hashlib.sha256(packed).hexdigest()
     monkeypatch.setattr(cls, "files", files)
+    monkeypatch.setattr(cls, "sha256", sha256)
     monkeypatch.setattr("fedlas.data.mnist.ADDRESSES", (server.url,))
     data = fedlas.build_data("mnist", root=tmp_path / "root")
     assert len(data.split("test")) == 10 * twins.TEST

@@ -65,6 +65,7 @@ def idx_twin(name: str, folder: str) -> Callable[[Path, pytest.MonkeyPatch], dic
                     idx(path.with_name(f"{path.name}.gz"), array, compressed=True)
                     path.unlink()
         patch.setattr(cls, "files", files)
+        patch.setattr(cls, "sha256", {})
         return {}
 
     return make
@@ -119,6 +120,7 @@ def svhn(root: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         scipy.io.savemat(path, {"X": images.transpose(1, 2, 3, 0), "y": y}, do_compression=True)
         files[path.name] = md5(path)
     patch.setattr(cls, "files", files)
+    patch.setattr(cls, "sha256", {})
     return {}
 
 

@@ -5,9 +5,9 @@
     python tests/faults/fuzz_numbers.py --executions 5000 --jobs 2
     python tests/faults/fuzz_numbers.py --resume              leave out targets that have had as many, and found nothing
 
-Each target runs in a process of its own, first with hypothesis, then with atheris (`pip install atheris`), which
-follows the branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says
-so. Seeds are fixed. A target that is slower than `--seconds` allows stops there: the table has the number of
+Each target runs in a process of its own, first with hypothesis, then with atheris (the extra `fuzz`), which follows the
+branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says so. Seeds
+are fixed. A target that is slower than `--seconds` allows stops there: the table has the number of
 executions that there really were. What is judged, and how, is in `number_cases.py`.
 """
 

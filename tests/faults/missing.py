@@ -60,7 +60,7 @@ def extras() -> dict[str, set[str]]:
     return {
         extra: {normal(one) for one in asked}
         for extra, asked in project["optional-dependencies"].items()
-        if extra not in ("all", "dev")
+        if extra not in ("all", "dev", "fuzz")
     }
 
 

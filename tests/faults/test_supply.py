@@ -1,9 +1,16 @@
 """What fedlas stands on is listed, and the release check notices what it looks for."""
 
+import http.server
 import importlib.machinery
 import importlib.util
+import io
 import json
+import os
+import re
+import subprocess
 import sys
+import tarfile
+import threading
 import zipfile
 from pathlib import Path
 
@@ -37,6 +44,73 @@ def test_the_page_of_licences_has_every_direct_requirement():
     assert "| torch | " in page
 
 
+def test_the_page_of_licences_has_every_pinned_version_and_no_other():
+    """Eighteen pinned packages had no line, and setuptools had a line and no pin."""
+    page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z0-9-]+) \| ([0-9]\S*) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert {name: version for name, version, _, _ in rows} == supply.pins()
+    assert f"\n{len(rows)} packages.\n" in page
+    numbers = (ROOT / "docs" / "reliability-numbers.md").read_text(encoding="utf-8")
+    assert f"| {len(rows)} pinned |" in numbers
+    assert f"1.5, {len(rows)} components |" in numbers
+    assert {name for name, _, licence, _ in rows if licence == "not stated"} <= {"cuda-toolkit"}
+    assert {name for name, _, _, asking in rows if asking == "build"} >= {"pip", "hatchling", "editables"}
+
+
+def test_a_pinned_package_that_is_installed_nowhere_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(supply, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    (tmp_path / "constraints.txt").write_text("Nobody_Has.This==1.5\natheris==3.0.0\n")
+    found = supply.listed()
+    assert (found["nobody-has-this"].version, found["nobody-has-this"].licence) == ("1.5", "not stated")
+    assert found["atheris"].groups == {"fuzz"}
+    (tmp_path / "docs").mkdir()
+    supply.licences()
+    page = (tmp_path / "docs" / "licences.md").read_text()
+    assert "| nobody-has-this | 1.5 | not stated | - |\n" in page
+    supply.sbom()
+    made = json.loads((tmp_path / "build" / "fedlas.cdx.json").read_text())
+    assert "pkg:pypi/nobody-has-this@1.5" in {one["bom-ref"] for one in made["components"]}
+
+
+def test_the_table_of_licences_holds_pinned_packages_alone():
+    assert set(supply.ELSEWHERE) <= set(supply.pins())
+
+
+def test_versions_are_written_down_with_those_of_tools_that_are_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(supply, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling>=1.27"]\n'
+        '[project]\ndependencies = ["torch>=2.6"]\n'
+        "optional-dependencies.fuzz = [\"atheris>=3; python_version < '9'\"]\n"
+    )
+    asked = []
+
+    def pip(*words):
+        asked.append(words)
+        if words[0] == "freeze":
+            return "torch==2.6.0+cu124\nPip==26.3\nsetuptools==84\nx @ file:///home/me/x\n-e /home/me/y\nast_s==1\n"
+        found = [("hatchling", "1.33"), ("Editables", "0.6"), ("atheris", "3.0"), ("torch", "9"), ("tomlkit", "0.15")]
+        return json.dumps({"install": [{"metadata": {"name": one, "version": version}} for one, version in found]})
+
+    monkeypatch.setattr(supply, "pip", pip)
+    assert supply.constraints() == 0
+    lines = (tmp_path / "constraints.txt").read_text().splitlines()
+    assert lines[1:] == [
+        *("ast_s==1", "atheris==3.0", "Editables==0.6", "hatchling==1.33"),
+        *("Pip==26.3", "setuptools==84", "tomlkit==0.15", "torch==2.6.0"),
+    ]
+    assert [word.partition(">=")[0] for word in asked[1][-3:]] == ["atheris", "editables", "hatchling"]
+    before = (tmp_path / "constraints.txt").read_bytes()
+
+    def offline(*words):
+        return pip(*words) if words[0] == "freeze" else supply.subprocess.run(["false"], check=True)
+
+    monkeypatch.setattr(supply, "pip", offline)
+    assert supply.constraints() == 1
+    assert (tmp_path / "constraints.txt").read_bytes() == before
+
+
 def test_licences_are_found_wherever_a_package_states_them():
     from email.message import Message
 
@@ -53,7 +127,8 @@ def test_licences_are_found_wherever_a_package_states_them():
 
 
 def test_the_bill_of_materials_is_whole(tmp_path, monkeypatch):
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     monkeypatch.setattr(supply, "ROOT", tmp_path)
     supply.sbom()
     made = json.loads((tmp_path / "build" / "fedlas.cdx.json").read_text())
@@ -61,6 +136,7 @@ def test_the_bill_of_materials_is_whole(tmp_path, monkeypatch):
     known = [one["bom-ref"] for one in made["components"]]
     assert len(set(known)) == len(known) > 20
     assert {"torch", "numpy", "jaxtyping"} <= {one["name"] for one in made["components"] if one["scope"] == "required"}
+    assert set(supply.pins()) <= {one["name"] for one in made["components"]}
     refs = {made["metadata"]["component"]["bom-ref"], *known}
     assert all({edge["ref"], *edge["dependsOn"]} <= refs for edge in made["dependencies"])
     again = (tmp_path / "build" / "fedlas.cdx.json").read_bytes()
@@ -68,29 +144,291 @@ def test_the_bill_of_materials_is_whole(tmp_path, monkeypatch):
     assert (tmp_path / "build" / "fedlas.cdx.json").read_bytes() == again
 
 
-def test_an_audit_that_nobody_answers_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(supply, "ADVISORIES", "http://127.0.0.1:9/none")
+class Advisories(http.server.BaseHTTPRequestHandler):
+    """A source of made-up advisories, by package and version."""
+
+    def do_POST(self):
+        queries = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+        self.server.asked = [(one["package"]["name"], one["version"], one["package"]["ecosystem"]) for one in queries]
+        reply = self.server.reply
+        if reply is None:
+            found = [self.server.known.get((name, version)) for name, version, _ in self.server.asked]
+            reply = json.dumps(
+                {"results": [{} if one is None else {"vulns": [{"id": one, "modified": "2026"}]} for one in found]}
+            ).encode()
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture
+def source():
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Advisories)
+    made.known, made.asked, made.reply, made.status = {}, [], None, 200
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def audited(address: str) -> subprocess.CompletedProcess:
+    """Run the audit as `make audit` does, with a source of our own."""
+    surroundings = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "supply.py"), "audit"],
+        env=surroundings | {"ADVISORIES": address, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_an_audit_names_what_is_known_against_a_pinned_version(source):
+    version = supply.pins()["jinja2"]
+    source.known = {("jinja2", version): "MADE-UP-2026-0001", ("jinja2", "0.1"): "MADE-UP-OF-ANOTHER-VERSION"}
+    ran = audited(f"http://127.0.0.1:{source.server_port}/v1/querybatch")
+    assert ran.returncode == 1
+    assert f"jinja2 {version}: MADE-UP-2026-0001\n" in ran.stdout
+    assert ran.stdout.endswith(f"{len(supply.pins())} versions, 1 advisories\n")
+    assert "ANOTHER" not in ran.stdout
+    assert source.asked == [(name, pinned, "PyPI") for name, pinned in supply.pins().items()]
+
+
+def test_an_audit_that_finds_nothing_says_how_much_it_asked_about(source):
+    ran = audited(f"http://127.0.0.1:{source.server_port}/")
+    assert (ran.returncode, ran.stdout) == (0, f"{len(supply.pins())} versions, 0 advisories\n")
+
+
+REPLIES = [
+    *((500, b""), (404, b"{}"), (200, b"<html>please log in</html>"), (200, b"[]"), (200, b"{}")),
+    *((200, b'{"results": [{}]}'), (200, b'{"results": null}'), (200, b'{"results": [7]}')),
+]
+
+
+@pytest.mark.parametrize(("status", "reply"), REPLIES)
+def test_an_audit_without_an_answer_for_every_version_is_none(source, status, reply, monkeypatch, capsys):
+    source.status, source.reply = status, reply
+    monkeypatch.setattr(supply, "ADVISORIES", f"http://127.0.0.1:{source.server_port}/")
     assert supply.audit() == 3
-    assert "no advisory source could be reached" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "versions were NOT audited" in said.err
+    assert said.out == ""
 
 
-FILES = {"src/fedlas/__init__.py", "src/fedlas/py.typed", "src/fedlas/experiments/paper.json"}
-FILES |= {f"src/fedlas/report/page/page.{ending}" for ending in ("js", "css", "html.jinja")}
+def test_an_audit_that_nobody_answers_says_so():
+    ran = audited("http://127.0.0.1:9/none")
+    assert ran.returncode == 3
+    assert "no advisory source could be reached" in ran.stderr
+    assert f"{len(supply.pins())} versions were NOT audited" in ran.stderr
+    assert ran.stdout == ""  # above all not: 0 advisories
 
 
-def wheel(folder: Path, names: set[str]) -> Path:
-    with zipfile.ZipFile(folder / "x.whl", "w") as packed:
-        for name in names:
-            packed.writestr(name, "")
-    return folder / "x.whl"
+NAMES = ["src/fedlas/__init__.py", "src/fedlas/py.typed", "src/fedlas/experiments/paper.json", "tests/test_x.py"]
+NAMES += [f"src/fedlas/report/page/page.{ending}" for ending in ("js", "css", "html.jinja")]
+NAMES += ["pyproject.toml", "LICENSE", "README.md"]
+PROJECT = {
+    "project": {
+        "name": "fedlas",
+        "version": "1.2",
+        "requires-python": ">=3.11",
+        "license": "MIT",
+        "dependencies": ["torch>=2.6", "numpy >=1.26"],
+        "optional-dependencies": {
+            "train": ["timm>=1.0.3"],
+            "fuzz": ["atheris>=3; sys_platform == 'linux' or python_version < '3.14'"],
+            "all": ["fedlas[train]"],
+        },
+    }
+}
+METADATA = """Metadata-Version: 2.4
+Name: fedlas
+Version: 1.2
+License-Expression: MIT
+Requires-Python: >=3.11
+Requires-Dist: numpy>=1.26
+Requires-Dist: torch>=2.6
+Provides-Extra: all
+Requires-Dist: timm>=1.0.3; extra == 'all'
+Provides-Extra: fuzz
+Requires-Dist: atheris>=3; (sys_platform == 'linux' or python_version < '3.14') and extra == 'fuzz'
+Provides-Extra: train
+Requires-Dist: timm>=1.0.3; extra == 'train'
+
+The words of the README, such as
+Version: 9
+"""
+WRONG = [
+    ("Version: 1.2\n", "Version: 1.1\n", "Version lacks 1.2; Version has 1.1"),
+    ("Name: fedlas", "Name: fedlass", "Name has fedlass"),
+    ("Requires-Python: >=3.11\n", "", "Requires-Python lacks >=3.11"),
+    ("Expression: MIT", "Expression: GPL-3.0-only", "License-Expression has GPL-3.0-only"),
+    ("Requires-Dist: torch>=2.6\n", "", "Requires-Dist lacks torch>=2.6"),
+    ("torch>=2.6", "torch>=2.5", "Requires-Dist has torch>=2.5, pyproject.toml has not"),
+    ("torch>=2.6", "torch>=2.6\nRequires-Dist: left-pad", "Requires-Dist has left-pad"),
+    ("Provides-Extra: all\n", "", "Provides-Extra lacks all"),
+    ("timm>=1.0.3; extra == 'all'", "timm>=1.0.3; extra == 'fuzz'", 'Requires-Dist lacks timm>=1.0.3; extra == "all"'),
+    ("'linux'", "'darwin'", "Requires-Dist lacks atheris>=3; "),
+]
 
 
-def test_a_whole_wheel_passes_and_any_other_does_not(tmp_path):
-    whole = {name.removeprefix("src/") for name in FILES} | {"x.dist-info/METADATA", "x.dist-info/licenses/LICENSE"}
-    assert "all of them and no other" in release.check_wheel(wheel(tmp_path, whole), FILES)
-    for name in sorted(whole - {"x.dist-info/METADATA"}):
-        with pytest.raises(SystemExit, match=r"missing|no .* of the page"):
-            release.check_wheel(wheel(tmp_path, whole - {name}), FILES)
-    for stray in ("fedlas/notes.txt", "tests/test_x.py", "fedlas/__pycache__/x.pyc"):
-        with pytest.raises(SystemExit, match="does not belong there"):
-            release.check_wheel(wheel(tmp_path, whole | {stray}), FILES)
+@pytest.fixture
+def tree(tmp_path):
+    """The files of a small project, each with content of its own."""
+    for name in NAMES:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text(f"this is {name}\n")
+    return tmp_path / "tree"
+
+
+def in_wheel(tree: Path) -> dict[str, str]:
+    """What belongs into a wheel of it."""
+    info = "fedlas-1.2.dist-info"
+    own = {name.removeprefix("src/"): (tree / name).read_text() for name in NAMES if name.startswith("src/")}
+    about = {"METADATA": METADATA, "RECORD": "", "entry_points.txt": "", "licenses/LICENSE": ""}
+    about["WHEEL"] = f"Wheel-Version: 1.0\nGenerator: hatchling {supply.pins()['hatchling']}\n"
+    return own | {f"{info}/{name}": text for name, text in about.items()}
+
+
+def in_sdist(tree: Path) -> dict[str, str]:
+    """What belongs into an sdist of it."""
+    return {f"fedlas-1.2/{name}": (tree / name).read_text() for name in NAMES} | {"fedlas-1.2/PKG-INFO": METADATA}
+
+
+def check_wheel(tree: Path, content: dict[str, str], name: str = "fedlas-1.2-py3-none-any.whl") -> str:
+    with zipfile.ZipFile(tree.parent / name, "w") as packed:
+        for one, text in content.items():
+            packed.writestr(one, text)
+    return release.check_wheel(tree.parent / name, set(NAMES), PROJECT, tree)
+
+
+def check_sdist(tree: Path, content: dict[str, str], name: str = "fedlas-1.2.tar.gz", **kinds: bytes) -> str:
+    with tarfile.open(tree.parent / name, "w:gz") as packed:
+        for one, text in content.items():
+            about = tarfile.TarInfo(one)
+            about.type, about.linkname = kinds.get(Path(one).name, tarfile.REGTYPE), "LICENSE"
+            about.size = len(text) if about.isfile() else 0
+            packed.addfile(about, io.BytesIO(text.encode()))
+    return release.check_sdist(tree.parent / name, set(NAMES), PROJECT, tree)
+
+
+def refused(said: str):
+    return pytest.raises(SystemExit, match=f"release check: fedlas-.*{re.escape(said)}")
+
+
+def test_a_whole_wheel_passes(tree):
+    assert "6 files of src/fedlas, all of them and no other, unchanged" in check_wheel(tree, in_wheel(tree))
+    assert "5 requirements, those of pyproject.toml" in check_wheel(tree, in_wheel(tree))
+
+
+def test_a_wheel_that_lacks_any_file_does_not_pass(tree):
+    whole = in_wheel(tree)
+    for name in whole:
+        with refused(f"{name} is missing"):
+            check_wheel(tree, {one: text for one, text in whole.items() if one != name})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((one, f"{one} does not belong there") for one in ("fedlas/notes.txt", "tests/x.py", "fedlas/x/x.pyc")),
+        ("fedlas-1.1.dist-info/METADATA", "fedlas-1.1.dist-info/METADATA does not belong there"),
+        ("fedlas-1.2.dist-info/licenses/ours", "licenses/ours does not belong there"),
+        *((one, f"{one} leads outside") for one in ("../evil.py", "fedlas/../../evil.py", "/etc/evil", "C:/evil")),
+    ],
+)
+def test_a_wheel_with_a_stray_file_does_not_pass(tree, name, said):
+    with refused(said):
+        check_wheel(tree, in_wheel(tree) | {name: "x"})
+
+
+def test_a_wheel_with_another_content_name_or_maker_does_not_pass(tree):
+    whole = in_wheel(tree)
+    with refused("fedlas/py.typed is not the one of src/"):
+        check_wheel(tree, whole | {"fedlas/py.typed": "changed"})
+    with refused("its name does not begin with fedlas-1.2"):
+        check_wheel(tree, whole, "fedlas-1.3-py3-none-any.whl")
+    with refused("it does not say 'Generator: hatchling "):
+        check_wheel(tree, whole | {"fedlas-1.2.dist-info/WHEEL": "Generator: hatchling 0.1\n"})
+    with zipfile.ZipFile(tree.parent / "fedlas-1.2-twice.whl", "w") as packed:
+        for one, text in whole.items():
+            packed.writestr(one, text)
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            packed.writestr("fedlas/py.typed", whole["fedlas/py.typed"])
+    with refused("fedlas/py.typed is there twice"):
+        release.check_wheel(tree.parent / "fedlas-1.2-twice.whl", set(NAMES), PROJECT, tree)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("src/") and "__init__" not in name])
+def test_what_the_package_cannot_do_without_must_be_tracked(tree, name):
+    whole = in_wheel(tree)
+    del whole[name.removeprefix("src/")]
+    with zipfile.ZipFile(tree.parent / "fedlas-1.2-x.whl", "w") as packed:
+        for one, text in whole.items():
+            packed.writestr(one, text)
+    with pytest.raises(SystemExit, match=r"is not tracked|no \.(js|css|html\.jinja) of the page"):
+        release.check_wheel(tree.parent / "fedlas-1.2-x.whl", set(NAMES) - {name}, PROJECT, tree)
+
+
+@pytest.mark.parametrize(("right", "wrong", "said"), WRONG)
+def test_archives_that_ask_for_something_else_do_not_pass(tree, right, wrong, said):
+    assert METADATA.count(right) == 1
+    other = METADATA.replace(right, wrong)
+    with refused(said):
+        check_wheel(tree, in_wheel(tree) | {"fedlas-1.2.dist-info/METADATA": other})
+    with refused(said):
+        check_sdist(tree, in_sdist(tree) | {"fedlas-1.2/PKG-INFO": other})
+
+
+def test_a_whole_sdist_passes(tree):
+    assert "11 files, all of them tracked and unchanged" in check_sdist(tree, in_sdist(tree))
+
+
+def test_an_sdist_that_lacks_any_file_does_not_pass(tree):
+    whole = in_sdist(tree)
+    for name in whole:
+        with refused(f"{name.removeprefix('fedlas-1.2/')} is missing"):
+            check_sdist(tree, {one: text for one, text in whole.items() if one != name})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fedlas-1.2/secrets.txt", "secrets.txt is not tracked"),
+        ("fedlas-1.2/src/fedlas/__pycache__/x.pyc", "src/fedlas/__pycache__/x.pyc is not tracked"),
+        ("fedlas-1.1/README.md", "fedlas-1.1/README.md is not below fedlas-1.2"),
+        ("README.md", "README.md is not below fedlas-1.2"),
+        *((one, f"{one} leads outside") for one in ("fedlas-1.2/../evil", "../evil", "/etc/evil")),
+    ],
+)
+def test_an_sdist_with_a_stray_file_does_not_pass(tree, name, said):
+    with refused(said):
+        check_sdist(tree, in_sdist(tree) | {name: "x"})
+
+
+def test_an_sdist_with_a_link_another_content_or_name_does_not_pass(tree):
+    whole = in_sdist(tree)
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
+        with refused("py.typed is no file"):
+            check_sdist(tree, whole, **{"py.typed": kind})
+    with refused("README.md is not the one that is tracked"):
+        check_sdist(tree, whole | {"fedlas-1.2/README.md": "changed"})
+    with refused("it is not called fedlas-1.2.tar.gz"):
+        check_sdist(tree, whole, "fedlas-1.3.tar.gz")
+
+
+def test_the_real_requirements_can_be_compared():
+    asked = release.asked_for(supply.project())
+    assert {"torch>=2.6", 'timm>=1.0.3; extra == "train"', 'timm>=1.0.3; extra == "all"'} <= asked
+    assert not any(one.startswith("fedlas") for one in asked)
+    assert not any(one.endswith('extra == "all"') and one.startswith("atheris") for one in asked)
+
+
+def test_a_build_tool_that_is_not_pinned_ends_the_check():
+    assert release.pin("hatchling") == supply.pins()["hatchling"]
+    with pytest.raises(SystemExit, match="nothing-of-this-name is not pinned"):
+        release.pin("nothing-of-this-name")

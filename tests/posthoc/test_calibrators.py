@@ -279,3 +279,17 @@ def test_a_flipped_bit_in_a_saved_calibrator_is_found(tmp_path, back):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"t\.safetensors is damaged"):
         load_calibrator(path)
+
+
+@pytest.mark.parametrize("word", [b"floor", b"1e-0", b"isotonic", b"200"])
+def test_a_flipped_bit_in_the_words_of_a_saved_calibrator_is_found(tmp_path, word):
+    """Its options, and what it was fitted on, were read as they came."""
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(200, 4, generator=generator), torch.arange(200) % 4
+    path = tmp_path / "t.safetensors"
+    Isotonic().fit(logits, labels).save(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(word) + len(word) - 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"t\.safetensors is damaged"):
+        load_calibrator(path)

@@ -12,7 +12,11 @@ from fedlas.data.base.fetching import Source
 from fedlas.data.base.formats import read_idx_pair
 from fedlas.data.base.images import Transform
 
-ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+# One store, with TLS and, as its publishers write the address, without.
+ADDRESSES = (
+    "https://fashion-mnist.s3.eu-central-1.amazonaws.com",
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+)
 
 
 class FashionMNIST(AbstractDataset):
@@ -34,6 +38,14 @@ class FashionMNIST(AbstractDataset):
         "t10k-labels-idx1-ubyte": ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
     }
 
+    # Of the file as it is published; the publishers give an MD5 alone. TensorFlow Datasets wrote these down.
+    sha256: ClassVar[dict[str, str]] = {
+        "train-images-idx3-ubyte": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "train-labels-idx1-ubyte": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "t10k-images-idx3-ubyte": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "t10k-labels-idx1-ubyte": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    }
+
     @property
     def class_names(self) -> tuple[str, ...]:
         words = "T-shirt/top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
@@ -46,4 +58,5 @@ class FashionMNIST(AbstractDataset):
     def _found(self, name: str, md5: str) -> Path:
         folders = ("fashion-mnist", "FashionMNIST/raw", self.debian)
         places = [f"{folder}/{name}{end}" for folder in folders for end in ("", ".gz")]
-        return self.first_file(places, Source((f"{ADDRESS}/{name}.gz",), md5), "fashion-mnist")
+        addresses = tuple(f"{address}/{name}.gz" for address in ADDRESSES)
+        return self.first_file(places, Source(addresses, md5, self.sha256.get(name)), "fashion-mnist")

@@ -41,13 +41,14 @@ from fedlas.predictions import (
     optional_module,
     read_safetensors,
     readable,
+    sealed,
     slices_of,
     two_columns,
     write_whole,
 )
 
 FORMAT = "fedlas.calibrator/1"
-CHECKSUM = "sha256"  # of the numbers, among the words of a file
+CHECKSUM = "sha256"  # of the numbers, among the words of a file; `sealed` adds one of the words too
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
 EXACT_BELOW = 20_000_000  # this many numbers are copied to float64; larger tables keep their type
 
@@ -201,7 +202,7 @@ class AbstractCalibrator(ABC):
         about = {"format": FORMAT, "name": self.name, "options": self.options, "fitted": asdict(self.fitted)}
         tensors = {key: value.cpu().contiguous() for key, value in self.learned.items()}
         words = {key: json.dumps(value) for key, value in (about | {CHECKSUM: _checksum(tensors)}).items()}
-        write_whole(Path(path), optional_module("safetensors.torch").save(tensors, metadata=words))
+        write_whole(Path(path), optional_module("safetensors.torch").save(tensors, metadata=sealed(words, tensors)))
 
     @classmethod
     def load(cls: type[Kind], path: str | Path) -> Kind:

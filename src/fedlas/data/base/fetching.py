@@ -15,6 +15,7 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,10 +41,15 @@ class DamagedFileError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """A file that others publish: its addresses, best first, and the MD5 of its bytes."""
+    """A file that others publish: its addresses, best first, and the MD5 of its bytes.
+
+    An MD5 finds damage, but somebody on the way could make another file that has it. So a file that may come without
+    TLS should have a SHA-256 too; fetching one that has none gives a warning.
+    """
 
     urls: tuple[str, ...]
     md5: str
+    sha256: str | None = None
 
     @property
     def name(self) -> str:
@@ -54,22 +60,37 @@ class Source:
         """Tell a person what to do when the file cannot be fetched."""
         return f"put {self.name} into {folder} by hand: it is at {' or '.join(self.urls)} (MD5 {self.md5})"
 
+    def fault(self, path: Path) -> tuple[str, str, str] | None:
+        """Say which checksum of a file is not the published one, what it is and what it should be."""
+        return _fault(self.md5, self.sha256, lambda kind: _digest_of(path, kind))
+
 
 def md5_of(path: Path) -> str:
     """Hash a file."""
+    return _digest_of(path, "md5")
+
+
+def _digest_of(path: Path, kind: str) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
 
 
-def checked_bytes(path: Path, md5: str | None) -> bytes:
-    """Read a file, once, and make sure of its MD5."""
+def _fault(md5: str | None, sha256: str | None, found: Callable[[str], str]) -> tuple[str, str, str] | None:
+    for kind, name, wanted in (("md5", "MD5", md5), ("sha256", "SHA-256", sha256)):
+        if wanted is not None and (there := found(kind)) != wanted:
+            return name, there, wanted
+    return None
+
+
+def checked_bytes(path: Path, md5: str | None, sha256: str | None = None) -> bytes:
+    """Read a file, once, and make sure of its checksums."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         raise MissingFileError(f"{path} is not there: remove {path.parent} and unpack it again") from None
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if md5 is not None and found != md5:
-        raise DamagedFileError(f"{path} is damaged: its MD5 is {found}, the published one {md5}")
+    fault = _fault(md5, sha256, lambda kind: hashlib.new(kind, content, usedforsecurity=False).hexdigest())
+    if fault is not None:
+        raise DamagedFileError(f"{path} is damaged: its {fault[0]} is {fault[1]}, the published one {fault[2]}")
     return content
 
 
@@ -105,6 +126,12 @@ def fetch(source: Source, folder: Path, *, download: bool = True, progress: Prog
 def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> None:
     reasons = []
     for url in source.urls:
+        if url.startswith("http://") and source.sha256 is None:
+            warnings.warn(
+                f"{url} has no TLS, and only an MD5 is known of what it should give: somebody on the way could put "
+                "another file in its place",
+                stacklevel=2,
+            )
         for _ in range(TRIES):
             try:
                 part = _fetch_part(url, path, progress)
@@ -114,14 +141,14 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
             except (OSError, http.client.HTTPException) as error:
                 reasons.append(f"{url}: {error}")
                 continue
-            found = md5_of(part)
-            if found == source.md5:
+            fault = source.fault(part)
+            if fault is None:
                 with part.open("rb") as file:
                     os.fsync(file.fileno())
                 part.replace(path)
                 return
             part.unlink()  # nothing to go on from: another try starts anew
-            reasons.append(f"{url}: what came has the MD5 {found}")
+            reasons.append(f"{url}: what came has the {fault[0]} {fault[1]}")
     tried = "; ".join(dict.fromkeys(reasons))
     raise MissingFileError(f"{path} could not be fetched ({tried}); {source.advice(path.parent)}")
 
@@ -178,9 +205,9 @@ def unpack(source: Source, root: Path, inside: str, *, download: bool = True, pr
     with locked(folder):
         if folder.exists():
             return folder
-        found = md5_of(archive)
-        if found != source.md5:
-            raise DamagedFileError(f"{archive} is damaged: its MD5 is {found}, the published one {source.md5}")
+        fault = source.fault(archive)
+        if fault is not None:
+            raise DamagedFileError(f"{archive} is damaged: its {fault[0]} is {fault[1]}, the published one {fault[2]}")
         room = Path(tempfile.mkdtemp(prefix=f".{inside}.", dir=root))
         try:
             with _named(archive):
