@@ -123,7 +123,8 @@ class Predictions:
     ) -> "Predictions":
         """Start from probabilities; they are kept exactly as given, and the logits are their logarithms.
 
-        A probability of zero is legal; its logit is the logarithm of the smallest normal number of its type.
+        A probability of zero is legal; its logit is the logarithm of the smallest number of its type (`least_prob`),
+        which is also what the NLL of such a label is made of.
 
         Args:
             probs: rows that sum to one; a vector or single column is the probability of class 1.
@@ -136,7 +137,7 @@ class Predictions:
         check_probs(given, tolerance)
         made = cls.__new__(cls)
         exact = given if given.dtype == torch.float64 else given.float()
-        made._fill(exact.clamp_min(torch.finfo(exact.dtype).tiny).log(), labels, rest, given, top_only)
+        made._fill(exact.clamp_min(least_prob(given.dtype)).log(), labels, rest, given, top_only)
         return made
 
     def _fill(
@@ -449,6 +450,11 @@ def two_columns(values: Float[Tensor, "..."], name: str) -> Float[Tensor, "n cla
 def softmax(logits: Float[Tensor, "n classes *space"]) -> Float[Tensor, "n classes *space"]:
     """Turn logits into probabilities, in float32 or better."""
     return logits.softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def least_prob(dtype: torch.dtype) -> float:
+    """Give the smallest positive number of a type: the one floor of probabilities that a logarithm is taken of."""
+    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 def slices_of(table: Tensor) -> list[slice]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
-from fedlas.metrics.interval import Metric, brier_values, check_level, gaps_of, nll_values
+from fedlas.metrics.interval import Metric, brier_values, check_level, check_mean, gaps_of, nll_values
 from fedlas.metrics.inversion import confidence_curve, difference_interval, unbiased_totals
 from fedlas.metrics.resampling import (
     AbstractGaps,
@@ -106,6 +106,8 @@ def paired_bootstrap(
     rng = np.random.default_rng(seed)
     if metric in PER_SAMPLE:
         ours, theirs = (exact(PER_SAMPLE[metric](model, labels, **options)) for model in (first, second))
+        for found, each in zip(values, (ours, theirs), strict=True):
+            check_mean(found, each)
         difference = (ours - theirs).cpu().numpy()
         low, high = mean_interval(difference, level, resamples, rng)
         noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
