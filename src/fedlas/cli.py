@@ -304,7 +304,9 @@ def calibrate_fit(
         with progress() as watch:
             given = read_file(file, watch)
             watch(f"fitting {method}", 0.0)
-            calibrator.fit(given)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* lies beyond ")  # said below, where it cannot be overlooked
+                calibrator.fit(given)
             watch(f"fitting {method}", 1.0)
             calibrator.save(out)
         words = {"standard_error": "standard error of its logarithm"}
@@ -319,6 +321,8 @@ def calibrate_fit(
         fit = calibrator.fitted
         nll = [] if fit is None else [f"NLL {fit.before:.4g} before, {fit.after:.4g} after, on {fit.n:,} samples"]
         show(f"{method}: {', '.join([*learned, *nll])}", err=True)
+        if fit is not None and fit.doubt:
+            show(f"warning: {out} is written, but do not rely on it: {fit.doubt}", err=True)
         show(out)
 
 

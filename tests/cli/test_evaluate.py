@@ -21,7 +21,7 @@ from fedlas.evaluation import Report, evaluate
 from fedlas.files import read_predictions, write_predictions
 from fedlas.metrics import nll
 from fedlas.ood import detect
-from fedlas.posthoc import build_calibrator, list_calibrators
+from fedlas.posthoc import build_calibrator, list_calibrators, load_calibrator
 from fedlas.predictions import Predictions
 from fedlas.report.answers import known_metrics
 
@@ -418,3 +418,33 @@ def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
     assert shown.exit_code == 1
     assert "loop.csv" in shown.output
     assert "Traceback" not in shown.output
+
+
+def test_a_copy_of_the_judged_file_is_noticed(files):
+    """It was named by its path alone, and the numbers were too good without a word."""
+    (files / "copy.csv").write_bytes((files / "test.csv").read_bytes())
+    with pytest.warns(UserWarning, match="temperature was fitted on the very samples it is judged on"):
+        done = call("evaluate", files / "test.csv", "--calibrate-on", files / "copy.csv", "--json", files / "a.json")
+    assert done.exit_code == 0, done.output
+    assert "fitted on 400 samples, 400 of which are judged too" in done.stdout
+    said = json.loads((files / "a.json").read_text())["models"]["test"]
+    assert [state["known"] for state in said["report"]["states"]] == [0, 400]
+    assert "None" not in done.output
+
+
+def test_a_temperature_at_its_bound_is_no_success(tmp_path):
+    """It was saved and told like any other."""
+    made = drawn(1)
+    write_predictions(Predictions(made.logits, made.prediction), tmp_path / "right.csv")
+    done = call("calibrate", "fit", tmp_path / "right.csv", "--out", tmp_path / "t.safetensors")
+    assert done.exit_code == 0
+    assert done.stderr.count("lies beyond the bound 0.001: every one is classified correctly") == 1
+    assert "warning: " in done.stderr.splitlines()[-1]
+    assert "do not rely on it" in done.stderr
+    assert "lies beyond" in load_calibrator(tmp_path / "t.safetensors").fitted.doubt
+    with pytest.warns(UserWarning, match="lies beyond the bound"):
+        done = call("evaluate", tmp_path / "right.csv", "--json", tmp_path / "a.json")
+    assert "Do not rely on temperature in 2 of 2 parts: the best temperature" in done.stdout
+    (before, after) = json.loads((tmp_path / "a.json").read_text())["models"]["right"]["report"]["states"]
+    assert before["fits"] == []
+    assert all("lies beyond the bound" in fit["doubt"] for fit in after["fits"])
