@@ -163,6 +163,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
     with pytest.raises(ValueError, match=message) as error:
         read_predictions(tmp_path / name)
     assert name in str(error.value)
+    assert error.value.__cause__ is not error.value  # who follows causes comes to an end
 
 
 def test_folders_missing_files_and_other_encodings(tmp_path):

@@ -666,6 +666,8 @@ def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None
         error = given.at_line(lines) if isinstance(given, RowError) and lines is not None else given
         kind = TypeError if isinstance(error, TypeError) else ValueError
         if isinstance(error, kind) and str(path) in str(error):
+            if error is given:
+                raise
             raise error from given
         plain = isinstance(error, ValueError | TypeError)
         raise kind(f"{path}: {error if plain else repr(error)}") from given
