@@ -243,10 +243,13 @@ def evaluate_files(
 
         tried = words(posthoc) or ()
         check_conditions(fail_if or (), tried)
-        check_places([html, None if json in {None, "-"} else Path(str(json))], figures)
+        kept = None if json in {None, "-"} else Path(str(json))
+        check_places([html, kept], figures)
         made: list[Path] = []
         named = named_files(files)
-        refuse_own_input(named.values(), [html, None if json in {None, "-"} else Path(str(json))])
+        refuse_own_input(named.values(), [html, kept])
+        refuse_other_kind(kept, "answer of fedlas", is_answer)
+        refuse_other_kind(html, "page of fedlas", is_page)
         with progress() as watch:
             given = {name: run_model(path, images, watch) if path.is_dir() else path for name, path in named.items()}
             answer = judge_files(
@@ -293,12 +296,13 @@ def calibrate_fit(
     """Learn a calibrator, and save it."""
     with one_line_errors():
         from fedlas.metrics import nll as loss_of
-        from fedlas.posthoc import build_calibrator
+        from fedlas.posthoc import build_calibrator, load_calibrator
         from fedlas.train.recipe import value_of
 
         if out.suffix.lower() != ".safetensors":
             raise ValueError(f"--out {out}: a calibrator is kept in a .safetensors file")
         refuse_own_input([file], [out])
+        refuse_other_kind(out, "calibrator", load_calibrator)
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
         with progress() as watch:
@@ -335,10 +339,11 @@ def calibrate_apply(
 ) -> None:
     """Repair predictions with a saved calibrator."""
     with one_line_errors():
-        from fedlas.files import write_predictions
+        from fedlas.files import read_predictions, write_predictions
         from fedlas.posthoc import load_calibrator
 
         refuse_own_input([calibrator, file], [out])
+        refuse_other_kind(out, "file of predictions", read_predictions)
         with progress() as watch:
             given = read_file(file, watch)
             repaired = load_calibrator(calibrator).transform(given)
@@ -364,7 +369,9 @@ def detect_foreign(
         from fedlas.ood import detect
 
         named = foreign_files(foreign)
-        refuse_own_input([known, *named.values()], [None if json in {None, "-"} else Path(str(json))])
+        kept = None if json in {None, "-"} else Path(str(json))
+        refuse_own_input([known, *named.values()], [kept])
+        refuse_other_kind(kept, "answer of fedlas", is_answer)
         with progress() as watch:
             judged = read_file(known, watch)
             given = {name: read_file(path, watch) for name, path in named.items()}
@@ -395,6 +402,9 @@ def compare_models(
         from fedlas.experiments.ledger import Ledger
         from fedlas.experiments.versus import HEAD, side, versus
 
+        kept = None if json in {None, "-"} else Path(str(json))
+        refuse_own_input([Path(first), Path(second)], [kept])
+        refuse_other_kind(kept, "answer of fedlas", is_answer)
         book = Ledger(ledger)
         options = {"level": level, "resamples": resamples, "seed": seed}
         found = versus(side(first, book), side(second, book), words(metrics), **options)
@@ -510,6 +520,43 @@ def refuse_own_input(given: Iterable[Path], made: Iterable[Path | None]) -> None
     for path in filter(None, made):
         if path.resolve() in read:
             raise ValueError(f"{path} is read, so it is not written over; name another file")
+
+
+def refuse_other_kind(path: Path | None, what: str, written: Callable[[Path], object]) -> None:
+    """Refuse to write over a file that is not of the kind that this command writes.
+
+    Args:
+        path: the file; one that is not there, or is empty, may be written.
+        what: the kind in words.
+        written: reads such a file; an error, or False, means that it is another kind.
+    """
+    if path is None or not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is about to go
+            fine = written(path) is not False
+    except (ValueError, TypeError, KeyError):
+        fine = False
+    if not fine:
+        raise ValueError(
+            f"{path} is there and is no {what}, so it is not written over; remove it, or name another file"
+        )
+
+
+def is_answer(path: Path) -> bool:
+    """Say whether a file is one that `--json` wrote."""
+    from json import loads
+
+    found = loads(path.read_text(encoding="utf-8"))
+    first = found[0] if isinstance(found, list) and found else found
+    known = ({"format", "models"}, {"sets", "mean"}, {"metric", "pairs"})  # of evaluate, ood and compare
+    return isinstance(first, dict) and any(names <= first.keys() for names in known)
+
+
+def is_page(path: Path) -> bool:
+    """Say whether a file is one that `--html` wrote."""
+    return b'<meta name="generator" content="fedlas">' in path.read_bytes()[:4096]
 
 
 def check_places(files: Sequence[Path | None], folder: Path | None) -> None:

@@ -323,6 +323,43 @@ def test_what_is_read_is_not_written_over(files):
     assert (done.exit_code, "kept in a .safetensors file" in done.stderr) == (1, True)
 
 
+def test_nothing_of_another_kind_is_written_over(files):
+    """Data, a calibrator or a run's predictions were gone after a slip of the keyboard."""
+    kept = files / "c.safetensors"
+    assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
+    write_predictions(drawn(3), files / "run.safetensors")
+    (files / "notes.csv").write_text("these are,no predictions\n1,2\n")
+    (files / "mine.json").write_text('{"logits": [[1, 2]], "labels": [0]}')
+    test, far = files / "test.csv", f"far={files / 'far.npz'}"
+    for words, what in (
+        (["calibrate", "fit", files / "val.csv", "--out", files / "run.safetensors"], "no calibrator"),
+        (["calibrate", "apply", kept, test, "--out", files / "notes.csv"], "no file of predictions"),
+        (["evaluate", test, "--html", files / "val.csv"], "no page of fedlas"),
+        (["evaluate", test, "--json", files / "mine.json"], "no answer of fedlas"),
+        (["ood", test, far, "--json", files / "val.csv"], "no answer of fedlas"),
+        (["compare", test, test, "--json", files / "mine.json"], "no answer of fedlas"),
+    ):
+        before = Path(words[-1]).read_bytes()
+        done = call(*words)
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
+        assert f"is there and is {what}, so it is not written over" in done.stderr
+        assert Path(words[-1]).read_bytes() == before
+
+
+def test_what_the_same_command_wrote_is_written_again(files):
+    kept, test = files / "c.safetensors", files / "test.csv"
+    for words in (
+        ["calibrate", "fit", files / "val.csv", "--out", kept],
+        ["calibrate", "apply", kept, test, "--out", files / "fixed.csv"],
+        ["evaluate", test, "--html", files / "page.html", "--json", files / "a.json"],
+        ["ood", test, f"far={files / 'far.npz'}", "--json", files / "o.json"],
+        ["compare", test, files / "fixed.csv", "--metrics", "accuracy", "--json", files / "b.json"],
+    ):
+        for _ in range(2):
+            done = call(*words)
+            assert done.exit_code == 0, done.output
+
+
 def test_a_fit_says_what_it_found_and_a_table_stays_what_it_was(files):
     done = call("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors")
     found = build_calibrator("temperature").fit(drawn(1))
