@@ -485,3 +485,53 @@ def test_a_temperature_at_its_bound_is_no_success(tmp_path):
     (before, after) = json.loads((tmp_path / "a.json").read_text())["models"]["right"]["report"]["states"]
     assert before["fits"] == []
     assert all("lies beyond the bound" in fit["doubt"] for fit in after["fits"])
+
+
+def named(seed=2, **rest):
+    made = drawn(seed)
+    given = {"ids": [f"image {i}" for i in range(len(made))], "class_names": ("ant", "bee", "cow"), "split": "test"}
+    return Predictions(made.logits, made.labels, **(given | rest))
+
+
+@pytest.mark.parametrize("command", ["compare", "evaluate"])
+def test_samples_are_paired_by_their_names(files, command):
+    """`compare` took them in the order of their rows, and complained about labels."""
+    write_predictions(named(), files / "a.npz")
+    write_predictions(named()[torch.randperm(400)], files / "b.npz")
+    done = call(command, files / "a.npz", files / "b.npz", "--json", "-")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    pairs = [one["pairs"][0] for one in found] if command == "compare" else found["compared"]
+    assert len(pairs) >= 3
+    assert all(one["difference"] == pytest.approx(0, abs=1e-9) for one in pairs)
+
+
+@pytest.mark.parametrize("command", ["compare", "evaluate"])
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (
+            {"class_names": ("ant", "bee", "dog")},
+            "the models know other classes: 'cow' in the first alone; 'dog' in the",
+        ),
+        ({"split": "val"}, "judged on the split 'test', the second on 'val'"),
+        (
+            {"ids": [f"image {i}" for i in range(1, 401)]},
+            "by their ids these are not the same samples: 1 are in",
+        ),
+        ({}, "labels: row 3 ('image 3') is "),
+    ],
+)
+def test_what_differs_is_named_where_models_cannot_be_compared(files, command, rest, message):
+    labels = drawn(2).labels
+    labels[3] = (labels[3] + 1) % 3
+    other = named(**rest) if rest else Predictions(drawn(2).logits, labels, ids=named().ids)
+    write_predictions(named(), files / "a.npz")
+    write_predictions(other, files / "b.npz")
+    done = call(command, files / "a.npz", files / "b.npz")
+    assert (done.exit_code, message in done.output) == (int(command == "compare"), True), done.output
+
+
+def test_columns_that_are_only_numbered_name_no_class(files):
+    write_predictions(named(), files / "a.npz")
+    assert call("compare", files / "test.csv", files / "a.npz", "--metrics", "accuracy").exit_code == 0
