@@ -585,7 +585,7 @@ def _is_percentage(probs: Tensor, place: tuple[int, ...]) -> bool:
     if probs.ndim != 2 or probs.shape[1] != 2 or not place:
         return False
     rest, own = probs[place].tolist()
-    return 1 < own <= 100 and rest == 1 - own
+    return bool(1 < own <= 100 and rest == 1 - own)
 
 
 def _allowed(probs: Tensor, tolerance: float | Tensor | None) -> float | Tensor:
