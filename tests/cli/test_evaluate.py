@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedlas.cli import app, progress
+from fedlas.cli import app
+from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
 from fedlas.files import read_predictions, write_predictions
 from fedlas.metrics import nll
@@ -297,7 +298,8 @@ def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
     def told():
         yield lambda word, share: seen.append((word, share))
 
-    monkeypatch.setattr("fedlas.cli.progress", told)
+    for commands in ("answers", "repairs"):
+        monkeypatch.setattr(f"fedlas.cli.{commands}.progress", told)
     assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
     kept = files / "c.safetensors"
     assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
