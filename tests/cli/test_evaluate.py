@@ -481,6 +481,8 @@ def test_a_temperature_at_its_bound_is_no_success(tmp_path):
     assert "warning: " in done.stderr.splitlines()[-1]
     assert "do not rely on it" in done.stderr
     assert "lies beyond" in load_calibrator(tmp_path / "t.safetensors").fitted.doubt
+    words = ("calibrate", "apply", tmp_path / "t.safetensors", tmp_path / "right.csv", "--out", tmp_path / "fixed.csv")
+    assert "warning: do not rely on what" in call(*words).stderr
     with pytest.warns(UserWarning, match="lies beyond the bound"):
         done = call("evaluate", tmp_path / "right.csv", "--json", tmp_path / "a.json")
     assert "Do not rely on temperature in 2 of 2 parts: the best temperature" in done.stdout

@@ -72,7 +72,10 @@ def calibrate_apply(
         refuse_other_kind(out, "file of predictions", read_predictions)
         with progress() as watch:
             given = read_file(file, watch)
-            repaired = load_calibrator(calibrator).transform(given)
+            learned = load_calibrator(calibrator)
+            repaired = learned.transform(given)
             # A table of probabilities becomes another one.
             write_predictions(repaired, out, probs=probs or given.given_probs is not None)
+        if learned.fitted is not None and learned.fitted.doubt:
+            show(f"warning: do not rely on what {calibrator} repairs: {learned.fitted.doubt}", err=True)
         show(out)
