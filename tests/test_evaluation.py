@@ -170,8 +170,58 @@ def test_judging_where_it_was_fitted_warns():
         {"posthoc": ["temperature"], "calibration": given},
         {"posthoc": ["temperature"], "calibration": predictions(seed=1)},
     ):
-        with pytest.warns(UserWarning, match="the split it is judged on"):
+        with pytest.warns(UserWarning, match=r"was fitted on .* it is judged on: its numbers are too good") as told:
             evaluate(given, intervals=False, **options)
+        assert "None" not in str(told[0].message)
+
+
+def judged_after(given, other):
+    return evaluate(given, posthoc=["temperature"], calibration=other, intervals=False).after["temperature"]
+
+
+def unnamed(given, **rest):
+    return Predictions(given.logits, given.labels, **rest)
+
+
+@pytest.mark.parametrize("what", ["copy", "other order", "part", "more"])
+def test_calibrating_on_copies_of_what_is_judged_warns(what):
+    """Files of the same content under another name were not noticed."""
+    given, more = unnamed(predictions(200)), predictions(100, seed=1)
+    order = torch.randperm(200)
+    other = {
+        "copy": unnamed(given),
+        "other order": given[order],
+        "part": given[order[:50]],
+        "more": Predictions(torch.cat([more.logits, given.logits[:30]]), torch.cat([more.labels, given.labels[:30]])),
+    }[what]
+    known = {"copy": 200, "other order": 200, "part": 50, "more": 30}[what]
+    many = "" if known == 200 else f"{known} of "
+    with pytest.warns(UserWarning, match=f"temperature was fitted on {many}the very samples it is judged on"):
+        state = judged_after(given, other)
+    assert state.known == known
+    assert type(state).from_dict(state.to_dict()).known == known
+
+
+@pytest.mark.parametrize("word", ["ids", "index"])
+def test_names_tell_which_samples_are_judged_too(word):
+    given = predictions(200)
+    names = [f"image {i}" for i in range(300)] if word == "ids" else torch.arange(300)
+    rounded = Predictions.from_probs(given.probs.double().round(decimals=4), given.labels, tolerance=1e-2)
+    judged = unnamed(given, **{word: names[:200]})
+    other = unnamed(rounded[150:], **{word: names[150:200]})
+    with pytest.warns(UserWarning, match="fitted on 50 of the very samples"):
+        assert judged_after(judged, other).known == 50
+    # Two splits whose samples are both counted from zero have no sample in common.
+    assert judged_after(judged, unnamed(predictions(200, seed=1), **{word: names[:200]})).known == 0
+    assert judged_after(judged, unnamed(given[:100], **{word: names[200:]})).known == 0
+
+
+def test_rows_that_are_equal_by_chance_are_other_samples():
+    make = torch.Generator().manual_seed(0)
+    shares = [(torch.rand(400, generator=make) * 20).round() / 20 for _ in range(2)]
+    labels = [(torch.rand(400, generator=make) < 0.8 * share + 0.1).long() for share in shares]
+    judged, other = (Predictions.from_probs(share, label) for share, label in zip(shares, labels, strict=True))
+    assert judged_after(judged, other).known == 0
 
 
 @pytest.mark.usefixtures("in_small_parts")

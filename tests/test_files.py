@@ -9,10 +9,11 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fedlas.evaluation import evaluate
 from fedlas.files import READERS, WRITERS, read_predictions, write_predictions
-from fedlas.predictions import Predictions
+from fedlas.predictions import FORMAT, Predictions
 
 NAMES = ("cat", 'd"o,g', "ω\nemu")
 
@@ -139,13 +140,17 @@ def test_nothing_is_unpickled(tmp_path):
         ("p.json", '{"logits": [[1, true]], "labels": [0]}', "row 0 of logits holds bool and int"),
         ("p.json", '{"logits": [[1, 2]], "labels": [null]}', "labels holds NoneType"),
         ("p.csv", 'prob_a,prob_b,label\n"0.5,0.5,a\n' + "x" * 140_000, "line 3 cannot be taken apart"),
-        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.9,a\n", "row 1 is not a distribution"),
-        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,7\n", "row 0 is outside 0"),
+        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.9,a\n", "probs: line 3 is not a distribution"),
+        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,7\n", "labels: line 2 is outside 0"),
         ("p.csv", "confidence,prediction,label\n0.9,1,cat\n0.9,2,dog\n", "one of label and prediction holds numbers"),
-        ("p.csv", "confidence,prediction,label\n0.9,a,a\n0.0001,a,b\n", "row 1 is not between 0.001 and 1"),
+        (
+            "p.csv",
+            "confidence,prediction,label\n0.9,a,a\n0.0001,a,b\n",
+            "confidence: line 3 is not between",
+        ),
         ("p.json", '{"logits": [[1, NaN]], "labels": [0]}', "NaN is no number"),
         ("p.json", '{"scores": [[1, 2]], "labels": [0]}', "expected exactly one of .*its columns are scores, labels"),
-        ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits": [1, 2]}', "record 1 and the first one .*: label"),
+        ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits": [1, 2]}', "line 2 and the first one .*: label"),
         ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits', "line 2 is no JSON"),
         ("p.jsonl", "", "has no records"),
         ("p.jsonl", '{"logits": [1, 2], "probs": [0.5, 0.5], "label": 0}', "expected exactly one of"),
@@ -158,6 +163,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
     with pytest.raises(ValueError, match=message) as error:
         read_predictions(tmp_path / name)
     assert name in str(error.value)
+    assert error.value.__cause__ is not error.value  # who follows causes comes to an end
 
 
 def test_folders_missing_files_and_other_encodings(tmp_path):
@@ -262,7 +268,7 @@ def test_a_label_is_a_class_name_whatever_its_type(tmp_path, ending):
 
 def test_a_number_that_is_a_name_elsewhere_is_refused(tmp_path):
     (tmp_path / "p.csv").write_text("prob_1,prob_2,label\n0.5,0.5,1\n0.5,0.5,0\n")
-    with pytest.raises(ValueError, match="row 1 has label '0', expected one of the classes 1, 2"):
+    with pytest.raises(ValueError, match="line 3 has label '0', expected one of the classes 1, 2"):
         read_predictions(tmp_path / "p.csv")
     (tmp_path / "q.csv").write_text("prob_a,prob_b,label\n0.5,0.5,1\n0.5,0.5,0\n")
     assert read_predictions(tmp_path / "q.csv").labels.tolist() == [1, 0]
@@ -329,3 +335,91 @@ def test_lines_of_json_take_little_more_memory_than_their_numbers(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2.5 * 8 * 3_000 * 100
+
+
+LINES = {
+    "cells": ("0.5,0.5", "line 6 has 2 cells"),
+    "no number": ("0.5,x,a,0", "line 6 holds something that is not a number"),
+    "no distribution": ("0.5,0.9,a,0", "probs: line 6 is not a distribution"),
+    "label": ("0.5,0.5,c,0", "line 6 has label 'c'"),
+    "index": ("0.5,0.5,a,none", "line 6 has index 'none', expected a whole number"),
+}
+
+
+@pytest.mark.parametrize("what", LINES)
+def test_errors_about_a_csv_name_the_line_as_an_editor_counts(tmp_path, what):
+    """Some counted rows from 0, some rows from 1, some lines; blank lines and cells of two lines moved all of them."""
+    row, message = LINES[what]
+    (tmp_path / "p.csv").write_text(f'prob_a,prob_b,"label",index\n0.5,0.5,"a\n",0\n\n0.5,0.5,b,1\n{row}\n')
+    with pytest.raises(ValueError, match=message):
+        read_predictions(tmp_path / "p.csv")
+
+
+def test_errors_about_records_name_the_line_too(tmp_path):
+    good = '{"probs": [0.5, 0.5], "label": 0}\n\n'
+    for bad, message in {
+        '{"probs": [0.5, 0.9], "label": 0}': "probs: line 3 is not a distribution",
+        '{"probs": [0.5, 0.5], "label": 7}': "labels: line 3 is outside",
+        '{"probs": [0.5], "label": 0}': "line 3 of probs is not a list of 2 numbers",
+        "7": "line 3 is int",
+    }.items():
+        (tmp_path / "p.jsonl").write_text(good + bad)
+        with pytest.raises(ValueError, match=message):
+            read_predictions(tmp_path / "p.jsonl")
+
+
+def test_a_number_that_is_spelled_like_no_class_is_refused(tmp_path):
+    """The label 1 was the second column, although the first class is called 01."""
+    for names in (("01", "02"), ("1.0", "2.0")):
+        (tmp_path / "p.csv").write_text(f"prob_{names[0]},prob_{names[1]},label\n0.9,0.1,1\n0.2,0.8,0\n")
+        with pytest.raises(ValueError, match=f"is the label '1' the class '{names[0]}', or the place 1"):
+            read_predictions(tmp_path / "p.csv")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prob_Cat,prob_cat,label\n0.9,0.1,Cat\n",
+        "confidence,prediction,label\n0.9,Cat,cat\n",
+        '{"probs": {"Cat": 0.9, "cat": 0.1}, "label": "Cat"}',
+    ],
+)
+def test_classes_that_differ_in_capitals_alone_are_told(tmp_path, text):
+    path = tmp_path / ("p.jsonl" if text[0] == "{" else "p.csv")
+    path.write_text(text)
+    with pytest.warns(UserWarning, match="'Cat' and 'cat' are taken as two classes; if they are one, write them alike"):
+        assert set(read_predictions(path).class_names) >= {"Cat", "cat"}
+    (tmp_path / "q.csv").write_text("confidence,prediction,label\n0.9,01,1\n0.9,2,2\n")
+    with pytest.warns(UserWarning, match="'01' and '1' are taken as two classes"):
+        read_predictions(tmp_path / "q.csv")
+
+
+def test_two_classes_of_one_name_are_refused_in_any_file(tmp_path):
+    made = some(class_names=["a", "b", "c"])
+    np.savez(tmp_path / "p.npz", logits=made.logits.numpy(), labels=made.labels.numpy(), class_names=["a", "a", "b"])
+    words = {"format": json.dumps(FORMAT), "class_names": json.dumps(["a", "a", "b"])}
+    save_file({"logits": made.logits, "labels": made.labels}, tmp_path / "p.safetensors", metadata=words)
+    for ending in (".npz", ".safetensors"):
+        with pytest.raises(ValueError, match=rf"p\{ending}: two classes have the same name, 'a'"):
+            read_predictions(tmp_path / f"p{ending}")
+        with pytest.raises(ValueError, match="two classes have the same name"):
+            write_predictions(some(class_names=["a", "a", "b"]), tmp_path / f"q{ending}")
+        assert not (tmp_path / f"q{ending}").exists()
+
+
+def test_percentages_are_noticed(tmp_path):
+    rows = [(70, 20, 10), (33.3, 33.3, 33.3), (5, 90, 5), (1.5, 98, 0.5)]
+    for kind in ("prob", "logit"):
+        lines = [f"{a},{b},{c},x\n" for a, b, c in rows]
+        (tmp_path / f"{kind}.csv").write_text(f"{kind}_x,{kind}_y,{kind}_z,label\n{''.join(lines)}")
+    with pytest.raises(ValueError, match="these look like percentages: divide them by 100"):
+        read_predictions(tmp_path / "prob.csv")
+    with pytest.warns(UserWarning, match="sums to 100. If these are percentages, .* divide them by 100"):
+        read_predictions(tmp_path / "logit.csv")
+    (tmp_path / "one.csv").write_text("prob_1,label\n90,1\n20,0\n")
+    with pytest.raises(ValueError, match="these look like percentages: divide them by 100"):
+        read_predictions(tmp_path / "one.csv")
+    (tmp_path / "top.csv").write_text("confidence,prediction,label\n90,a,a\n20,b,a\n")
+    with pytest.raises(ValueError, match="percentages are divided by 100"):
+        read_predictions(tmp_path / "top.csv")
+    Predictions(100 * torch.eye(30), torch.arange(30))  # certain, and no percentages

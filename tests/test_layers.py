@@ -217,7 +217,7 @@ def classes(source: str) -> list[ast.ClassDef]:
 
 def only_the_command_line_prints(modules: Modules) -> list[str]:
     return [
-        f"{name}:{node.lineno} prints; only cli.py does"
+        f"{name}:{node.lineno} prints; only cli does"
         for name, source in modules.items()
         if room(name) != "cli"
         for node in ast.walk(parse(source))

@@ -264,12 +264,12 @@ def test_columns_are_recognised_by_name_never_by_value(tmp_path):
         ("a,b,label\n1,2,0\n", "its columns are a, b, label"),
         ("prob_a,logit_a,label\n1,2,0\n", "exactly one of"),
         ("prob_a,prob_b,label_a\n0.5,0.5,1\n", "one column `label`"),
-        ("prob_a,prob_b,label\n0.5,0.5\n", "row 0 has 2 cells, the header has 3"),
+        ("prob_a,prob_b,label\n0.5,0.5\n", "line 2 has 2 cells, the header has 3"),
         ("prob_a,prob_b,label\n0.5,x,a\n", "not a number"),
-        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,7\n", "row 1 has label '7', expected one of the classes a, b"),
-        ("prob_a,prob_b,label\n0.5,0.5,emu\n", "row 0 has label 'emu', expected a class name or a whole number"),
-        ("prob_a,prob_b,label\n0.5,0.5,2\n", r"labels: row 0 is outside 0\.\.1"),
-        ("prob_a,prob_b,label\n0.5,0.6,a\n0.50,0.57,a\n", "row 1 is not a distribution"),
+        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,7\n", "line 3 has label '7', expected one of the classes a, b"),
+        ("prob_a,prob_b,label\n0.5,0.5,emu\n", "line 2 has label 'emu', expected a class name or a whole number"),
+        ("prob_a,prob_b,label\n0.5,0.5,2\n", r"labels: line 2 is outside 0\.\.1"),
+        ("prob_a,prob_b,label\n0.5,0.6,a\n0.50,0.57,a\n", "line 3 is not a distribution"),
         ("prob_a,prob_b,label\n", "no rows"),
         ("", "it is empty"),
     ],
@@ -282,12 +282,12 @@ def test_csv_errors(tmp_path, text, named):
 def test_rounded_text_may_miss_one_by_half_a_digit_per_class(tmp_path):
     known = Predictions.from_csv(table(tmp_path, "prob_a,prob_b,prob_c,label\n0.33,0.33,0.33,a\n3.3e-1,.33,0.33,b\n"))
     assert known.probs[0].tolist() == [0.33, 0.33, 0.33]
-    with pytest.raises(ValueError, match="row 0"):
+    with pytest.raises(ValueError, match="line 2"):
         Predictions.from_csv(table(tmp_path, "prob_a,prob_b,prob_c,label\n0.330,0.330,0.330,a\n"))
 
 
-def test_a_cell_that_is_no_number_is_named_with_its_row(tmp_path):
-    with pytest.raises(ValueError, match=r"row 1 holds something that is not a number .*'x'"):
+def test_a_cell_that_is_no_number_is_named_with_its_line(tmp_path):
+    with pytest.raises(ValueError, match=r"line 4 holds something that is not a number .*'x'"):
         Predictions.from_csv(table(tmp_path, "prob_a,prob_b,label\n0.5,0.5,a\n\n0.5,x,a\n"))
 
 
@@ -313,7 +313,7 @@ def test_each_number_of_a_row_adds_half_of_its_last_digit(tmp_path, row, allowed
     if allowed:
         assert len(Predictions.from_csv(path)) == 1
     else:
-        with pytest.raises(ValueError, match="row 0 is not a distribution"):
+        with pytest.raises(ValueError, match="line 2 is not a distribution"):
             Predictions.from_csv(path)
 
 
@@ -338,7 +338,7 @@ def test_csv_with_the_top_class_alone(tmp_path):
     assert known.correct.tolist() == [True, False, False]
     known.save(tmp_path / "p")
     assert Predictions.load(tmp_path / "p").top_only
-    with pytest.raises(ValueError, match="confidence: row 0 is not between"):
+    with pytest.raises(ValueError, match="confidence: line 2 is not between"):
         Predictions.from_csv(table(tmp_path, "confidence,prediction,label\n0,a,b\n"))
 
 

@@ -34,6 +34,7 @@ from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import with_logits
+from fedlas.posthoc.leakage import samples_in_both
 from fedlas.predictions import Array, Predictions, readable, slices_of, write_whole
 
 FORMAT = "fedlas.report/1"
@@ -54,6 +55,7 @@ class State:
         detection: how well foreign data is told apart, where some was given.
         fits: how the calibrator was fitted: once, or once for each fold.
         parameters: what it learned, where that is a single number.
+        known: how many of the samples that it was fitted on are judged too, as far as can be told.
         pairs: confidence and correctness of each sample, in the order of the predictions, for curves and histograms;
             not written to files.
     """
@@ -64,6 +66,7 @@ class State:
     detection: Detection | None = None
     fits: tuple[Fit, ...] = ()
     parameters: Mapping[str, float] = field(default_factory=dict)
+    known: int = 0
     pairs: Pairs | None = None
 
     def __getitem__(self, metric: str) -> Result:
@@ -80,6 +83,7 @@ class State:
             "detection": None if self.detection is None else self.detection.to_dict(),
             "fits": [asdict(fit) for fit in self.fits],
             "parameters": dict(self.parameters),
+            "known": self.known,
         }
 
     @classmethod
@@ -93,6 +97,7 @@ class State:
             detection=None if found is None else Detection.from_dict(found),
             fits=tuple(Fit.from_dict(one) for one in fields["fits"]),
             parameters=fields["parameters"],
+            known=fields.get("known", 0),  # older reports did not look
         )
 
 
@@ -223,7 +228,9 @@ def evaluate(
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
     steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + len(chosen), watch)
     steps.within(0.0)
-    repairs = _named([_repair(one, predictions, calibration, dealt, steps, whole=bool(ood)) for one in chosen])
+    both = 0 if calibration is None or all(map(_is_fitted, chosen)) else samples_in_both(predictions, calibration)
+    about: dict[str, Any] = {"whole": bool(ood), "known": both}
+    repairs = _named([_repair(one, predictions, calibration, dealt, steps, **about) for one in chosen])
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
@@ -270,11 +277,19 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Repair:
-    """A fitted calibrator, or one for each fold of the samples and one of all of them."""
+    """A fitted calibrator, or one for each fold of the samples and one of all of them.
+
+    Args:
+        calibrators: one, or one for each fold.
+        whole: one of all samples.
+        fold: which part each sample is in.
+        known: how many of the samples that it was fitted on are judged too.
+    """
 
     calibrators: tuple[AbstractCalibrator, ...]
     whole: AbstractCalibrator
     fold: Tensor | None = None
+    known: int = 0
 
     def judged(self, part: Predictions, rows: slice) -> Predictions:
         """Repair samples whose labels are looked at, each by a calibrator that does not know its label."""
@@ -303,7 +318,8 @@ class _Run:
         means = {name: value for name, value in means.items() if math.isfinite(value)}
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)
         found, bins, pairs = self.digest.results(intervals), self.digest.histograms(), self.digest.top
-        return State(self.name, found, bins, detection, fits, means, pairs)
+        known = 0 if self.repair is None else self.repair.known
+        return State(self.name, found, bins, detection, fits, means, known, pairs)
 
 
 def _read(
@@ -345,20 +361,25 @@ def _repair(
     steps: _Steps,
     *,
     whole: bool,
+    known: int,
 ) -> _Repair:
     calibrator = build_calibrator(wanted) if isinstance(wanted, str) else wanted
     if calibrator.fitted is None and calibration is not None:
         calibrator = _copy(calibrator).fit(calibration)
         steps.done()
+    else:
+        known = 0
     if calibrator.fitted is not None:
         split = calibrator.fitted.split
-        if calibration is predictions or (split is not None and split == predictions.split):
+        same = f"{split!r}, the split it is judged on" if split is not None and split == predictions.split else ""
+        if known:
+            of = "" if known == len(predictions) else f"{known:,} of "
+            same = f"{of}the very samples it is judged on"
+        if same:
             warnings.warn(
-                f"{calibrator.name} was fitted on {split!r}, the split it is judged on: its numbers are too good",
-                UserWarning,
-                stacklevel=3,
+                f"{calibrator.name} was fitted on {same}: its numbers are too good", UserWarning, stacklevel=3
             )
-        return _Repair((calibrator,), calibrator)
+        return _Repair((calibrator,), calibrator, known=known)
     folds = int(dealt.max()) + 1
     if len(predictions) < 2 * folds:
         few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"

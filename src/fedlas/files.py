@@ -17,7 +17,7 @@ import csv
 import io
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ import torch
 from fedlas.predictions import (
     NUMBERS,
     Predictions,
+    check_distinct,
     check_unpacked,
     named,
     optional_module,
@@ -98,7 +99,7 @@ def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
     with readable(path):
         found = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_number)
     if isinstance(found, list):
-        return Predictions.from_columns(_columns(enumerate(found), path), path, split)
+        return Predictions.from_columns(_columns(enumerate(found), path, "record")[0], path, split)
     if not isinstance(found, dict):
         raise ValueError(f"{path}: an object of columns or a list of records is expected, not {type(found).__name__}")  # noqa: TRY004
     scalars = {"split", "format"}
@@ -108,7 +109,7 @@ def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
     columns = {}
     for name, column in found.items():
         if name not in scalars:
-            filled = _Column(name, column[0] if column else None)
+            filled = _Column(name, column[0] if column else None, "row")
             for row, value in enumerate(column):
                 filled.add(value, row, path)
             columns[name] = filled.filled(path)
@@ -117,7 +118,8 @@ def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
 
 def _jsonl(path: Path, split: str | None, watch: Watch | None) -> Predictions:
     with path.open(encoding="utf-8-sig") as file:
-        return Predictions.from_columns(_columns(_records(read_lines(file, path, watch), path), path), path, split)
+        columns, lines = _columns(_records(read_lines(file, path, watch), path), path, "line")
+    return Predictions.from_columns(columns, path, split, lines=lines)
 
 
 def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
@@ -140,49 +142,51 @@ def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
 
 
 def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 yield number, json.loads(line, parse_constant=_no_number)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}: line {number + 1} is no JSON ({error})") from error
+                raise ValueError(f"{path}: line {number} is no JSON ({error})") from error
 
 
-def _columns(records: Iterable[tuple[int, Any]], path: Path) -> dict[str, Any]:
-    """Turn records into columns; `probs` as an object by class becomes a column for each class.
+def _columns(records: Iterable[tuple[int, Any]], path: Path, word: str) -> tuple[dict[str, Any], Sequence[int]]:
+    """Turn records into columns, and give the number of each; `probs` by class becomes a column for each class.
 
     Numbers that make tables are kept as such while lines are read: objects of Python take many times the memory.
     """
     columns: dict[str, _Column] = {}
-    for count, (number, record) in enumerate(records):
+    numbers = array("q")
+    for number, record in records:
         if not isinstance(record, dict):
             kind = type(record).__name__
-            raise ValueError(f"{path}: record {number} is {kind}; an object with names is expected")  # noqa: TRY004
+            raise ValueError(f"{path}: {word} {number} is {kind}; an object with names is expected")  # noqa: TRY004
         flat: dict[str, Any] = {}
         for name, value in record.items():
             if isinstance(value, dict):  # {"probs": {"cat": 0.7, "dog": 0.3}}
                 flat |= {f"{name.removesuffix('s')}_{key}": one for key, one in value.items()}
             else:
                 flat[name] = value
-        if not count:
-            columns = {name: _Column(name, value) for name, value in flat.items()}
+        if not numbers:
+            columns = {name: _Column(name, value, word) for name, value in flat.items()}
+        numbers.append(number)
         if flat.keys() != columns.keys():
             odd = some_of(sorted(flat.keys() ^ columns.keys()))
-            raise ValueError(f"{path}: record {number} and the first one do not have the same names: {odd}")
+            raise ValueError(f"{path}: {word} {number} and the first one do not have the same names: {odd}")
         for name, value in flat.items():
-            columns[name].add(value, count, path)
+            columns[name].add(value, number, path)
     if not columns:
         raise ValueError(f"{path} has no records; at least one sample is needed")
-    return {name: column.filled(path) for name, column in columns.items()}
+    return {name: column.filled(path) for name, column in columns.items()}, numbers
 
 
 class _Column:
     """A column that is filled row by row: with numbers, with rows of numbers, or with words."""
 
-    __slots__ = ("name", "values", "width")  # a file may have a million of them
+    __slots__ = ("name", "values", "width", "word")  # a file may have a million of them
 
-    def __init__(self, name: str, first: Any) -> None:
-        self.name = name
+    def __init__(self, name: str, first: Any, word: str) -> None:
+        self.name, self.word = name, word
         self.width = len(first) if isinstance(first, list) else None
         table = self.width is not None or name.startswith(NUMBERS) or name == "confidence"
         self.values: Any = array("d") if table else []
@@ -194,12 +198,12 @@ class _Column:
             return
         many = self.width is not None
         if isinstance(value, list) is not many or (many and len(value) != self.width):
-            wanted = f"a list of {self.width} numbers like row 0" if many else "a number"
-            raise ValueError(f"{path}: row {row} of {self.name} is not {wanted}")
+            wanted = f"a list of {self.width} numbers like the first" if many else "a number"
+            raise ValueError(f"{path}: {self.word} {row} of {self.name} is not {wanted}")
         given = value if many else [value]
         if not set(map(type, given)) <= {int, float}:
             kinds = " and ".join(sorted({type(one).__name__ for one in given}))
-            raise ValueError(f"{path}: row {row} of {self.name} holds {kinds}; numbers are expected")
+            raise ValueError(f"{path}: {self.word} {row} of {self.name} holds {kinds}; numbers are expected")
         self.values.extend(given)
 
     def filled(self, path: Path) -> Any:
@@ -225,6 +229,7 @@ def _to_safetensors(predictions: Predictions, probs: bool) -> bytes:
 
 
 def _to_npz(predictions: Predictions, probs: bool) -> bytes:
+    check_distinct(predictions.class_names)
     held = _kept(predictions, probs)
     words = {"class_names": predictions.class_names, "split": predictions.split}
     held |= {name: np.asarray(value) for name, value in words.items() if value is not None}

@@ -21,6 +21,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -31,10 +32,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TextIO, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -54,6 +56,13 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 # cache, but all threads wait for each other after each, which takes far longer where other programs run.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 ENOUGH = 20  # rows that are not all distributions by chance
+# What rows of logits sum to that are none, and what to do then.
+LOOK_ALIKES = {
+    1: "If these are probabilities, their softmax says nothing: give them as such, by Predictions.from_probs or as "
+    "probs in a file",
+    100: "If these are percentages, their softmax says nothing: divide them by 100, and give them as probabilities, by "
+    "Predictions.from_probs or as probs in a file",
+}
 
 
 WORDS = ("ids", "paths")  # words for each sample
@@ -62,7 +71,26 @@ FILLING = "(other"  # begins the name of a class that only fills a row up to one
 MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
 # A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
 MOST_UNPACKED, MOST_TIMES = 2**28, 100
+NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")  # of a class that is called by one
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
+
+
+class RowError(ValueError):
+    """An error about one row, which is counted from 0; who reads a text file says which line that is.
+
+    Args:
+        before: what is said before the row.
+        row: which one.
+        after: what is said after it.
+    """
+
+    def __init__(self, before: str, row: int, after: str) -> None:
+        super().__init__(f"{before}row {row}{after}")
+        self.before, self.row, self.after = before, row, after
+
+    def at_line(self, lines: Sequence[int]) -> ValueError:
+        """Make the same error that names the line of the file, as editors count them."""
+        return ValueError(f"{self.before}line {lines[self.row]}{self.after}")
 
 
 class Rest(TypedDict, total=False):
@@ -107,12 +135,12 @@ class Predictions:
     def __init__(self, logits: Array, labels: Array | None = None, **rest: Unpack[Rest]) -> None:
         scores = two_columns(as_floats(logits, "logits"), "logits")
         check_finite(scores)
-        if _look_like_probs(scores[:ENOUGH]) and _look_like_probs(scores):  # the first rows tell nearly all tables
-            warnings.warn(
-                "every row of the logits lies between 0 and 1 and sums to one. If these are probabilities, their "
-                "softmax says nothing: give them as such, by Predictions.from_probs or as probs in a file",
-                stacklevel=2,
-            )
+        for total, advice in LOOK_ALIKES.items():
+            # The first rows tell nearly all tables.
+            if _look_like_shares(scores[:ENOUGH], total) and _look_like_shares(scores, total):
+                warnings.warn(
+                    f"every row of the logits lies between 0 and {total} and sums to {total}. {advice}", stacklevel=2
+                )
         self._fill(scores, labels, rest)
 
     @classmethod
@@ -127,7 +155,8 @@ class Predictions:
     ) -> "Predictions":
         """Start from probabilities; they are kept exactly as given, and the logits are their logarithms.
 
-        A probability of zero is legal; its logit is the logarithm of the smallest normal number of its type.
+        A probability of zero is legal; its logit is the logarithm of the smallest number of its type (`least_prob`),
+        which is also what the NLL of such a label is made of.
 
         Args:
             probs: rows that sum to one; a vector or single column is the probability of class 1.
@@ -140,7 +169,7 @@ class Predictions:
         check_probs(given, tolerance)
         made = cls.__new__(cls)
         exact = given if given.dtype == torch.float64 else given.float()
-        made._fill(exact.clamp_min(torch.finfo(exact.dtype).tiny).log(), labels, rest, given, top_only)
+        made._fill(exact.clamp_min(least_prob(given.dtype)).log(), labels, rest, given, top_only)
         return made
 
     def _fill(
@@ -251,6 +280,7 @@ class Predictions:
 
     def to_bytes(self, *, probs: bool = False) -> bytes:
         """Give the content of a safetensors file; with probabilities where only those are known, or asked for."""
+        check_distinct(self.class_names)
         scores = {"probs": self.probs} if probs or self.given_probs is not None else {"logits": self.logits}
         optional = {"labels": self.given_labels, "features": self.features, "index": self.index}
         tensors = scores | {k: v for k, v in optional.items() if v is not None}
@@ -302,8 +332,8 @@ class Predictions:
             first = next(lines, "")
             # Programs of countries that write 0,5 separate columns by semicolons.
             mark = next((one for one in (",", ";", "\t") if one in first), ",")
-            columns, tolerance = _read_text(_cells(csv.reader(chain([first], lines), delimiter=mark), path), path, mark)
-        return cls.from_columns(columns, path, split, tolerance=tolerance)
+            table = _read_text(_cells(csv.reader(chain([first], lines), delimiter=mark), path), path, mark)
+        return cls.from_columns(table.columns, path, split, tolerance=table.tolerance, lines=table.lines)
 
     @classmethod
     def from_parquet(cls, path: str | Path, split: str | None = None) -> "Predictions":
@@ -324,6 +354,8 @@ class Predictions:
         split: str | None = None,
         top_only: bool = False,
         tolerance: Tensor | None = None,
+        *,
+        lines: Sequence[int] | None = None,
     ) -> "Predictions":
         """Make predictions of named columns; the module's text lists the names that are known.
 
@@ -333,8 +365,9 @@ class Predictions:
             split: where the samples come from.
             top_only: whether only the top class is known.
             tolerance: how far each row of probabilities may be from one.
+            lines: of a text file, the line of each row, for errors.
         """
-        with named(path):
+        with named(path, lines):
             return cls._from_columns(columns, path, split, top_only, tolerance)
 
     @classmethod
@@ -357,13 +390,15 @@ class Predictions:
             scores = _numbers(columns, kind, names, path)
             if len(names) == 1:  # a binary classifier, of which one column says everything
                 names = ["0" if names[0] == "1" else f"not {names[0]}", names[0]]
+        check_distinct(names)
+        tell_twins(names)
         soft = names is not None and all(f"label_{name}" in columns for name in names)
         by_column = kind.endswith("_")
         labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path, by_column)
         wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
         rest = Rest(
             features=_numbers(columns, "feature_", wide, path) if wide else columns.get("features"),
-            index=np.asarray(columns["index"]).astype(np.int64) if "index" in columns else None,
+            index=_whole(columns["index"], "index") if "index" in columns else None,
             class_names=names,
             split=split,
             ids=_one_of(columns, ("id", "ids"), path),
@@ -382,9 +417,11 @@ class Predictions:
                 f"{path}: one of label and prediction holds numbers, the other names: {truth[0]}, {said[0]}"
             )
         names = sorted(set(truth) | set(said), key=lambda name: (not name.isdecimal(), name.zfill(20), name))
+        tell_twins(names)
         confidence = as_tensor(_numbers(columns, "", ["confidence"], path), "confidence")
         good = (confidence[:, 0] >= 0.001) & (confidence[:, 0] <= 1)
-        check_rows(f"{path}: confidence", confidence, good, "is not between 0.001 and 1")
+        percent = "; percentages are divided by 100 before" if bool((confidence > 1).any()) else ""
+        check_rows(f"{path}: confidence", confidence, good, f"is not between 0.001 and 1{percent}")
         # Classes that nobody named share what is left, enough of them that the predicted class is the largest.
         least = float(confidence.min())
         names += [f"{FILLING} {i})" for i in range(max(1, int((1 - least) / least) + 2 - len(names)))]
@@ -455,6 +492,11 @@ def softmax(logits: Float[Tensor, "n classes *space"]) -> Float[Tensor, "n class
     return logits.softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
+def least_prob(dtype: torch.dtype) -> float:
+    """Give the smallest positive number of a type: the one floor of probabilities that a logarithm is taken of."""
+    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+
+
 def slices_of(table: Tensor) -> list[slice]:
     """Cut the rows of a table into parts that are small enough for a copy of each in another type."""
     at_once = AT_ONCE if table.device.type == "cpu" else AT_ONCE_ON_DEVICE
@@ -518,7 +560,7 @@ def check_rows(name: str, values: Tensor, good: Bool[Tensor, "n *space"], fault:
         return
     row, *place = [int(i) for i in (~good).nonzero()[0]]
     shown = values[row].movedim(0, -1)[tuple(place)] if place and values.ndim > good.ndim else values[(row, *place)]
-    raise ValueError(f"{name}: row {row}{f' at {tuple(place)}' if place else ''} {fault}: {_shown(shown)}")
+    raise RowError(f"{name}: ", row, f"{f' at {tuple(place)}' if place else ''} {fault}: {_shown(shown)}")
 
 
 def check_probs(
@@ -537,20 +579,35 @@ def check_probs(
     found = float(_row_sums(probs)[place]) if place else 1.0
     total = f"it sums to {found:.6g}"
     advice = "logits enter by Predictions(logits=...), rounded probabilities by from_probs(..., tolerance=...)"
-    if abs(found - 100) < 2:
-        advice = "percentages are divided by 100 before"
+    if abs(found - 100) < 2 or _is_percentage(probs, place):
+        advice = "these look like percentages: divide them by 100"
     check_rows(name, probs, good, f"is not a distribution (no negative entry, sum 1): {total}; {advice}")
+
+
+def _is_percentage(probs: Tensor, place: tuple[int, ...]) -> bool:
+    """Say whether a row was made of one percentage of a binary classifier."""
+    if probs.ndim != 2 or probs.shape[1] != 2 or not place:
+        return False
+    rest, own = probs[place].tolist()
+    return bool(1 < own <= 100 and rest == 1 - own)
 
 
 def _allowed(probs: Tensor, tolerance: float | Tensor | None) -> float | Tensor:
     return TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).to(probs.device).clamp_min(1e-6)
 
 
-def _look_like_probs(logits: Tensor) -> bool:
-    """Say whether so many rows as cannot be chance are probability distributions."""
-    if len(logits) < ENOUGH or bool((logits.amin() < 0) | (logits.amax() > 1)):
+def _look_like_shares(logits: Tensor, total: int) -> bool:
+    """Say whether so many rows as cannot be chance are shares of a total; a table of ones and zeros may be made so."""
+    fewest = ENOUGH if total == 1 else 3
+    if len(logits) < fewest or bool((logits.amin() < 0) | (logits.amax() > total)):
         return False
-    return bool(((_row_sums(logits) - 1).abs() <= TOLERANCE[logits.dtype]).all())
+    near = TOLERANCE[logits.dtype] if total == 1 else 0.01 * total
+    return bool(((_row_sums(logits) - total).abs() <= near).all()) and (total == 1 or bool(_is_shared(logits, total)))
+
+
+def _is_shared(logits: Tensor, total: int) -> Bool[Tensor, ""]:
+    """Say whether most rows give something to more than one class."""
+    return (logits.amax(1) < 0.999 * total).double().mean() > 0.5
 
 
 def _row_sums(probs: Tensor) -> Tensor:
@@ -598,18 +655,26 @@ def readable(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def named(path: str | Path) -> Iterator[None]:
-    """Name the file in an error about what it holds; what a stranger's file can break is an error about its values."""
+def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None]:
+    """Name the file in an error about what it holds; what a stranger's file can break is an error about its values.
+
+    Args:
+        path: the file.
+        lines: of a text file, the line of each row.
+    """
     try:
         yield
     except (OSError, ImportError):
         raise
-    except Exception as error:
+    except Exception as given:
+        error = given.at_line(lines) if isinstance(given, RowError) and lines is not None else given
         kind = TypeError if isinstance(error, TypeError) else ValueError
         if isinstance(error, kind) and str(path) in str(error):
-            raise
+            if error is given:
+                raise
+            raise error from given
         plain = isinstance(error, ValueError | TypeError)
-        raise kind(f"{path}: {error if plain else repr(error)}") from error
+        raise kind(f"{path}: {error if plain else repr(error)}") from given
 
 
 def check_unpacked(path: str | Path, size: int) -> None:
@@ -769,20 +834,31 @@ def _neighbours(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
     return np.lib.stride_tricks.as_strided(first, shape, strides) if first.dtype.kind == "f" else None
 
 
-def _cells(reader: Any, path: str | Path) -> Iterator[list[str]]:
-    """Give the rows of a table of text, and name the line where it is no such table."""
+def _cells(reader: Any, path: str | Path) -> Iterator[tuple[int, list[str]]]:
+    """Give the rows of a table of text, and the line where each begins; name the line where it is no such table."""
     try:
-        yield from reader
+        line = 1
+        for row in reader:
+            yield line, row
+            line = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"{path}: line {reader.line_num} cannot be taken apart ({error})") from error
 
 
-def _read_text(rows: Iterator[list[str]], path: str | Path, mark: str = ",") -> tuple[dict[str, Any], Tensor]:
-    """Read the rows of a csv file: numbers at once as numbers, the rest as text, and how far rows may be from one.
+class _Text(NamedTuple):
+    """What a csv file holds: its columns, how far rows may be from one, and in which line each row begins."""
+
+    columns: dict[str, Any]
+    tolerance: Tensor
+    lines: Sequence[int]
+
+
+def _read_text(rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: str = ",") -> _Text:
+    """Read the rows of a csv file: numbers at once as numbers, the rest as text.
 
     Each row is allowed half a unit of its last digit for every class. That is looked for only where a row needs it.
     """
-    header = [name.strip() for name in next(rows, [])]
+    header = [name.strip() for name in next(rows, (1, []))[1]]
     name, count = next(iter(Counter(header).most_common(1)), ("", 0))
     if count > 1:
         raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
@@ -791,16 +867,19 @@ def _read_text(rows: Iterator[list[str]], path: str | Path, mark: str = ",") -> 
     number.sort(key=lambda i: (not header[i].startswith("prob_"), header[i].partition("_")[0]))
     classes = sum(header[i].startswith("prob_") for i in number)
     text = sorted(set(range(len(header))) - set(number))
-    values, units = array("d"), array("d")
+    values, units, lines = array("d"), array("d"), array("q")
     words: list[list[str]] = [[] for _ in text]
-    for count, row in enumerate(filter(None, rows)):
+    for line, row in rows:
+        if not row:
+            continue
+        lines.append(line)
         if len(row) != len(header):
-            raise ValueError(f"{path}: row {count} has {len(row)} cells, the header has {len(header)}")
+            raise ValueError(f"{path}: line {line} has {len(row)} cells, the header has {len(header)}")
         cells = [row[i] for i in number] if mark != ";" else [row[i].replace(",", ".") for i in number]
         try:
             found = [float(cell) for cell in cells]
         except ValueError as error:
-            raise ValueError(f"{path}: row {count} holds something that is not a number ({error})") from error
+            raise ValueError(f"{path}: line {line} holds something that is not a number ({error})") from error
         values.extend(found)
         far = classes > 0 and abs(sum(found[:classes]) - 1) > 1e-7
         units.append(_rounding(cells[:classes]) if far else 0.0)
@@ -810,7 +889,7 @@ def _read_text(rows: Iterator[list[str]], path: str | Path, mark: str = ",") -> 
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: table[:, j] for j, i in enumerate(number)}
     columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
-    return columns, torch.tensor(units, dtype=torch.float64) * 1.000002  # a rounding error more
+    return _Text(columns, torch.tensor(units, dtype=torch.float64) * 1.000002, lines)  # a rounding error more
 
 
 def _arrow_numbers(file: Any) -> dict[str, Any]:
@@ -869,15 +948,65 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     # Few words stand in many rows.
     words, rows = np.unique(np.asarray([_word(label, strip=False) for label in labels]), return_inverse=True)
     named = any(word in number or word.strip() in bare for word in words.tolist())
+    if not named:
+        _check_spelling(words.tolist(), list(number), path)
     found: list[int] = []
     for word in words.tolist():
         place = number.get(word, bare.get(word.strip()))
         if place is None if named else not word.strip().lstrip("+-").isdecimal():
             row = int(np.flatnonzero(rows == len(found))[0])
             expected = f"one of the classes {some_of(number)}" if named else "a class name or a whole number"
-            raise ValueError(f"{path}: row {row} has label {word.strip()!r}, expected {expected}")
+            raise RowError(f"{path}: ", row, f" has label {word.strip()!r}, expected {expected}")
         found.append(int(word) if place is None else place)
     return torch.as_tensor(found)[torch.from_numpy(rows.reshape(-1))]
+
+
+def check_distinct(names: Sequence[str] | None) -> None:
+    """Refuse two classes of one name."""
+    name, count = next(iter(Counter(names or ()).most_common(1)), ("", 0))
+    if count > 1:
+        raise ValueError(f"two classes have the same name, {name!r}; each needs one of its own")
+
+
+def tell_twins(names: Sequence[str] | None) -> None:
+    """Warn of names that are the same but for capitals, blanks, or the spelling of a number."""
+    found: dict[object, str] = {}
+    for name in names or ():
+        other = found.setdefault(_spelled(name), name)
+        if other != name:
+            warnings.warn(
+                f"{other!r} and {name!r} are taken as two classes; if they are one, write them alike", stacklevel=2
+            )
+
+
+def _check_spelling(labels: Sequence[str], names: Sequence[str], path: str | Path) -> None:
+    """Refuse labels that are no class name but the same number as one: 1 may be a place, or stand for the class 01."""
+    spelled = {_spelled(name): name for name in names}
+    for label in map(str.strip, labels):
+        name = spelled.get(_spelled(label))
+        if name is not None and NUMBER.fullmatch(label):
+            raise ValueError(
+                f"{path}: is the label {label!r} the class {name!r}, or the place {label} among the columns, counted "
+                f"from 0? Write labels as the classes are called: {some_of(names)}"
+            )
+
+
+def _spelled(name: str) -> object:
+    """Give what a name has in common with all that a person may take for the same."""
+    bare = name.strip()
+    return Decimal(bare) if NUMBER.fullmatch(bare) else " ".join(bare.casefold().split())
+
+
+def _whole(values: Any, name: str) -> NDArray[np.int64]:
+    """Take a column as whole numbers, also where a table has them as text or as 3.0."""
+    found = np.asarray(values)
+    if found.dtype.kind not in "iu":
+        words = [_word(value) for value in values]
+        for row, word in enumerate(words):
+            if not word.lstrip("+-").isdecimal():
+                raise RowError("", row, f" has {name} {word!r}, expected a whole number")
+        found = np.asarray([int(word) for word in words])
+    return found.astype(np.int64)
 
 
 def _word(value: Any, *, strip: bool = True) -> str:

@@ -16,12 +16,13 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedlas.cli import app, progress
+from fedlas.cli import app
+from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
 from fedlas.files import read_predictions, write_predictions
 from fedlas.metrics import nll
 from fedlas.ood import detect
-from fedlas.posthoc import build_calibrator, list_calibrators
+from fedlas.posthoc import build_calibrator, list_calibrators, load_calibrator
 from fedlas.predictions import Predictions
 from fedlas.report.answers import known_metrics
 
@@ -168,8 +169,8 @@ def test_a_condition_that_cannot_be_told_loses_nothing(files):
     ("text", "message"),
     [
         ("p_cat,p_dog,label\n0.5,0.5,cat\n", "its columns are p_cat, p_dog, label"),
-        ("prob_a,prob_b,label\n0.50,0.30,a\n", "row 0 is not a distribution"),
-        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,c\n", "row 1 has label 'c', expected one of the classes a, b"),
+        ("prob_a,prob_b,label\n0.50,0.30,a\n", "line 2 is not a distribution"),
+        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,c\n", "line 3 has label 'c', expected one of the classes a, b"),
         ("prob_a,prob_b\n0.5,0.5\n", "have no labels"),
         ("prob_a,prob_b,label\n", "at least one sample is needed"),
         ("prob_a,logit_a,prob_b,label\n0.5,1,0.5,a\n", "expected exactly one of"),
@@ -297,7 +298,8 @@ def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
     def told():
         yield lambda word, share: seen.append((word, share))
 
-    monkeypatch.setattr("fedlas.cli.progress", told)
+    for commands in ("answers", "repairs"):
+        monkeypatch.setattr(f"fedlas.cli.{commands}.progress", told)
     assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
     kept = files / "c.safetensors"
     assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
@@ -321,6 +323,43 @@ def test_what_is_read_is_not_written_over(files):
     assert (files / "test.csv").read_bytes() == before
     done = call("calibrate", "fit", files / "val.csv", "--out", files / "t.pt")
     assert (done.exit_code, "kept in a .safetensors file" in done.stderr) == (1, True)
+
+
+def test_nothing_of_another_kind_is_written_over(files):
+    """Data, a calibrator or a run's predictions were gone after a slip of the keyboard."""
+    kept = files / "c.safetensors"
+    assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
+    write_predictions(drawn(3), files / "run.safetensors")
+    (files / "notes.csv").write_text("these are,no predictions\n1,2\n")
+    (files / "mine.json").write_text('{"logits": [[1, 2]], "labels": [0]}')
+    test, far = files / "test.csv", f"far={files / 'far.npz'}"
+    for words, what in (
+        (["calibrate", "fit", files / "val.csv", "--out", files / "run.safetensors"], "no calibrator"),
+        (["calibrate", "apply", kept, test, "--out", files / "notes.csv"], "no file of predictions"),
+        (["evaluate", test, "--html", files / "val.csv"], "no page of fedlas"),
+        (["evaluate", test, "--json", files / "mine.json"], "no answer of fedlas"),
+        (["ood", test, far, "--json", files / "val.csv"], "no answer of fedlas"),
+        (["compare", test, test, "--json", files / "mine.json"], "no answer of fedlas"),
+    ):
+        before = Path(words[-1]).read_bytes()
+        done = call(*words)
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
+        assert f"is there and is {what}, so it is not written over" in done.stderr
+        assert Path(words[-1]).read_bytes() == before
+
+
+def test_what_the_same_command_wrote_is_written_again(files):
+    kept, test = files / "c.safetensors", files / "test.csv"
+    for words in (
+        ["calibrate", "fit", files / "val.csv", "--out", kept],
+        ["calibrate", "apply", kept, test, "--out", files / "fixed.csv"],
+        ["evaluate", test, "--html", files / "page.html", "--json", files / "a.json"],
+        ["ood", test, f"far={files / 'far.npz'}", "--json", files / "o.json"],
+        ["compare", test, files / "fixed.csv", "--metrics", "accuracy", "--json", files / "b.json"],
+    ):
+        for _ in range(2):
+            done = call(*words)
+            assert done.exit_code == 0, done.output
 
 
 def test_a_fit_says_what_it_found_and_a_table_stays_what_it_was(files):
@@ -418,3 +457,85 @@ def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
     assert shown.exit_code == 1
     assert "loop.csv" in shown.output
     assert "Traceback" not in shown.output
+
+
+def test_a_copy_of_the_judged_file_is_noticed(files):
+    """It was named by its path alone, and the numbers were too good without a word."""
+    (files / "copy.csv").write_bytes((files / "test.csv").read_bytes())
+    with pytest.warns(UserWarning, match="temperature was fitted on the very samples it is judged on"):
+        done = call("evaluate", files / "test.csv", "--calibrate-on", files / "copy.csv", "--json", files / "a.json")
+    assert done.exit_code == 0, done.output
+    assert "fitted on 400 samples, 400 of which are judged too" in done.stdout
+    said = json.loads((files / "a.json").read_text())["models"]["test"]
+    assert [state["known"] for state in said["report"]["states"]] == [0, 400]
+    assert "None" not in done.output
+
+
+def test_a_temperature_at_its_bound_is_no_success(tmp_path):
+    """It was saved and told like any other."""
+    made = drawn(1)
+    write_predictions(Predictions(made.logits, made.prediction), tmp_path / "right.csv")
+    done = call("calibrate", "fit", tmp_path / "right.csv", "--out", tmp_path / "t.safetensors")
+    assert done.exit_code == 0
+    assert done.stderr.count("lies beyond the bound 0.001: every one is classified correctly") == 1
+    assert "warning: " in done.stderr.splitlines()[-1]
+    assert "do not rely on it" in done.stderr
+    assert "lies beyond" in load_calibrator(tmp_path / "t.safetensors").fitted.doubt
+    words = ("calibrate", "apply", tmp_path / "t.safetensors", tmp_path / "right.csv", "--out", tmp_path / "fixed.csv")
+    assert "warning: do not rely on what" in call(*words).stderr
+    with pytest.warns(UserWarning, match="lies beyond the bound"):
+        done = call("evaluate", tmp_path / "right.csv", "--json", tmp_path / "a.json")
+    assert "Do not rely on temperature in 2 of 2 parts: the best temperature" in done.stdout
+    (before, after) = json.loads((tmp_path / "a.json").read_text())["models"]["right"]["report"]["states"]
+    assert before["fits"] == []
+    assert all("lies beyond the bound" in fit["doubt"] for fit in after["fits"])
+
+
+def named(seed=2, **rest):
+    made = drawn(seed)
+    given = {"ids": [f"image {i}" for i in range(len(made))], "class_names": ("ant", "bee", "cow"), "split": "test"}
+    return Predictions(made.logits, made.labels, **(given | rest))
+
+
+@pytest.mark.parametrize("command", ["compare", "evaluate"])
+def test_samples_are_paired_by_their_names(files, command):
+    """`compare` took them in the order of their rows, and complained about labels."""
+    write_predictions(named(), files / "a.npz")
+    write_predictions(named()[torch.randperm(400)], files / "b.npz")
+    done = call(command, files / "a.npz", files / "b.npz", "--json", "-")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    pairs = [one["pairs"][0] for one in found] if command == "compare" else found["compared"]
+    assert len(pairs) >= 3
+    assert all(one["difference"] == pytest.approx(0, abs=1e-9) for one in pairs)
+
+
+@pytest.mark.parametrize("command", ["compare", "evaluate"])
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (
+            {"class_names": ("ant", "bee", "dog")},
+            "the models know other classes: 'cow' in the first alone; 'dog' in the",
+        ),
+        ({"split": "val"}, "judged on the split 'test', the second on 'val'"),
+        (
+            {"ids": [f"image {i}" for i in range(1, 401)]},
+            "by their ids these are not the same samples: 1 are in",
+        ),
+        ({}, "labels: row 3 ('image 3') is "),
+    ],
+)
+def test_what_differs_is_named_where_models_cannot_be_compared(files, command, rest, message):
+    labels = drawn(2).labels
+    labels[3] = (labels[3] + 1) % 3
+    other = named(**rest) if rest else Predictions(drawn(2).logits, labels, ids=named().ids)
+    write_predictions(named(), files / "a.npz")
+    write_predictions(other, files / "b.npz")
+    done = call(command, files / "a.npz", files / "b.npz")
+    assert (done.exit_code, message in done.output) == (int(command == "compare"), True), done.output
+
+
+def test_columns_that_are_only_numbered_name_no_class(files):
+    write_predictions(named(), files / "a.npz")
+    assert call("compare", files / "test.csv", files / "a.npz", "--metrics", "accuracy").exit_code == 0

@@ -26,6 +26,7 @@ from fedlas.metrics import (
     nll,
     noise_floor,
     over_under,
+    paired_bootstrap,
     resampling,
     rms_error,
     signed_ece,
@@ -36,6 +37,7 @@ from fedlas.metrics.presets import Binning
 from fedlas.metrics.resampling import cell_deviations, few_range, mean_interval, ranked_errors, sample_deviations
 from fedlas.metrics.samples import pairs
 from fedlas.metrics.selective import area_values
+from fedlas.predictions import Predictions
 from metrics import cases
 
 Accuracy = Callable[[np.ndarray], np.ndarray]
@@ -583,3 +585,38 @@ def test_kept_draws_are_the_draws_of_the_same_seed():
         assert rng.random() == next_number
     assert resampling._group_draws.cache_info().hits == 1
     assert not np.array_equal(resampling.mean_deviations(values[0], 60, np.random.default_rng(6)), alone[0][0])
+
+
+@pytest.mark.parametrize("size", [1e80, 1e150, 1e300])
+def test_the_interval_of_enormous_losses_is_as_many_times_as_large(size):
+    """Squares and cubes of losses of 1e150 are infinite; that was an error about quantiles."""
+    logits, labels = torch.randn(300, 4, dtype=torch.float64), torch.randint(4, (300,))
+    values = (logits.max(1).values - logits.gather(1, labels[:, None])[:, 0]).numpy()
+    plain = mean_interval(values, 0.95, 500, np.random.default_rng(0))
+    assert mean_interval(size * values, 0.95, 500, np.random.default_rng(0)) == pytest.approx(
+        tuple(size * end for end in plain), rel=1e-9
+    )
+    found = bootstrap(nll, Predictions(size * logits, labels), resamples=500)
+    assert float(found) == pytest.approx(size * values.mean())
+    assert found.interval.low < float(found) < found.interval.high < 2 * float(found)
+    assert len(found.cell()) < 40
+
+
+def test_losses_beyond_the_largest_number_name_their_row():
+    logits = torch.tensor([[0.0, 1.0], [1.7e308, 0.0], [-1.7e308, 1.7e308]], dtype=torch.float64)
+    given = Predictions(logits, torch.tensor([0, 0, 0]))
+    for metric, others in ((bootstrap, ()), (paired_bootstrap, (given,))):
+        with pytest.raises(ValueError, match="NLL is beyond the largest number: row 2 alone has inf"):
+            metric(nll, given, *others)
+
+
+def test_models_with_enormous_logits_are_compared():
+    logits, labels = torch.randn(300, 4, dtype=torch.float64), torch.randint(4, (300,))
+    models = logits, logits.flip(1)
+    plain, far = (
+        paired_bootstrap(nll, *(Predictions(size * one, labels) for one in models), resamples=500)
+        for size in (1e6, 1e300)
+    )
+    assert far.difference == pytest.approx(1e294 * plain.difference, rel=1e-5)
+    assert far.interval.high == pytest.approx(1e294 * plain.interval.high, rel=1e-5)
+    assert far.p_value == pytest.approx(plain.p_value)

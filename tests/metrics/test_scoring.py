@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedlas.metrics import accuracy, brier, nll, top_k
+from fedlas.posthoc.base import mean_nll
 from fedlas.predictions import Predictions
 from metrics import cases
 
@@ -55,6 +56,15 @@ def test_a_probability_of_zero_costs_the_floor_and_is_counted(dtype):
     soft = nll(probs, torch.tensor([[0.5, 0.5], [1.0, 0.0]], dtype=dtype))
     assert soft.details["floored"] == 1
     assert soft == pytest.approx((-0.5 * math.log(floor) + math.log(2)) / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_probability_of_zero_has_one_floor_wherever_its_logarithm_is_taken(dtype):
+    """Logits of probabilities had another one, so a calibrator told another NLL than a report of the same file."""
+    labels = torch.tensor([1, 0])
+    given = Predictions.from_probs(torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=dtype), labels)
+    assert float(nll(given)) == pytest.approx(float(nll(Predictions(given.logits, labels))), rel=1e-6)
+    assert mean_nll(given.logits, labels) == pytest.approx(float(nll(given)), rel=1e-6)
 
 
 def test_a_zero_beside_the_label_costs_nothing():

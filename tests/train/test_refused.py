@@ -209,7 +209,23 @@ def test_labels_that_are_left_out_are_missed(finished, tmp_path):
     with pytest.warns(UserWarning, match=r"labels are left out: the classes of the data \(cat, dog, owl\) are not"):
         predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
     assert fedlas.Predictions.load(out).given_labels is None
-    predict_with(finished.folder, "folder", options={"path": str(folder / "cat")}, out=out)  # nobody expects labels
+    cats = tmp_path / "cats.safetensors"
+    predict_with(finished.folder, "folder", options={"path": str(folder / "cat")}, out=cats)  # nobody expects labels
+
+
+def test_predictions_are_not_written_over_anything_else(finished, tmp_path):
+    """A calibrator, or the predictions of another run, was gone without a word."""
+    out = tmp_path / "p.safetensors"
+    out.touch()
+    for _ in range(2):  # what is there already may be written again
+        predict_with(finished.folder, "digits", out=out)
+    with pytest.raises(RunError, match="is there and holds other predictions; remove it"):
+        predict_with(finished.folder, "digits", split="val", out=out)
+    fedlas.build_calibrator("temperature").fit(fedlas.Predictions.load(out).with_split("val")).save(out)
+    kept = out.read_bytes()
+    with pytest.raises(RunError, match="is there and holds no predictions; remove it"):
+        predict_with(finished.folder, "digits", out=out)
+    assert out.read_bytes() == kept
 
 
 def test_the_board_shows_gamma_also_of_a_finished_run(finished):

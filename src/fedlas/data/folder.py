@@ -78,6 +78,8 @@ class Folder(AbstractDataset):
         self.path = self._here if self._here.exists() else self.root / Path(path).expanduser()
         self.transform = large_transform(image_size, resize, normalisation, antialias, flip)
         self._names = None if class_names is None else tuple(map(str, class_names))
+        if self._names is not None and len(set(self._names)) < len(self._names):
+            raise ValueError(f"class_names has a name twice: {', '.join(self._names)}")
 
     @property
     def title(self) -> str:  # type: ignore[override]

@@ -2,8 +2,8 @@
 
 A side is a run folder, a file of predictions, or rows of the ledger: a line's id, or `data/method`, such as
 `cifar10/fedlas_ls` or `cifar10/fast/ce+temperature`, which stands for all seeds of the protocol's own recipe. Runs of
-both sides are paired by seed, and each pair is compared by the paired bootstrap; over seeds the mean difference and its
-standard error are told.
+both sides are paired by seed, their samples by `ids` or `index` where both have them, and each pair is compared by the
+paired bootstrap; over seeds the mean difference and its standard error are told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from fedlas.metrics.comparison import Comparison, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
-from fedlas.report.duels import WHOLE
+from fedlas.report.duels import WHOLE, paired_with
 from fedlas.train import recipe_for
 from fedlas.train.runs import Run
 
@@ -190,13 +190,10 @@ def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **op
         seeds = dict(zip(first.runs, second.runs, strict=True))
     if not seeds:
         raise ValueError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
+    pairs = {
+        seed: (first.runs[seed], paired_with(first.runs[seed], second.runs[other])) for seed, other in seeds.items()
+    }
     return [
-        Versus(
-            name,
-            {
-                seed: paired_bootstrap(METRICS[name], first.runs[seed], second.runs[other], **options)
-                for seed, other in seeds.items()
-            },
-        )
+        Versus(name, {seed: paired_bootstrap(METRICS[name], *pair, **options) for seed, pair in pairs.items()})
         for name in metrics
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
-from fedlas.metrics.interval import Metric, brier_values, check_level, gaps_of, nll_values
+from fedlas.metrics.interval import Metric, brier_values, check_level, check_mean, gaps_of, nll_values
 from fedlas.metrics.inversion import confidence_curve, difference_interval, unbiased_totals
 from fedlas.metrics.resampling import (
     AbstractGaps,
@@ -29,7 +29,7 @@ from fedlas.metrics.resampling import (
 )
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.samples import pairs
-from fedlas.predictions import Array, Predictions, as_tensor, check_rows
+from fedlas.predictions import FILLING, Array, Predictions, as_tensor, some_of
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ def paired_bootstrap(
     rng = np.random.default_rng(seed)
     if metric in PER_SAMPLE:
         ours, theirs = (exact(PER_SAMPLE[metric](model, labels, **options)) for model in (first, second))
+        for found, each in zip(values, (ours, theirs), strict=True):
+            check_mean(found, each)
         difference = (ours - theirs).cpu().numpy()
         low, high = mean_interval(difference, level, resamples, rng)
         noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
@@ -172,14 +174,49 @@ def _check_same_samples(first: Predictions | Array, second: Predictions | Array)
             names = [one.tolist() if isinstance(one, Tensor) else one for one in held]
             if None not in names and names[0] != names[1]:
                 raise ValueError(f"the names of the samples ({name}) differ: other samples, or in another order")
-        names = [one.class_names for one in (first, second)]
-        if None not in names and names[0] != names[1] and sorted(names[0] or ()) == sorted(names[1] or ()):
+        _check_classes(first, second)
+        _check_labels(first, second)
+
+
+def _check_classes(first: Predictions, second: Predictions) -> None:
+    """Refuse models that know other classes, and say which."""
+    ours, theirs = _class_names(first), _class_names(second)
+    if ours is not None and theirs is not None and ours != theirs:
+        if sorted(ours) == sorted(theirs):
             raise ValueError("both models have the same classes in another order; give both the same order")
-        ours, theirs = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels")
-        if ours.shape != theirs.shape:
-            raise ValueError("one model has hard labels and the other soft ones")
-        same = ours == theirs
-        check_rows("labels", theirs, same if same.ndim == 1 else same.all(1), "of the second model differs")
+        alone = {"first": sorted(set(ours) - set(theirs)), "second": sorted(set(theirs) - set(ours))}
+        said = [f"{some_of(map(repr, names), 5)} in the {which} alone" for which, names in alone.items() if names]
+        raise ValueError(f"the models know other classes: {'; '.join(said)}")
+    if first.num_classes != second.num_classes and not (first.top_only or second.top_only):
+        raise ValueError(f"the first model has {first.num_classes} classes, the second {second.num_classes}")
+
+
+def _class_names(given: Predictions) -> tuple[str, ...] | None:
+    """Give the names of classes; those that only number the columns of a table are none."""
+    if given.class_names is None or given.class_names == tuple(map(str, range(given.num_classes))):
+        return None
+    return tuple(name for name in given.class_names if not (given.top_only and name.startswith(FILLING)))
+
+
+def _check_labels(first: Predictions, second: Predictions) -> None:
+    """Refuse models that were judged by other labels, and say where they begin to differ."""
+    ours, theirs = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels").to(first.labels.device)
+    if ours.shape != theirs.shape:
+        raise ValueError("one model has hard labels and the other soft ones")
+    same = ours == theirs if ours.ndim == 1 else (ours == theirs).all(1)
+    if bool(same.all()):
+        return
+    row, count = int((~same).nonzero()[0]), int((~same).sum())
+    names = first.class_names
+    shown = [
+        repr(names[int(one[row])]) if names is not None and one.ndim == 1 else str(one[row].tolist())
+        for one in (ours, theirs)
+    ]
+    which = f" ({first.ids[row]!r})" if first.ids is not None else ""
+    raise ValueError(
+        f"labels: row {row}{which} is {shown[0]} in the first model and {shown[1]} in the second; {count:,} of "
+        f"{len(same):,} differ, so these are other samples, or in another order"
+    )
 
 
 def across_seeds(results: Sequence[float]) -> Result:

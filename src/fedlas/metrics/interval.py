@@ -48,7 +48,7 @@ Metric = Callable[..., Any]
 PARTS: tuple[Part, Part] = ("over", "under")
 ROOTS: set[Metric] = {calibration.rms_error, calibration.debiased_l2}
 # A loss above log 2 is that of a label with less than half of the probability; there is no largest one, so that of the
-# smallest float32 stands for losses never seen.
+# smallest normal float32 stands for losses never seen; no loss is cut to it.
 BOUNDS = {
     "NLL": Bounds(0.0, math.log(2), -math.log(torch.finfo(torch.float32).tiny)),
     "Brier score": Bounds(0.0, 0.5, 2.0),
@@ -137,9 +137,20 @@ def mean_with_interval(
     found: Result, values: Float64[Tensor, " n"], level: float, resamples: int | None, rng: np.random.Generator
 ) -> Result:
     """Give the mean of some values its interval."""
+    check_mean(found, values)
     bounds = BOUNDS.get(found.definition.estimator)
     low, high = mean_interval(_numpy(values), level, resamples or 10_000, rng, bounds)
     return _one(found, Interval(low, high, level, "bootstrap, bias-corrected and accelerated"))
+
+
+def check_mean(found: Result, values: Float64[Tensor, " n"]) -> None:
+    """Refuse a mean that is beyond the largest number, and name the sample that adds the most to it."""
+    if not math.isfinite(float(found)):
+        row = int(values.abs().argmax())
+        raise ValueError(
+            f"{found.definition.estimator} is beyond the largest number: row {row} alone has {float(values[row]):.3g}; "
+            "its logits are too far apart"
+        )
 
 
 def noise_floor(

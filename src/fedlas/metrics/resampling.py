@@ -26,6 +26,7 @@ Part = Literal["both", "over", "under", "rms"]
 
 LEVELS = 60  # cells per unit of gap; what varies inside a cell is added back, so finer ones only cost time
 AT_ONCE = 20_000_000  # draws held in memory at a time
+FAR = 1e90  # values beyond are made smaller before they are raised to the third power
 RARE = 10  # hits or errors; a bin that expects fewer is not drawn from its own samples
 CLEARLY = 1.5  # times the variance; less is common among calibrated bins
 MANY = 100  # samples of a bin, from which single ones no longer matter
@@ -369,6 +370,11 @@ def mean_interval(
     Where few values are large, or few small, the interval holds what the exact range of their share allows as well:
     a bootstrap of fifty right answers knows nothing but right answers. Without bounds nothing is known of such values.
     """
+    unit = far_unit(values)
+    if unit > 1:
+        smaller = None if bounds is None else Bounds(*(one / unit for one in bounds))
+        low, high = mean_interval(values / unit, level, resamples, rng, smaller)
+        return low * unit, high * unit
     mean = float(values.mean())
     low, high = (mean, mean) if bounds is None else few_large_range(values, level, bounds)
     centred = values - mean
@@ -438,13 +444,19 @@ def _share_at(count: int, n: int, chance: float) -> float:
 
 def mean_deviations(values: Floats, resamples: int, rng: np.random.Generator) -> Floats:
     """Resample a mean by drawing how many samples fall into each of 200 groups of nearly equal value."""
-    n = len(values)
-    groups = np.array_split(np.sort(values), min(n, 200))
+    n, unit = len(values), far_unit(values)
+    groups = np.array_split(np.sort(values / unit), min(n, 200))
     mean = np.array([group.mean() for group in groups])
     variance = np.array([group.var() for group in groups])
     drawn, normal, rng.bit_generator.state = _group_draws(n, len(groups), resamples, _Start(rng))
     noise = np.sqrt(drawn @ variance) * normal
-    return np.asarray(drawn @ mean + noise) / n - float(values.mean())
+    return unit * (np.asarray(drawn @ mean + noise) / n - float((values / unit).mean()))
+
+
+def far_unit(values: Floats) -> float:
+    """Find a power of two to divide values by whose cubes would be infinite; one for all others."""
+    size = float(np.abs(values).max())
+    return math.ldexp(1.0, min(1023, math.frexp(size)[1])) if size > FAR else 1.0
 
 
 class _Start:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+MANY_DIGITS = 1e6  # numbers from here on are written with an exponent in tables
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -171,14 +173,18 @@ class Result(float):
 
     def cell(self) -> str:
         """Write the number, a fraction in percent, and its interval, for a table whose heading says the rest."""
-        digits = 2 if self.definition.unit == "fraction" else 3
         low_high = () if self.interval is None else (self.interval.low, self.interval.high)
-        around = ", ".join(f"{self._scaled(end):.{digits}f}" for end in low_high)
-        return f"{self._scaled(float(self)):.{digits}f}" + (f" [{around}]" if around else "")
+        around = ", ".join(self._in_cell(end) for end in low_high)
+        return self._in_cell(float(self)) + (f" [{around}]" if around else "")
 
     def heading(self) -> str:
         """Write what stands above such a cell."""
         return f"{self.definition.estimator} %" if self.definition.unit == "fraction" else self.definition.estimator
+
+    def _in_cell(self, value: float) -> str:
+        if self.definition.unit == "fraction":
+            return f"{100 * value:.2f}"
+        return f"{value:.3f}" if abs(value) < MANY_DIGITS else f"{value:.4g}"
 
     def _scaled(self, value: float) -> float:
         return 100 * value if self.definition.unit == "fraction" else value

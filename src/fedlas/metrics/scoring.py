@@ -25,7 +25,7 @@ from torch import Tensor
 from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.samples import Given, Scope, in_one_read, pairs, rows
-from fedlas.predictions import Array, Predictions, slices_of
+from fedlas.predictions import Array, Predictions, least_prob, slices_of
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) ->
 
 def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
     """Find the negative log-likelihood of each sample from probabilities."""
-    floor = torch.finfo(probs.dtype).tiny * torch.finfo(probs.dtype).eps  # the smallest number that is not zero
+    floor = least_prob(probs.dtype)
     if labels.ndim == 1:
         own = exact(probs.gather(1, labels[:, None])[:, 0])
         return Losses(-own.clamp_min(floor).log(), floor, int((own < floor).sum()))

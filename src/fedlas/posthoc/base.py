@@ -78,6 +78,7 @@ class Fit:
         before: mean negative log-likelihood of these samples as they came, in nats.
         after: the same after calibration.
         class_names: one name per class, where predictions that have them were fitted on; older files have none.
+        doubt: why what was learned should not be relied on; empty where nothing speaks against it.
     """
 
     n: int
@@ -86,6 +87,7 @@ class Fit:
     before: float
     after: float
     class_names: tuple[str, ...] | None = None
+    doubt: str = ""
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Fit":
@@ -118,6 +120,11 @@ class AbstractCalibrator(ABC):
     @abstractmethod
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
         """Map rows of logits to calibrated ones, with the numbers in `learned`."""
+
+    def doubt(self, samples: Samples) -> str:
+        """Say why what was learned from these samples should not be relied on; nothing by default."""
+        del samples
+        return ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -153,7 +160,10 @@ class AbstractCalibrator(ABC):
         after = mean_nll(self.apply(samples.logits), samples.labels)
         n, classes = samples.logits.shape
         names = logits.class_names if isinstance(logits, Predictions) else None
-        self.fitted = Fit(n, classes, split, before, after, names)
+        doubt = self.doubt(samples)
+        if doubt:
+            warnings.warn(doubt, UserWarning, stacklevel=2)
+        self.fitted = Fit(n, classes, split, before, after, names, doubt)
         return self
 
     @overload

@@ -9,7 +9,6 @@ smallest ECE over 15 bins, the smallest such T on ties. The ECE of the chosen T 
 """
 
 import math
-import warnings
 from typing import Literal
 
 import torch
@@ -79,15 +78,15 @@ class Temperature(AbstractCalibrator):
         factor = best_inverse_temperature(samples, 1 / self.high, 1 / self.low)
         if scaled_nll(samples, factor)[0] > scaled_nll(samples, 1.0)[0]:
             factor = 1.0
-        if factor in (1 / self.low, 1 / self.high):
-            warnings.warn(
-                f"the best temperature of these {len(samples.logits):,} samples lies beyond the bound {1 / factor:g}: "
-                f"{_reason(samples, factor)}",
-                UserWarning,
-                stacklevel=4,
-            )
         learned = {"temperature": 1 / factor, "standard_error": _standard_error(samples, factor)}
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in learned.items()}
+
+    def doubt(self, samples: Samples) -> str:
+        found = float(self.learned["temperature"])
+        if self.search == "grid" or not any(math.isclose(found, bound) for bound in (self.low, self.high)):
+            return ""
+        many = f"the best temperature of these {len(samples.logits):,} samples lies beyond the bound {found:g}"
+        return f"{many}: {_reason(samples, 1 / found)}"
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
         return logits / float(self.learned["temperature"])

@@ -66,7 +66,7 @@ def duels(
         if watch is not None:
             watch(done / len(pairs))
         try:
-            held = (models[first], in_order_of(models[first], models[second]))
+            held = (models[first], paired_with(models[first], models[second]))
         except ValueError as error:
             yield Duel(first, second, next(iter(METRICS)), why=str(error))
             continue
@@ -84,6 +84,13 @@ def duels(
             yield Duel(first, second, name, found)
     if watch is not None and pairs:
         watch(1.0)
+
+
+def paired_with(first: Predictions, second: Predictions) -> Predictions:
+    """Give the samples of the second model in the order of the first; refuse samples of another split."""
+    if None not in (first.split, second.split) and first.split != second.split:
+        raise ValueError(f"the first model was judged on the split {first.split!r}, the second on {second.split!r}")
+    return in_order_of(first, second)
 
 
 def in_order_of(first: Predictions, second: Predictions) -> Predictions:

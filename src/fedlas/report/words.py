@@ -133,6 +133,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
     said += _floored(state)
     said += [_repair_sentence(state, after, way) for after in report.after.values()]
     said += sorted({_fitted(after) for after in report.after.values() if after.fits})
+    said += [_doubt(after) for after in report.after.values() if any(fit.doubt for fit in after.fits)]
     return tuple(said)
 
 
@@ -219,7 +220,15 @@ def _fitted(after: "State") -> str:
         return f"Calibrators were cross-fitted in {parts}: no sample is judged by a fit that saw its label."
     fit = after.fits[0]
     of_split = f' of the split "{_name(fit.split)}"' if fit.split else ""
-    return f"Calibrators were fitted on {fit.n:,} samples{of_split}."
+    known = f", {after.known:,} of which are judged too: what they repair here is too good" if after.known else ""
+    return f"Calibrators were fitted on {fit.n:,} samples{of_split}{known}."
+
+
+def _doubt(after: "State") -> str:
+    """Say why a calibrator should not be relied on, although it was fitted."""
+    doubts = [fit.doubt for fit in after.fits if fit.doubt]
+    parts = f" in {len(doubts)} of {len(after.fits)} parts" if len(after.fits) > 1 else ""
+    return f"Do not rely on {_name(after.name)}{parts}: {doubts[0].rstrip('.')}."
 
 
 def _spoken_of(report: "Report") -> "State | None":

@@ -51,7 +51,8 @@ def predict_with(
         split: of that data set; by default "test", and all images of a folder that the network was not trained on.
         state: "best" or "last" weights.
         options: keywords of the data set, beside those of the recipe if it is the recipe's.
-        out: file to write; by default in the `predictions` of the run, which has to be finished then.
+        out: file to write; by default in the `predictions` of the run, which has to be finished then. Other predictions
+            that are there are not written over.
         data_root: where data lies.
         device: where to compute.
         progress: whether to show a bar while data is fetched; by default in a terminal.
@@ -62,6 +63,8 @@ def predict_with(
         raise ValueError(f"state is {state!r}; {nearest(state, list(STATES))}")
     if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
         raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
+    if out is not None and not _is_predictions(Path(out)):
+        raise RunError(f"{out} is there and holds no predictions; remove it, or say where else to write")
     if not run.checkpoint.exists():
         raise RunError(f"{run.folder} has no checkpoint; train it first")
     given = recipe.replace(data_options=dict(options or {})).data_options
@@ -81,7 +84,7 @@ def predict_with(
         _tell_of_labels(home, other)
         made = _predictions(net, recipe, home, other.split(split), name=name, resident=other.resident)
         path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
-        if out is None and path.exists() and not _holds(path, made):
+        if path.is_file() and path.stat().st_size and not _holds(path, made):
             raise RunError(f"{path} is there and holds other predictions; remove it, or say where to write: --out FILE")
         made.save(path)
     return path
@@ -137,6 +140,17 @@ def _predictions(
         return predictions_of(
             net, source, recipe, device=device, split=name, class_names=home.class_names, labelled=labelled
         )
+
+
+def _is_predictions(path: Path) -> bool:
+    """Say whether nothing is lost by writing predictions to a place, or only predictions are."""
+    if not path.is_file() or not path.stat().st_size:
+        return True
+    try:
+        Predictions.load(path)
+    except ValueError:
+        return False
+    return True
 
 
 def _holds(path: Path, made: Predictions) -> bool:

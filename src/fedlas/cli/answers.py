@@ -1,0 +1,173 @@
+"""`fedlas evaluate` and `ood`: from files of predictions to an answer."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedlas.cli.endings import one_line_errors, reader_may_leave
+from fedlas.cli.options import Level, words
+from fedlas.cli.places import (
+    check_places,
+    is_answer,
+    is_page,
+    read_file,
+    refuse_other_kind,
+    refuse_own_input,
+    write_text,
+)
+from fedlas.cli.terminal import command_line, progress, show, show_table
+
+CONDITION_HOLDS = 3  # the exit code of `evaluate --fail-if`
+
+
+def evaluate_files(
+    files: Annotated[
+        list[str],
+        typer.Argument(help="Predictions of a model, or its run folder: FILE, or NAME=FILE; several are compared."),
+    ],
+    calibrate_on: Annotated[
+        list[str] | None,
+        typer.Option(help="Other predictions of the model, to fit calibrators on: FILE, or MODEL=FILE of several."),
+    ] = None,
+    ood: Annotated[
+        list[str] | None, typer.Option(help="Foreign data: NAME=FILE, or MODEL/NAME=FILE of several models.")
+    ] = None,
+    posthoc: Annotated[str, typer.Option(help="Calibrators to try, separated by commas.")] = "temperature",
+    folds: Annotated[int | None, typer.Option(help="Parts that calibrators are cross-fitted in; else two.")] = None,
+    bins: Annotated[int, typer.Option(help="How many bins calibration errors have.")] = 15,
+    level: Level = 0.95,
+    resamples: Annotated[
+        int | None, typer.Option(help="Resamples that intervals are made from; each method's own number by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals and of cross-fitting.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="A folder that the page may show image files of; else that of the predictions.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Write figures as PDF, PNG and SVG into this folder.")] = None,
+    fail_if: Annotated[
+        list[str] | None, typer.Option(help="End with exit code 3 if this holds, such as ece>0.05; may be repeated.")
+    ] = None,
+) -> None:
+    """Say what the confidence of predictions is worth: from a file to an answer."""
+    with one_line_errors():
+        from fedlas.report.answers import check_conditions, judge_files, named_files
+        from fedlas.report.subjects import FOLDS
+
+        tried = words(posthoc) or ()
+        check_conditions(fail_if or (), tried)
+        kept = None if json in {None, "-"} else Path(str(json))
+        check_places([html, kept], figures)
+        made: list[Path] = []
+        named = named_files(files)
+        refuse_own_input(named.values(), [html, kept])
+        refuse_other_kind(kept, "answer of fedlas", is_answer)
+        refuse_other_kind(html, "page of fedlas", is_page)
+        with progress() as watch:
+            given = {name: run_model(path, images, watch) if path.is_dir() else path for name, path in named.items()}
+            answer = judge_files(
+                given, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=tried, bins=bins, level=level,
+                folds=FOLDS if folds is None else folds, resamples=resamples, seed=seed, images=images, watch=watch,
+            )  # fmt: skip
+            # Files come first: whoever reads the output may stop reading it.
+            options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
+            if json not in {None, "-"}:
+                write_text(str(json), answer.to_json())
+            if html is not None:
+                from fedlas.report.html import save_page
+
+                about = {"title": " and ".join(answer.models), "command": command_line()}
+                made.append(save_page(html, answer.models, bins=bins, **options, **about))
+            if figures is not None:
+                from fedlas.report.figures import save_figures
+
+                made += save_figures(answer.models, figures, **options)
+        with reader_may_leave():
+            show_answer(answer, made, err=json == "-")
+            if json == "-":
+                write_text(json, answer.to_json())
+        failed = answer.failed(fail_if or ())
+        for line in failed:
+            typer.echo(f"fedlas: {line}", err=True)
+    if failed:
+        raise typer.Exit(CONDITION_HOLDS)
+
+
+def detect_foreign(
+    known: Annotated[Path, typer.Argument(help="Predictions on known data.")],
+    foreign: Annotated[list[str], typer.Argument(help="Predictions on foreign data: NAME=FILE ...")],
+    scores: Annotated[str | None, typer.Option(help="Separated by commas; by default all that are possible.")] = None,
+    tpr: Annotated[float, typer.Option(help="Share of foreign samples that is to be found, for the FPR.")] = 0.95,
+    level: Level = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
+    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+) -> None:
+    """Say how well confidence and other scores tell foreign data from known data."""
+    with one_line_errors():
+        from json import dumps
+
+        from fedlas.ood import detect
+
+        named = foreign_files(foreign)
+        kept = None if json in {None, "-"} else Path(str(json))
+        refuse_own_input([known, *named.values()], [kept])
+        refuse_other_kind(kept, "answer of fedlas", is_answer)
+        with progress() as watch:
+            judged = read_file(known, watch)
+            given = {name: read_file(path, watch) for name, path in named.items()}
+            watch("telling apart", 0.0)
+            found = detect(judged, given, words(scores), tpr=tpr, level=level, seed=seed)
+            watch("telling apart", 1.0)
+        if json is not None:
+            write_text(json, dumps(found.to_dict(), allow_nan=False))
+        show(found, err=json == "-")
+
+
+def run_model(folder: Path, images: Path | None, watch: Callable[[str, float], None]) -> Any:
+    """Read all that a run folder says about its model: predictions of its best epoch, its log, and its recipe."""
+    from fedlas.report.subjects import Model
+    from fedlas.train.runs import Run
+
+    run, recipe = Run(folder), Run(folder).recipe.to_dict()
+    word = f"reading {folder.resolve().name}"
+    watch(word, 0.0)
+    foreign = sorted(run.predictions_file("any").parent.glob("best-ood-*.safetensors"))
+    made = Model(
+        predictions=run.predictions("best-test"),
+        calibration=run.predictions("best-val") if run.predictions_file("best-val").exists() else None,
+        ood={path.stem.removeprefix("best-ood-"): run.predictions(path.stem) for path in foreign},
+        source=folder,
+        image_folders=(folder, *([] if images is None else [images])),
+        log=run.log,
+        recipe=recipe,
+        environment=run.environment,
+    )
+    watch(word, 1.0)
+    return made
+
+
+def foreign_files(given: Sequence[str]) -> dict[str, Path]:
+    """Take NAME=FILE apart."""
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or not name or not path:
+            raise ValueError(f"foreign data is given as NAME=FILE, not as {text!r}")
+        if name in found:
+            raise ValueError(f"two files are called {name!r}")
+        found[name] = Path(path)
+    return found
+
+
+def show_answer(answer: Any, made: Sequence[Path], *, err: bool) -> None:
+    """Print what was found, and where files are."""
+    for line in answer.lines():
+        show(line, err=err)
+    show_table(*answer.table(), err=err)
+    for title, table in answer.detections().items():
+        show(f"\n{title}\n{table}", err=err)
+    for path in made:
+        show(path, err=err)

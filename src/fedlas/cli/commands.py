@@ -1,0 +1,47 @@
+"""All commands, in the order in which `fedlas --help` lists them."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import typer
+
+from fedlas.cli.answers import detect_foreign, evaluate_files
+from fedlas.cli.catalogue import list_catalogue
+from fedlas.cli.endings import interrupted, plain_warning
+from fedlas.cli.paper import compare_models, demo_run, reproduce_experiment
+from fedlas.cli.repairs import calibrate_apply, calibrate_fit
+from fedlas.cli.training import predict_run, search_options, train_run
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train classifiers that say what they know, and measure whether they do.",
+)
+calibrate = typer.Typer(no_args_is_help=True, help="Learn a calibrator from predictions, and repair others with it.")
+app.command("train")(train_run)
+app.command("predict")(predict_run)
+app.command("list")(list_catalogue)
+app.command("demo")(demo_run)
+app.command("reproduce")(reproduce_experiment)
+app.command("evaluate")(evaluate_files)
+app.add_typer(calibrate, name="calibrate")
+calibrate.command("fit")(calibrate_fit)
+calibrate.command("apply")(calibrate_apply)
+app.command("ood")(detect_foreign)
+app.command("compare")(compare_models)
+app.command("search")(search_options)
+
+
+def main() -> None:
+    """Run the command line."""
+    warnings.formatwarning = plain_warning
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as it runs
+    try:
+        app(prog_name="fedlas")
+    except KeyboardInterrupt:
+        sys.exit(interrupted())

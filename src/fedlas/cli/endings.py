@@ -1,0 +1,98 @@
+"""How a command ends: with one line where the user can do something about it, and with an exit code that shells know.
+
+Errors of the user end in 1, Ctrl-C in 130. A program that stops reading is no error. `FEDLAS_DEBUG=1` shows where
+errors come from.
+"""
+
+import os
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from fedlas.cli.terminal import show
+
+usual_warning = warnings.formatwarning
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End with one line where the user can do something about it."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
+        if from_interrupt(error):
+            raise typer.Exit(interrupted()) from None
+        if isinstance(error, BrokenPipeError) and reader_left():
+            raise typer.Exit(128 + signal.SIGPIPE) from None
+        if os.environ.get("FEDLAS_DEBUG"):
+            raise
+        show(f"fedlas: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
+    except Exception as error:
+        number = getattr(error, "signal_number", None)
+        if number is None and from_interrupt(error):
+            raise typer.Exit(interrupted()) from None
+        if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib, before Python 3.13
+            show(f"fedlas: {error}", err=True)
+            raise typer.Exit(1) from None
+        if number is None:
+            raise
+        typer.echo(f"fedlas: {error}", err=True)
+        raise typer.Exit(128 + number) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(interrupted()) from None
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Go on where nobody reads standard output any more, as in `fedlas ... | head`; there is more to do."""
+    try:
+        yield
+    except BrokenPipeError:
+        if not reader_left():
+            raise
+
+
+def reader_left() -> bool:
+    """Say whether standard output is a pipe that nobody reads; nothing more is written to it then.
+
+    Pipes to other processes of a training may break too, and that is worth an error.
+    """
+    try:
+        place = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a real file
+        return False
+    waiting = select.poll()
+    waiting.register(place, select.POLLOUT)
+    gone = any(state & select.POLLERR for _, state in waiting.poll(0))
+    if gone:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, place)  # what is left in the buffer goes there when Python ends
+        os.close(nowhere)
+    return gone
+
+
+def interrupted() -> int:
+    """Say that Ctrl-C was heard where there is nothing to save, and give the exit code that shells know."""
+    typer.echo("fedlas: interrupted", err=True)
+    return 128 + signal.SIGINT
+
+
+def from_interrupt(error: BaseException | None) -> bool:
+    """Say whether an error only wraps Ctrl-C, as errors in compiled modules that are being imported do."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def plain_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
+    """Write a warning for users in one line; others keep the place that they come from."""
+    if category is UserWarning and not os.environ.get("FEDLAS_DEBUG"):
+        return f"fedlas: {' '.join(str(message).split())}\n"
+    return usual_warning(message, category, *place, **more)

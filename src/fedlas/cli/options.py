@@ -1,0 +1,40 @@
+"""Options that several commands have, and how their words are taken apart."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any field of the recipe; may be repeated.")
+]
+Root = Annotated[
+    Path | None, typer.Option("--data-root", help="Where data lies; else $FEDLAS_DATA, else the user's cache.")
+]
+Level = Annotated[float, typer.Option(help="How often an interval should hold the true value.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")]
+
+
+def words(text: str | None) -> tuple[str, ...] | None:
+    """Take words apart that are separated by commas."""
+    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Take whole numbers apart that are separated by commas."""
+    try:
+        return tuple(int(word) for word in words(text) or ())
+    except ValueError:
+        raise ValueError(f"--seeds takes whole numbers separated by commas, not {text!r}") from None
+
+
+def parsed(settings: Sequence[str] | None) -> dict[str, str]:
+    """Take FIELD=VALUE apart."""
+    found: dict[str, str] = {}
+    for text in settings or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set takes FIELD=VALUE, not {text!r}")
+        found[name.strip()] = value.strip()
+    return found

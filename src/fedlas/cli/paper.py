@@ -1,0 +1,133 @@
+"""`fedlas demo`, `reproduce` and `compare`: tables of many runs."""
+
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlas.cli.endings import one_line_errors
+from fedlas.cli.options import Device, Level, Root, Settings, numbers, parsed, words
+from fedlas.cli.places import is_answer, refuse_other_kind, refuse_own_input, write_text
+from fedlas.cli.terminal import show_table
+
+
+class Launch(StrEnum):
+    """Where runs are trained."""
+
+    local = "local"
+    ray = "ray"
+
+
+class Detail(StrEnum):
+    """What a table shows."""
+
+    ours = "ours"
+    both = "both"
+    full = "full"
+
+
+def demo_run(
+    out: Annotated[Path, typer.Option(help="Where run folders and figures go.")] = Path("runs/demo"),
+) -> None:
+    """Train five losses on handwritten digits, and show what their confidence is worth."""
+    with one_line_errors():
+        from fedlas.experiments.demo import run_demo
+
+        made = run_demo(out, told=lambda text: typer.echo(text, err=True))
+        typer.echo(made.text)
+        show_table(made.head, made.rows)
+        for path in made.files:
+            typer.echo(path)
+
+
+def reproduce_experiment(
+    experiment: Annotated[str, typer.Argument(help="A table or figure; see: fedlas list experiments")],
+    data: Annotated[str | None, typer.Option(help="Data sets, separated by commas; by default all of it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Networks, separated by commas; by default the protocol's.")] = None,
+    losses: Annotated[str | None, typer.Option(help="Rows, separated by commas; by default all.")] = None,
+    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "1,2,3",
+    protocol: Annotated[str, typer.Option(help="paper, official, fast or small.")] = "paper",
+    split: Annotated[str, typer.Option(help="test, or test-published: normalised as in the published code.")] = "test",
+    settings: Settings = None,
+    only: Annotated[str | None, typer.Option(help="Train only runs whose folder's name contains this.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan and table; start nothing.")] = False,
+    limit_minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes; go on next time.")] = None,
+    detail: Annotated[Detail, typer.Option(help="ours, both (with the paper's numbers) or full.")] = Detail.both,
+    launch: Annotated[Launch, typer.Option(help="local, or ray: many machines.")] = Launch.local,
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster, such as auto.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes on this machine; by default one for each GPU.")] = None,
+    gpus_per_run: Annotated[float | None, typer.Option(help="Share of a GPU for each run.")] = None,
+    cpus_per_run: Annotated[float, typer.Option(help="Processors that Ray sets aside for each run.")] = 1,
+    runs: Annotated[Path, typer.Option(help="Where run folders lie.")] = Path("runs"),
+    ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
+    out: Annotated[Path | None, typer.Option(help="Write tables and figures into this folder.")] = None,
+    data_root: Root = None,
+    device: Device = None,
+) -> None:
+    """Make a table or figure of the paper again: run what is missing, and lay it beside the printed numbers."""
+    with one_line_errors():
+        from fedlas.experiments.base import Choice
+        from fedlas.experiments.ledger import Ledger
+        from fedlas.experiments.planning import HEAD, experiment_named, planned
+        from fedlas.experiments.reproduce import drawn, reproduce
+
+        chosen = experiment_named(experiment)
+        choice = Choice(
+            data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
+            seeds=numbers(seeds), split=split,
+        )  # fmt: skip
+        book = Ledger(ledger)
+        plan = planned(chosen, choice, book, only)
+        typer.echo(f"{experiment}, {protocol} protocol: {plan}", err=True)
+        if dry_run and plan.missing:
+            show_table(HEAD, plan.rows())
+        if not dry_run:
+            options = {
+                "how": launch.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
+                "cpus_per_run": cpus_per_run, "device": device, "data_root": data_root,
+            }  # fmt: skip
+            told = partial(typer.echo, err=True)
+            for tables in reproduce(
+                chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes, **options
+            ):
+                for table in tables:
+                    typer.echo(table.text(detail.value), err=True)
+        for table in chosen.tables(book, choice):
+            typer.echo(table.text(detail.value))
+        if out is not None:
+            where = {"data_root": data_root, "device": device}
+            for path in drawn(chosen, choice, ledger=book, runs=runs, folder=out, **where):
+                typer.echo(path)
+
+
+def compare_models(
+    first: Annotated[str, typer.Argument(help="A run folder, a file of predictions, or ledger rows: data/method.")],
+    second: Annotated[str, typer.Argument(help="The same, on the same test samples.")],
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="Of accuracy, ece, aece, nll, brier; by commas. By default accuracy, ece, and nll if known."),
+    ] = None,
+    level: Level = 0.95,
+    resamples: Annotated[int, typer.Option(help="Resamples that intervals are made from.")] = 2_000,
+    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
+    ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
+    json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+) -> None:
+    """Say whether one model is better than another on the same samples, and how sure that is."""
+    with one_line_errors():
+        from fedlas.experiments.ledger import Ledger
+        from fedlas.experiments.versus import HEAD, side, versus
+
+        kept = None if json in {None, "-"} else Path(str(json))
+        refuse_own_input([Path(first), Path(second)], [kept])
+        refuse_other_kind(kept, "answer of fedlas", is_answer)
+        book = Ledger(ledger)
+        options = {"level": level, "resamples": resamples, "seed": seed}
+        found = versus(side(first, book), side(second, book), words(metrics), **options)
+        show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
+        if json is not None:
+            from json import dumps
+
+            write_text(json, dumps([one.to_dict() for one in found], allow_nan=False))

@@ -1,0 +1,81 @@
+"""`fedlas calibrate`: a calibrator is learned from one file, and repairs another."""
+
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedlas.cli.endings import one_line_errors
+from fedlas.cli.options import parsed
+from fedlas.cli.places import read_file, refuse_other_kind, refuse_own_input
+from fedlas.cli.terminal import progress, show
+
+
+def calibrate_fit(
+    file: Annotated[Path, typer.Argument(help="Predictions with labels, on samples that nothing is judged on.")],
+    out: Annotated[Path, typer.Option(help="Where the calibrator goes: a .safetensors file.")],
+    method: Annotated[str, typer.Option(help="The calibrator; see: fedlas list calibrators")] = "temperature",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="A keyword of the calibrator.")
+    ] = None,
+) -> None:
+    """Learn a calibrator, and save it."""
+    with one_line_errors():
+        from fedlas.metrics import nll as loss_of
+        from fedlas.posthoc import build_calibrator, load_calibrator
+        from fedlas.train.recipe import value_of
+
+        if out.suffix.lower() != ".safetensors":
+            raise ValueError(f"--out {out}: a calibrator is kept in a .safetensors file")
+        refuse_own_input([file], [out])
+        refuse_other_kind(out, "calibrator", load_calibrator)
+        options = {name: value_of(text) for name, text in parsed(settings).items()}
+        calibrator = build_calibrator(method, **options)
+        with progress() as watch:
+            given = read_file(file, watch)
+            watch(f"fitting {method}", 0.0)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* lies beyond ")  # said below, where it cannot be overlooked
+                calibrator.fit(given)
+            watch(f"fitting {method}", 1.0)
+            calibrator.save(out)
+        words = {"standard_error": "standard error of its logarithm"}
+        numbers = {name: value for name, value in calibrator.learned.items() if value.numel() == 1}
+        learned = [f"{words.get(name, name)} {float(value):.4g}" for name, value in numbers.items()]
+        zeros = int(loss_of(given).details["floored"])
+        if zeros:
+            few = f"{zeros:,} {'label has' if zeros == 1 else 'labels have'} probability zero"
+            show(
+                f"warning: {few}, which decides what is learned; keep more digits of probabilities, or logits", err=True
+            )
+        fit = calibrator.fitted
+        nll = [] if fit is None else [f"NLL {fit.before:.4g} before, {fit.after:.4g} after, on {fit.n:,} samples"]
+        show(f"{method}: {', '.join([*learned, *nll])}", err=True)
+        if fit is not None and fit.doubt:
+            show(f"warning: {out} is written, but do not rely on it: {fit.doubt}", err=True)
+        show(out)
+
+
+def calibrate_apply(
+    calibrator: Annotated[Path, typer.Argument(help="A file that `fedlas calibrate fit` wrote.")],
+    file: Annotated[Path, typer.Argument(help="Predictions to repair; labels are not needed.")],
+    out: Annotated[Path, typer.Option(help="Where they go: .safetensors, .npz, .csv, .parquet or .jsonl.")],
+    probs: Annotated[bool, typer.Option("--probs", help="Write probabilities, not logits.")] = False,
+) -> None:
+    """Repair predictions with a saved calibrator."""
+    with one_line_errors():
+        from fedlas.files import read_predictions, write_predictions
+        from fedlas.posthoc import load_calibrator
+
+        refuse_own_input([calibrator, file], [out])
+        refuse_other_kind(out, "file of predictions", read_predictions)
+        with progress() as watch:
+            given = read_file(file, watch)
+            learned = load_calibrator(calibrator)
+            repaired = learned.transform(given)
+            # A table of probabilities becomes another one.
+            write_predictions(repaired, out, probs=probs or given.given_probs is not None)
+        if learned.fitted is not None and learned.fitted.doubt:
+            show(f"warning: do not rely on what {calibrator} repairs: {learned.fitted.doubt}", err=True)
+        show(out)
