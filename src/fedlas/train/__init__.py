@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedlas.train.protocols import protocol_named as protocol_named
     from fedlas.train.protocols import published_models as published_models
     from fedlas.train.protocols import recipe_for as recipe_for
+    from fedlas.train.protocols import seen_otherwise as seen_otherwise
     from fedlas.train.recipe import Recipe as Recipe
     from fedlas.train.runs import Run as Run
     from fedlas.train.runs import RunError as RunError
@@ -35,6 +36,7 @@ _HOMES = {
     "protocol_named": "protocols",
     "published_models": "protocols",
     "recipe_for": "protocols",
+    "seen_otherwise": "protocols",
 }
 __all__ = list(_HOMES)
 
