@@ -38,8 +38,8 @@ def test_a_stream_of_sums_keeps_no_samples():
     assert memory < 64 * 2**20
 
 
-@pytest.mark.slow
-def test_training_holds_no_more_with_every_epoch():
-    seen = growth.training(12)
+@pytest.mark.parametrize("epochs", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_training_holds_no_more_with_every_epoch(epochs):
+    seen = growth.training(epochs)
     assert seen[-1]["files"] == seen[2]["files"]
     assert seen[-1]["mib"] - seen[4]["mib"] < 30
