@@ -7,10 +7,10 @@
 Each series doubles or multiplies one number and keeps the others; it ends at the number that it is given, or where one
 call would take longer than `--patience`. The exponent is the slope of a line through the later half of the points on
 paper with logarithms on both axes: 1 is linear, N log N looks like 1.1, 2 is quadratic. One that exceeds the limit
-of its series, `LINEAR` or `QUADRATIC`, is named at the end, and so is a stream of sums that holds more than `SUMS`; the
-exit status is then 1. Seconds are those of one processor, whatever else it did meanwhile, the fewest of some rounds.
-Every point is measured in a process of its own; memory is how far its highest use rose above what the input takes.
-Training is watched epoch by epoch instead: nothing may grow there.
+of its series, `LINEAR` or `QUADRATIC`, is named at the end, and so is a stream of sums that takes more than `SUMS` for
+each sample after the first chunks; the exit status is then 1. Seconds are those of one processor, whatever else it did
+meanwhile, the fewest of some rounds. Every point is measured in a process of its own; memory is how far its highest use
+rose above what the input takes. Training is watched epoch by epoch instead: nothing may grow there.
 """
 
 import argparse
@@ -44,7 +44,7 @@ CHUNK = 1_000_000
 GATE_CLASSES, PAIR_CLASSES = 10_000, 2_000
 CLASSES = (2, 10, 100, 1_000, 10_000, 100_000)
 LINEAR, QUADRATIC = 1.5, 2.5  # largest exponents: halfway to the next whole one, as caches alone make 1 look like 1.3
-SUMS = 128 * 2**20  # bytes that a stream may take that keeps no samples
+SUMS = 0.5  # bytes that each further sample may add to a stream that keeps sums alone; a sample kept has one at least
 KEEPING = {"AECE", "AURC", "SmoothECE"}  # streams that keep 5 bytes a sample
 LITTLE = 2**24  # bytes below which memory is that of libraries
 Call = Callable[[], object]
@@ -294,9 +294,17 @@ def excesses(points: list[Point]) -> list[str]:
             if slope is not None and slope > limit(*key):
                 found.append(f"{' '.join(key)}: {of} grows with the power {slope:.2f}; {limit(*key)} is allowed")
         kind, name, _ = key
-        if kind == "stream" and name not in KEEPING and (most := max(point.memory for point in own)) > SUMS:
-            found.append(f"{' '.join(key)}: takes {most / 2**20:.0f} MiB and should keep sums alone")
+        if kind == "stream" and name not in KEEPING and (each := bytes_a_sample(own)) > SUMS:
+            found.append(f"{' '.join(key)}: takes {each:.1f} bytes for each further sample and should keep sums alone")
     return found
+
+
+def bytes_a_sample(points: list[Point]) -> float:
+    """Say how much memory a sample adds once chunks are full; their working space is the same however many follow."""
+    full = [point for point in points if point.size > CHUNK][-2:]
+    if len(full) < 2:
+        return 0.0
+    return (full[1].memory - full[0].memory) / (full[1].size - full[0].size)
 
 
 def grouped(points: list[Point]) -> dict[tuple[str, str, str], list[Point]]:

@@ -52,11 +52,15 @@ def test_the_square_of_classes_is_allowed_where_it_is_documented():
     assert len(growth.excesses(series(3.0, kind="loss", name="cpc", against="C"))) == 1
 
 
-def test_a_stream_of_sums_that_keeps_samples_is_refused():
-    assert growth.excesses(series(1.0, 0.0, "stream", "ECE")) == []
-    (said,) = growth.excesses(series(1.0, 1.0, "stream", "ECE"))
-    assert "should keep sums alone" in said
-    assert growth.excesses(series(1.0, 1.0, "stream", "AURC")) == []
+@pytest.mark.parametrize(("each", "refused"), [(0.0, False), (0.2, False), (1.0, True), (5.0, True)])
+def test_a_stream_of_sums_that_keeps_samples_is_refused(each, refused):
+    points = [growth.Point("stream", "ECE", "N", 10**k, 1e-8 * 10**k, 2**27 + int(each * 10**k)) for k in range(3, 9)]
+    said = growth.excesses(points)
+    assert said == (
+        [f"stream ECE N: takes {each:.1f} bytes for each further sample and should keep sums alone"] * refused
+    )
+    keeping = [growth.Point("stream", "AURC", "N", one.size, one.seconds, one.memory) for one in points]
+    assert growth.excesses(keeping) == []
 
 
 def test_what_one_point_has_freed_does_not_hide_what_the_next_takes():
