@@ -13,7 +13,7 @@ from number_cases import CLASSES, SAMPLES, Target
 
 import fedlas
 from fedlas import metrics, ood
-from fedlas.metrics import NLL, accuracy, ece, kde_ece, top_k
+from fedlas.metrics import NLL, accuracy, ece, inversion, kde_ece, top_k
 from fedlas.predictions import as_tensor
 
 SLOW = {"smooth_curve", "smooth_ece", "kde_ece", "SmoothECE"}  # tens of milliseconds each
@@ -234,6 +234,34 @@ def test_labels_of_a_binary_probability_have_a_shape(scope, labels):
     """A single number raised IndexError, and of a table of any width the last column was taken for the labels."""
     with pytest.raises(ValueError, match="labels"):
         ece(torch.tensor([0.2, 0.9]), labels, scope=scope)
+
+
+@pytest.mark.parametrize(
+    ("probs", "labels"),
+    [
+        ([[0, 0, 1], [0, 0, 1], [0, 0.75, 0.25], [0, 0.1, 0.9], [0, 0, 1]], [1, 1, 0, 0, 0]),
+        ([[0, 0, 1], [0, 0, 1], [0, 0, 1], [4 / 15, 11 / 15, 0], [0, 0.6, 0.4]], [0, 0, 0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("resamples", [20, 1000])
+def test_the_interval_of_a_class_that_is_always_wrong_is_the_right_way_round(probs, labels, resamples):
+    """Rounding left a bin an error of 1e-17, and the interval of the class-wise ECE was 2.6 to 1."""
+    given = torch.tensor(probs, dtype=torch.float64), torch.tensor(labels)
+    found = metrics.bootstrap(metrics.classwise_ece, *given, resamples=resamples)
+    assert 0 <= found.interval.low <= found <= found.interval.high <= 1
+
+
+@pytest.mark.parametrize("furthest", [15.0, 1e3, 1e5, 1e12])
+@pytest.mark.parametrize("end", [-7.5, 0.3, 4.0])
+def test_the_end_of_an_interval_is_found_however_far_it_is_looked_for(furthest, end):
+    assert inversion._last(lambda shift: shift <= end, -12.0, furthest) == pytest.approx(end, abs=0.02)
+
+
+def test_the_interval_of_an_error_that_rounding_put_above_one_ends_there():
+    probs = torch.tensor([[1e-20, 1.0]] * 3)
+    labels = torch.tensor([[1.0, 6e-8]] * 3).bfloat16()
+    found = metrics.bootstrap(metrics.classwise_ece, probs, labels, resamples=20)
+    assert found.interval.low <= found.interval.high <= 1
 
 
 def test_maps_of_two_classes_are_distributions():
