@@ -251,6 +251,13 @@ def test_the_interval_of_a_class_that_is_always_wrong_is_the_right_way_round(pro
     assert 0 <= found.interval.low <= found <= found.interval.high <= 1
 
 
+def test_the_interval_of_sums_that_rounding_put_below_zero_makes_no_warning():
+    """What was left of the first bin's confidences was -1e-17, and numpy warned of its root."""
+    probs = torch.tensor([[1, 0], [1 / 3, 2 / 3], [0, 1], [1, 0]], dtype=torch.float64)
+    found = metrics.bootstrap(metrics.classwise_ece, probs, torch.zeros(4, dtype=torch.int64), resamples=20)
+    assert 0 <= found.interval.low <= found.interval.high <= 1
+
+
 @pytest.mark.parametrize("furthest", [15.0, 1e3, 1e5, 1e12])
 @pytest.mark.parametrize("end", [-7.5, 0.3, 4.0])
 def test_the_end_of_an_interval_is_found_however_far_it_is_looked_for(furthest, end):
