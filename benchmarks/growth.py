@@ -6,14 +6,19 @@
 
 Each series doubles or multiplies one number and keeps the others; it ends at the number that it is given, or where one
 call would take longer than `--patience`. The exponent is the slope of a line through the later half of the points on
-paper with logarithms on both axes: 1 is linear, N log N looks like 1.1, 2 is quadratic. Seconds are those of one
-processor, whatever else it did meanwhile, the fewest of some rounds; memory is what a call took beyond what was there
-before. Training is watched epoch by epoch instead: nothing may grow there.
+paper with logarithms on both axes: 1 is linear, N log N looks like 1.1, 2 is quadratic. One that exceeds the limit
+of its series, `LINEAR` or `QUADRATIC`, is named at the end, and so is a stream of sums that takes more than `SUMS` for
+each sample after the first chunks; the exit status is then 1. Seconds are those of one processor, whatever else it did
+meanwhile, the fewest of some rounds. Every point is measured in a process of its own; memory is how far its highest use
+rose above what the input takes. Training is watched epoch by epoch instead: nothing may grow there.
 """
 
 import argparse
+import ctypes
 import json
 import math
+import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +42,11 @@ PATIENCE = {"loss": 8.0, "metric": 8.0, "stream": 120.0, "evaluate": 60.0}
 SMALL = 1e-3  # seconds below which a call measures its own overhead
 CHUNK = 1_000_000
 GATE_CLASSES, PAIR_CLASSES = 10_000, 2_000
+CLASSES = (2, 10, 100, 1_000, 10_000, 100_000)
+LINEAR, QUADRATIC = 1.5, 2.5  # largest exponents: halfway to the next whole one, as caches alone make 1 look like 1.3
+SUMS = 0.5  # bytes that each further sample may add to a stream that keeps sums alone; a sample kept has one at least
+KEEPING = {"AECE", "AURC", "SmoothECE"}  # streams that keep 5 bytes a sample
+LITTLE = 2**24  # bytes below which memory is that of libraries
 Call = Callable[[], object]
 
 
@@ -58,8 +68,30 @@ def peak() -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 
+def apart(make: Callable[[int], Call], size: int) -> tuple[float, int]:
+    """Measure in a process of its own: what an earlier call has freed would hide what this one takes."""
+    own, other = multiprocessing.Pipe(duplex=False)
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        other.send(measured(make(size)))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    other.close()
+    try:
+        found: tuple[float, int] = own.recv()
+    except EOFError:
+        raise RuntimeError(f"the process that measured size {size:,} died") from None
+    finally:
+        process.join()
+        own.close()
+    return found
+
+
 def measured(call: Call, rounds: int = ROUNDS) -> tuple[float, int]:
     """Give the fastest of some rounds, and the memory of the first beyond what was held."""
+    ctypes.CDLL(None).malloc_trim(0)  # what making the input has left over
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before, best = peak(), math.inf
     memory, turn, spent = 0, 0, 0.0
@@ -83,7 +115,7 @@ def series(  # noqa: PLR0917 (a sentence)
     for size in sizes:
         if points and _next(points, size) > patience:
             return
-        points.append(Point(kind, name, against, size, *measured(make(size))))
+        points.append(Point(kind, name, against, size, *apart(make, size)))
         yield points[-1]
 
 
@@ -134,8 +166,8 @@ def losses(most: int, patience: float) -> Iterator[Point]:
         gated, paired = "gate" in record.keywords, "lambda_bec" in record.keywords
         yield from series("loss", name, "N", powers(1_000, most), partial(loss_step, name, classes=10), patience)
         top = GATE_CLASSES if gated else PAIR_CLASSES if paired else 100_000
-        yield from series("loss", name, "C", [c for c in (2, 10, 100, 1_000, 2_000, 10_000, 100_000) if c <= top],
-                          partial(loss_step, name, 64), patience)  # fmt: skip
+        sizes = sorted({c for c in CLASSES if c <= top} | {top})
+        yield from series("loss", name, "C", sizes, partial(loss_step, name, 64), patience)
         if gated:
             yield from series("loss", name, "D", powers(16, 65_536, 4), partial(loss_step, name, 256, 10), patience)
 
@@ -160,7 +192,7 @@ def functions(most: int, patience: float) -> Iterator[Point]:
     """Every metric against samples and classes."""
     for name, one in metric_functions().items():
         yield from series("metric", name, "N", powers(1_000, most), partial(metric_call, one, classes=10), patience)
-        yield from series("metric", name, "C", powers(10, 100_000), partial(metric_call, one, 100), patience)
+        yield from series("metric", name, "C", [*CLASSES], partial(metric_call, one, 100), patience)
 
 
 def streams(most: int, patience: float) -> Iterator[Point]:
@@ -208,7 +240,7 @@ def evaluations(most: int, patience: float) -> Iterator[Point]:
     }
     for name, one in calls.items():
         yield from series("evaluate", name, "N", powers(1_000, most), partial(one, classes=10), patience)
-        yield from series("evaluate", name, "C", powers(10, 10_000), partial(one, 1_000), patience)
+        yield from series("evaluate", name, "C", [*CLASSES], partial(one, 100), patience)
 
 
 def training(epochs: int) -> list[dict[str, float]]:
@@ -237,13 +269,42 @@ def training(epochs: int) -> list[dict[str, float]]:
     return watch.seen
 
 
-def exponent(points: list[Point]) -> float | None:
-    """Fit the slope of the later half of a series; None where calls are too short to say."""
-    held = [point for point in points if point.seconds > SMALL][-max(2, len(points) // 2) :]
+def exponent(points: list[Point], of: str = "seconds", least: float = SMALL) -> float | None:
+    """Fit the slope of the later half of a series; None where calls are too short, or take too little, to say."""
+    held = [point for point in points if getattr(point, of) > least][-max(2, len(points) // 2) :]
     if len(held) < 2:
         return None
-    x, y = (np.log([getattr(point, name) for point in held]) for name in ("size", "seconds"))
+    x, y = (np.log([getattr(point, name) for point in held]) for name in ("size", of))
     return float(np.polyfit(x, y, 1)[0])
+
+
+def limit(kind: str, name: str, against: str) -> float:
+    """Say which exponent a series may have; a gate of C // 2 units and pairs of classes may have the square of C."""
+    if kind != "loss" or against != "C":
+        return LINEAR
+    keywords = next((one.keywords for one in fedlas.list_losses() if one.name == name), ())
+    return QUADRATIC if {"gate", "lambda_bec"} & set(keywords) else LINEAR
+
+
+def excesses(points: list[Point]) -> list[str]:
+    """Name the series that grow faster than they may, in time or in memory, and streams that keep too much."""
+    found = []
+    for key, own in grouped(points).items():
+        for of, slope in (("time", exponent(own)), ("memory", exponent(own, "memory", LITTLE))):
+            if slope is not None and slope > limit(*key):
+                found.append(f"{' '.join(key)}: {of} grows with the power {slope:.2f}; {limit(*key)} is allowed")
+        kind, name, _ = key
+        if kind == "stream" and name not in KEEPING and (each := bytes_a_sample(own)) > SUMS:
+            found.append(f"{' '.join(key)}: takes {each:.1f} bytes for each further sample and should keep sums alone")
+    return found
+
+
+def bytes_a_sample(points: list[Point]) -> float:
+    """Say how much memory a sample adds once chunks are full; their working space is the same however many follow."""
+    full = [point for point in points if point.size > CHUNK][-2:]
+    if len(full) < 2:
+        return 0.0
+    return (full[1].memory - full[0].memory) / (full[1].size - full[0].size)
 
 
 def grouped(points: list[Point]) -> dict[tuple[str, str, str], list[Point]]:
@@ -256,11 +317,15 @@ def grouped(points: list[Point]) -> dict[tuple[str, str, str], list[Point]]:
 
 def table(points: list[Point]) -> str:
     """Lay the series out for the page."""
-    rows = ["| what | against | up to | seconds there | exponent | memory there, MiB |", "|---|---|--:|--:|--:|--:|"]
+    rows = [
+        "| what | against | up to | seconds there | exponent | memory there, MiB | its exponent | limit |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
     for (kind, name, against), own in grouped(points).items():
-        slope, last = exponent(own), own[-1]
-        shown = "-" if slope is None else f"{slope:.2f}"
-        numbers = f"{last.size:,} | {last.seconds:.3g} | {shown} | {last.memory / 2**20:.0f}"
+        last, slopes = own[-1], (exponent(own), exponent(own, "memory", LITTLE))
+        time_slope, memory_slope = ("-" if slope is None else f"{slope:.2f}" for slope in slopes)
+        numbers = f"{last.size:,} | {last.seconds:.3g} | {time_slope} | {last.memory / 2**20:.0f} | {memory_slope}"
+        numbers += f" | {limit(kind, name, against)}"
         rows.append(f"| {kind} `{name}` | {against} | {numbers} |")
     return "\n".join(rows)
 
@@ -286,8 +351,8 @@ def draw(points: list[Point], kind: str, against: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def main() -> None:
-    """Measure, draw and print."""
+def main() -> int:
+    """Measure, draw and print; the exit status says whether anything grows faster than it may."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", default=["loss", "metric", "stream", "evaluate", "training"])
     parser.add_argument("--most", type=int, default=10_000_000, help="samples of metrics and evaluation")
@@ -323,7 +388,10 @@ def main() -> None:
     if not given.quick:
         for kind, against in sorted({(one.kind, one.against) for one in points}):
             draw(points, kind, against, ROOT / "docs" / "pictures" / f"growth_{kind}_{against}.svg")
+    bad = excesses(points)
+    print(*bad, sep="\n", file=sys.stderr)
+    return int(bool(bad))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

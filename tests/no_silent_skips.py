@@ -1,5 +1,6 @@
 """With `FEDLAS_WHOLE=1`, as `scripts/check` runs the tests, a skip is a failure unless a GPU or a browser is missing.
 
+So may be the right to mount a file system, which few containers give.
 A package that is not installed would otherwise turn its tests off, and nobody would know.
 """
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-MAY_BE_MISSING = ("CUDA", "GPU", "Chromium", "playwright")
+MAY_BE_MISSING = ("CUDA", "GPU", "Chromium", "playwright", "no file system can be mounted")
 
 
 def judged(report: Any) -> Any:
@@ -19,7 +20,7 @@ def judged(report: Any) -> Any:
         reason = str(report.longrepr)
         if not any(word in reason for word in MAY_BE_MISSING):
             report.outcome = "failed"
-            report.longrepr = f"only what needs a GPU or a browser may be skipped: {reason}"
+            report.longrepr = f"only what needs a GPU, a browser or a mount may be skipped: {reason}"
     return report
 
 

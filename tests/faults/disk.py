@@ -1,11 +1,11 @@
 """Disks that fill up or cannot be written, files that are damaged, two processes at once, and a clock that jumps.
 
-    python tests/faults/disk.py --runs 20 --seed 1 --json build/disk.json
-    python tests/faults/disk.py --runs 20 --seed 1 --only "full disk"
+    python tests/faults/disk.py --runs 100 --seed 1 --json build/disk.json
+    python tests/faults/disk.py --runs 100 --seed 1 --only "full disk"
 
-Every attempt is compared with an unbroken run of the same recipe, as in `kill.py`. The full disk and the one that can
-only be read are file systems of their own in memory, because no permission keeps root from writing. Mounting them takes
-root, or a namespace in which one is: `unshare -rm python tests/faults/disk.py`.
+Every attempt is compared with an unbroken run of the same recipe, as in `kill.py`, whose four losses take turns. The
+full disk and the one that can only be read are file systems of their own in memory, because no permission keeps root
+from writing. Mounting them takes root, or a namespace in which one is: `unshare -rm python tests/faults/disk.py`.
 """
 
 import argparse
@@ -21,12 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kill import STEPS, recipe_of
+from kill import LOSSES, STEPS, recipe_of
 from zygote import SHOWN, differences, ended, finish, fork, lines, parts, table, train_and_record, warm
 
 from fedlas.experiments import kept
@@ -277,23 +277,30 @@ def campaign(
 ) -> dict[str, list[Trial]]:
     """Try every fault so many times."""
     dice = random.Random(seed)
-    recipe = recipe_of(0)
-    warm(recipe, folder)
-    (folder / "unbroken").mkdir()
-    bench = Bench(recipe, Run(folder / "unbroken" / "run"), folder)
-    if finish(bench.start(bench.unbroken.folder)):
-        raise RuntimeError(bench.said())
+    warm(recipe_of(0), folder)
+    benches = [unbroken(recipe_of(number), folder / f"unbroken {number}") for number in range(min(runs, len(LOSSES)))]
     found: dict[str, list[Trial]] = {}
     for name in only or FAULTS:
         for number in range(runs):
             place = folder / f"{name} {number}"
             place.mkdir()
-            trial = FAULTS[name](Bench(recipe, bench.unbroken, place), dice)
+            bench = replace(benches[number % len(benches)], folder=place)
+            trial = FAULTS[name](bench, dice)
             found.setdefault(name, []).append(trial)
             if shown:
-                print(name, trial.about, trial.said, *trial.wrong, sep=" | ", file=sys.stderr, flush=True)
+                told = (name, bench.recipe.loss, trial.about, trial.said, *trial.wrong)
+                print(*told, sep=" | ", file=sys.stderr, flush=True)
             shutil.rmtree(place)
     return found
+
+
+def unbroken(recipe: Recipe, folder: Path) -> Bench:
+    """Train a recipe without any fault."""
+    folder.mkdir()
+    bench = Bench(recipe, Run(folder / "run"), folder)
+    if finish(bench.start(bench.unbroken.folder)):
+        raise RuntimeError(bench.said())
+    return bench
 
 
 def rows(found: dict[str, list[Trial]]) -> list[dict[str, Any]]:
@@ -311,7 +318,7 @@ def rows(found: dict[str, list[Trial]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=20, help="of each fault")
+    parser.add_argument("--runs", type=int, default=100, help="of each fault")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", choices=list(FAULTS))
     parser.add_argument("--json", type=Path)

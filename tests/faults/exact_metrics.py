@@ -6,9 +6,9 @@ the metrics, so that a metric of the library finds its own; roots and logarithms
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property
 
@@ -19,12 +19,13 @@ Row = Sequence[Fraction]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of probabilities and of labels, both exact, and the type that the probabilities came in."""
+    """Rows of probabilities and of labels, both exact, the type that probabilities came in, and what is compared."""
 
     probs: Sequence[Row]
     labels: Sequence[Row]
     dtype: torch.dtype
     soft: bool = False
+    scope: str = "top-label"
 
     @property
     def n(self) -> int:
@@ -37,8 +38,25 @@ class Table:
     @cached_property
     def tops(self) -> list[tuple[Fraction, Fraction]]:
         """Confidence of every row, and the share of its label on that class; of equal ones the first."""
+        if self.scope == "positive":
+            return self.column(self.classes - 1)
         places = [row.index(max(row)) for row in self.probs]
         return [(p[k], y[k]) for k, p, y in zip(places, self.probs, self.labels, strict=True)]
+
+    @cached_property
+    def answers(self) -> list[tuple[Fraction, Fraction]]:
+        """The same, but where a binary probability stands for the likelier answer; 1 - p is rounded to the type."""
+        if self.scope != "positive":
+            return self.tops
+        return [(c, y) if c > Fraction(1, 2) else (self._rest(c), 1 - y) for c, y in self.tops]
+
+    def _rest(self, confidence: Fraction) -> Fraction:
+        return Fraction(float(1 - torch.tensor(float(confidence), dtype=self.dtype)))
+
+    @cached_property
+    def parts(self) -> list[list[tuple[Fraction, Fraction]]]:
+        """The pairs that are binned together: all, or those of each class."""
+        return [self.column(k) for k in range(self.classes)] if self.scope == "class-wise" else [self.tops]
 
     def column(self, k: int) -> list[tuple[Fraction, Fraction]]:
         return [(p[k], y[k]) for p, y in zip(self.probs, self.labels, strict=True)]
@@ -50,79 +68,122 @@ def inner_edges(bins: int, dtype: torch.dtype) -> list[Fraction]:
     return [Fraction(edge) for edge in edges.tolist()]
 
 
-def width_bins(pairs: list[tuple[Fraction, Fraction]], bins: int, dtype: torch.dtype) -> list[list[int]]:
-    return sorted_into(pairs, inner_edges(bins, dtype), bins)
+Pair = tuple[Fraction, Fraction]
 
 
-def mass_bins(pairs: list[tuple[Fraction, Fraction]], bins: int) -> list[list[int]]:
+def binned(table: Table, pairs: list[Pair], bins: int, binning: str = "width") -> list[list[int]]:
+    """Say which samples are in each bin."""
+    if binning == "width":
+        return sorted_into(pairs, inner_edges(bins, table.dtype), bins)
     ranked, n = sorted(c for c, _ in pairs), len(pairs)
     ends = [b * (n // bins) + min(b, n % bins) for b in range(1, bins)]
     return sorted_into(pairs, [ranked[max(end - 1, 0)] for end in ends], bins)
 
 
-def sorted_into(pairs: list[tuple[Fraction, Fraction]], inner: list[Fraction], bins: int) -> list[list[int]]:
+def sorted_into(pairs: list[Pair], inner: list[Fraction], bins: int) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(bins)]
     for i, (confidence, _) in enumerate(pairs):
         found[bisect_left(inner, confidence)].append(i)
     return found
 
 
-def gaps(pairs: list[tuple[Fraction, Fraction]], filled: list[list[int]]) -> list[tuple[int, Fraction]]:
-    """How many samples each filled bin holds, and their confidence minus their correctness, added up."""
-    return [(len(one), sum((pairs[i][0] - pairs[i][1] for i in one), Fraction())) for one in filled if one]
+def as_compared(table: Table, pairs: list[Pair], bins: int, compat: str) -> tuple[list[Pair], list[list[int]]]:
+    """Do the same by the rules of other code, bins of equal width alone; confidences are rounded as it rounds them."""
+    if compat == "official":
+        edges = torch.linspace(0, 1, bins + 1).to(table.dtype).double()
+        return pairs, sorted_into(pairs, [Fraction(edge) for edge in edges[1:-1].tolist()], bins)
+    if compat == "uncertainty-calibration":
+        return pairs, sorted_into(pairs, [Fraction(b / bins) for b in range(1, bins)], bins)
+    if compat == "torchmetrics":
+        pairs = [(Fraction(float(torch.tensor(float(c), dtype=torch.float32))), y) for c, y in pairs]
+        inner = [Fraction(edge) for edge in torch.linspace(0, 1, bins + 1).double()[1:].tolist()]
+    else:
+        inner = [Fraction(b * (1 / bins)) for b in range(1, bins)]
+    found: list[list[int]] = [[] for _ in range(len(inner) + 1)]
+    for i, (confidence, _) in enumerate(pairs):
+        found[bisect_right(inner, confidence)].append(i)
+    return pairs, found
 
 
-def top_gaps(table: Table, bins: int) -> list[tuple[int, Fraction]]:
-    return gaps(table.tops, width_bins(table.tops, bins, table.dtype))
+def gaps(
+    table: Table, bins: int, binning: str = "width", compat: str | None = None
+) -> list[list[tuple[int, Fraction, Fraction]]]:
+    """How many samples each filled bin holds, their confidence minus correctness, and their correctness, added up."""
+    found = []
+    for pairs in table.parts:
+        held, filled = (
+            (pairs, binned(table, pairs, bins, binning))
+            if compat is None
+            else (as_compared(table, pairs, bins, compat))
+        )
+        found.append([(len(one), sum((held[i][0] - held[i][1] for i in one), Fraction()),
+                       sum((held[i][1] for i in one), Fraction())) for one in filled if one])  # fmt: skip
+    return found
 
 
-def ece(table: Table, bins: int = 15) -> float:
-    return float(sum(abs(gap) for _, gap in top_gaps(table, bins)) / table.n)
+def mean_over(table: Table, each: list[Fraction]) -> Fraction:
+    """The mean over classes, or the one number that there is, of sums over samples."""
+    return sum(each, Fraction()) / table.n / len(each)
+
+
+def ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
+    each = [sum((abs(gap) for _, gap, _ in one), Fraction()) for one in gaps(table, bins, binning, compat)]
+    return float(mean_over(table, each))
 
 
 def aece(table: Table, bins: int = 15) -> float:
-    return float(sum(abs(gap) for _, gap in gaps(table.tops, mass_bins(table.tops, bins))) / table.n)
+    return ece(table, bins, "mass")
 
 
-def classwise_ece(table: Table, bins: int = 15) -> float:
-    each = [gaps(table.column(k), width_bins(table.column(k), bins, table.dtype)) for k in range(table.classes)]
-    return float(sum(abs(gap) for one in each for _, gap in one) / table.n / table.classes)
+def classwise_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
+    return ece(replace(table, scope="class-wise"), bins, binning, compat)
 
 
-def over_under(table: Table, bins: int = 15) -> tuple[float, float]:
-    found = [gap for _, gap in top_gaps(table, bins)]
-    over, under = (sum((max(sign * gap, Fraction()) for gap in found), Fraction()) for sign in (1, -1))
-    return float(over / table.n), float(under / table.n)
+def over_under(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> tuple[float, float]:
+    found = gaps(table, bins, binning, compat)
+    over, under = (
+        mean_over(table, [sum((max(sign * gap, Fraction()) for _, gap, _ in one), Fraction()) for one in found])
+        for sign in (1, -1)
+    )
+    return float(over), float(under)
 
 
-def signed_ece(table: Table, bins: int = 15) -> float:
-    return float(sum(gap for _, gap in top_gaps(table, bins)) / table.n)
+def signed_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
+    found = gaps(table, bins, binning, compat)
+    return float(mean_over(table, [sum((gap for _, gap, _ in one), Fraction()) for one in found]))
 
 
-def mce(table: Table, bins: int = 15) -> float:
-    return float(max(abs(gap) / count for count, gap in top_gaps(table, bins)))
+def mce(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
+    return float(max(abs(gap) / count for one in gaps(table, bins, binning, compat) for count, gap, _ in one))
 
 
-def rms_error(table: Table, bins: int = 15) -> float:
-    return math.sqrt(sum(gap**2 / count for count, gap in top_gaps(table, bins)) / table.n)
+def rms_error(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
+    found = gaps(table, bins, binning, compat)
+    return math.sqrt(mean_over(table, [sum((gap**2 / count for count, gap, _ in one), Fraction()) for one in found]))
 
 
-lp_error = rms_error  # p = 2 is its default
+def lp_error(table: Table, bins: int = 15, p: float = 2, binning: str = "width", compat: str | None = None) -> float:
+    if p == 2:
+        return rms_error(table, bins, binning, compat)
+    found = gaps(table, bins, binning, compat)
+    total = math.fsum(count * float(abs(gap) / count) ** p for one in found for count, gap, _ in one)
+    return (total / table.n / len(found)) ** (1 / p)
 
 
-def debiased_l2(table: Table, bins: int = 15) -> float:
-    total = Fraction()
-    for one in mass_bins(table.tops, bins):
-        if len(one) >= 2:
-            count = len(one)
-            gap = sum((table.tops[i][0] - table.tops[i][1] for i in one), Fraction()) / count
-            right = sum((table.tops[i][1] for i in one), Fraction()) / count
-            total += (gap**2 - right * (1 - right) / (count - 1)) * count / table.n
-    return math.sqrt(max(total, 0))
+def debiased_l2(table: Table, bins: int = 15, binning: str = "mass", compat: str | None = None) -> float:
+    each = []
+    for one in gaps(table, bins, binning, compat):
+        total = Fraction()
+        for count, gap, hits in one:
+            if count >= 2:
+                right = hits / count
+                total += ((gap / count) ** 2 - right * (1 - right) / (count - 1)) * count
+        each.append(max(total, Fraction()))
+    return math.sqrt(mean_over(table, each))
 
 
 def accuracy(table: Table) -> float:
-    return float(sum(correct for _, correct in table.tops) / table.n)
+    return float(sum(correct for _, correct in table.answers) / table.n)
 
 
 def top_k(table: Table, k: int = 5) -> float:
@@ -149,7 +210,7 @@ def nll(table: Table) -> float:
 
 def risks(table: Table) -> list[Fraction]:
     """The risk at every coverage, where samples of equal confidence count as their mean."""
-    tops = table.tops
+    tops = table.answers
     groups: dict[Fraction, list[Fraction]] = {}
     for confidence, correct in tops:
         groups.setdefault(confidence, []).append(1 - correct)
@@ -171,7 +232,7 @@ def aurc(table: Table) -> float:
 
 
 def e_aurc(table: Table) -> float:
-    wrong = sorted(1 - correct for _, correct in table.tops)
+    wrong = sorted(1 - correct for _, correct in table.answers)
     best = sum(sum(wrong[:k]) / k for k in range(1, table.n + 1)) / table.n
     return float(sum(risks(table)) / table.n - best)
 
@@ -180,13 +241,14 @@ def augrc(table: Table) -> float:
     return float(sum(risk * k for k, risk in enumerate(risks(table), 1)) / table.n**2)
 
 
-def risk_at_coverage(table: Table) -> float:
-    return float(risks(table)[math.ceil(Fraction(4, 5) * table.n) - 1])
+def risk_at_coverage(table: Table, coverage: float = 0.8) -> float:
+    share = Fraction(str(coverage))  # 0.7 is meant as seven tenths
+    return float(risks(table)[max(math.ceil(share * table.n), 1) - 1])
 
 
-def coverage_at_risk(table: Table) -> float:
-    allowed = Fraction(1, 20) + Fraction(1, 10**12)
-    return max((k / table.n for k, risk in enumerate(risks(table), 1) if risk <= allowed), default=0.0)
+def coverage_at_risk(table: Table, risk: float = 0.05) -> float:
+    allowed = Fraction(str(risk)) + Fraction(1, 10**12)
+    return max((k / table.n for k, found in enumerate(risks(table), 1) if found <= allowed), default=0.0)
 
 
 def walk(table: Table) -> list[Fraction]:
@@ -216,12 +278,20 @@ def spiegelhalter_test(table: Table) -> float:
     return float(total) / math.sqrt(spread)
 
 
-def histogram(table: Table, bins: int = 15) -> list[float]:
-    return [float(len(one)) for one in width_bins(table.tops, bins, table.dtype)]
+def histogram(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> list[float]:
+    found = []
+    for pairs in table.parts:
+        if compat is None:
+            filled = binned(table, pairs, bins, binning)
+        else:
+            _, filled = as_compared(table, pairs, bins, compat)
+        found += [float(len(one)) for one in filled]
+    return found
 
 
 @cache
 def oracle_of(name: str) -> Callable[..., object] | None:
     """Find the exact twin of a metric, or of the stream of the same name."""
-    twins = {key.replace("_", ""): value for key, value in globals().items() if callable(value)}
+    others = {"binned", "gaps", "risks", "walk", "replace", "cache"}
+    twins = {key.replace("_", ""): value for key, value in globals().items() if callable(value) and key not in others}
     return twins.get(name.replace("_", "").lower()) if not name.startswith("_") else None

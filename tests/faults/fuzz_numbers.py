@@ -5,10 +5,10 @@
     python tests/faults/fuzz_numbers.py --executions 5000 --jobs 2
     python tests/faults/fuzz_numbers.py --resume              leave out targets that have had as many, and found nothing
 
-Each target runs in a process of its own, first with hypothesis, then with atheris (the extra `fuzz`), which follows the
-branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says so. Seeds
-are fixed. A target that is slower than `--seconds` allows stops there: the table has the number of
-executions that there really were. What is judged, and how, is in `number_cases.py`.
+Each target runs in a process of its own, first with hypothesis, then with atheris (the extra `fuzz`), which
+follows the branches of `fedlas` that an input reaches; without atheris random bytes take its place, and the table says
+so. Seeds are fixed. A target that is slower than `--seconds` allows stops there: the table has the number of
+executions that there really were. What is judged, and how, is in `number_cases.py` and `more_cases.py`.
 """
 
 import argparse
@@ -103,15 +103,16 @@ def one_target(name: str, executions: int, seconds: float, result: Path) -> None
 
         with atheris.instrument_imports(include=["fedlas"]):
             import fedlas.losses
-            import fedlas.metrics  # noqa: F401 (imported so that its branches are followed)
+            import fedlas.metrics
+            import fedlas.ood  # noqa: F401 (imported so that its branches are followed)
     sys.path.insert(0, str(HERE))
-    import number_cases
+    import more_cases
     import torch
 
     torch.set_num_threads(1)
     gc.freeze()  # half a million objects of torch need no look at,
     gc.set_threshold(50_000, 20, 100)  # and those of one execution few
-    target = next(one for one in number_cases.targets() if one.name == name)
+    target = next(one for one in more_cases.targets() if one.name == name)
     start = time.monotonic()
     tally = Tally(target, executions, seconds)
     by_hypothesis(tally, max(1, executions // 50))
@@ -141,9 +142,9 @@ def one_target(name: str, executions: int, seconds: float, result: Path) -> None
 
 def names_of(kinds: list[str] | None) -> list[str]:
     sys.path.insert(0, str(HERE))
-    import number_cases
+    import more_cases
 
-    return [one.name for one in number_cases.targets() if not kinds or one.kind in kinds or one.name in kinds]
+    return [one.name for one in more_cases.targets() if not kinds or one.kind in kinds or one.name in kinds]
 
 
 def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -178,16 +179,14 @@ def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
 def table(records: list[dict[str, Any]]) -> str:
     """Lay the results out for the page."""
     rows = [
-        "| target | kind | executions | right | refused clearly | findings | by | seconds |",
-        "|---|---|--:|--:|--:|--:|---|--:|",
+        "| target | kind | executions | right | refused clearly | taken, not compared | findings | by | seconds |",
+        "|---|---|--:|--:|--:|--:|--:|---|--:|",
     ]
     for one in records:
         counts, engines = one["counts"], one["engines"]
         by = ", ".join(f"{engine} {count:,}" for engine, count in engines.items())
-        right = counts.get("right", 0) + counts.get("taken", 0)
-        numbers = (
-            f"{sum(engines.values()):,} | {right:,} | {counts.get('refused', 0):,} | {counts.get('findings', 0):,}"
-        )
+        shown = (sum(engines.values()), *(counts.get(word, 0) for word in ("right", "refused", "taken", "findings")))
+        numbers = " | ".join(f"{number:,}" for number in shown)
         rows.append(f"| `{one['name']}` | {one['kind']} | {numbers} | {by} | {one['seconds']:.0f} |")
     total = sum(sum(one["engines"].values()) for one in records)
     bad = sum(one["counts"].get("findings", 0) for one in records)
@@ -197,7 +196,9 @@ def table(records: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Run the campaign; the exit status says whether it found anything, or did not come to its end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", nargs="*", help="names of targets, or loss, metric, stream")
+    parser.add_argument(
+        "--target", nargs="*", help="names of targets, or loss, metric, stream, detection, score, interval"
+    )
     parser.add_argument("--executions", type=int, default=100_000, help="of each target")
     parser.add_argument("--seconds", type=float, default=600.0, help="for each target, at most")
     parser.add_argument("--jobs", type=int, default=1, help="targets at a time")

@@ -162,34 +162,35 @@ import sys
 from pathlib import Path
 from fedlas.train import fit, recipe_for
 options = {"model_options": {"norm": "group"}, "data_options": {"train_samples": 400}}
-often = {"epochs": 30, "batch_size": 100, "checkpoint_every": 3, "deterministic": True}
+often = {"epochs": int(sys.argv[1]), "batch_size": 100, "checkpoint_every": 3, "deterministic": True}
 recipe = recipe_for("digits", loss="fedlas_ls", **often, **options)
-fit(recipe, out=Path(sys.argv[1]), resume=True)
+for folder in sys.argv[2:]:
+    fit(recipe, out=Path(folder), resume=True)
 """
 
 
-def torchrun(folder: Path, out: Path) -> subprocess.Popen[bytes]:
-    """Start two workers that train one run."""
+def torchrun(folder: Path, epochs: int, *runs: Run) -> subprocess.Popen[bytes]:
+    """Start two workers that train the same recipe in one folder after the other."""
     script = folder / "train.py"
     script.write_text(TORCHRUN)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(out)]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(epochs)]
+    words += [str(run.folder) for run in runs]
     with (folder / "torchrun.txt").open("wb") as file:
         return subprocess.Popen([sys.executable, *words], stdout=file, stderr=file)
 
 
-def torchrun_campaign(count: int, seed: int, folder: Path) -> list[dict[str, Any]]:
+def torchrun_campaign(count: int, seed: int, folder: Path, epochs: int = 30) -> list[dict[str, Any]]:
     """Kill one of two workers at some epoch, look how the other ends, and go on."""
     dice = random.Random(seed)
-    unbroken = Run(folder / "unbroken")
-    if torchrun(folder, unbroken.folder).wait(300):
-        raise RuntimeError((folder / "torchrun.txt").read_text())
-    return [worker_dies(Run(folder / f"run {number}"), unbroken, dice, folder) for number in range(count)]
+    return [worker_dies(number, epochs, dice, folder) for number in range(count)]
 
 
-def worker_dies(run: Run, unbroken: Run, dice: random.Random, folder: Path) -> dict[str, Any]:
-    """Kill one worker, and compare what is made of the rest."""
+def worker_dies(number: int, epochs: int, dice: random.Random, folder: Path) -> dict[str, Any]:
+    """Kill one worker, and compare what is made of the rest with a run that nobody disturbed."""
     wrong: list[str] = []
-    process, epoch, rank = torchrun(folder, run.folder), dice.randint(1, 25), dice.randrange(2)
+    run, unbroken = Run(folder / f"run {number}"), Run(folder / "unbroken")
+    process = torchrun(folder, epochs, unbroken, run)  # the first is found finished from the second time on
+    epoch, rank = dice.randint(1, epochs - 10), dice.randrange(2)
     try:
         until(lambda: len(run.log) >= epoch)
         workers = children(process.pid)
@@ -206,7 +207,7 @@ def worker_dies(run: Run, unbroken: Run, dice: random.Random, folder: Path) -> d
     )
     wrong += [f"worker {pid} is left" for pid in workers if exists(pid)]
     wrong += [] if not run.finished else ["it was finished already"]
-    if torchrun(folder, run.folder).wait(300):
+    if torchrun(folder, epochs, run).wait(300):
         wrong.append(f"it could not go on: {(folder / 'torchrun.txt').read_text()[-2000:]}")
     elif prediction_bytes(run) != prediction_bytes(unbroken) or log_without_times(run) != log_without_times(unbroken):
         wrong.append("it ends with other numbers")
@@ -245,6 +246,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=200, help="of each run: enough that all kills find one at work")
     parser.add_argument("--torchrun", type=int, default=5, help="workers to kill")
+    parser.add_argument("--torchrun-epochs", type=int, default=30, help="of each run of torchrun")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -254,7 +256,7 @@ def main() -> int:
             found["cluster"] = cluster_campaign(given.kills, given.seed, given.epochs, Path(folder))
         if given.torchrun:
             began = time.monotonic()
-            found["torchrun"] = torchrun_campaign(given.torchrun, given.seed, Path(folder))
+            found["torchrun"] = torchrun_campaign(given.torchrun, given.seed, Path(folder), given.torchrun_epochs)
             found["torchrun seconds"] = round(time.monotonic() - began)
     print(f"seed {given.seed}\n\n{table(rows(found))}")
     if given.json:

@@ -3,18 +3,20 @@
 Bytes come from hypothesis, from a coverage-guided fuzzer or from a seed; `Draw` turns them into tables with extreme,
 denormal, infinite, missing, misplaced or misshapen numbers. What is legal is decided here a second time, from shapes,
 types and values, not by asking the library. A legal input must give the number that exact or float64 arithmetic gives;
-any other input must raise ValueError or TypeError with words in it. Everything else is a finding.
+any other input must raise ValueError or TypeError with words in it. Everything else is a finding. What came of an input
+is one of three words: "right", a number was compared; "refused", an error said why; "taken", a number came that
+nothing was compared with, because rounding decides, or because no second way to compute it is written down.
 
 Targets are found: the losses of the catalogue with all of their choices, the functions of `fedlas.metrics` that take
-probabilities and labels, and its streams.
+probabilities and labels, and its streams; `more_cases.py` adds what takes other things.
 """
 
 import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
@@ -28,6 +30,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / "contract"), str(TESTS / "losses"), str(TESTS / "faults")]
 
 import exact_metrics  # noqa: E402
+import kernel_metrics  # noqa: E402
 import loss_cases  # noqa: E402
 import plain  # noqa: E402
 
@@ -59,6 +62,7 @@ EXTREMES = (
 LOGITS = (0.0, 1.0, -1.0, 6.0, -6.0, 20.0, -20.0, 88.0, -104.0, 745.0, 1e4, -1e4, 6e4, 1e-3, 1e-40, 5e-324, -0.0)
 HUGE = (1e30, -1e30, 3e38, -3e38, 1e300, -1e308, math.inf, -math.inf, math.nan)
 CLASSES, WIDTH, SAMPLES = 5, 3, 12
+NOTHING: Mapping[str, Any] = {}
 
 
 class FindingError(AssertionError):
@@ -336,16 +340,43 @@ def metric_input(draw: Draw) -> tuple[Any, Any]:
     return scores, labels
 
 
-def verdict_on(scores: Any, labels: Any) -> tuple[bool | None, tuple[Tensor, Tensor] | None]:
-    """Whether metrics have to take an input (None: they may), and its rows."""
+def verdict_on(
+    scores: Any, labels: Any, options: Mapping[str, Any] = NOTHING
+) -> tuple[bool | None, tuple[Tensor, Tensor] | None]:
+    """Whether metrics have to take an input (None: they may), and the rows of it that count."""
     table, truth = as_seen(scores), as_seen(labels)
     if table is None or truth is None or table.dtype not in FLOATS:
         return False, None
     rows = rows_of(table, truth)
-    if rows is None:
+    if options.get("scope") == "positive" and (
+        alone(table) or (rows is None and tuple(truth.shape[1:]) in {(), (1,), (2,)})
+    ):
+        return None, None  # one share of class 1 will do, or a column of labels, or two shares
+    if rows is None or not legal_options(options, rows):
         return False, None
+    if (ignored := options.get("ignore_index")) is not None:
+        kept = rows[1] != ignored
+        rows = rows[0][kept], rows[1][kept]
+        if not len(rows[1]):
+            return False, None
     verdicts = (distributions(rows[0]), legal_labels(rows[1], rows[0].shape[1]))
     return (False if False in verdicts else None if None in verdicts else True), rows
+
+
+def alone(table: Tensor) -> bool:
+    """Whether there is one probability for each sample."""
+    return table.ndim < 2 or table.shape[1] == 1
+
+
+def legal_options(options: Mapping[str, Any], rows: tuple[Tensor, Tensor]) -> bool:
+    """Whether options make sense, alone and for this table."""
+    shares = {"coverage": lambda x: 0 < x <= 1, "p": lambda x: 1 <= x < math.inf, "points": lambda x: x >= 2,
+              "k": lambda x: x >= 1, "bins": lambda x: x >= 1}  # fmt: skip
+    if not all(good(options[word]) for word, good in shares.items() if word in options):
+        return False
+    if options.get("scope") == "positive" and rows[0].shape[1] not in {1, 2}:
+        return False
+    return options.get("ignore_index") is None or rows[1].ndim == 1
 
 
 def logit_input(draw: Draw) -> tuple[Any, Any]:
@@ -379,7 +410,7 @@ def judge_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, 
     text = Shown("logits", scores, labels, options)
     found = judged(name, lambda: call(scores, labels), verdict, text)
     if found is None or rows is None:
-        return "refused"
+        return "refused" if found is None else "taken"
     if name.lower() == "nll":
         own = [plain.log_softmax(row) for row in scores.detach().double().tolist()]
         truth = exact_table(*rows).labels
@@ -391,23 +422,22 @@ def judge_logits(name: str, call: Callable[[Any, Any], Any], options: dict[str, 
         )  # the losses add up to more than the type holds
         if not beyond and not math.isclose(float(found), wanted, rel_tol=1e-5, abs_tol=1e-5):
             raise FindingError(f"{name}: {float(found)!r} instead of {wanted!r}: {text}")
-    else:
-        compare(name, found, rows, options, text)
-    return "right"
+        return "right"
+    return compare(name, found, rows, options, text)
 
 
 def judge_metric(name: str, metric: Callable[..., Any], draw: Draw) -> str:
     options = _options(metric, draw)
     if draw.byte() % 4 == 3:
         return judge_logits(name, lambda s, y: metric(fedlas.Predictions(s, y), **options), options, draw)
+    options |= more_options(name, draw)
     scores, labels = metric_input(draw)
-    verdict, rows = verdict_on(scores, labels)
+    verdict, rows = verdict_on(scores, labels, options)
     text = Shown(scores, labels, options)
     found = judged(name, lambda: metric(scores, labels, **options), verdict, text)
     if found is None or rows is None:
-        return "refused"
-    compare(name, found, rows, options, text)
-    return "right"
+        return "refused" if found is None else "taken"
+    return compare(name, found, rows, options, text)
 
 
 def judge_stream(name: str, stream: type[AbstractStream[Any]], draw: Draw) -> str:
@@ -432,9 +462,8 @@ def judge_stream(name: str, stream: type[AbstractStream[Any]], draw: Draw) -> st
     text = Shown(scores, labels, options, len(parts))
     found = judged(name, call, verdict, text)
     if found is None or rows is None:
-        return "refused"
-    compare(name, found, rows, options, text)
-    return "right"
+        return "refused" if found is None else "taken"
+    return compare(name, found, rows, options, text)
 
 
 @cache
@@ -447,28 +476,73 @@ def _options(function: Any, draw: Draw) -> dict[str, Any]:
     return bins | ({"k": draw.whole(1, 5)} if _takes(function, "k") else {})
 
 
-def compare(name: str, found: Any, rows: tuple[Tensor, Tensor], options: dict[str, Any], text: Shown) -> None:
-    """Compare a value with exact arithmetic, or, where there is none, with the same metric of float64 pairs."""
-    oracle = exact_metrics.oracle_of(name)
+EITHER_WAY = {"over_under", "signed_ece", "mce", "rms_error", "lp_error", "histogram", "debiased_l2"}
+BINNED = EITHER_WAY | {"ece"}
+ROWS = {"nll", "brier", "top_k", "classwise_ece"}  # which know no scope
+PRESETS = ("official", "torchmetrics", "netcal", "uncertainty-calibration")
+OWN = {
+    "lp_error": {"p": (1, 2, 3, 1.5, 0.5, math.inf, math.nan)},
+    "risk_at_coverage": {"coverage": (0.5, 1.0, 0.1, 0.7, 0.0, 1.5, math.nan)},
+    "coverage_at_risk": {"risk": (0.0, 0.5, 1.0, 0.2)},
+    "kde_ece": {"bandwidth": (0.1, 0.5, 2.0, 0.003)},
+    "smooth_curve": {"points": (2, 11, 201, 1, 0)},
+    "noise_floor": {"binning": ("mass", "width")},
+}  # fmt: skip
+
+
+def more_options(name: str, draw: Draw) -> dict[str, Any]:
+    """What a metric takes besides bins and k; half of the time nothing."""
+    if draw.byte() % 2 == 0:
+        return {}
+    found = {word: draw.pick(values) for word, values in OWN.get(name, {}).items()}
+    way = draw.pick(("ignored", "positive", "class-wise", "binning", "preset"))
+    if way == "ignored":
+        found["ignore_index"] = draw.pick((0, 1, -100, 5))
+    elif way == "positive" and name not in ROWS:
+        found["scope"] = "positive"
+    elif way == "class-wise" and name in BINNED:
+        found["scope"] = "class-wise"
+    if name in EITHER_WAY | {"classwise_ece"} and way in {"binning", "class-wise"}:
+        found["binning"] = draw.pick(("mass", "width"))
+    if way == "preset" and name in BINNED:
+        found["compat"] = draw.pick(PRESETS)
+        found |= {"binning": "width"} if name == "debiased_l2" else {}
+    return found
+
+
+ROOTED = {"debiased_l2"}  # near zero the root of a difference magnifies its last digit
+NARROWED = {"noise_floor"}  # and so does the root of a share of the variance
+
+
+def compare(name: str, found: Any, rows: tuple[Tensor, Tensor], options: dict[str, Any], text: Shown) -> str:
+    """Compare a value with exact arithmetic, or with plain sums in float64; "taken" where neither has an answer."""
+    oracle = exact_metrics.oracle_of(name) or kernel_metrics.oracle_of(name)
     table = exact_table(*rows)
+    table = replace(table, scope=options.get("scope", "top-label"))
+    if oracle is None or (table.scope == "positive" and table.classes != 2):
+        return "taken"
+    if options.get("compat") and max(c for part in table.parts for c, _ in part) > 1:
+        return "taken"  # by rounding; what other code does with it is not part of its rule
     coarse = (name.lower() in {"brier", "nll"} and table.dtype != torch.float64) or table.soft
-    tolerance = 2e-6 if coarse else 1e-11
-    if oracle is None:
-        expected = _of_pairs(name, table, options)
-        if expected is None:
-            return
-    else:
-        expected = oracle(table, **{key: value for key, value in options.items() if _takes(oracle, key)})
+    tolerance = 2e-6 if coarse else 1e-7 if name in NARROWED else 1e-11
+    expected = oracle(table, **{key: value for key, value in options.items() if _takes(oracle, key)})
+    if expected is None:
+        return "taken"
+    return compared(name, found, expected, tolerance, text)
+
+
+def compared(name: str, found: Any, expected: Any, tolerance: float, text: Shown) -> str:
+    """Compare numbers one by one; a second answer that is no number says nothing."""
     got, wanted = numbers(found), numbers(expected)
     if len(got) != len(wanted):
         raise FindingError(f"{name}: {got} instead of {wanted}: {text}")
     for one, other in zip(got, wanted, strict=True):
         if math.isnan(other) or (math.isinf(other) and one == other):
             continue
-        # Near zero the root of a difference magnifies its last digit.
-        off = abs(one**2 - other**2) if name == "debiased_l2" else abs(one - other)
+        off = abs(one**2 - other**2) if name in ROOTED else abs(one - other)
         if not off <= tolerance * max(1.0, abs(other)):
             raise FindingError(f"{name}: {one!r} instead of {other!r}: {text}")
+    return "taken" if wanted and all(map(math.isnan, wanted)) else "right"
 
 
 def numbers(found: Any) -> list[float]:
@@ -478,38 +552,12 @@ def numbers(found: Any) -> list[float]:
     if isinstance(found, list):
         return found
     if isinstance(found, metrics.Histogram):
-        return [float(count) for count in found.bins.counts.tolist()]
+        return [float(count) for count in found.bins.counts.reshape(-1).tolist()]
     if isinstance(found, metrics.RiskCoverage):
         return found.risk.tolist()
     if isinstance(found, metrics.SmoothCurve):
         return [*found.confidence.tolist(), *found.accuracy.tolist()]
     return [float(one) for one in found]
-
-
-@cache
-def _function_of(name: str) -> Callable[..., Any]:
-    """The metric of a name, or that of the stream of this name."""
-    found = getattr(metrics, name, None)
-    if inspect.isfunction(found):
-        return found
-    return next(one for key, one in vars(metrics).items() if key.replace("_", "") == name.lower())
-
-
-def _of_pairs(name: str, table: exact_metrics.Table, options: dict[str, Any]) -> Any:
-    """The same metric of confidences in float64: whatever the type was, the values are these."""
-    tops = table.tops
-    if max(value for pair in tops for value in pair) > 1:  # by rounding; pairs are not given the benefit of it
-        return None
-    function = _function_of(name)
-    # Bins are compared in the type that the confidences came in.
-    confidence = torch.tensor([float(c) for c, _ in tops], dtype=torch.float64)
-    confidence = confidence.to(table.dtype) if "bins" in options else confidence
-    correct = torch.tensor([float(y) for _, y in tops], dtype=torch.float64)
-    found = function(confidence, correct if table.soft else correct.long(), scope="confidence", **options)
-    values = numbers(found)
-    if not all(math.isfinite(value) and -1e-9 <= value <= 1 + 1e-9 for value in values):
-        raise FindingError(f"{name}: {values} is outside 0..1")
-    return found
 
 
 # Losses
@@ -606,19 +654,21 @@ class LossTarget:
         if found.is_meta or given[0].is_meta or given[0].layout != torch.strided or given[0].ndim != 2:
             return "taken"
         learns = any(True for _ in loss.parameters())
-        self.compare(found, twin, given, reduction, 1e-6 if learns else 1e-9, text)  # parameters are in float32
-        return "right"
+        # Parameters are in float32.
+        return self.compare(found, twin, given, reduction, 1e-6 if learns else 1e-9, text)
 
     def compare(  # noqa: PLR0917 (a sentence)
         self, found: Tensor, twin: Any, given: list[Tensor], reduction: str, finest: float, text: Shown
-    ) -> None:
+    ) -> str:
         logits = given[0].detach()
         counted = torch.ones(len(logits), dtype=torch.bool) if given[1].ndim == 2 else given[1] != -100
         bad = bool((logits[counted].isnan() | (logits[counted] == math.inf)).any())
         if bad and bool(found.isfinite().all()):
             raise FindingError(f"{self.case}: {found.tolist()} although a logit is no number: {text}")
-        if bad or not bool(logits[counted].isfinite().all()):
-            return
+        if bad:
+            return "right"  # no finite number may come of what is none
+        if not bool(logits[counted].isfinite().all()):
+            return "taken"
         values = found.detach().double().reshape(-1).tolist()
         wide = given[0].dtype == torch.float64
         size = float(logits[counted].double().abs().amax()) if bool(counted.any()) else 1.0
@@ -626,11 +676,14 @@ class LossTarget:
         expected = [self._twice(twin, given)]
         if wide and self.case.options == {} and reduction == "mean" and given[1].ndim == 1 and bool(counted.all()):
             expected += self._plain(given)
+        outcome = "right"
         for one in expected:
             if close(values, one, most, size, wide):
                 continue
             if not self._on_a_step(twin, given, one):
                 raise FindingError(f"{self.case}: {values} instead of {one}: {text}")
+            outcome = "taken"
+        return outcome
 
     def _on_a_step(self, twin: Any, given: list[Tensor], here: list[float]) -> bool:
         """Whether a threshold of the loss lies so near that rounding decides on which side of it the input is."""

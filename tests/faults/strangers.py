@@ -35,6 +35,7 @@ ROOM = 2 * 2**30  # bytes of address space beyond what imports took
 PATIENCE, WAIT = 60, 600  # seconds of a processor for one file, and on the clock, on however busy a machine
 CLEAR = (ValueError, TypeError, OSError)
 BIG = 2**31  # bytes that a bomb unpacks to
+MANY = 1_000_000  # columns, or names
 # What Python reports when a file makes something happen; the unpickler of CIFAR looks its few classes up by itself.
 FORBIDDEN = {"pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect"}
 
@@ -134,7 +135,7 @@ def zip_of(files: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:
 # What strangers send
 
 
-def hostile(folder: Path, canary: Path, big: int = BIG) -> list[tuple[str, str, Path]]:
+def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> list[tuple[str, str, Path]]:
     """Write files that no honest program writes: what reads them, what is wrong with them, where they are."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[tuple[str, str, Path]] = []
@@ -164,27 +165,26 @@ def hostile(folder: Path, canary: Path, big: int = BIG) -> list[tuple[str, str, 
         pipe.parent.mkdir()
         os.mkfifo(pipe)
         found.append((kind, "a pipe that nobody writes to", pipe))
-    _text_files(add)
-    _arrays(add, canary, big)
-    _tensors(add, canary)
-    _words(add, canary)
+    _text_files(add, many)
+    _arrays(add, canary, big, many)
+    _tensors(add, canary, many)
+    _words(add, canary, many)
     _archives(add, big)
     return found
 
 
-def _text_files(add: Callable[..., Path]) -> None:
-    million = 1_000_000
-    wide = ",".join(f"logit_{i}" for i in range(million))
-    add("predictions.csv", "a million columns", ".csv", f"{wide},label\n{','.join(['0'] * million)},0\n".encode())
-    add("predictions.csv", "a million equal columns", ".csv", (",".join(["logit_a"] * million) + "\n1\n").encode())
+def _text_files(add: Callable[..., Path], many: int) -> None:
+    wide = ",".join(f"logit_{i}" for i in range(many))
+    add("predictions.csv", "many columns", ".csv", f"{wide},label\n{','.join(['0'] * many)},0\n".encode())
+    add("predictions.csv", "many equal columns", ".csv", (",".join(["logit_a"] * many) + "\n1\n").encode())
     add(
         "predictions.csv",
-        "a million columns of words",
+        "many columns of words",
         ".csv",
-        (",".join(f"w{i}" for i in range(million)) + "\n").encode(),
+        (",".join(f"w{i}" for i in range(many)) + "\n").encode(),
     )
-    add("predictions.csv", "a cell of 20 MB", ".csv", b"logit_a,logit_b,label\n1,2," + b"9" * 20_000_000 + b"\n")
-    add("predictions.csv", "a quote without end", ".csv", b'logit_a,logit_b,label\n1,"2' + b"\n0,0,0" * 500_000)
+    add("predictions.csv", "a cell without end", ".csv", b"logit_a,logit_b,label\n1,2," + b"9" * (20 * many) + b"\n")
+    add("predictions.csv", "a quote without end", ".csv", b'logit_a,logit_b,label\n1,"2' + b"\n0,0,0" * (many // 2))
     add("predictions.csv", "numbers beyond all", ".csv", b"logit_a,logit_b,label\n1e999,nan,0\n")
     add("predictions.csv", "NUL bytes", ".csv", b"logit_a,logit_b,label\n1\x00,2,0\n")
     add("predictions.csv", "a label without end", ".csv", b"logit_a,logit_b,label\n1,2," + b"9" * 5000 + b"\n")
@@ -198,7 +198,7 @@ def _text_files(add: Callable[..., Path]) -> None:
         add(name, "a label of 400 digits", kind, b'{"logits": [[2.0, 1.0]], "labels": [' + b"9" * 400 + b"]}")
         add(name, "NaN", kind, b'{"logits": [[NaN, 1]], "labels": [0]}')
         add(name, "a lone surrogate", kind, b'{"logits": [[0.5, 1.5]], "labels": ["\\ud800"]}')
-        add(name, "a million names", kind, json.dumps({f"n{i}": [1] for i in range(1_000_000)}).encode())
+        add(name, "many names", kind, json.dumps({f"n{i}": [1] for i in range(many)}).encode())
         add(name, "null", kind, b"null")
         add(name, "words for tables", kind, b'{"logits": "abc", "labels": {"a": 1}, "class_names": 3}')
         add(
@@ -211,7 +211,7 @@ def _text_files(add: Callable[..., Path]) -> None:
         add(name, "a split that is no word", kind, b'{"logits": [[1.0, 2.0]], "labels": [0], "split": [1]}')
 
 
-def _arrays(add: Callable[..., Path], canary: Path, big: int) -> None:
+def _arrays(add: Callable[..., Path], canary: Path, big: int, many: int) -> None:
     import numpy as np
 
     def npy(array: Any, **options: Any) -> bytes:
@@ -253,15 +253,15 @@ def _arrays(add: Callable[..., Path], canary: Path, big: int) -> None:
             writer.write_table(table)
     add("predictions.parquet", "a bomb of equal rows", ".parquet", content.getvalue())
     content = io.BytesIO()
-    parquet.write_table(pyarrow.table({f"logit_{i}": [0.0] for i in range(20_000)} | {"label": [0]}), content)
-    add("predictions.parquet", "twenty thousand columns", ".parquet", content.getvalue())
+    parquet.write_table(pyarrow.table({f"logit_{i}": [0.0] for i in range(many // 50)} | {"label": [0]}), content)
+    add("predictions.parquet", "very many columns", ".parquet", content.getvalue())
     nested = pyarrow.array([[[[1.0]]]])
     content = io.BytesIO()
     parquet.write_table(pyarrow.table({"logits": nested, "label": [0]}), content)
     add("predictions.parquet", "lists of lists of lists", ".parquet", content.getvalue())
 
 
-def _tensors(add: Callable[..., Path], canary: Path) -> None:
+def _tensors(add: Callable[..., Path], canary: Path, many: int) -> None:
     import torch
 
     def saved(what: Any, **options: Any) -> bytes:
@@ -295,7 +295,7 @@ def _tensors(add: Callable[..., Path], canary: Path) -> None:
         add(kind, "itself inside of itself", ending, saved(circle))
         add(kind, "a list", ending, saved([1, 2, 3]))
         add(kind, "a pickle", ending, pickle.dumps(Payload(canary), 2))
-        add(kind, "opcodes without end", ending, b"\x80\x02" + b"]" * 3_000_000 + b".")
+        add(kind, "opcodes without end", ending, b"\x80\x02" + b"]" * (3 * many) + b".")
     add(
         "predictions.pt",
         "a sparse table",
@@ -315,7 +315,7 @@ def _tensors(add: Callable[..., Path], canary: Path) -> None:
         "f/data/constants/opaque_obj_0": pickle.dumps(Payload(canary))}, zipfile.ZIP_STORED))  # fmt: skip
 
 
-def _words(add: Callable[..., Path], canary: Path) -> None:
+def _words(add: Callable[..., Path], canary: Path, many: int) -> None:
     def tensors(about: dict[str, str], data: bytes = struct.pack("<4f", 0, 1, 2, 3)) -> bytes:
         head = json.dumps({"__metadata__": about, "logits": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
         return struct.pack("<Q", len(head)) + head.encode() + data
@@ -343,7 +343,7 @@ def _words(add: Callable[..., Path], canary: Path) -> None:
         add(kind, "a list", ending, b"[1, 2]")
         add(kind, "UTF-16", ending, '{"a": 1}'.encode("utf-16"))
         add(kind, "a pickle", ending, pickle.dumps(Payload(canary), 2))
-        add(kind, "a million names", ending, json.dumps({f"n{i}": 1 for i in range(1_000_000)}).encode())
+        add(kind, "many names", ending, json.dumps({f"n{i}": 1 for i in range(many)}).encode())
         add(
             kind,
             "null everywhere",
@@ -536,12 +536,12 @@ def _too_long(*_: object) -> None:
     raise TimeoutError(f"took longer than {PATIENCE} s")
 
 
-def campaign(folder: Path, copies: int, big: int = BIG) -> list[dict[str, Any]]:
+def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> list[dict[str, Any]]:
     """Make all files, have them opened, and give what came of each."""
     canary = folder / "the-payload-ran"
     good = sound(folder / "sound")
     cases = [(kind, "sound", path) for kind, path in good.items()]
-    cases += hostile(folder / "hostile", canary, big)
+    cases += hostile(folder / "hostile", canary, big, many)
     for kind, path in good.items():
         cases += damaged(kind, path, folder / "damaged", copies)
     before = set(folder.parent.iterdir())

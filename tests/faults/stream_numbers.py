@@ -2,6 +2,7 @@
 
     python tests/faults/stream_numbers.py                     1 million predictions, 8 processes
     python tests/faults/stream_numbers.py --n 50000000        as many as the page tells of
+    python tests/faults/stream_numbers.py --only SmoothECE    one stream
 
 Sample i is drawn from seed and block alone, so that whoever needs it makes it again: no process has all of them, and
 one pass reads the same samples in blocks. A chunk begins and ends anywhere. Streams that keep sums alone are asked, and
@@ -16,6 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,10 @@ def chunks(numbers: range, n: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]
             place += step
 
 
-def part(given: tuple[range, int, int]) -> tuple[bytes, int]:
+def part(given: tuple[range, int, int], kinds: tuple[Any, ...] = STREAMS) -> tuple[bytes, int]:
     """Feed all streams with one process's share, and give them as bytes: as tensors each would need an open file."""
     torch.set_num_threads(1)
-    made, seen = [kind() for kind in STREAMS], 0
+    made, seen = [kind() for kind in kinds], 0
     for probs, labels in chunks(*given):
         seen += len(labels)
         for stream in made:
@@ -64,20 +66,20 @@ def part(given: tuple[range, int, int]) -> tuple[bytes, int]:
     return pickle.dumps(made), seen
 
 
-def campaign(n: int, processes: int, seed: int) -> dict[str, Any]:
+def campaign(n: int, processes: int, seed: int, kinds: tuple[Any, ...] = STREAMS) -> dict[str, Any]:
     """Compare streams over processes, merged in an order that depends on the seed, with one pass."""
     start = time.monotonic()
     every = blocks(n)
     shares = [range(k * len(every) // processes, (k + 1) * len(every) // processes) for k in range(processes)]
     with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
-        found = pool.map(part, [(share, n, seed) for share in shares], chunksize=1)
+        found = pool.map(partial(part, kinds=kinds), [(share, n, seed) for share in shares], chunksize=1)
     order = torch.randperm(processes, generator=torch.Generator().manual_seed(seed)).tolist()
     merged = pickle.loads(found[order[0]][0])
     for place in order[1:]:
         merged = [one.merge(other) for one, other in zip(merged, pickle.loads(found[place][0]), strict=True)]
     streamed = time.monotonic() - start
     rows = []
-    whole = [kind() for kind in STREAMS]
+    whole = [kind() for kind in kinds]
     for number in every:
         probs, labels = block(number, n, seed)
         for stream in whole:
@@ -155,9 +157,11 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=1_000_000)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", choices=[kind.__name__ for kind in STREAMS], help="streams")
     parser.add_argument("--out", type=Path, default=Path("build/faults/streams.json"))
     given = parser.parse_args()
-    found = campaign(given.n, given.processes, given.seed) | {"ways": ways(min(given.n, 200_000), given.seed)}
+    kinds = tuple(kind for kind in STREAMS if given.only is None or kind.__name__ in given.only)
+    found = campaign(given.n, given.processes, given.seed, kinds) | {"ways": ways(min(given.n, 200_000), given.seed)}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(found, indent=1))
     print(f"{found['n']:,} predictions, {found['processes']} processes: {found['streamed_s']:.0f} s streamed, "

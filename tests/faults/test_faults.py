@@ -5,6 +5,7 @@ The campaigns fork children from a process that has trained nothing, so each run
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,14 @@ def campaign(script: str, *words: str) -> Any:
     return json.loads(out.read_text(encoding="utf-8"))
 
 
+def namespace() -> list[str]:
+    """What to put before a command that mounts file systems, where that helps."""
+    apart = ["unshare", "-rm"]
+    if os.geteuid() == 0 or shutil.which(apart[0]) is None:
+        return []
+    return [] if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode else apart
+
+
 @pytest.fixture(autouse=True)
 def out(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULTS_OUT", str(tmp_path / "found.json"))
@@ -37,15 +46,8 @@ def test_terminated_trainings_go_on():
 
 
 @pytest.mark.slow
-def test_disks_that_are_full_or_cannot_be_written():
-    if os.geteuid():
-        pytest.skip("mounting a file system takes root: unshare -rm pytest ...")
-    found = campaign("disk.py", "--runs", "2", "--only", "full disk", "--only", "read-only disk")
-    assert all("Read-only file system" in trial["said"] for trial in found["read-only disk"])
-
-
-@pytest.mark.slow
 def test_nodes_and_workers_die():
+    """A node of a cluster dies in every run of the tests, in tests/experiments/test_launch_ray.py."""
     found = campaign("nodes.py", "--kills", "2", "--epochs", "30", "--torchrun", "1")
     assert len(found["cluster"]["kills"]) == 2
 
@@ -59,33 +61,48 @@ from zygote import differences, lines, parts
 from runs_of import short
 from fedlas.train import fit
 folder = Path(sys.argv[2])
-for name in ("kills", "faults", "results"):
+for name in ("kills", "ends", "faults", "results"):
     (folder / name).mkdir()
 kills = kill.campaign(2, 3, signal.SIGKILL, folder / "kills")
-names = [name for name in disk.FAULTS if name not in disk.MOUNTED]
-faults = disk.campaign(1, 3, folder / "faults", names)
+ends = kill.campaign(1, 4, signal.SIGTERM, folder / "ends")
+mounts = disk.can_mount()
+faults = disk.campaign(1, 3, folder / "faults", [name for name in disk.FAULTS if mounts or name not in disk.MOUNTED])
 small = short("ce", epochs=1, data_options={"train_samples": 50})
 runs = [fit(small.replace(seed=seed), out=folder / str(seed)) for seed in (1, 2)]
 (folder / "results" / "a.jsonl").write_text('{"id": "x"}\\n{"id": "x"}\\n')
 (folder / "1" / ".log.jsonl.abc.part").touch()
 noticed = [differences(runs[0], runs[0]), differences(*runs), len(parts(folder / "1")), lines(folder / "results", "x")]
 wrong = {name: trials[0].wrong for name, trials in faults.items()}
-print(json.dumps([[(one.phase, one.code, one.wrong) for one in kills], wrong, noticed]))
+said = {name: trials[0].said for name, trials in faults.items()}
+killed = [[(one.code, one.steps, one.wrong) for one in found] for found in (kills, ends)]
+print(json.dumps([*killed, wrong, said, noticed]))
 """
 
 
 def test_short_campaigns_find_nothing_and_would_notice(tmp_path):
-    """Two kills and a fault of each kind; and made-up offenders: other numbers, rests of files, two lines in a ledger.
+    """Two kills, a SIGTERM and a fault of each kind; and made-up offenders: other numbers, rests, a run twice.
 
-    All in one start, which takes longer than the rest.
+    All in one start, which takes longer than the rest. Who is not root mounts file systems in a namespace.
     """
-    words = [sys.executable, "-c", SHORT, str(HERE), str(tmp_path)]
+    words = [*namespace(), sys.executable, "-c", SHORT, str(HERE), str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    kills, faults, noticed = json.loads(done.stdout)
-    assert [(code, wrong) for _, code, wrong in kills] == [(-9, [])] * 2
+    kills, ends, faults, said, noticed = json.loads(done.stdout)
+    assert [(code, wrong) for code, _, wrong in kills] == [(-9, [])] * 2
+    assert [(steps, wrong) for _, steps, wrong in ends] == [(28, [])]  # nothing is done twice
     assert faults == {name: [] for name in faults}
+    assert {"checkpoint cut short", "bits flipped in a checkpoint", "clock that jumps"} <= set(faults)
+    assert "another process is working in" in said["two processes on one folder"]
     same, unlike, rests, count = noticed
     assert same == []
     assert unlike == ["its predictions are others", "its log is another", "its weights are others"]
     assert (rests, count) == (1, 2)
+    if "full disk" not in faults:
+        pytest.skip("no file system can be mounted here, which takes root or unshare -rm: no full or read-only disk")
+    assert "Read-only file system" in said["read-only disk"]
+
+
+def test_a_worker_of_torchrun_dies_and_the_run_goes_on():
+    """Wrong would be a silent end, a worker that is left, or other numbers than those of an unbroken run."""
+    (found,) = campaign("nodes.py", "--kills", "0", "--torchrun", "1", "--torchrun-epochs", "12")["torchrun"]
+    assert found["wrong"] == []

@@ -1,6 +1,7 @@
 """The short version of the campaign on numbers, and every bug that the long one has found."""
 
 import jaxtyping
+import more_cases
 import number_cases
 import numpy as np
 import pytest
@@ -11,12 +12,21 @@ from hypothesis import strategies as st
 from number_cases import CLASSES, SAMPLES, Target
 
 import fedlas
-from fedlas import metrics
-from fedlas.metrics import NLL, accuracy, ece, kde_ece, top_k
+from fedlas import metrics, ood
+from fedlas.metrics import NLL, accuracy, ece, inversion, kde_ece, top_k
 from fedlas.predictions import as_tensor
 
 SLOW = {"smooth_curve", "smooth_ece", "kde_ece", "SmoothECE"}  # tens of milliseconds each
-ASKED = [target for target in number_cases.targets() if target.name not in SLOW]
+ASKED = [target for target in more_cases.targets() if target.name not in SLOW]
+# Which take bins, results or names, or are made of what is asked.
+MADE_OF_OTHERS = {
+    "across_seeds",
+    "bin_statistics",
+    "clopper_pearson",
+    "equal_mass_edges",
+    "equal_width_edges",
+    "mean_ranks",
+} | {"detect", "detect_scores", "score_names", "score_of"}
 LOSSES = [record.name for record in fedlas.list_losses()]
 
 
@@ -39,16 +49,20 @@ def test_every_number_is_right_or_refused_in_words(target: Target, content: byte
 def test_slow_ones_too(name):
     target = next(target for target in number_cases.targets() if target.name == name)
     for first in range(6):
-        assert target(bytes([first] * 40)) in {"right", "refused"}
+        assert target(bytes([first] * 40)) in {"right", "refused", "taken"}
 
 
 def test_nothing_public_is_left_out():
     """What `fedlas.metrics` exports is asked, is made of what is asked, or takes no probabilities."""
-    asked = {target.name for target in number_cases.targets()}
+    asked = {target.name for target in more_cases.targets()}
     assert set(LOSSES) <= asked
-    rest = {name for name in metrics.__all__ if name not in asked and not isinstance(getattr(metrics, name), type)}
-    assert all("probs" not in number_cases.inspect.signature(getattr(metrics, name)).parameters
-               or name in {"bootstrap", "paired_bootstrap", "per_image"} for name in rest), rest  # fmt: skip
+    rest = {
+        name
+        for room in (metrics, ood)
+        for name in room.__all__
+        if name not in asked and not isinstance(getattr(room, name), type)
+    }
+    assert rest == MADE_OF_OTHERS
 
 
 def test_the_judge_notices_a_wrong_number():
@@ -70,6 +84,40 @@ def test_the_judge_notices_what_is_not_refused(call):
         number_cases.judged("x", lambda: call(*nothing), False, number_cases.Shown(*nothing))
 
 
+@pytest.mark.parametrize("name", ["smooth_ece", "kde_ece", "noise_floor", "smooth_curve"])
+def test_the_judge_notices_a_wrong_kernel(name):
+    """These were once compared with themselves alone."""
+
+    def off(*given, **options):
+        return [value + 1e-6 for value in number_cases.numbers(getattr(metrics, name)(*given, **options))]
+
+    target = Target(name, "metric", lambda draw: number_cases.judge_metric(name, off, draw))
+    with pytest.raises(number_cases.FindingError, match="instead of"):
+        target(bytes(60))
+
+
+def test_what_nothing_was_compared_with_is_not_called_refused():
+    """One column of logits is a binary head: a number comes that the judge has no second answer for."""
+    column = (torch.tensor([[0.5], [1.0]]), torch.tensor([0, 1]))
+    draw = number_cases.Draw(b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(number_cases, "logit_input", lambda _: column)
+        assert number_cases.judge_logits("ece", lambda s, y: ece(fedlas.Predictions(s, y)), {}, draw) == "taken"
+
+
+@pytest.mark.parametrize("name", ["auroc", "aupr", "fpr_at_tpr"])
+def test_the_judge_of_detection_notices_a_wrong_number(name, monkeypatch):
+    true = getattr(ood, name)
+
+    def off(*given, **options):
+        found = true(*given, **options)
+        return metrics.Result(float(found) * (1 - 1e-9), found.definition, found.interval)
+
+    monkeypatch.setattr(ood, name, off)
+    with pytest.raises(number_cases.FindingError, match="instead of"):
+        more_cases.judge_detection(name, number_cases.Draw(bytes([0, 0, 0, 1, 0, *range(40)])))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -80,8 +128,8 @@ def test_the_judge_notices_what_is_not_refused(call):
     ],
 )
 def test_the_judge_is_right_where_it_once_was_not(name, content):
-    target = next(target for target in number_cases.targets() if target.name == name)
-    assert target(bytes.fromhex(content)) == "right"
+    target = next(target for target in more_cases.targets() if target.name == name)
+    assert target(bytes.fromhex(content)) in {"right", "taken"}
 
 
 # What the campaign found
@@ -161,6 +209,80 @@ def test_a_row_of_logits_is_no_table(labels):
     """The NLL of logits without a second dimension raised IndexError."""
     with pytest.raises(ValueError, match=r"logits have shape \(3,\)"):
         NLL().update_logits(torch.zeros(3), labels)
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-200, 1e308, 5e-324])
+@pytest.mark.parametrize(("p", "length"), [(1.0, 2.0), (2.0, 2**0.5), (3.0, 2 ** (1 / 3)), (float("inf"), 1.0)])
+def test_features_of_any_size_have_their_length(size, p, length):
+    """Squares of numbers beyond 1e154 were infinite, those below 1e-162 nothing, and so was the norm."""
+    norm = -float(ood.feature_norm(torch.tensor([[size, -size, 0.0]], dtype=torch.float64), p))
+    assert norm == pytest.approx(size * length, rel=1e-14, abs=5e-324)
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-200, 1e300, 2.3e-308, 5e-324])
+def test_features_of_any_size_have_their_direction(size):
+    """A row whose square was infinite, or nothing, was at distance 1 from every other, as if it had no direction."""
+    features = torch.tensor([[size, 0.0]], dtype=torch.float64)
+    known = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    assert float(ood.knn(features, known, 1)) == pytest.approx(2**0.5)
+    assert float(ood.knn(features, known, 2)) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("labels", [torch.tensor(1), torch.zeros(2, 3), torch.eye(2)[None], torch.zeros(2, 2)])
+@pytest.mark.parametrize("scope", ["positive", "confidence"])
+def test_labels_of_a_binary_probability_have_a_shape(scope, labels):
+    """A single number raised IndexError, and of a table of any width the last column was taken for the labels."""
+    with pytest.raises(ValueError, match="labels"):
+        ece(torch.tensor([0.2, 0.9]), labels, scope=scope)
+
+
+@pytest.mark.parametrize(
+    ("probs", "labels"),
+    [
+        ([[0, 0, 1], [0, 0, 1], [0, 0.75, 0.25], [0, 0.1, 0.9], [0, 0, 1]], [1, 1, 0, 0, 0]),
+        ([[0, 0, 1], [0, 0, 1], [0, 0, 1], [4 / 15, 11 / 15, 0], [0, 0.6, 0.4]], [0, 0, 0, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("resamples", [20, 1000])
+def test_the_interval_of_a_class_that_is_always_wrong_is_the_right_way_round(probs, labels, resamples):
+    """Rounding left a bin an error of 1e-17, and the interval of the class-wise ECE was 2.6 to 1."""
+    given = torch.tensor(probs, dtype=torch.float64), torch.tensor(labels)
+    found = metrics.bootstrap(metrics.classwise_ece, *given, resamples=resamples)
+    assert 0 <= found.interval.low <= found <= found.interval.high <= 1
+
+
+def test_the_interval_of_sums_that_rounding_put_below_zero_makes_no_warning():
+    """What was left of the first bin's confidences was -1e-17, and numpy warned of its root."""
+    probs = torch.tensor([[1, 0], [1 / 3, 2 / 3], [0, 1], [1, 0]], dtype=torch.float64)
+    found = metrics.bootstrap(metrics.classwise_ece, probs, torch.zeros(4, dtype=torch.int64), resamples=20)
+    assert 0 <= found.interval.low <= found.interval.high <= 1
+
+
+@pytest.mark.parametrize("furthest", [15.0, 1e3, 1e5, 1e12])
+@pytest.mark.parametrize("end", [-7.5, 0.3, 4.0])
+def test_the_end_of_an_interval_is_found_however_far_it_is_looked_for(furthest, end):
+    assert inversion._last(lambda shift: shift <= end, -12.0, furthest) == pytest.approx(end, abs=0.02)
+
+
+def test_the_interval_of_an_error_that_rounding_put_above_one_ends_there():
+    probs = torch.tensor([[1e-20, 1.0]] * 3)
+    labels = torch.tensor([[1.0, 6e-8]] * 3).bfloat16()
+    found = metrics.bootstrap(metrics.classwise_ece, probs, labels, resamples=20)
+    assert found.interval.low <= found.interval.high <= 1
+
+
+def test_maps_of_two_classes_are_distributions():
+    """Of a map with two classes the second alone was looked at: [inf, 0.3] was taken for 0.3."""
+    maps = torch.tensor([[[[0.75, torch.inf]], [[0.25, 0.25]]]])
+    with pytest.raises(ValueError, match="is not a distribution"):
+        accuracy(maps, torch.tensor([[[1, 0]]]), scope="positive")
+
+
+def test_shares_of_two_classes_are_labels_of_a_binary_probability():
+    probs = torch.tensor([0.25, 0.875])
+    expected = ece(probs, torch.tensor([0.0, 1.0]), scope="positive")
+    assert ece(probs, torch.eye(2), scope="positive") == expected
+    assert ece(probs[:, None], torch.tensor([[0], [1]]), scope="positive") == expected
 
 
 def test_pieces_of_one_sample_are_kept_together():

@@ -145,19 +145,17 @@ def test_the_search_finds_what_it_looks_for(text):
     assert len(dangers(text, "somewhere.py")) == 1
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    return strangers.campaign(tmp_path_factory.mktemp("strangers") / "campaign", copies=4, big=2**29)
-
-
-@pytest.mark.slow
-def test_no_hostile_file_does_anything(records):
+@pytest.mark.parametrize(
+    ("copies", "big", "many"),
+    [(1, 2**22, 5_000), pytest.param(4, 2**29, strangers.MANY, marks=pytest.mark.slow)],
+    ids=["small", "large"],
+)
+def test_no_hostile_file_does_anything(tmp_path, copies, big, many):
+    """Every kind of file and every fault; bombs and tables are small where tests are to be quick."""
+    records = strangers.campaign(tmp_path / "campaign", copies, big, many)
+    assert len({one["kind"] for one in records}) == len(strangers.readers())
     assert [one for one in records if one["outcome"] == "BAD"] == []
     assert [one for one in records if one["what"] == "sound" and one["outcome"] != "read"] == []
-
-
-@pytest.mark.slow
-def test_memory_and_time_stay_bounded(records):
     assert max(one["mib"] for one in records) < 1500
     assert max(one["seconds"] for one in records) < strangers.PATIENCE
 

@@ -122,7 +122,7 @@ def _inverted(gaps: AbstractGaps, worlds: Sequence[World], part: Part, level: fl
         # One sample of confidence 1 cannot be under-confident, but samples of bins not seen can.
         above += few_range(0, gaps.samples, level)[1]
     low, high = min(low for low, _ in ends) - below, max(high for _, high in ends) + above
-    return Interval(max(0.0, low), min(1.0, high), level, gaps.method)
+    return Interval(min(1.0, max(0.0, low)), min(1.0, max(0.0, high)), level, gaps.method)
 
 
 def check_level(level: float, resamples: int | None = None) -> None:

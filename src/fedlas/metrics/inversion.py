@@ -19,7 +19,9 @@ PRECISION = 1e-6  # of the observed total
 BISECTIONS = 16  # of some 15 standard errors, which leaves less than a thousandth of one
 SAME = 1e-9  # totals that differ by less, relatively, are equal but for rounding
 TINY = 1e-15
+ROUNDING = 1e-9  # of a gap; a hundred million samples have standard errors of a hundred-thousandth
 FURTHEST = 12.0  # standard errors; no truth further away can matter at any usual level
+MOST_RESOLVED = 1000.0  # standard errors; of more, so few bisections would leave steps that are too large
 CURVE_POINTS = 40
 
 
@@ -112,7 +114,8 @@ def possible_truths(world: World, part: Part) -> list[tuple[Line, float]]:
     gaps, error = world.gaps, world.error
     size, sign = np.abs(gaps), np.sign(gaps)
     # A little further than the last gap reaches: rounding would leave 1e-19 of it, and 0 outside the interval.
-    most = 1.000001 * float(np.max(size / np.where(error > 0, error, np.inf), initial=0.0))
+    # An error that rounding has left of none is none: bisection over its multiples would find nothing.
+    most = 1.000001 * float(np.max(size / np.where(error > ROUNDING * size, error, np.inf), initial=0.0))
     least, largest = (-np.inf, np.inf) if world.noise is None else world.noise.bounds
 
     if part in {"both", "rms"}:
@@ -146,6 +149,8 @@ def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
     """Find the last point up to which something holds; the first one where it never does (bisection)."""
     if holds(high):
         return high
+    if high > MOST_RESOLVED and not holds(FURTHEST):
+        high = FURTHEST
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)

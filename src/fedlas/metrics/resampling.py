@@ -96,7 +96,8 @@ class Binomial:
     @classmethod
     def of(cls, count: Floats, sums: Floats, squares: Floats) -> "Binomial":
         """Find it from the sums of confidences and of their squares."""
-        mean = sums / np.maximum(count, 1)
+        # Sums that are left of others may lie a rounding error outside, and would have no root below.
+        mean = np.clip(sums / np.maximum(count, 1), 0, 1)
         binomial = count * mean * (1 - mean)
         # Confidences of exactly 0 or 1 have no variance to compare with; their hits vary as soon as the truth differs.
         known = binomial > CERTAIN

@@ -256,20 +256,27 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
         scores, truth, split = probs.probs, probs.labels, probs.split
     else:
         scores, truth = _arrays(probs, labels)
-        if scores.shape[1:] == (2,):
-            check_probs(scores)
     if scores.ndim > 2 and scores.shape[1] in {1, 2}:  # maps
         scores = scores.movedim(1, -1).reshape(-1, scores.shape[1])
         truth = truth.reshape(-1)
+    if scores.shape[1:] == (2,):
+        check_probs(scores)
     if scores.ndim > 2 or scores.shape[1:] not in ({()} if scope == "confidence" else {(), (1,), (2,)}):
         needed = (
             "one confidence per sample" if scope == "confidence" else "the probability of class 1, or of two classes"
         )
         raise ValueError(f'scope "{scope}" needs {needed}, not a table of shape {tuple(scores.shape)}')
     confidence = scores if scores.ndim == 1 else scores[:, -1]
-    truth = truth if truth.ndim == 1 else truth[:, -1]
+    if truth.ndim == 0 or truth.shape[1:] not in {(), (1,), (2,)}:
+        raise ValueError(
+            f'scope "{scope}" needs one label per sample, or the shares of two classes, not labels of shape '
+            f"{tuple(truth.shape)}"
+        )
     if len(truth) != len(confidence):
         raise ValueError(f"labels has {len(truth)} rows for {len(confidence)} samples")
+    if truth.shape[1:] == (2,):
+        check_probs(truth if truth.is_floating_point() else truth.double(), name="labels")
+    truth = truth if truth.ndim == 1 else truth[:, -1]
     if ignore_index is not None:
         confidence, truth = confidence[truth != ignore_index], truth[truth != ignore_index]
     _check_range("probs", confidence)

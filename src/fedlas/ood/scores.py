@@ -114,8 +114,9 @@ def feature_norm(features: Array, p: float = 1.0) -> Float[Tensor, " n"]:
     """
     if not p > 0:
         raise ValueError(f"p is {p}; a positive number is needed")
-    norm: Tensor = torch.linalg.vector_norm(_exact(_features(features, "features")), p, dim=1)
-    return -norm
+    rows, scale = _scaled(_exact(_features(features, "features")))
+    norm: Tensor = torch.linalg.vector_norm(rows, p, dim=1)
+    return -norm * scale
 
 
 def knn(features: Array, train_features: Array, k: int = 50) -> Float[Tensor, " n"]:
@@ -262,5 +263,12 @@ def _kth_distance(rows: Float[Tensor, "n width"], known: Float[Tensor, "m width"
 
 
 def _directions(rows: Float[Tensor, "n width"]) -> Float[Tensor, "n width"]:
-    exact = _exact(rows)
+    exact, _ = _scaled(_exact(rows))
     return functional.normalize(exact, dim=1, eps=torch.finfo(exact.dtype).tiny)
+
+
+def _scaled(rows: Float[Tensor, "n width"]) -> tuple[Float[Tensor, "n width"], Float[Tensor, " n"]]:
+    """Divide each row by a power of two near its largest number, so that no square of a number is lost or infinite."""
+    most = 1000 if rows.dtype == torch.float64 else 120
+    scale = rows.abs().amax(1).log2().round().clamp(-most, most).exp2()
+    return rows / scale[:, None], scale

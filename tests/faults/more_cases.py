@@ -1,0 +1,447 @@
+"""What else the campaign on numbers asks: detection of foreign data, intervals, comparisons, and means over images.
+
+These take more than a table and its labels, so each has an input and a second answer of its own: pairs of scores are
+counted one by one with fractions, scores of logits and features are computed with 50 digits, values with intervals are
+compared as the metrics themselves are. An interval has no second answer but Wilson's; it must be finite, the right way
+round, within 0 and 1 where its metric is, hold the value where it is a mean, and be the same for the same seed.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from statistics import NormalDist
+from typing import Any
+
+import exact_metrics
+import mpmath
+import number_cases
+import torch
+from number_cases import (
+    EXTREMES,
+    FLOATS,
+    HUGE,
+    LOGITS,
+    NOTHING,
+    Draw,
+    FindingError,
+    Shown,
+    Target,
+    as_container,
+    as_seen,
+    compare,
+    compared,
+    distributions,
+    judged,
+    laid_out,
+    legal_labels,
+    metric_input,
+    prob_rows,
+    rows_of,
+    tensor_of,
+    verdict_on,
+)
+from torch import Tensor
+
+from fedlas import metrics, ood
+from fedlas.metrics import Interval
+
+DIGITS = mpmath.mp.clone()
+DIGITS.dps = 50
+LEVELS = (0.95, 0.5, 0.9, 0.99, 0.0, 1.0, 95, -0.1, math.nan)
+
+
+def legal_level(level: float) -> bool:
+    return 0 < level < 1
+
+
+def sound_interval(name: str, interval: Interval, text: Shown, low: float = 0.0, high: float = 1.0) -> None:
+    """An interval is finite, the right way round, and within what its metric can be."""
+    if not low - 1e-12 <= interval.low <= interval.high <= high + 1e-12 or not math.isfinite(interval.high):
+        raise FindingError(f"{name}: the interval {interval.low!r}..{interval.high!r}: {text}")
+
+
+# Detection
+
+
+def score_list(draw: Draw) -> Any:
+    """Scores of some samples, or something else."""
+    palette = draw.pick((EXTREMES, LOGITS, LOGITS[:4], LOGITS + HUGE[:-1], LOGITS + HUGE))
+    n = draw.pick((3, 1, 2, 4, 6))
+    found = torch.tensor([draw.pick(palette) for _ in range(n)], dtype=torch.float64)
+    found = laid_out(draw, found.to(draw.pick((*FLOATS, torch.int64)) if bool(found.isfinite().all()) else FLOATS[0]))
+    fault = draw.byte()
+    faults: dict[int, Callable[[], Any]] = {
+        255: lambda: found[:0], 254: lambda: found[:, None], 253: lambda: found[0], 252: lambda: found.to("meta"),
+        251: found.to_sparse, 250: lambda: found.to(torch.complex64), 249: lambda: None, 248: lambda: "abc",
+        247: found.bool, 246: lambda: [[0.5], [0.1, 2.0]], 245: lambda: found[None],
+    }  # fmt: skip
+    if fault in faults:
+        return faults[fault]()
+    return as_container(draw, found)
+
+
+def seen_scores(given: Any) -> list[Any] | None:
+    """Take scores as exact numbers, infinity as it is; None where they are none."""
+    found = as_seen(given)
+    if found is None or found.ndim != 1 or not len(found) or found.is_complex() or bool(found.isnan().any()):
+        return None
+    return [value if math.isinf(value) else Fraction(value) for value in found.double().tolist()]
+
+
+def falling(known: list[Any], foreign: list[Any], positive: str) -> list[tuple[Any, int, int]]:
+    """Thresholds from the first on, with how many positives and negatives have just that score."""
+    hit, miss = (foreign, known) if positive == "ood" else (known, foreign)
+    order = sorted({*known, *foreign}, reverse=positive == "ood")
+    return [(score, hit.count(score), miss.count(score)) for score in order]
+
+
+def auroc(known: list[Any], foreign: list[Any]) -> float:
+    right = sum(Fraction(x < y) + Fraction(int(x == y), 2) for x in known for y in foreign)
+    return float(right / (len(known) * len(foreign)))
+
+
+def aupr(known: list[Any], foreign: list[Any], positive: str = "ood") -> float:
+    total, found, seen = Fraction(), 0, 0
+    for _, hits, misses in falling(known, foreign, positive):
+        found, seen = found + hits, seen + hits + misses
+        total += Fraction(hits * found, seen)
+    return float(total / found)
+
+
+def fpr_at_tpr(known: list[Any], foreign: list[Any], tpr: float = 0.95, positive: str = "ood") -> float:
+    rows = falling(known, foreign, positive)
+    hits, misses = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    found = wrong = 0
+    for _, hit, miss in rows:
+        found, wrong = found + hit, wrong + miss
+        if found / hits >= tpr:
+            break
+    return float(Fraction(wrong, misses))
+
+
+def judge_detection(name: str, draw: Draw) -> str:
+    options: dict[str, Any] = {}
+    legal = True
+    if draw.byte() % 2:
+        options["level"] = draw.pick(LEVELS)
+        legal = legal_level(options["level"])
+    if name != "auroc" and draw.byte() % 2:
+        options["positive"] = draw.pick(("id", "ood", "out", None))
+        legal = legal and options["positive"] in {"id", "ood"}
+    if name == "fpr_at_tpr" and draw.byte() % 2:
+        options["tpr"] = draw.pick((0.5, 1.0, 0.8, 0.01, 1 / 3, 0.0, 1.5, math.nan))
+        legal = legal and 0 < options["tpr"] <= 1
+    given = score_list(draw), score_list(draw)
+    seen = [seen_scores(one) for one in given]
+    text = Shown(*given, options)
+    found = judged(name, lambda: getattr(ood, name)(*given, **options), legal and None not in seen, text)
+    if found is None:
+        return "refused"
+    sound_interval(name, found.interval, text)
+    if not found.interval.low - 1e-12 <= found <= found.interval.high + 1e-12:
+        raise FindingError(f"{name}: {float(found)!r} is outside its interval {found.interval}: {text}")
+    twin: Callable[..., float] = {"auroc": auroc, "aupr": aupr, "fpr_at_tpr": fpr_at_tpr}[name]
+    return compared(name, found, twin(*seen, **{k: v for k, v in options.items() if k != "level"}), 1e-12, text)
+
+
+# Scores of logits and features
+
+
+def parted(row: list[float]) -> tuple[Any, list[Any]]:
+    """The largest logit of a row, and how far the others lie below it."""
+    values = sorted((DIGITS.mpf(value) for value in row), reverse=True)
+    return values[0], [value - values[0] for value in values[1:]]
+
+
+def max_probability(row: list[float]) -> Any:
+    others = DIGITS.fsum(DIGITS.exp(d) for d in parted(row)[1])
+    return others / (1 + others)
+
+
+def entropy(row: list[float]) -> Any:
+    below = parted(row)[1]
+    others = DIGITS.fsum(DIGITS.exp(d) for d in below)
+    return DIGITS.log1p(others) - DIGITS.fsum(d * DIGITS.exp(d) for d in below) / (1 + others)
+
+
+def max_logit(row: list[float]) -> Any:
+    return -parted(row)[0]
+
+
+def energy(row: list[float], temperature: float = 1.0) -> Any:
+    top, below = parted(row)
+    return -(top + temperature * DIGITS.log1p(DIGITS.fsum(DIGITS.exp(d / temperature) for d in below)))
+
+
+def generalised_entropy(row: list[float], gamma: float = 0.1, top: int = 100) -> Any:
+    weights = [DIGITS.exp(d) for d in parted(row)[1]]
+    others = DIGITS.fsum(weights)
+    total = 1 + others
+    first = (others / total / total) ** gamma  # p (1 - p) of the likeliest, where 1 - p may be next to nothing
+    rest = [(w / total * (1 - w / total)) ** gamma for w in weights[: top - 1]]
+    return first + DIGITS.fsum(rest)
+
+
+def feature_norm(row: list[float], p: float = 1.0) -> Any:
+    values = [abs(DIGITS.mpf(value)) for value in row]
+    if p == math.inf:
+        return -max(values)
+    return -(DIGITS.fsum(value**p for value in values) ** (1 / DIGITS.mpf(p)))
+
+
+SCORE_OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "energy": {"temperature": (1.0, 0.5, 10.0, 0.01, 0.0, -1.0, math.inf, math.nan)},
+    "generalised_entropy": {"gamma": (0.1, 1.0, 0.5, 0.0, 2.0, math.nan), "top": (100, 1, 2, 3, 0, -1)},
+    "feature_norm": {"p": (1.0, 2.0, math.inf, 3.0, 0.5, 0.0, -1.0, math.nan)},
+}
+LEGAL: Mapping[str, Callable[[Any], bool]] = {
+    "temperature": lambda x: 0 < x < math.inf,
+    "gamma": lambda x: 0 < x <= 1,
+    "top": lambda x: x >= 1,
+    "p": lambda x: x > 0,
+}
+
+
+def any_table(draw: Draw, width: int | None = None) -> Any:
+    """Rows of numbers of any size, or something else."""
+    n, width, dtype = draw.pick((3, 1, 2, 4)), width or draw.pick((3, 2, 4, 5, 1)), draw.pick(FLOATS)
+    palette = draw.pick((LOGITS, LOGITS[:7], EXTREMES, LOGITS + HUGE[:6], LOGITS + HUGE))
+    found = tensor_of([[draw.pick(palette) for _ in range(width)] for _ in range(n)], n, width, dtype)
+    return changed(draw, laid_out(draw, found))
+
+
+def changed(draw: Draw, found: Tensor) -> Any:
+    faults: dict[int, Callable[[], Any]] = {
+        255: lambda: found[:0], 254: lambda: found[:, :0], 253: lambda: found[:, 0], 252: lambda: found.to("meta"),
+        251: found.to_sparse, 250: lambda: found.to(torch.complex64), 249: lambda: None, 248: lambda: "abc",
+        247: lambda: found.nan_to_num(0, 0, 0).long(), 246: lambda: [[0.5], [0.1, 2.0]], 245: lambda: found[None],
+        244: found.sum, 243: lambda: found[:, :1],
+    }  # fmt: skip
+    fault = draw.byte()
+    if fault in faults:
+        return faults[fault]()
+    return as_container(draw, found)
+
+
+def seen_rows(given: Any, of_logits: bool) -> list[list[float]] | None:
+    """Take rows as they are; one column of logits is that of a second class, the other being zero."""
+    found = as_seen(given)
+    if found is None or found.dtype not in FLOATS or not found.numel() or not bool(found.isfinite().all()):
+        return None
+    if of_logits and (found.ndim == 1 or tuple(found.shape[1:]) == (1,)):
+        return [[0.0, value] for value in found.double().reshape(-1).tolist()]
+    return found.double().tolist() if found.ndim == 2 else None
+
+
+def judge_score(name: str, draw: Draw) -> str:
+    options = {}
+    if draw.byte() % 2:
+        options = {word: draw.pick(values) for word, values in SCORE_OPTIONS.get(name, NOTHING).items()}
+    given = any_table(draw)
+    rows = seen_rows(given, name != "feature_norm")
+    legal = rows is not None and all(LEGAL[word](value) for word, value in options.items())
+    text = Shown(given, options)
+    found = judged(name, lambda: getattr(ood, name)(given, **options), legal, text)
+    if found is None or rows is None:
+        return "refused"
+    twin: Callable[..., Any] = globals()[name]
+    return near(name, found.tolist(), [twin(row, **options) for row in rows], text)
+
+
+def near(name: str, got: list[float], wanted: list[Any], text: Shown, finest: float = 1e-300) -> str:
+    """Compare with many digits, down to numbers that float64 holds with fewer of its own."""
+    for one, other in zip(got, wanted, strict=True):
+        beyond = abs(other) > DIGITS.mpf("1.79e308") and math.isinf(one)
+        if not beyond and not abs(DIGITS.mpf(one) - other) <= 1e-10 * abs(other) + finest:
+            raise FindingError(f"{name}: {one!r} instead of {float(other)!r}: {text}")
+    return "right"
+
+
+def knn(rows: list[list[float]], known: list[list[float]], k: int) -> list[Any]:
+    """Distances of directions; what is all zero has none and stays where it is."""
+
+    def direction(row: list[float]) -> list[Any]:
+        values = [DIGITS.mpf(value) for value in row]
+        length = DIGITS.sqrt(DIGITS.fsum(value**2 for value in values))
+        return [value / length for value in values] if length else values
+
+    near_by = [direction(row) for row in known]
+    found = []
+    for row in map(direction, rows):
+        squares = sorted(DIGITS.fsum((a - b) ** 2 for a, b in zip(row, other, strict=True)) for other in near_by)
+        found.append(DIGITS.sqrt(squares[k - 1]))
+    return found
+
+
+def judge_knn(draw: Draw) -> str:
+    k = draw.pick((1, 2, 3, 0, -1, 50))
+    width = draw.pick((2, 3, 1, None))
+    features, known = any_table(draw, width), any_table(draw, width)
+    rows, others = seen_rows(features, of_logits=False), seen_rows(known, of_logits=False)
+    legal = rows is not None and others is not None and len(rows[0]) == len(others[0]) and 1 <= k <= len(others)
+    text = Shown(features, known, k)
+    found = judged("knn", lambda: ood.knn(features, known, k), legal, text)
+    if found is None or rows is None or others is None:
+        return "refused"
+    # Distances come from |a|^2 - 2ab + |b|^2, whose root magnifies the last digit near zero.
+    return near("knn", found.tolist(), knn(rows, others, k), text, 1e-7)
+
+
+# Intervals and comparisons
+
+SUMS = ("ece", "aece", "classwise_ece", "over_under", "rms_error", "debiased_l2")
+MEANS = ("signed_ece", "nll", "brier")
+AREAS = ("aurc", "e_aurc", "augrc")  # of twenty errors at least, which these inputs never have
+WITHOUT = ("mce", "top_k", "smooth_ece")
+
+
+def settings(draw: Draw) -> tuple[dict[str, Any], bool]:
+    """A level, resamples and a seed, and whether they are legal."""
+    found: dict[str, Any] = {"resamples": 20, "seed": draw.byte()}
+    if draw.byte() % 4 == 3:
+        found |= {"resamples": draw.pick((50, 200, 19, 0, -1)), "level": draw.pick(LEVELS)}
+    return found, legal_level(found.get("level", 0.95)) and found["resamples"] >= 20
+
+
+def judge_bootstrap(draw: Draw) -> str:
+    name = draw.pick((*SUMS, "accuracy", *MEANS, *SUMS, *AREAS, *WITHOUT))
+    metric, (options, legal) = getattr(metrics, name), settings(draw)
+    if name in {*SUMS, "signed_ece"}:
+        options["bins"] = draw.pick((15, 1, 2, 3))
+    scores, labels = metric_input(draw)
+    verdict, rows = verdict_on(scores, labels)
+    verdict = False if not legal or name in {*AREAS, *WITHOUT} else verdict
+    text = Shown(name, scores, labels, options)
+    found = judged(f"bootstrap of {name}", lambda: metrics.bootstrap(metric, scores, labels, **options), verdict, text)
+    if found is None or rows is None:
+        return "refused" if found is None else "taken"
+    results = found if isinstance(found, tuple) else (found,)
+    for one in results:
+        sound_interval(name, one.interval, text, *{"nll": (0.0, math.inf), "brier": (0.0, 2.0 + 1e-2),
+                                                   "signed_ece": (-1.0, 1.0)}.get(name, (0.0, 1.0)))  # fmt: skip
+        if name in MEANS and not one.interval.low - 1e-9 <= one <= one.interval.high + 1e-9:
+            raise FindingError(f"{name}: {float(one)!r} is outside its interval {one.interval}: {text}")
+    if name == "accuracy":
+        wilson(float(found), len(rows[0]), found.interval, text)
+    if draw.byte() % 8 == 7:
+        again = metrics.bootstrap(metric, scores, labels, **options)
+        same = again if isinstance(again, tuple) else (again,)
+        if [one.interval for one in same] != [one.interval for one in results]:
+            raise FindingError(f"{name}: another interval from the same seed: {text}")
+    own = {word: value for word, value in options.items() if word == "bins"}
+    return compare(name, found, rows, own, text)
+
+
+def wilson(share: float, n: int, interval: Interval, text: Shown) -> None:
+    """Both ends solve (share - x)^2 = z^2 x (1 - x) / n."""
+    z = NormalDist().inv_cdf((1 + interval.level) / 2)
+    for end in (interval.low, interval.high):
+        if end not in {0.0, 1.0} and abs((share - end) ** 2 - z**2 * end * (1 - end) / n) > 1e-9:
+            raise FindingError(f"accuracy: {end!r} is no end of Wilson's interval: {text}")
+
+
+def judge_pair(draw: Draw) -> str:
+    name = draw.pick(("ece", "aece", "accuracy", "nll", "brier", "mce"))
+    metric, (options, legal) = getattr(metrics, name), settings(draw)
+    first, labels = metric_input(draw)
+    second = first
+    seen = as_seen(first)
+    if seen is not None and seen.ndim == 2 and seen.numel() and seen.dtype in FLOATS and draw.byte() % 8:
+        n, classes = len(seen) + (draw.byte() == 255), seen.shape[1] + (draw.byte() == 255)
+        second = as_container(draw, tensor_of(prob_rows(draw, n, classes), n, classes, draw.pick(FLOATS)))
+    verdicts = [verdict_on(model, labels) for model in (first, second)]
+    both = [verdict for verdict, _ in verdicts]
+    verdict = False if not legal or name == "mce" or False in both else None if None in both else True
+    text = Shown(name, first, second, labels, options)
+    call = lambda: metrics.paired_bootstrap(metric, first, second, labels, **options)  # noqa: E731
+    found = judged(f"paired bootstrap of {name}", call, verdict, text)
+    if found is None or any(rows is None for _, rows in verdicts):
+        return "refused" if found is None else "taken"
+    sound_interval(name, found.interval, text, -math.inf, math.inf)
+    low, high = found.interval.low, found.interval.high
+    expected = None if low <= 0 <= high else "first" if (low > 0) == (name == "accuracy") else "second"
+    if found.better != expected or not 0 <= found.p_value <= 1:
+        raise FindingError(f"{name}: {found.better!r} with p = {found.p_value} and {low}..{high}: {text}")
+    outcomes = {compare(name, value, rows, {}, text)
+                for value, (_, rows) in zip((found.first, found.second), verdicts, strict=True) if rows}  # fmt: skip
+    return "right" if outcomes == {"right"} else "taken"
+
+
+# Means over images
+
+
+def maps_of(draw: Draw) -> tuple[Any, Any]:
+    """A stack of maps of class probabilities, with labels."""
+    n, classes, height, width = draw.pick((2, 1, 3)), draw.pick((3, 2, 4)), draw.pick((1, 2)), draw.pick((2, 1, 3))
+    rows = prob_rows(draw, n * height * width, classes)
+    found = torch.tensor(rows, dtype=torch.float64).reshape(n, height, width, classes).movedim(-1, 1)
+    truth = torch.tensor([draw.whole(0, classes - 1) for _ in rows]).reshape(n, height, width)
+    place = draw.byte()
+    if place % 4 == 3:
+        truth.view(-1)[place % truth.numel()] = draw.pick((-100, 255, -1))
+    if place % 4 == 2:
+        truth[place % n] = draw.pick((-100, 255))
+    scores = found.to(draw.pick(FLOATS))
+    faults: dict[int, Callable[[], tuple[Any, Any]]] = {
+        255: lambda: (scores[:0], truth[:0]), 254: lambda: (scores, truth[:-1]), 253: lambda: (scores, truth[:, 0]),
+        252: lambda: (scores.to("meta"), truth), 251: lambda: (scores.to_sparse(), truth), 250: lambda: ("abc", truth),
+        249: lambda: (scores, None), 248: lambda: (scores.long(), truth), 247: lambda: (scores[0], truth[0]),
+        246: lambda: (scores, truth.float()), 245: lambda: (truth, scores), 244: lambda: (scores, truth[..., None]),
+        243: lambda: (scores.sum(), truth), 242: lambda: (scores.flatten(2), truth.flatten(1)),
+    }  # fmt: skip
+    fault = draw.byte()
+    return faults[fault]() if fault in faults else (scores, truth)
+
+
+def judge_images(draw: Draw) -> str:
+    name = draw.pick(("ece", "accuracy", "brier", "nll", "aurc", "aece", "mce"))
+    metric = getattr(metrics, name)
+    ignored = draw.pick((None, -100, 255, 0))
+    scores, labels = maps_of(draw)
+    verdict, images = verdict_on_images(scores, labels, ignored)
+    text = Shown(name, scores, labels, ignored)
+    found = judged("per_image", lambda: metrics.per_image(metric, scores, labels, ignore_index=ignored), verdict, text)
+    if found is None or not images:
+        return "refused" if found is None else "taken"
+    oracle = exact_metrics.oracle_of(name)
+    assert oracle is not None
+    values = [oracle(number_cases.exact_table(*rows)) for rows in images]
+    coarse = name in {"brier", "nll"} and scores.dtype != torch.float64
+    return compared("per_image", found, math.fsum(values) / len(values), 2e-6 if coarse else 1e-11, text)
+
+
+def verdict_on_images(
+    scores: Any, labels: Any, ignored: int | None
+) -> tuple[bool | None, list[tuple[Tensor, Tensor]] | None]:
+    """Whether the maps have to be taken, and for each image with a label that counts the rows that do."""
+    table, truth = as_seen(scores), as_seen(labels)
+    if table is None or truth is None or table.dtype not in FLOATS or not table.ndim or not truth.ndim:
+        return False, None
+    if len(table) != len(truth):
+        return False, None
+    images, verdict = [], True
+    for one, own in zip(table, truth, strict=True):
+        rows = rows_of(one[None], own[None])
+        if ignored is not None and bool((own == ignored).all()):
+            continue
+        if rows is None or rows[1].ndim == 2:
+            return (False if rows is None else None), None
+        kept = torch.ones_like(rows[1], dtype=torch.bool) if ignored is None else rows[1] != ignored
+        held = rows[0][kept], rows[1][kept]
+        verdicts = (distributions(held[0]), legal_labels(held[1], held[0].shape[1]))
+        if False in verdicts:
+            return False, None
+        verdict = verdict and None not in verdicts
+        images.append(held)
+    return (None if not verdict else True) if images else False, images
+
+
+def targets() -> list[Target]:
+    """Everything that is fuzzed, here and in `number_cases`."""
+    found = number_cases.targets()
+    for name in ("auroc", "aupr", "fpr_at_tpr"):
+        found.append(Target(name, "detection", lambda draw, name=name: judge_detection(name, draw)))
+    for name in ("max_probability", "entropy", "max_logit", "energy", "generalised_entropy", "feature_norm"):
+        found.append(Target(name, "score", lambda draw, name=name: judge_score(name, draw)))
+    found += [Target("knn", "score", judge_knn), Target("bootstrap", "interval", judge_bootstrap)]
+    return [*found, Target("paired_bootstrap", "interval", judge_pair), Target("per_image", "metric", judge_images)]
