@@ -19,7 +19,7 @@ from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import drawn, reproduce
 from fedlas.experiments.versus import Side, lines_of, side, versus
 from fedlas.losses import CATALOG as LOSSES
-from fedlas.metrics import accuracy, paired_bootstrap
+from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration import ece
 from fedlas.predictions import Predictions
 from fedlas.train import Run, recipe_for
@@ -112,6 +112,14 @@ def test_only_data_that_the_published_code_looks_at_otherwise_is_judged_otherwis
     assert ten.recipe.ood == ("cifar100", "cifar100-published", "svhn")
     assert (hundred.split, hundred.recipe.splits) == ("test-published", ("val", "test", "test-published"))
     assert hundred.recipe.ood == ("cifar10", "svhn")
+    (official,) = planned(
+        experiment_named("sota"),
+        replace(choice, data=("cifar100",), protocol="official", models=("resnet50_cifar",)),
+        Ledger("nowhere"),
+    ).wanted
+    assert official.split == "test"  # the recipe itself looks at them as published
+    with pytest.raises(ValueError, match="nothing is judged on 'val'"):
+        replace(choice, split="val")
 
 
 def test_finished_runs_are_not_trained_again(trained, choice, ledger):
@@ -284,6 +292,20 @@ def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
         assert found[name].pairs[1].better == direct.better
     with pytest.raises(ValueError, match="nll needs the probabilities of all classes, and of a only the largest"):
         versus(*sides, ("nll",))
+
+
+def test_rows_of_many_classes_are_compared_by_what_is_kept_of_each_sample():
+    """The ledger keeps the loss and the squared error of each sample; the NLL was said not to be comparable."""
+    whole = [of_many_classes(seed) for seed in (1, 2)]
+    kept = [Kept.of(one) for one in whole]
+    sides = [Side(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
+    assert [one.metric for one in versus(*sides)] == ["accuracy", "ece", "nll"]
+    for other in (sides[1], Side("b", {1: whole[1]})):  # also against predictions that are whole
+        for found, metric in zip(versus(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
+            direct = paired_bootstrap(metric, *whole)
+            assert found.difference == pytest.approx(direct.difference, abs=1e-6)
+            assert found.pairs[1].interval.low == pytest.approx(direct.interval.low, abs=1e-5)
+            assert found.pairs[1].better == direct.better
 
 
 def test_rows_of_a_protocol_are_not_mixed_with_its_variants():

@@ -103,7 +103,7 @@ class Ablations(AbstractGrid):
             options["alpha"] = alpha
         made = recipe_for(place.data, place.model, variant.loss, protocol=choice.protocol, seed=seed)
         varied = made.replace(loss_options={**made.loss_options, **options}).with_settings(choice.changes)
-        return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, judged(place.data, choice)))))
+        return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, judged(varied, choice)))))
 
     def _mean_alpha(self, place: Place, seed: int, choice: Choice, ledger: Ledger) -> float | None:
         """Take the mean alpha of the last epoch of FeDLaS-LS with the same seed."""

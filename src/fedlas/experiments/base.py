@@ -22,6 +22,9 @@ from fedlas.train.runs import Run
 FOR = "For "  # how a note begins that says what stands for the data of a heading
 
 
+LOOKS = (TEST, f"{TEST}-published")  # at test images: ours, and that of the published code
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a user asks an experiment for; None leaves it to the experiment.
@@ -43,6 +46,10 @@ class Choice:
     protocol: str = "paper"
     changes: Mapping[str, str] = field(default_factory=dict)
     split: str = TEST
+
+    def __post_init__(self) -> None:
+        if self.split not in LOOKS:
+            raise ValueError(f"nothing is judged on {self.split!r}; {nearest(self.split, list(LOOKS))}")
 
     def of(self, known: Iterable[str], asked: Sequence[str] | None, kind: str) -> list[str]:
         """Give what was asked for of what is known, in the order of the known."""

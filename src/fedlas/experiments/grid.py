@@ -53,9 +53,9 @@ class Measured:
         return held.get(self.metric if self.ood is None else self.score)
 
 
-def judged(data: str, choice: Choice) -> str:
-    """Give the split that is judged; where the published code looks at a data set as we do, the usual one."""
-    return choice.split if seen_otherwise(data) else TEST
+def judged(recipe: Recipe, choice: Choice) -> str:
+    """Give the split that is judged; where the published code looks at images as the recipe does, the usual one."""
+    return choice.split if seen_otherwise(recipe.data, recipe.data_options) else TEST
 
 
 class AbstractGrid(AbstractExperiment):
@@ -118,12 +118,13 @@ class AbstractGrid(AbstractExperiment):
         """Make the recipe of one run; None as long as it depends on runs that are not in the ledger."""
         del ledger
         made = recipe_for(place.data, place.model, loss_of(row), protocol=choice.protocol, seed=seed)
-        splits = tuple(dict.fromkeys((*made.splits, judged(place.data, choice))))
-        return made.with_settings(choice.changes).replace(ood=self.foreign(place.data, choice), splits=splits)
+        made = made.with_settings(choice.changes)
+        splits = tuple(dict.fromkeys((*made.splits, judged(made, choice))))
+        return made.replace(ood=self.foreign(place.data, choice), splits=splits)
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
         return [
-            Wanted(recipe, choice.protocol, (calibrator_of(row),), judged(place.data, choice))
+            Wanted(recipe, choice.protocol, (calibrator_of(row),), judged(recipe, choice))
             for place in self.places(choice)
             for row in self.rows(choice)
             for seed in choice.seeds
@@ -151,7 +152,11 @@ class AbstractGrid(AbstractExperiment):
     def notes(self, choice: Choice) -> tuple[str, ...]:
         """Say below a table what has to be known about it."""
         protocol = protocol_named(choice.protocol)
-        test = () if choice.split == TEST else ("Test images are normalised as in the published code.",)
+        test = (
+            ()
+            if choice.split == TEST
+            else ("Test images are seen as by the published code, where it sees them otherwise.",)
+        )
         if choice.protocol in PUBLISHED:
             return (f"Protocol: {protocol.summary}.", *test)
         short = f"The {protocol.name} protocol ({protocol.summary}): a short version of the comparison."
@@ -161,8 +166,8 @@ class AbstractGrid(AbstractExperiment):
     def _cells(self, ledger: Ledger, choice: Choice, place: Place, row: str) -> list[Cell]:
         """Give the cells of a row at one place: one for each number that is measured there."""
         recipes = [self.recipe(place, row, seed, choice, ledger) for seed in choice.seeds]
-        split = judged(place.data, choice)
-        found = [ledger.find(recipe, calibrator_of(row), split) for recipe in recipes if recipe is not None]
+        posthoc, made = calibrator_of(row), [recipe for recipe in recipes if recipe is not None]
+        found = [ledger.find(recipe, posthoc, judged(recipe, choice)) for recipe in made]
         lines = [line for line in found if line is not None]
         return [self._cell(lines, choice, place, row, one) for one in self.measured(place.data, choice)]
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fedlas.experiments.ledger import TEST, Ledger, Line, Measure, line_id
 from fedlas.metrics.calibration import aece, ece
+from fedlas.metrics.comparison import EachSample
 from fedlas.metrics.digest import Digest, Intervals
 from fedlas.metrics.result import Result
 from fedlas.ood.detection import detect_scores
@@ -109,6 +110,14 @@ class Kept:
         names = {"confidence": "confidence", "prediction": "prediction", "label": "labels"}
         columns = {name: np.asarray(self.arrays[place]) for name, place in names.items()}
         return Predictions.from_columns(columns, "kept predictions", "test")
+
+    def of_each_sample(self) -> dict[str, EachSample]:
+        """Give NLL and Brier score sample by sample, where not the logits but these were kept."""
+        if "logits" in self.arrays:
+            return {}
+        found = self._digest().results()
+        names = {"nll": "loss", "brier": "squared_error"}
+        return {name: EachSample(found[name], self._tensor(column).double()) for name, column in names.items()}
 
     def pack(self) -> bytes:
         """Write everything as one zipped file."""

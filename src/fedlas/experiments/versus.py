@@ -7,7 +7,7 @@ paired bootstrap; over seeds the mean difference and its standard error are told
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,7 +19,14 @@ from fedlas.experiments.kept import STATE, kept_of
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.files import read_predictions
 from fedlas.metrics.calibration import aece, ece
-from fedlas.metrics.comparison import Comparison, paired_bootstrap
+from fedlas.metrics.comparison import (
+    Comparison,
+    EachSample,
+    check_same_samples,
+    of_each_sample,
+    paired_bootstrap,
+    paired_means,
+)
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
@@ -35,10 +42,28 @@ USUAL = ("accuracy", "ece", "nll")
 
 @dataclass(frozen=True)
 class Side:
-    """The predictions of one side, by seed; a single file has the seed None."""
+    """The predictions of one side, by seed; a single file has the seed None.
+
+    Args:
+        name: as it was asked for.
+        runs: the predictions.
+        each: what is known of each sample where not all probabilities are: by seed, and by metric.
+    """
 
     name: str
     runs: Mapping[int | None, Predictions]
+    each: Mapping[int | None, Mapping[str, EachSample]] = field(default_factory=dict)
+
+    def of_each_sample(self, seed: int | None, metric: str, given: Predictions) -> EachSample:
+        """Measure a metric of a run sample by sample."""
+        known = self.each.get(seed, {})
+        return known[metric] if metric in known else of_each_sample(METRICS[metric], given)
+
+    def lacks(self, metric: str) -> bool:
+        """Say whether a metric needs probabilities that some run has not kept."""
+        return metric in WHOLE and any(
+            given.top_only and metric not in self.each.get(seed, {}) for seed, given in self.runs.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -116,18 +141,22 @@ def side(text: str, ledger: Ledger) -> Side:
             f" written as data/method or data/protocol/method: {', '.join(_known(ledger)) or 'it is empty'}"
         )
     found: dict[int | None, Predictions] = {}
+    each: dict[int | None, Mapping[str, EachSample]] = {}
     for line in lines:
         if line.seed in found:
             several = ", ".join(one.id for one in lines if one.seed == line.seed)
             raise ValueError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
         found[line.seed] = _predictions(line, ledger)
-    return Side(text, found)
+        if found[line.seed].top_only:
+            each[line.seed] = kept_of(line, ledger).of_each_sample()
+    return Side(text, found, each)
 
 
 def _predictions(line: Line, ledger: Ledger) -> Predictions:
     """Give the predictions of a line; those after a temperature are made again from the logits before it.
 
-    Of more than ten classes, and after other calibrators, there are only confidences and predicted classes.
+    Of more than ten classes, and after other calibrators, there are only confidences and predicted classes, beside what
+    was measured of each sample.
     """
     kept = kept_of(line, ledger)
     given = kept.predictions()
@@ -174,13 +203,13 @@ def _known(ledger: Ledger) -> list[str]:
 
 def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **options: Any) -> list[Versus]:
     """Compare two sides, seed by seed; by default in what is usual and can be known of both."""
-    tops = [one.name for one in (first, second) if any(given.top_only for given in one.runs.values())]
+    sides = (first, second)
     if metrics is None:
-        metrics = [name for name in USUAL if not (tops and name in WHOLE)]
+        metrics = [name for name in USUAL if not any(one.lacks(name) for one in sides)]
     for name in metrics:
         if name not in METRICS:
             raise ValueError(f"{name!r} cannot be compared; known: {', '.join(METRICS)}")
-        if tops and name in WHOLE:
+        if tops := [one.name for one in sides if one.lacks(name)]:
             raise ValueError(
                 f"{name} needs the probabilities of all classes, and of {tops[0]} only the largest are kept; "
                 f"compare {', '.join(one for one in METRICS if one not in WHOLE)}, or name run folders"
@@ -193,7 +222,13 @@ def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **op
     pairs = {
         seed: (first.runs[seed], paired_with(first.runs[seed], second.runs[other])) for seed, other in seeds.items()
     }
-    return [
-        Versus(name, {seed: paired_bootstrap(METRICS[name], *pair, **options) for seed, pair in pairs.items()})
-        for name in metrics
-    ]
+
+    def compared(name: str, seed: int | None) -> Comparison:
+        ours, theirs = pairs[seed]
+        if name not in WHOLE:
+            return paired_bootstrap(METRICS[name], ours, theirs, **options)
+        check_same_samples(ours, theirs)
+        each = first.of_each_sample(seed, name, ours), second.of_each_sample(seeds[seed], name, theirs)
+        return paired_means(METRICS[name], *each, **options)
+
+    return [Versus(name, {seed: compared(name, seed) for seed in pairs}) for name in metrics]

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.metrics import scoring
@@ -30,6 +31,8 @@ from fedlas.metrics.resampling import (
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.samples import pairs
 from fedlas.predictions import FILLING, Array, Predictions, as_tensor, some_of
+
+METHOD = "paired bootstrap"
 
 
 @dataclass(frozen=True)
@@ -101,30 +104,65 @@ def paired_bootstrap(
         options: passed on to the metric.
     """
     check_level(level, resamples)
-    _check_same_samples(first, second)
-    values = metric(first, labels, **options), metric(second, labels, **options)
-    rng = np.random.default_rng(seed)
+    check_same_samples(first, second)
     if metric in PER_SAMPLE:
-        ours, theirs = (exact(PER_SAMPLE[metric](model, labels, **options)) for model in (first, second))
-        for found, each in zip(values, (ours, theirs), strict=True):
-            check_mean(found, each)
-        difference = (ours - theirs).cpu().numpy()
-        low, high = mean_interval(difference, level, resamples, rng)
-        noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
-        # One more draw than there are, so that a finite number of draws never claims certainty.
-        tails = [(1 + int((side * noise >= side * observed).sum())) / (1 + resamples) for side in (1, -1)]
-        p_value = min(1.0, 2 * min(tails))
-        # Few differences, or none, are no sign that the next sample will show none.
-        least, most = signed_range(difference, level, LARGEST.get(metric, 0.0))
-        low, high = min(low, least), max(high, most)
-        p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
-    else:
-        gaps = [gaps_of(metric, model, labels, **options) for model in (first, second)]
-        low, high, p_value = _gap_difference(gaps, level, resamples, rng)
-    better: Literal["first", "second"] | None = None
-    if not low <= 0 <= high:
-        better = "first" if (low > 0) == (metric is scoring.accuracy) else "second"
-    return Comparison(*values, Interval(low, high, level, "paired bootstrap"), p_value, better)
+        each = [of_each_sample(metric, model, labels, **options) for model in (first, second)]
+        return paired_means(metric, *each, level=level, resamples=resamples, seed=seed)
+    values = metric(first, labels, **options), metric(second, labels, **options)
+    gaps = [gaps_of(metric, model, labels, **options) for model in (first, second)]
+    low, high, p_value = _gap_difference(gaps, level, resamples, np.random.default_rng(seed))
+    return Comparison(*values, Interval(low, high, level, METHOD), p_value, _better(metric, low, high))
+
+
+class EachSample(NamedTuple):
+    """A mean over samples, and what it is the mean of."""
+
+    mean: Result
+    values: Float64[Tensor, " n"]
+
+
+def of_each_sample(
+    metric: Metric, model: Predictions | Array, labels: Array | None = None, **options: Any
+) -> EachSample:
+    """Measure `accuracy`, `nll` or `brier`, in all and sample by sample."""
+    found = EachSample(metric(model, labels, **options), exact(PER_SAMPLE[metric](model, labels, **options)))
+    check_mean(*found)
+    return found
+
+
+def paired_means(
+    metric: Metric, first: EachSample, second: EachSample, *, level: float = 0.95, resamples: int = 2_000, seed: int = 0
+) -> Comparison:
+    """Compare two models by what is known of each sample; see `paired_bootstrap`.
+
+    Args:
+        metric: what was measured.
+        first: by the first model.
+        second: by the second model, of the same samples in the same order.
+        level: how often the interval should hold the true difference.
+        resamples: how many resamples to draw.
+        seed: of the random numbers.
+    """
+    check_level(level, resamples)
+    rng = np.random.default_rng(seed)
+    difference = (first.values - second.values).cpu().numpy()
+    low, high = mean_interval(difference, level, resamples, rng)
+    noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
+    # One more draw than there are, so that a finite number of draws never claims certainty.
+    tails = [(1 + int((side * noise >= side * observed).sum())) / (1 + resamples) for side in (1, -1)]
+    p_value = min(1.0, 2 * min(tails))
+    # Few differences, or none, are no sign that the next sample will show none.
+    least, most = signed_range(difference, level, LARGEST.get(metric, 0.0))
+    low, high = min(low, least), max(high, most)
+    p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
+    interval = Interval(low, high, level, METHOD)
+    return Comparison(first.mean, second.mean, interval, p_value, _better(metric, low, high))
+
+
+def _better(metric: Metric, low: float, high: float) -> Literal["first", "second"] | None:
+    if low <= 0 <= high:
+        return None
+    return "first" if (low > 0) == (metric is scoring.accuracy) else "second"
 
 
 def _gap_difference(
@@ -165,7 +203,8 @@ PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {
 }
 
 
-def _check_same_samples(first: Predictions | Array, second: Predictions | Array) -> None:
+def check_same_samples(first: Predictions | Array, second: Predictions | Array) -> None:
+    """Refuse models that were judged on other samples, as far as that can be seen."""
     if len(first) != len(second):
         raise ValueError(f"the first model has {len(first)} samples, the second {len(second)}")
     if isinstance(first, Predictions) and isinstance(second, Predictions):

@@ -12,7 +12,7 @@ from validation data would learn from test labels; such a loss gets held-out ima
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,9 +103,10 @@ def official_values(data: str, model: str) -> Values:
     return values | {"data_options": {**values.get("data_options", {}), **DATA.find(data).published}}
 
 
-def seen_otherwise(data: str) -> bool:
-    """Say whether the released code looks at the test images of a data set otherwise than at the others."""
-    return bool(DATA.find(data).published)
+def seen_otherwise(data: str, options: Mapping[str, Plain] | None = None) -> bool:
+    """Say whether the released code looks at the test images of a data set otherwise than with these options."""
+    held = options or {}
+    return any(held.get(name) != value for name, value in DATA.find(data).published.items())
 
 
 def fast_models(data: str) -> tuple[str, ...]:
