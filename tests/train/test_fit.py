@@ -319,7 +319,7 @@ def test_tensorboard_gets_the_log(tmp_path):
 
 def test_a_diverging_run_names_the_step_and_its_samples(tmp_path):
     recipe = short("ce", lr=1e30, clip=None, schedule="constant")
-    with pytest.raises(DivergedError, match=r"not finite in step \d+ \(epoch 1") as caught:
+    with pytest.raises(DivergedError, match=r"not finite, or enormous, in step \d+ \(epoch 1") as caught:
         fit(recipe, out=tmp_path / "run")
     error = caught.value
     assert f"in step {error.step} (epoch 1, batch {error.step})" in str(error)
@@ -327,6 +327,13 @@ def test_a_diverging_run_names_the_step_and_its_samples(tmp_path):
     assert "there is no checkpoint before it" in str(error)
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert log[-1]["diverged"]["index"] == error.index
+
+
+def test_an_enormous_loss_is_a_diverging_one_though_it_is_finite(tmp_path):
+    """Such a run used to end as if nothing had happened, with an accuracy of guessing."""
+    recipe = short("fedlas_ls", lr=1e4, clip=None, schedule="constant")
+    with pytest.raises(DivergedError, match="enormous"):
+        fit(recipe, out=tmp_path / "run")
 
 
 class Poison(AbstractCallback):

@@ -41,6 +41,7 @@ try:
 except StoppedError as error:
     print("stopped by", error.signal_number)
 fit(recipe, out=folder / "stopped", resume=True)
+fit(recipe.replace(model_options={"norm": "batch"}), out=folder / "norms")
 photographs = large(folder / "images", model_options={"in_channels": 3, "norm": "group"}, workers=1)
 fit(photographs, out=folder / "photographs")
 try:
@@ -111,6 +112,13 @@ def test_two_processes_stop_go_on_bit_for_bit_and_read_images(tmp_path):
     assert log_without_times(stopped) == log_without_times(unbroken)
     assert prediction_bytes(stopped) == prediction_bytes(unbroken)
     assert done.stdout.count("sync_batchnorm needs GPUs") == 2
+    # Statistics of batch norm used to be each rank's own, and so predictions of two networks.
+    norms = Run(tmp_path / "norms")
+    logits = {name: norms.predictions(name).logits for name in ("best-val", "last-test")}
+    more = norms.recipe.replace(splits=("train", "val", "test"))  # one process predicts everything again
+    fit(more, out=norms.folder)
+    for name, before in logits.items():
+        torch.testing.assert_close(norms.predictions(name).logits, before, rtol=1e-5, atol=1e-5)
     recipe = large(tmp_path / "images", model_options={"in_channels": 3, "norm": "group"}, workers=0)
     two, one = Run(tmp_path / "photographs"), fit(recipe, out=tmp_path / "one")
     for mine, theirs in zip(two.log, one.log, strict=True):

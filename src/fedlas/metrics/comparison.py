@@ -153,7 +153,11 @@ def paired_means(
     p_value = min(1.0, 2 * min(tails))
     # Few differences, or none, are no sign that the next sample will show none.
     least, most = signed_range(difference, level, LARGEST.get(metric, 0.0))
-    low, high = min(low, least), max(high, most)
+    # Where few samples make most of the difference, the interval alone is too short: it holds what p does not exclude.
+    above, below = (observed - float(np.quantile(noise, share)) for share in ((1 - level) / 2, (1 + level) / 2))
+    low, high = min(low, least, below), max(high, most, above)
+    if p_value >= 1 - level:  # a matter of one draw
+        low, high = min(low, 0.0), max(high, 0.0)
     p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
     interval = Interval(low, high, level, METHOD)
     return Comparison(first.mean, second.mean, interval, p_value, _better(metric, low, high))

@@ -29,14 +29,14 @@ from fedlas.train.checkpoint import StoppedError, StopSignals
 from fedlas.train.optim import lr_factor
 from fedlas.train.precision import machine, many_compilations, on_stream, random_state, restore_random_state
 from fedlas.train.predict import Source, predictions_of, rank
-from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all
+from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all, share_buffers
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import MACHINE, Run, locked
 from fedlas.train.validation import judged
 
 
 class DivergedError(ArithmeticError):
-    """A loss or gradient was not finite.
+    """A loss or gradient was not finite, or a loss enormous.
 
     Args:
         message: says where, and names the last good checkpoint.
@@ -216,6 +216,7 @@ class _Training:
             self.bench.step(*inputs)  # the one line for all losses
             step += 1
             self._after_step(epoch, step)
+        share_buffers(self.bench.net)
         trained = self.bench.step.meter.read()
         self._stop_if_diverged()
         seconds = time.perf_counter() - began
@@ -336,7 +337,8 @@ class _Training:
         if is_first():
             about = {"step": step + 1, "index": index, "checkpoint": kept}
             self.run.append_log({"epoch": epoch + 1, "diverged": about})
-        where = f"the loss or its gradient is not finite in step {step + 1} (epoch {epoch + 1}, batch {position + 1})"
+        place = f"step {step + 1} (epoch {epoch + 1}, batch {position + 1})"
+        where = f"the loss or its gradient is not finite, or enormous, in {place}"
         samples = ", ".join(map(str, index[:8])) + (f" and {len(index) - 8} more" if len(index) > 8 else "")
         last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint before it"
         raise DivergedError(

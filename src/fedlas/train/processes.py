@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fedlas import ranks
 from fedlas.train.predict import rank
@@ -89,6 +90,17 @@ def of_all(value: Value) -> list[Value]:
     values: list[Any] = [None] * ranks.count()
     dist.all_gather_object(values, value)
     return values
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module) -> None:
+    """Give all processes the first one's buffers: batch norms of each have seen samples of their own in the last step.
+
+    While it trains, DistributedDataParallel does the same at the beginning of every step.
+    """
+    if ranks.count() > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
 
 
 def any_signal(caught: int | None, step: int, device: torch.device) -> int | None:

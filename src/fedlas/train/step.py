@@ -11,12 +11,14 @@ bad step. So the host has nothing to decide, and the whole step can be captured 
 The first steps of a batch size run eagerly, as real steps, and warm everything up; then the step is captured and from
 then on replayed. Capturing changes no number: an uncompiled captured step equals the eager one bit for bit.
 
-A step whose loss or gradient is not finite sets a flag on the device and from then on the optimizer changes nothing;
+A step whose loss or gradient is not finite, or whose loss is thousands of times that of guessing, sets a flag on the
+device and from then on the optimizer changes nothing;
 the host finds the flag when it next reads the sums. In float16 an overflow skips one step and lowers the scale; only
 where the scale has come down to 1 it is a bad step like any other.
 """
 
 import gc
+import math
 import sys
 import warnings
 from collections import Counter
@@ -38,6 +40,7 @@ from fedlas.train.optim import SKIP, Rates, gradient_norm, scale_gradients
 from fedlas.train.precision import Scale, autocast, random_state, restore_random_state
 from fedlas.train.recipe import Recipe
 
+DIVERGED = 1e4  # times the loss of guessing: a network that is so wrong does not come back
 WARM = 3  # eager steps before a capture: enough for compilation, autotuning and allocation
 Inputs = tuple[Tensor, ...]
 Feed = Callable[..., Sample]
@@ -154,13 +157,20 @@ class TrainStep:
         with autocast(self.recipe.precision, self.device):
             value, output = self.parts.task(images, labels, sample.index)
         terms = self._terms()
-        if share != 1 and getattr(self.parts.loss, "reduction", "mean") == "sum":
+        most, summed = DIVERGED * math.log(output.logits.shape[1]), self._is_summed
+        if share != 1 and summed:
             # What stands for the whole batch is the part's sum as many times as the part fits in.
             value, terms = value / share, {name: term / share for name, term in terms.items()}
         self.scale.of(value if share == 1 else value * share).backward()
         self.meter.add_batch(value, terms, output.logits.detach(), sample.labels)
         self.watch.add(sample.index)
-        return is_finite(value.detach())
+        rows = len(sample.labels) / share if summed else 1
+        fine: Bool[Tensor, ""] = value.detach().abs() < most * rows  # what is not a number is not less, either
+        return fine
+
+    @property
+    def _is_summed(self) -> bool:
+        return getattr(self.parts.loss, "reduction", "mean") == "sum"
 
     def _terms(self) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = getattr(self.parts.loss, "last_terms", {})
@@ -212,7 +222,7 @@ class TrainStep:
             self._graphs[kind] = graph, places
 
     def bad_step(self) -> int | None:
-        """Wait for the device, and give the first step whose loss or gradient was not finite."""
+        """Wait for the device, and give the first step whose loss or gradient was bad."""
         step = int(self.first_bad)
         return None if step < 0 else step
 
