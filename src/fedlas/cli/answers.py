@@ -57,7 +57,7 @@ def evaluate_files(
         from fedlas.report.answers import check_conditions, judge_files, named_files
         from fedlas.report.subjects import FOLDS
 
-        tried = words(posthoc) or ()
+        tried = words(posthoc or None) or ()  # "" asks for none
         check_conditions(fail_if or (), tried)
         kept = None if json in {None, "-"} else Path(str(json))
         check_places([html, kept], figures)

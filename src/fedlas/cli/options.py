@@ -17,16 +17,26 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU 
 
 
 def words(text: str | None) -> tuple[str, ...] | None:
-    """Take words apart that are separated by commas."""
-    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+    """Take words apart that are separated by commas; an empty text, or a word that stands twice, is a mistake."""
+    if text is None:
+        return None
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise ValueError(f"{text!r} names nothing; leave the option out, or give words separated by commas")
+    if twice := sorted({word for word in found if found.count(word) > 1}):
+        raise ValueError(f"{', '.join(twice)}: named twice in {text!r}")
+    return found
 
 
 def numbers(text: str) -> tuple[int, ...]:
     """Take whole numbers apart that are separated by commas."""
     try:
-        return tuple(int(word) for word in words(text) or ())
+        found = tuple(int(word) for word in text.split(","))
     except ValueError:
         raise ValueError(f"--seeds takes whole numbers separated by commas, not {text!r}") from None
+    if len(set(found)) < len(found):
+        raise ValueError(f"--seeds {text}: a seed that counts twice makes the spread too small")
+    return found
 
 
 def parsed(settings: Sequence[str] | None) -> dict[str, str]:

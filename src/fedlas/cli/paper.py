@@ -123,9 +123,9 @@ def compare_models(
         kept = None if json in {None, "-"} else Path(str(json))
         refuse_own_input([Path(first), Path(second)], [kept])
         refuse_other_kind(kept, "answer of fedlas", is_answer)
-        book = Ledger(ledger)
+        book, asked = Ledger(ledger), words(metrics)
         options = {"level": level, "resamples": resamples, "seed": seed}
-        found = versus(side(first, book), side(second, book), words(metrics), **options)
+        found = versus(side(first, book), side(second, book), asked, **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         if json is not None:
             from json import dumps
