@@ -33,8 +33,8 @@ ROOMS: dict[str, set[str]] = {
     "data": {"catalog", "web"},
     "models": {"catalog", "web"},
     "train": {
-        "predictions", "catalog", "ranks", "records", "losses", "metrics", "posthoc", "ood", "evaluation", "data",
-        "models",
+        "predictions", "files", "catalog", "ranks", "records", "losses", "metrics", "posthoc", "ood", "evaluation",
+        "data", "models",
     },
     "files": {"predictions"},
     "report": {"predictions", "files", "metrics", "evaluation", "ood"},

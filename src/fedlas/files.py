@@ -16,8 +16,11 @@ The names of columns are those that `fedlas.predictions` lists; nothing is found
 import csv
 import io
 import json
+import tempfile
+import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,13 +72,60 @@ def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool
         probs: write probabilities instead of logits.
     """
     path = Path(path)
-    writer = WRITERS.get(path.suffix.lower())
-    if writer is None:
-        raise ValueError(f"{path}: predictions are written to {', '.join(WRITERS)}, not to {path.suffix or 'this'}")
+    check_ending(path)
+    writer = WRITERS[path.suffix.lower()]
     if predictions.top_only and path.suffix.lower() != ".safetensors":
         raise ValueError(f"{path}: of these predictions only the top class is known; only .safetensors can say so")
     write_whole(path, writer(predictions, probs or predictions.given_probs is not None))
     return path
+
+
+def check_ending(path: str | Path) -> None:
+    """Raise an error where predictions cannot be written to a file of this name."""
+    path = Path(path)
+    if path.suffix.lower() not in WRITERS:
+        raise ValueError(f"{path}: predictions are written to {', '.join(WRITERS)}, not to {path.suffix or 'this'}")
+
+
+def held_at(path: str | Path) -> Predictions | None:
+    """Read the predictions that something new would replace; None where nothing is, or an empty file."""
+    path = Path(path)
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody is going to use them
+        return read_predictions(path)
+
+
+def same_predictions(one: Predictions, other: Predictions) -> bool:
+    """Say whether two hold the same: scores, labels, names and all that came with them."""
+    for field in fields(Predictions):
+        first, second = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            if first.dtype != second.dtype or not torch.equal(first.cpu(), second.cpu()):
+                return False
+        elif first is not second and (isinstance(first, torch.Tensor) or first != second):
+            return False
+    return True
+
+
+def write_again(predictions: Predictions, path: str | Path, held: Predictions | None, *, probs: bool = False) -> Path:
+    """Write predictions where nothing is, or the same: others are not written over.
+
+    Args:
+        predictions: what is written.
+        path: the file; its ending says which kind it becomes.
+        held: what it held before, from `held_at`.
+        probs: write probabilities instead of logits.
+    """
+    path = Path(path)
+    if held is not None:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about values that are as the user gave them
+            written = write_predictions(predictions, Path(folder) / path.name, probs=probs)
+            if not same_predictions(read_predictions(written), held):
+                raise FileExistsError(f"{path} is there and holds other predictions; remove it, or name another file")
+    return write_predictions(predictions, path, probs=probs)
 
 
 def _safetensors(path: Path, split: str | None, _: Watch | None) -> Predictions:

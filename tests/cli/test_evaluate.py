@@ -261,7 +261,8 @@ def test_foreign_data(files):
     assert done.exit_code == 0, done.output
     expected = detect(read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")})
     assert done.stdout.strip() == str(expected)
-    assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(expected.to_dict()))
+    kept = {"format": "fedlas.ood/1"} | expected.to_dict()
+    assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(kept))
     words = ("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", "-")
     found = {}
     for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
@@ -337,9 +338,9 @@ def test_nothing_of_another_kind_is_written_over(files):
         (["calibrate", "fit", files / "val.csv", "--out", files / "run.safetensors"], "no calibrator"),
         (["calibrate", "apply", kept, test, "--out", files / "notes.csv"], "no file of predictions"),
         (["evaluate", test, "--html", files / "val.csv"], "no page of fedlas"),
-        (["evaluate", test, "--json", files / "mine.json"], "no answer of fedlas"),
-        (["ood", test, far, "--json", files / "val.csv"], "no answer of fedlas"),
-        (["compare", test, test, "--json", files / "mine.json"], "no answer of fedlas"),
+        (["evaluate", test, "--json", files / "mine.json"], "no answer of `fedlas evaluate`"),
+        (["ood", test, far, "--json", files / "val.csv"], "no answer of `fedlas ood`"),
+        (["compare", test, test, "--json", files / "mine.json"], "no answer of `fedlas compare`"),
     ):
         before = Path(words[-1]).read_bytes()
         done = call(*words)

@@ -1,6 +1,7 @@
 """The figure on the gate takes its numbers from ledger lines, seed by seed."""
 
 import json
+import re
 
 import pytest
 
@@ -108,6 +109,7 @@ def test_the_figure_has_mean_and_range_over_seeds(ledger, tmp_path):
     assert [path.name for path in files] == [
         f"gate_stability-paper-cifar10-resnet50_cifar.{end}" for end in ("pdf", "png", "json")
     ]
+    assert all(re.fullmatch(GateStability().file_names, path.stem) for path in files)
     data = json.loads(files[2].read_text())
     assert data["milestones"] == [150, 250]
     assert "CIFAR" in data["title"]

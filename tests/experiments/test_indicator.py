@@ -1,6 +1,7 @@
 """The paper's first figure, and its theorem on a trained network."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -179,6 +180,7 @@ def test_the_first_run_that_is_there_is_drawn(trained, kept, tmp_path):
     files = Indicator().draw(drawing(trained, tmp_path, choice))
     assert [path.stem for path in files] == list(kept)
     assert all(name.endswith("digits") for name in kept)
+    assert all(re.fullmatch(Indicator().file_names, name) for name in kept)
 
 
 def test_the_weights_are_those_of_the_best_epoch(run, kept, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def test_the_experiment_needs_no_run_and_draws(tmp_path):
     assert experiment.tables(ledger, Choice()) == []
     files = experiment.draw(Drawing(ledger, Choice(), tmp_path / "figures", lambda _: None))
     assert [path.name for path in files] == [f"smoothing_curve.{end}" for end in ("pdf", "png", "json")]
+    assert all(re.fullmatch(experiment.file_names, path.stem) for path in files)
     data = json.loads(files[2].read_text())
     assert data["alpha"] == 0.05
     assert [(one["beta"], one["mode"]) for one in data["curves"]] == [

@@ -26,10 +26,12 @@ def script(name: str):
     module = importlib.util.module_from_spec(spec)
     sys.modules[loader.name] = module
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    sys.path.insert(0, str(ROOT / "scripts"))  # as where it is run: one script may import another
     try:
         loader.exec_module(module)
     finally:
         sys.dont_write_bytecode = writes
+        sys.path.remove(str(ROOT / "scripts"))
     return module
 
 
@@ -430,5 +432,6 @@ def test_the_real_requirements_can_be_compared():
 
 def test_a_build_tool_that_is_not_pinned_ends_the_check():
     assert release.pin("hatchling") == supply.pins()["hatchling"]
+    assert release.pins.__module__ == "supply"  # what a pin looks like is said once
     with pytest.raises(SystemExit, match="nothing-of-this-name is not pinned"):
         release.pin("nothing-of-this-name")

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from runs_of import SignalAt, large, photographs, prediction_bytes, short
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import fedlas
+from fedlas.predictions import CHECKSUM
 from fedlas.train import Run, RunError, StoppedError, fit
 from fedlas.train.runs import locked
 from fedlas.train.trained import predict_with
@@ -94,6 +97,56 @@ def test_other_images_never_replace_those_of_the_run(folder):
     path.write_bytes(folder.predictions_file("last-val").read_bytes())
     with pytest.raises(RunError, match="is there and holds other predictions; remove it, or say where"):
         predict_with(folder.folder, "folder", options={"path": other})
+
+
+def test_equal_predictions_from_before_checksums_are_equal(digits, tmp_path):
+    """Their bytes differ, and after all images had been looked at they were called other predictions."""
+    made = predict_with(digits.folder, "digits", out=tmp_path / "made.safetensors")
+    now = made.read_bytes()
+    tensors = load_file(made)
+    with safe_open(made, "pt") as file:
+        words = {name: word for name, word in file.metadata().items() if name != CHECKSUM}
+    save_file(tensors, made, metadata=words)
+    assert CHECKSUM.encode() not in made.read_bytes()
+    assert predict_with(digits.folder, "digits", out=made).read_bytes() == now
+    changed = {**tensors, "logits": tensors["logits"] + torch.eye(1, 10) * 1e-3}
+    save_file(changed, made, metadata=words)
+    before = made.read_bytes()
+    with pytest.raises(RunError, match="is there and holds other predictions"):
+        predict_with(digits.folder, "digits", out=made)
+    assert made.read_bytes() == before
+
+
+@pytest.mark.parametrize("fault", ["another split", "fewer samples", "other labels", "other classes", "no labels"])
+def test_what_is_about_other_samples_is_refused_before_the_network_is_built(digits, tmp_path, monkeypatch, fault):
+    held = digits.predictions("best-test")
+    about = {"index": held.index, "features": held.features, "class_names": held.class_names, "split": held.split}
+    others = {
+        "another split": digits.predictions("best-val"),
+        "fewer samples": held[:10],
+        "other labels": fedlas.Predictions(held.logits, (held.labels + 1) % 10, **about),
+        "other classes": fedlas.Predictions(held.logits, held.labels, **about | {"class_names": list("abcdefghij")}),
+        "no labels": fedlas.Predictions(held.logits, **about),
+    }
+    others[fault].save(tmp_path / "held.safetensors")
+    monkeypatch.setattr("fedlas.train.trained._network", None)
+    with pytest.raises(RunError, match="is there and holds other predictions; remove it"):
+        predict_with(digits.folder, "digits", out=tmp_path / "held.safetensors")
+
+
+def test_no_predictions_in_a_run_is_refused_before_anything_is_computed(digits, monkeypatch):
+    path = digits.predictions_file("best-train")
+    before = path.read_bytes() if path.exists() else None
+    path.write_bytes(b"mine")
+    monkeypatch.setattr("fedlas.train.trained._network", None)
+    try:
+        with pytest.raises(RunError, match="is there and holds no predictions; remove it"):
+            predict_with(digits.folder, "digits", split="train")
+        assert path.read_bytes() == b"mine"
+    finally:
+        path.unlink()
+        if before is not None:
+            path.write_bytes(before)
 
 
 def test_keywords_are_values_and_not_text(folder, tmp_path):

@@ -1,6 +1,7 @@
 """`fedlas evaluate` and `ood`: from files of predictions to an answer."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,10 @@ from fedlas.cli.endings import one_line_errors, reader_may_leave
 from fedlas.cli.options import Level, words
 from fedlas.cli.places import (
     check_places,
-    is_answer,
+    has_format,
     is_page,
     read_file,
+    refuse_other_figures,
     refuse_other_kind,
     refuse_own_input,
     write_text,
@@ -20,6 +22,7 @@ from fedlas.cli.places import (
 from fedlas.cli.terminal import command_line, progress, show, show_table
 
 CONDITION_HOLDS = 3  # the exit code of `evaluate --fail-if`
+FOREIGN = "fedlas.ood/1"  # the format of what `ood --json` writes
 
 
 def evaluate_files(
@@ -54,7 +57,8 @@ def evaluate_files(
 ) -> None:
     """Say what the confidence of predictions is worth: from a file to an answer."""
     with one_line_errors():
-        from fedlas.report.answers import check_conditions, judge_files, named_files
+        from fedlas.report.answers import FORMAT, check_conditions, judge_files, named_files
+        from fedlas.report.figures.saving import NAMES
         from fedlas.report.subjects import FOLDS
 
         tried = words(posthoc or None) or ()  # "" asks for none
@@ -64,8 +68,9 @@ def evaluate_files(
         made: list[Path] = []
         named = named_files(files)
         refuse_own_input(named.values(), [html, kept])
-        refuse_other_kind(kept, "answer of fedlas", is_answer)
+        refuse_other_kind(kept, "answer of `fedlas evaluate`", partial(has_format, FORMAT))
         refuse_other_kind(html, "page of fedlas", is_page)
+        refuse_other_figures(figures, NAMES)
         with progress() as watch:
             given = {name: run_model(path, images, watch) if path.is_dir() else path for name, path in named.items()}
             answer = judge_files(
@@ -113,8 +118,9 @@ def detect_foreign(
 
         named = foreign_files(foreign)
         kept = None if json in {None, "-"} else Path(str(json))
+        check_places([kept])
         refuse_own_input([known, *named.values()], [kept])
-        refuse_other_kind(kept, "answer of fedlas", is_answer)
+        refuse_other_kind(kept, "answer of `fedlas ood`", partial(has_format, FOREIGN))
         with progress() as watch:
             judged = read_file(known, watch)
             given = {name: read_file(path, watch) for name, path in named.items()}
@@ -122,7 +128,7 @@ def detect_foreign(
             found = detect(judged, given, words(scores), tpr=tpr, level=level, seed=seed)
             watch("telling apart", 1.0)
         if json is not None:
-            write_text(json, dumps(found.to_dict(), allow_nan=False))
+            write_text(json, dumps({"format": FOREIGN} | found.to_dict(), allow_nan=False))
         show(found, err=json == "-")
 
 

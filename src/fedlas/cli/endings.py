@@ -93,6 +93,7 @@ def from_interrupt(error: BaseException | None) -> bool:
 
 def plain_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> str:
     """Write a warning for users in one line; others keep the place that they come from."""
-    if category is UserWarning and not os.environ.get("FEDLAS_DEBUG"):
+    ours = category is UserWarning or category.__module__.partition(".")[0] == "fedlas"
+    if ours and not os.environ.get("FEDLAS_DEBUG"):
         return f"fedlas: {' '.join(str(message).split())}\n"
     return usual_warning(message, category, *place, **more)

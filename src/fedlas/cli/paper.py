@@ -9,8 +9,18 @@ import typer
 
 from fedlas.cli.endings import one_line_errors
 from fedlas.cli.options import Device, Level, Root, Settings, numbers, parsed, words
-from fedlas.cli.places import is_answer, refuse_other_kind, refuse_own_input, write_text
+from fedlas.cli.places import (
+    check_places,
+    has_format,
+    refuse_other_figures,
+    refuse_other_kind,
+    refuse_other_tables,
+    refuse_own_input,
+    write_text,
+)
 from fedlas.cli.terminal import show_table
+
+COMPARISON = "fedlas.compare/1"  # the format of what `compare --json` writes
 
 
 class Launch(StrEnum):
@@ -33,8 +43,10 @@ def demo_run(
 ) -> None:
     """Train five losses on handwritten digits, and show what their confidence is worth."""
     with one_line_errors():
-        from fedlas.experiments.demo import run_demo
+        from fedlas.experiments.demo import FIGURE, FIGURES, run_demo
 
+        check_places([], out)
+        refuse_other_figures(out / FIGURES, FIGURE)
         made = run_demo(out, told=lambda text: typer.echo(text, err=True))
         typer.echo(made.text)
         show_table(made.head, made.rows)
@@ -74,6 +86,9 @@ def reproduce_experiment(
         from fedlas.experiments.reproduce import drawn, reproduce
 
         chosen = experiment_named(experiment)
+        check_places([], out)
+        refuse_other_tables(out, chosen.file_names)
+        refuse_other_figures(out, chosen.file_names)
         choice = Choice(
             data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
             seeds=numbers(seeds), split=split,
@@ -121,8 +136,9 @@ def compare_models(
         from fedlas.experiments.versus import HEAD, side, versus
 
         kept = None if json in {None, "-"} else Path(str(json))
+        check_places([kept])
         refuse_own_input([Path(first), Path(second)], [kept])
-        refuse_other_kind(kept, "answer of fedlas", is_answer)
+        refuse_other_kind(kept, "answer of `fedlas compare`", partial(has_format, COMPARISON))
         book, asked = Ledger(ledger), words(metrics)
         options = {"level": level, "resamples": resamples, "seed": seed}
         found = versus(side(first, book), side(second, book), asked, **options)
@@ -130,4 +146,4 @@ def compare_models(
         if json is not None:
             from json import dumps
 
-            write_text(json, dumps([one.to_dict() for one in found], allow_nan=False))
+            write_text(json, dumps([{"format": COMPARISON} | one.to_dict() for one in found], allow_nan=False))

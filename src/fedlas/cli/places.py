@@ -1,6 +1,7 @@
 """Files that commands read and write, and what is not written over."""
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
+Kind = Callable[[Path], bool]  # says whether a file is of some kind
 
 
 def read_file(path: Path, watch: Callable[[str, float], None]) -> Any:
@@ -53,7 +56,7 @@ def refuse_other_kind(path: Path | None, what: str, written: Callable[[Path], ob
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is about to go
             fine = written(path) is not False
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         fine = False
     if not fine:
         raise ValueError(
@@ -61,22 +64,64 @@ def refuse_other_kind(path: Path | None, what: str, written: Callable[[Path], ob
         )
 
 
-def is_answer(path: Path) -> bool:
-    """Say whether a file is one that `--json` wrote."""
-    from json import loads
+def refuse_strangers(folder: Path | None, names: str, drawn: Sequence[str], numbers: str, ours: Kind) -> None:
+    """Refuse a folder where a file that is not ours has a name that one of ours may get.
 
-    found = loads(path.read_text(encoding="utf-8"))
-    first = found[0] if isinstance(found, list) and found else found
-    known = ({"format", "models"}, {"sets", "mean"}, {"metric", "pairs"})  # of evaluate, ood and compare
-    return isinstance(first, dict) and any(names <= first.keys() for names in known)
+    What belongs together has one name and several endings. It is known by the file that holds its numbers.
+
+    Args:
+        folder: where files go; one that is not there may be written to.
+        names: a pattern of their names, without ending.
+        drawn: endings of what is made of numbers.
+        numbers: the ending of the file that holds them.
+        ours: says whether such a file is one of ours.
+    """
+    if folder is None or not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.suffix in {*drawn, numbers} and re.fullmatch(names, path.stem):
+            beside = path.with_suffix(numbers)
+            if not beside.is_file() or not ours(beside):
+                raise ValueError(
+                    f"{path} is there and is not from fedlas, so it is not written over; remove it, or name another "
+                    "folder"
+                )
+
+
+def refuse_other_figures(folder: Path | None, names: str) -> None:
+    """Refuse a folder where a file that is no figure of ours has the name of one."""
+    from fedlas.report.figures.style import FORMAT
+
+    refuse_strangers(folder, names, (".pdf", ".png", ".svg"), ".json", partial(has_format, FORMAT))
+
+
+def refuse_other_tables(folder: Path | None, names: str) -> None:
+    """Refuse a folder where a file that is no table of ours has the name of one."""
+    from fedlas.report.tables import COMPARED, FIELDS
+
+    first = ",".join((*FIELDS, *COMPARED)).encode()
+    refuse_strangers(
+        folder, names, (".md", ".tex", ".html", ".txt"), ".csv", lambda path: beginning(path).startswith(first)
+    )
+
+
+def has_format(name: str, path: Path) -> bool:
+    """Say whether a file is JSON that begins by saying what it is, as all of ours does; the rest is not read."""
+    return re.match(rb'\s*\[?\s*\{\s*"format":\s*"%s"' % re.escape(name.encode()), beginning(path)) is not None
 
 
 def is_page(path: Path) -> bool:
     """Say whether a file is one that `--html` wrote."""
-    return b'<meta name="generator" content="fedlas">' in path.read_bytes()[:4096]
+    return b'<meta name="generator" content="fedlas">' in beginning(path)
 
 
-def check_places(files: Sequence[Path | None], folder: Path | None) -> None:
+def beginning(path: Path) -> bytes:
+    """Read as much of a file as it takes to know it."""
+    with path.open("rb") as file:
+        return file.read(4096)
+
+
+def check_places(files: Sequence[Path | None], folder: Path | None = None) -> None:
     """Find out before long work whether its results can be written."""
     for path in filter(None, files):
         if path.is_dir():

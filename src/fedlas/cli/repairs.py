@@ -8,7 +8,7 @@ import typer
 
 from fedlas.cli.endings import one_line_errors
 from fedlas.cli.options import parsed
-from fedlas.cli.places import read_file, refuse_other_kind, refuse_own_input
+from fedlas.cli.places import check_places, read_file, refuse_other_kind, refuse_own_input
 from fedlas.cli.terminal import progress, show
 
 
@@ -24,10 +24,12 @@ def calibrate_fit(
     with one_line_errors():
         from fedlas.metrics import nll as loss_of
         from fedlas.posthoc import build_calibrator, load_calibrator
+        from fedlas.posthoc.base import DoubtfulFit
         from fedlas.train.recipe import value_of
 
         if out.suffix.lower() != ".safetensors":
             raise ValueError(f"--out {out}: a calibrator is kept in a .safetensors file")
+        check_places([out])
         refuse_own_input([file], [out])
         refuse_other_kind(out, "calibrator", load_calibrator)
         options = {name: value_of(text) for name, text in parsed(settings).items()}
@@ -36,7 +38,7 @@ def calibrate_fit(
             given = read_file(file, watch)
             watch(f"fitting {method}", 0.0)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".* lies beyond ")  # said below, where it cannot be overlooked
+                warnings.simplefilter("ignore", DoubtfulFit)  # said below, where it cannot be overlooked
                 calibrator.fit(given)
             watch(f"fitting {method}", 1.0)
             calibrator.save(out)
@@ -65,17 +67,19 @@ def calibrate_apply(
 ) -> None:
     """Repair predictions with a saved calibrator."""
     with one_line_errors():
-        from fedlas.files import read_predictions, write_predictions
+        from fedlas.files import check_ending, held_at, write_again
         from fedlas.posthoc import load_calibrator
 
+        check_ending(out)
+        check_places([out])
         refuse_own_input([calibrator, file], [out])
-        refuse_other_kind(out, "file of predictions", read_predictions)
+        refuse_other_kind(out, "file of predictions", held_at)
         with progress() as watch:
             given = read_file(file, watch)
             learned = load_calibrator(calibrator)
             repaired = learned.transform(given)
             # A table of probabilities becomes another one.
-            write_predictions(repaired, out, probs=probs or given.given_probs is not None)
+            write_again(repaired, out, held_at(out), probs=probs or given.given_probs is not None)
         if learned.fitted is not None and learned.fitted.doubt:
             show(f"warning: do not rely on what {calibrator} repairs: {learned.fitted.doubt}", err=True)
         show(out)

@@ -9,6 +9,7 @@ import typer
 
 from fedlas.cli.endings import one_line_errors
 from fedlas.cli.options import Device, Root, Settings, numbers, parsed
+from fedlas.cli.places import check_places, has_format, refuse_other_kind
 from fedlas.cli.terminal import show_table
 
 
@@ -29,6 +30,7 @@ def train_run(
     with one_line_errors():
         from fedlas.train import fit, recipe_for
 
+        check_places([], out)
         recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed(settings))
         run = fit(recipe, out=out, resume=resume, data_root=data_root, device=device)
         if os.environ.get("RANK", "0") == "0":
@@ -55,6 +57,7 @@ def predict_run(
         from fedlas.train.recipe import value_of
         from fedlas.train.trained import predict_with
 
+        check_places([out])
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         path = predict_with(
             run, data, split=split, state=state, options=options, out=out, data_root=data_root, device=device
@@ -78,9 +81,11 @@ def search_options(
 ) -> None:
     """Search keywords of a loss on the validation split; the test split is never looked at."""
     with one_line_errors():
-        from fedlas.experiments.search import Range, search
+        from fedlas.experiments.search import FORMAT, KEPT, Range, search
         from fedlas.train import recipe_for
 
+        check_places([], out)
+        refuse_other_kind(out / KEPT, "search of fedlas", partial(has_format, FORMAT))
         recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed(settings))
         found = search(
             recipe, [Range.parse(text) for text in over], trials=trials, folder=out, metric=metric,

@@ -7,6 +7,7 @@ draw(...)      ─► figures and their data
 An experiment never trains: `reproduce.py` does, and writes each finished run into the ledger.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,11 @@ class AbstractExperiment(ABC):
     """One table or figure of the paper, or one of our own."""
 
     name: ClassVar[str]
+
+    @property
+    def file_names(self) -> str:
+        """A pattern of what files of tables and figures are called, without ending."""
+        return f"{re.escape(self.name)}([-_].*)?"
 
     @abstractmethod
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from fedlas.evaluation import Report, State, evaluate
 from fedlas.metrics.result import Result
-from fedlas.report.figures import Reliability, reliability_data, reliability_figure, save_figure
+from fedlas.report.figures import Reliability, reliability_data, reliability_figure, save_with_data
 from fedlas.train import Recipe, Run, fit_many, recipe_for
 from fedlas.train.protocols import compared_losses
 
 SAMPLES, BATCH, EPOCHS = 40, 10, 60
+FIGURES, FIGURE = "figures", "reliability"  # the folder, and the name of the files in it
 METRICS = ("accuracy", "ece", "aece", "over_ece", "under_ece", "nll")
 HEAD = ("loss", "paper", "", "accuracy %", "ECE %", "AECE %", "O-ECE %", "U-ECE %", "NLL")
 TEXT = f"""\
@@ -85,8 +86,8 @@ def run_demo(folder: Path, told: Callable[[str], None]) -> Shown:
         "as trained": [_diagram(report.before, paper[name]) for name, report in reports.items()],
         "temperature": [_diagram(_repaired(report), paper[name]) for name, report in reports.items()],
     }
-    figure = save_figure(reliability_figure(drawn), folder / "figures" / "reliability.png")
-    return Shown(TEXT, HEAD, rows, [figure, *(run.folder for run in runs)])
+    figure = save_with_data(reliability_figure(drawn), drawn, folder / FIGURES, FIGURE, ("png",))
+    return Shown(TEXT, HEAD, rows, [*figure, *(run.folder for run in runs)])
 
 
 def _diagram(state: State, title: str) -> Reliability:

@@ -19,6 +19,7 @@ from fedlas.train import DivergedError, Engine
 from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.search/1"
+KEPT = "search.json"
 METRICS: Mapping[str, Callable[..., float]] = {
     "nll": nll,
     "ece": ece,
@@ -172,7 +173,7 @@ def search(
             study.tell(asked, trial.mean)
         versions = {"optuna": optuna.__version__}
         found = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(done), versions)
-        write_whole(folder / "search.json", (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode())
+        write_whole(folder / KEPT, (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode())
         words = " ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()
         )

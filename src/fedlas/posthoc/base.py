@@ -67,6 +67,10 @@ class Samples(NamedTuple):
         return torch.zeros_like(self.logits).scatter_(1, self.labels[:, None], 1)
 
 
+class DoubtfulFit(UserWarning):
+    """What a calibrator learned should not be relied on."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """What is known about how a calibrator was fitted.
@@ -162,7 +166,7 @@ class AbstractCalibrator(ABC):
         names = logits.class_names if isinstance(logits, Predictions) else None
         doubt = self.doubt(samples)
         if doubt:
-            warnings.warn(doubt, UserWarning, stacklevel=2)
+            warnings.warn(doubt, DoubtfulFit, stacklevel=2)
         self.fitted = Fit(n, classes, split, before, after, names, doubt)
         return self
 

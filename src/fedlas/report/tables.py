@@ -321,8 +321,8 @@ class Table:
         if unknown := [wanted for wanted in formats if wanted not in made]:
             raise ValueError(f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(made)}")
         paths = {wanted: Path(folder) / f"{self.name}.{wanted}" for wanted in formats}
-        for wanted, path in paths.items():
-            write_whole(path, made[wanted].encode())
+        for wanted in sorted(paths, key=lambda one: one != "csv"):  # numbers first: by them a table is known
+            write_whole(paths[wanted], made[wanted].encode())
         return list(paths.values())
 
     def _filled(self, detail: Detail, style: _Style) -> tuple[list[list[tuple[str, int]]], list[list[str]], list[str]]:

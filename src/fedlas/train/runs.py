@@ -160,6 +160,8 @@ class Run:
                 raise RunError(f"{self.folder} is finished and has no checkpoint, so it can predict nothing more")
         elif not self.recipe_file.exists() and any(one for one in self.folder.glob("*") if one.name[0] != "."):
             raise RunError(f"{self.folder} is not empty and holds no run; choose another --out")
+        elif self.recipe_file.exists():
+            _ = self.recipe  # an error where it is something else of that name, which is not written over
         for folder in (self.folder, self.predictions_file("any").parent):
             clear_parts(folder)
         write_whole(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())

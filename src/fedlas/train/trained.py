@@ -6,7 +6,6 @@ or other keywords of the same, give the file another name, and no file is replac
 
 import hashlib
 import json
-import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ import torch
 
 from fedlas.catalog import nearest
 from fedlas.data import AbstractDataset, Split, build_data
+from fedlas.files import held_at, same_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import Predictions
 from fedlas.train import checkpoint
@@ -63,8 +63,7 @@ def predict_with(
         raise ValueError(f"state is {state!r}; {nearest(state, list(STATES))}")
     if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
         raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
-    if out is not None and not _is_predictions(Path(out)):
-        raise RunError(f"{out} is there and holds no predictions; remove it, or say where else to write")
+    held = None if out is None else _held(Path(out))
     if not run.checkpoint.exists():
         raise RunError(f"{run.folder} has no checkpoint; train it first")
     given = recipe.replace(data_options=dict(options or {})).data_options
@@ -80,12 +79,17 @@ def predict_with(
         other = build_data(data, **common, **wanted)
         split = split or ("all" if "all" in other.splits and not own else "test")
         name = split if own else _name(data, split, wanted)
+        path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
+        held = _held(path) if out is None else held
+        found = other.split(split)
+        labelled = found.class_names == home.class_names
+        if held is not None and not _about(held, found, home.class_names, name=name, labelled=labelled):
+            raise _others(path)
         net = _network(recipe, home, run, saved["best" if state == "best" else "model"], chosen_device(device))
         _tell_of_labels(home, other)
-        made = _predictions(net, recipe, home, other.split(split), name=name, resident=other.resident)
-        path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
-        if path.is_file() and path.stat().st_size and not _holds(path, made):
-            raise RunError(f"{path} is there and holds other predictions; remove it, or say where to write: --out FILE")
+        made = _predictions(net, recipe, home, found, name=name, resident=other.resident, labelled=labelled)
+        if held is not None and not same_predictions(made, held):
+            raise _others(path)
         made.save(path)
     return path
 
@@ -130,11 +134,17 @@ def _network(
 
 
 def _predictions(
-    net: WithFeatures, recipe: Recipe, home: AbstractDataset, found: Split, *, name: str, resident: bool
+    net: WithFeatures,
+    recipe: Recipe,
+    home: AbstractDataset,
+    found: Split,
+    *,
+    name: str,
+    resident: bool,
+    labelled: bool,
 ) -> Predictions:
     device = next(net.parameters()).device
     transform = home.transform_for(found.name if found.name in home.splits else "test")
-    labelled = found.class_names == home.class_names
     with machine(recipe, device):
         source = evaluation_source(found, transform, recipe, device, resident=resident)
         return predictions_of(
@@ -142,19 +152,26 @@ def _predictions(
         )
 
 
-def _is_predictions(path: Path) -> bool:
-    """Say whether nothing is lost by writing predictions to a place, or only predictions are."""
-    if not path.is_file() or not path.stat().st_size:
-        return True
+def _held(path: Path) -> Predictions | None:
+    """Read the predictions that are at a place already; what is something else is not written over."""
     try:
-        Predictions.load(path)
-    except ValueError:
-        return False
-    return True
+        return held_at(path)
+    except ValueError as error:
+        raise RunError(f"{path} is there and holds no predictions; remove it, or say where else to write") from error
 
 
-def _holds(path: Path, made: Predictions) -> bool:
-    """Say whether a file holds exactly these predictions."""
-    with tempfile.TemporaryDirectory() as folder:
-        made.save(Path(folder) / path.name)
-        return (Path(folder) / path.name).read_bytes() == path.read_bytes()
+def _about(held: Predictions, found: Split, names: tuple[str, ...], *, name: str, labelled: bool) -> bool:
+    """Say whether predictions are about the samples that a network is going to look at, which takes much longer."""
+    index, labels = held.index, held.given_labels
+    return (
+        held.split == name
+        and held.class_names == names
+        and (index is None or torch.equal(index, found.index.cpu()))
+        and len(held) == len(found)
+        and (labels is not None) == labelled
+        and (labels is None or torch.equal(labels, found.labels.cpu()))
+    )
+
+
+def _others(path: Path) -> RunError:
+    return RunError(f"{path} is there and holds other predictions; remove it, or say where to write: --out FILE")

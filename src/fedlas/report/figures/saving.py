@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 ROWS = 4  # of diagrams in one figure
 GATES = 7  # models with a gate in one figure: with the flip rates, two rows of panels
 KNOWN = {"pdf", "png", "svg"}
+# What all files are called, without ending.
+NAMES = (
+    r"(reliability|gate)(-\d+)?|reliability_(lines|smooth)|over_under|confidence|risk_coverage|norm|training|alpha"
+    r"|(class_map|roc|scores)(-[\w-]*)?"
+)
 
 Drawn = tuple[str, Any, Any]  # name of the files, figure, and what it was drawn from
 

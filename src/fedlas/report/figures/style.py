@@ -52,6 +52,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.
 STROKES = tuple(zip(COLOURS, MARKERS, strict=False))
 NO_CLOCK = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 FORMATS = ("pdf", "png")
+FORMAT = "fedlas.figure/1"  # of the numbers beside a figure, by which files are known again
 LONGEST = 32  # letters of a name that someone else gave
 
 
@@ -225,14 +226,17 @@ def save_with_data(
     layout = figure.get_layout_engine()
     figure.set_layout_engine("none")  # once is enough for all formats, and takes longer than drawing
     try:
-        paths = [save_figure(figure, Path(folder) / f"{name}.{end}", dpi=300) for end in formats]
+        made = {Path(folder) / f"{name}.{end}": content_of(figure, end, dpi=300) for end in formats}
     finally:
         figure.set_layout_engine(layout)
     found = _plain(data)
-    numbers = {"figure": name, **(found if is_dataclass(data) else {"data": found})}
+    numbers = {"format": FORMAT, "figure": name, **(found if is_dataclass(data) else {"data": found})}
     text = Path(folder) / f"{name}.json"
+    # First: whoever is interrupted here finds no picture without numbers, which nobody would dare to write over.
     write_whole(text, (json.dumps(numbers, allow_nan=False) + "\n").encode())
-    return [*paths, text]
+    for path, content in made.items():
+        write_whole(path, content)
+    return [*made, text]
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,219 @@
+"""What commands write over, and what they leave alone; all of it is decided before anything is read or trained."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedlas.cli import app
+from fedlas.cli.endings import plain_warning
+from fedlas.cli.places import beginning
+from fedlas.experiments.base import Choice
+from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.planning import experiment_named, list_experiments
+from fedlas.files import read_predictions, write_predictions
+from fedlas.posthoc import build_calibrator, load_calibrator
+from fedlas.posthoc.base import DoubtfulFit
+from fedlas.predictions import Predictions
+
+SOTA = ("reproduce", "sota", "--data", "digits", "--protocol", "small", "--losses", "ls", "--seeds", "1", "--dry-run")
+SEARCH = ("search", "--data", "digits", "--loss", "ls", "--over", "alpha=0.01:0.1", "--trials", "1")
+TRAIN = ("train", "--data", "digits", "--loss", "ce")
+
+
+def call(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def refused(words, message):
+    """A command ends in one line that says this."""
+    done = call(*words)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
+    assert message in done.stderr
+    return done
+
+
+@pytest.fixture
+def given(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    for name in ("test", "val"):
+        true = torch.randn(80, 3, generator=draw)
+        labels = torch.multinomial(true.softmax(1), 1, generator=draw)[:, 0]
+        write_predictions(Predictions(3 * true, labels), tmp_path / f"{name}.csv")
+    write_predictions(Predictions(torch.randn(20, 3, generator=draw)), tmp_path / "far.npz")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["class_map.json", "class_map-resnet.json", "reliability.png", "norm.svg", "roc.pdf"])
+def test_figures_do_not_replace_files_of_that_name(tmp_path, name):
+    """A user's own class_map.json was gone after `evaluate --figures`."""
+    (tmp_path / name).write_text('{"figure": "mine"}')
+    refused(("evaluate", tmp_path / "nowhere.csv", "--figures", tmp_path), f"{name} is there and is not from fedlas")
+    assert (tmp_path / name).read_text() == '{"figure": "mine"}'
+
+
+def test_figures_are_drawn_again_and_beside_other_files(given):
+    folder = given / "figures"
+    folder.mkdir()
+    mine = {"notes.md": "mine", "reliability.txt": "mine", "photo.png": "mine", "training-photo.png": "mine"}
+    for name, text in mine.items():
+        (folder / name).write_text(text)
+    words = ("evaluate", given / "test.csv", "--figures", folder, "--resamples", 50)
+    for _ in range(2):
+        assert call(*words).exit_code == 0
+    assert {name: (folder / name).read_text() for name in mine} == mine
+    assert json.loads((folder / "class_map.json").read_text())["format"] == "fedlas.figure/1"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (SOTA, "sota-small.md"),
+        (SOTA, "sota-small.csv"),
+        (SOTA, "sota-cifar10.png"),
+        (("demo",), "figures/reliability.png"),
+        (SEARCH, "search.json"),
+        (TRAIN, "recipe.json"),
+    ],
+)
+def test_folders_of_results_do_not_replace_files_of_that_name(tmp_path, monkeypatch, words, name):
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "made" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text('{"flour": 500, "format": "fedlas.search/1"}')
+    done = call(*words, "--out", "made")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
+    assert f"{Path(name).name} " in done.stderr
+    assert mine.read_text() == '{"flour": 500, "format": "fedlas.search/1"}'
+    assert [path for path in (tmp_path / "made").rglob("*") if path.is_file() and path.name[0] != "."] == [mine]
+
+
+def test_tables_are_written_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        done = call(*SOTA, "--out", "made")
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "made" / "sota-small.csv").is_file()
+
+
+@pytest.mark.parametrize("name", [name for name, _ in list_experiments()])
+def test_every_table_has_a_name_of_its_experiment(name, tmp_path):
+    experiment = experiment_named(name)
+    for table in experiment.tables(Ledger(tmp_path), Choice()):
+        assert re.fullmatch(experiment.file_names, table.name)
+
+
+ANOTHER = [
+    '{"format": "my config", "models": ["resnet"]}',
+    '{"sets": 3, "mean": 2.5}',
+    '[{"metric": "a", "pairs": []}]',
+    '{"models": {}, "format": "of", "x": "fedlas.answer/1"}',
+    "[" * 200_000,
+    '{"a":' * 200_000,
+]
+
+
+@pytest.mark.parametrize("text", ANOTHER, ids=range(len(ANOTHER)))
+def test_json_that_only_looks_like_an_answer_is_left_alone(given, text):
+    """Files with some keys of an answer were written over, and brackets without end were a traceback."""
+    mine = given / "mine.json"
+    mine.write_text(text)
+    test = given / "test.csv"
+    for words in (
+        ("evaluate", test),
+        ("ood", test, f"far={given / 'far.npz'}"),
+        ("compare", test, given / "val.csv"),
+    ):
+        refused((*words, "--json", mine), f"is there and is no answer of `fedlas {words[0]}`")
+    assert mine.read_text() == text
+
+
+def test_every_answer_says_what_it_is_and_is_not_written_over_by_another(given):
+    test = given / "test.csv"
+    commands = {
+        "fedlas.answer/1": ("evaluate", test, "--resamples", 50),
+        "fedlas.ood/1": ("ood", test, f"far={given / 'far.npz'}"),
+        "fedlas.compare/1": ("compare", test, test, "--metrics", "accuracy", "--resamples", 50),
+    }
+    for number, (name, words) in enumerate(commands.items()):
+        for _ in range(2):
+            done = call(*words, "--json", given / f"{number}.json")
+            assert done.exit_code == 0, done.output
+        found = json.loads((given / f"{number}.json").read_text())
+        assert (found[0] if isinstance(found, list) else found)["format"] == name
+    for number, words in enumerate(commands.values()):
+        refused((*words, "--json", given / f"{(number + 1) % 3}.json"), f"is no answer of `fedlas {words[0]}`")
+
+
+def test_little_is_read_of_a_large_file(tmp_path):
+    with (tmp_path / "large.html").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room on the disk
+    assert len(beginning(tmp_path / "large.html")) == 4096
+    refused(("evaluate", tmp_path / "nowhere.csv", "--html", tmp_path / "large.html"), "is no page of fedlas")
+
+
+def test_a_deep_file_at_the_place_of_predictions_is_left_alone(given):
+    kept = given / "c.safetensors"
+    assert call("calibrate", "fit", given / "val.csv", "--out", kept).exit_code == 0
+    (given / "deep.jsonl").write_text("[" * 200_000)
+    refused(("calibrate", "apply", kept, given / "test.csv", "--out", given / "deep.jsonl"), "no file of predictions")
+    refused(("calibrate", "apply", kept, given / "nowhere.csv", "--out", given / "x.json"), "are written to .safe")
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz", "csv", "parquet", "jsonl"])
+def test_calibrate_apply_leaves_other_predictions_alone(given, ending):
+    """A run's predictions, or the user's data, were gone after `calibrate apply --out`."""
+    kept, out = given / "c.safetensors", given / f"out.{ending}"
+    assert call("calibrate", "fit", given / "val.csv", "--out", kept).exit_code == 0
+    words = ("calibrate", "apply", kept, given / "test.csv", "--out", out)
+    for _ in range(2):  # the same may be written again
+        done = call(*words)
+        assert done.exit_code == 0, done.output
+    write_predictions(read_predictions(given / "val.csv"), out)
+    before = out.read_bytes()
+    refused(words, "is there and holds other predictions; remove it, or name another file")
+    assert out.read_bytes() == before
+
+
+def test_every_place_is_checked_before_anything_is_read(tmp_path, monkeypatch):
+    """`compare --json FOLDER` failed after the work, with the name of a file that nobody knew."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "file").write_text("x")
+    here = "folder.safetensors"
+    for words in (
+        ("evaluate", "nowhere.csv", "--json", here),
+        ("evaluate", "nowhere.csv", "--html", here),
+        ("ood", "nowhere.csv", "far=nowhere.csv", "--json", here),
+        ("compare", "nowhere.csv", "nowhere.csv", "--json", here),
+        ("calibrate", "fit", "nowhere.csv", "--out", here),
+        ("calibrate", "apply", "nowhere.safetensors", "nowhere.csv", "--out", here),
+        ("predict", "nowhere", "--data", "digits", "--out", here),
+    ):
+        refused(words, f"{here} is a folder; the name of a file is needed")
+    for words in (("evaluate", "nowhere.csv", "--figures", "file"), *((*one, "--out", "file") for one in PLACES)):
+        refused(words, "file is a file; the name of a folder is needed")
+        refused((*words[:-1], "file/deep"), "nothing can be written to")
+
+
+PLACES = (SOTA, SEARCH, TRAIN, ("demo",))
+
+
+def test_only_the_doubt_of_a_fit_is_kept_back_and_its_words_may_change(tmp_path, monkeypatch):
+    """It was known by its English words."""
+    write_predictions(Predictions(5 * torch.eye(3).repeat(9, 1), torch.arange(3).repeat(9)), tmp_path / "easy.csv")
+    monkeypatch.setattr("fedlas.posthoc.temperature.Temperature.doubt", lambda *_: "autre chose")
+    with pytest.warns(DoubtfulFit, match="autre chose"):
+        build_calibrator("temperature").fit(read_predictions(tmp_path / "easy.csv"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        done = call("calibrate", "fit", tmp_path / "easy.csv", "--out", tmp_path / "t.safetensors")
+    assert done.exit_code == 0, done.output
+    assert not [one for one in said if "autre chose" in str(one.message)]
+    assert done.stderr.count("do not rely on it: autre chose") == 1
+    assert load_calibrator(tmp_path / "t.safetensors").fitted.doubt == "autre chose"
+    assert plain_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"
