@@ -983,7 +983,7 @@ def check_distinct(names: Sequence[str] | None) -> None:
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:
-    """Number classes of one name, and warn: older versions wrote such files, where labels are numbers."""
+    """Give classes of one name a number each, and warn: older versions wrote such files, where labels are numbers."""
     given, found = set(names), dict[str, str]()
     times = Counter[str]()
     for name in names:

@@ -518,7 +518,7 @@ def test_samples_are_paired_by_their_names(files, command):
             {"class_names": ("ant", "bee", "dog")},
             "the models know other classes: 'cow' in the first alone; 'dog' in the",
         ),
-        ({"split": "val"}, "judged on the split 'test', the second on 'val'"),
+        ({"split": "val", "ids": None}, "judged on the split 'test', the second on 'val'"),
         (
             {"ids": [f"image {i}" for i in range(1, 401)]},
             "by their ids these are not the same samples: 1 are in",
