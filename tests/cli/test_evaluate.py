@@ -467,7 +467,7 @@ def test_a_copy_of_the_judged_file_is_noticed(files):
     assert done.exit_code == 0, done.output
     assert "fitted on 400 samples, 400 of which are judged too" in done.stdout
     said = json.loads((files / "a.json").read_text())["models"]["test"]
-    assert [state["known"] for state in said["report"]["states"]] == [0, 400]
+    assert [state["leaked"] for state in said["report"]["states"]] == [0, 400]
     assert "None" not in done.output
 
 
