@@ -1,10 +1,12 @@
 """Predictions: what they accept, what they refuse, and that files come back as they went."""
 
 import builtins
+import copy
 import inspect
 import json
 import math
 import os
+import pickle
 import threading
 import tracemalloc
 import warnings
@@ -14,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlas.metrics import ece
-from fedlas.predictions import ENOUGH, Predictions, as_tensor, optional_module, write_whole
+from fedlas.metrics import ece, nll
+from fedlas.predictions import ENOUGH, Predictions, RowError, as_tensor, least_prob, optional_module, write_whole
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -580,3 +582,39 @@ def test_logits_that_are_distributions_here_and_there_are_not_doubted():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Predictions(logits, torch.zeros(len(logits), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_probability_of_zero_has_a_logit_where_small_numbers_are_flushed(dtype):
+    """The floor was such a small number itself, and its logarithm minus infinity."""
+    probs, soft = torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([[0.5, 0.5]], dtype=dtype)
+    plain = Predictions.from_probs(probs, [1])
+    expected = [float(nll(probs, labels)) for labels in ([1], soft)]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush small numbers")
+    try:
+        flushed = Predictions.from_probs(probs, [1])
+        found = [nll(probs, labels) for labels in ([1], soft)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.isfinite(flushed.logits).all()
+    assert torch.equal(flushed.logits, plain.logits)
+    assert plain.logits[0, 1] == pytest.approx(math.log(least_prob(dtype)))
+    assert [float(one) for one in found] == pytest.approx(expected)
+    assert [one.details["floored"] for one in found] == [1, 1]
+
+
+def test_two_classes_of_one_name_are_refused_at_once():
+    """They were taken, and refused when the work was done and should be saved."""
+    for make in (Predictions, Predictions.from_probs):
+        with pytest.raises(ValueError, match="two classes have the same name, 'a'; each needs one of its own"):
+            make(LOGITS.softmax(1), LABELS, class_names=["a", "b", "a"])
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_an_error_about_a_row_can_be_copied_and_pickled(again):
+    """A process that reads files for another one could not tell it."""
+    error = RowError("p.csv: ", 3, " has label 'x'")
+    found = again(error)
+    assert (type(found), str(found)) == (RowError, str(error))
+    assert str(found.at_line([2, 3, 4, 9])) == "p.csv: line 9 has label 'x'"

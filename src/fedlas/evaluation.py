@@ -33,7 +33,7 @@ from fedlas.metrics.samples import Pairs
 from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
-from fedlas.posthoc.base import with_logits
+from fedlas.posthoc.base import checked_number, checked_text, with_logits
 from fedlas.posthoc.leakage import samples_in_both
 from fedlas.predictions import Array, Predictions, readable, slices_of, write_whole
 
@@ -55,7 +55,7 @@ class State:
         detection: how well foreign data is told apart, where some was given.
         fits: how the calibrator was fitted: once, or once for each fold.
         parameters: what it learned, where that is a single number.
-        known: how many of the samples that it was fitted on are judged too, as far as can be told.
+        leaked: how many of the samples that it was fitted on are judged too, as far as can be told.
         pairs: confidence and correctness of each sample, in the order of the predictions, for curves and histograms;
             not written to files.
     """
@@ -66,7 +66,7 @@ class State:
     detection: Detection | None = None
     fits: tuple[Fit, ...] = ()
     parameters: Mapping[str, float] = field(default_factory=dict)
-    known: int = 0
+    leaked: int = 0
     pairs: Pairs | None = None
 
     def __getitem__(self, metric: str) -> Result:
@@ -83,7 +83,7 @@ class State:
             "detection": None if self.detection is None else self.detection.to_dict(),
             "fits": [asdict(fit) for fit in self.fits],
             "parameters": dict(self.parameters),
-            "known": self.known,
+            "leaked": self.leaked,
         }
 
     @classmethod
@@ -91,13 +91,13 @@ class State:
         """Read back what `to_dict` wrote."""
         found = fields["detection"]
         return cls(
-            name=fields["name"],
+            name=checked_text(fields["name"], "name"),
             results={name: Result.from_dict(one) for name, one in fields["results"].items()},
             bins={name: Bins.from_dict(one) for name, one in fields["bins"].items()},
             detection=None if found is None else Detection.from_dict(found),
             fits=tuple(Fit.from_dict(one) for one in fields["fits"]),
             parameters=fields["parameters"],
-            known=fields.get("known", 0),  # older reports did not look
+            leaked=checked_number(fields.get("leaked", 0), "leaked"),  # older reports did not look
         )
 
 
@@ -142,7 +142,9 @@ class Report:
         if fields.get("format") != FORMAT:
             raise ValueError(f"this is not a report that fedlas wrote: its format is {fields.get('format')!r}")
         before, *after = (State.from_dict(one) for one in fields["states"])
-        return cls(before, {one.name: one for one in after}, fields["n"], fields["classes"], fields["split"])
+        n, classes = (checked_number(fields[name], name) for name in ("n", "classes"))
+        split = None if fields["split"] is None else checked_text(fields["split"], "split")
+        return cls(before, {one.name: one for one in after}, n, classes, split)
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, whole or not at all."""
@@ -229,7 +231,7 @@ def evaluate(
     steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + len(chosen), watch)
     steps.within(0.0)
     both = 0 if calibration is None or all(map(_is_fitted, chosen)) else samples_in_both(predictions, calibration)
-    about: dict[str, Any] = {"whole": bool(ood), "known": both}
+    about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
     repairs = _named([_repair(one, predictions, calibration, dealt, steps, **about) for one in chosen])
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
@@ -283,13 +285,13 @@ class _Repair:
         calibrators: one, or one for each fold.
         whole: one of all samples.
         fold: which part each sample is in.
-        known: how many of the samples that it was fitted on are judged too.
+        leaked: how many of the samples that it was fitted on are judged too.
     """
 
     calibrators: tuple[AbstractCalibrator, ...]
     whole: AbstractCalibrator
     fold: Tensor | None = None
-    known: int = 0
+    leaked: int = 0
 
     def judged(self, part: Predictions, rows: slice) -> Predictions:
         """Repair samples whose labels are looked at, each by a calibrator that does not know its label."""
@@ -318,8 +320,8 @@ class _Run:
         means = {name: value for name, value in means.items() if math.isfinite(value)}
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)
         found, bins, pairs = self.digest.results(intervals), self.digest.histograms(), self.digest.top
-        known = 0 if self.repair is None else self.repair.known
-        return State(self.name, found, bins, detection, fits, means, known, pairs)
+        leaked = 0 if self.repair is None else self.repair.leaked
+        return State(self.name, found, bins, detection, fits, means, leaked, pairs)
 
 
 def _read(
@@ -361,25 +363,25 @@ def _repair(
     steps: _Steps,
     *,
     whole: bool,
-    known: int,
+    leaked: int,
 ) -> _Repair:
     calibrator = build_calibrator(wanted) if isinstance(wanted, str) else wanted
     if calibrator.fitted is None and calibration is not None:
         calibrator = _copy(calibrator).fit(calibration)
         steps.done()
     else:
-        known = 0
+        leaked = 0
     if calibrator.fitted is not None:
         split = calibrator.fitted.split
         same = f"{split!r}, the split it is judged on" if split is not None and split == predictions.split else ""
-        if known:
-            of = "" if known == len(predictions) else f"{known:,} of "
+        if leaked:
+            of = "" if leaked == len(predictions) else f"{leaked:,} of "
             same = f"{of}the very samples it is judged on"
         if same:
             warnings.warn(
                 f"{calibrator.name} was fitted on {same}: its numbers are too good", UserWarning, stacklevel=3
             )
-        return _Repair((calibrator,), calibrator, known=known)
+        return _Repair((calibrator,), calibrator, leaked=leaked)
     folds = int(dealt.max()) + 1
     if len(predictions) < 2 * folds:
         few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"

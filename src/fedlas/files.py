@@ -30,7 +30,6 @@ import torch
 from fedlas.predictions import (
     NUMBERS,
     Predictions,
-    check_distinct,
     check_unpacked,
     named,
     optional_module,
@@ -279,7 +278,6 @@ def _to_safetensors(predictions: Predictions, probs: bool) -> bytes:
 
 
 def _to_npz(predictions: Predictions, probs: bool) -> bytes:
-    check_distinct(predictions.class_names)
     held = _kept(predictions, probs)
     words = {"class_names": predictions.class_names, "split": predictions.split}
     held |= {name: np.asarray(value) for name, value in words.items() if value is not None}

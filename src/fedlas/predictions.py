@@ -72,6 +72,8 @@ MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
 # A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
 MOST_UNPACKED, MOST_TIMES = 2**28, 100
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")  # of a class that is called by one
+LONGEST_WHOLE = 40  # digits of a number with leading zeros
+WHOLE = re.compile(r"[+-]?\d+")  # a number as text
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
 
 
@@ -87,6 +89,9 @@ class RowError(ValueError):
     def __init__(self, before: str, row: int, after: str) -> None:
         super().__init__(f"{before}row {row}{after}")
         self.before, self.row, self.after = before, row, after
+
+    def __reduce__(self) -> tuple[type["RowError"], tuple[str, int, str]]:
+        return type(self), (self.before, self.row, self.after)  # an error is copied and pickled by its words otherwise
 
     def at_line(self, lines: Sequence[int]) -> ValueError:
         """Make the same error that names the line of the file, as editors count them."""
@@ -138,8 +143,9 @@ class Predictions:
         for total, advice in LOOK_ALIKES.items():
             # The first rows tell nearly all tables.
             if _look_like_shares(scores[:ENOUGH], total) and _look_like_shares(scores, total):
+                about = f"{total}" if total == 1 else f"about {total}"  # percentages are rounded
                 warnings.warn(
-                    f"every row of the logits lies between 0 and {total} and sums to {total}. {advice}", stacklevel=2
+                    f"every row of the logits lies between 0 and {total} and sums to {about}. {advice}", stacklevel=2
                 )
         self._fill(scores, labels, rest)
 
@@ -169,7 +175,7 @@ class Predictions:
         check_probs(given, tolerance)
         made = cls.__new__(cls)
         exact = given if given.dtype == torch.float64 else given.float()
-        made._fill(exact.clamp_min(least_prob(given.dtype)).log(), labels, rest, given, top_only)
+        made._fill(exact.log().clamp_min(least_log_prob(given.dtype)), labels, rest, given, top_only)
         return made
 
     def _fill(
@@ -187,6 +193,8 @@ class Predictions:
         names, features, index = rest.get("class_names"), rest.get("features"), rest.get("index")
         if names is not None and len(names) != classes:
             raise ValueError(f"class_names has {len(names)} names for {classes} classes")
+        called = None if names is None else tuple(map(str, names))
+        check_distinct(called)
         width = None if features is None else as_floats(features, "features")
         order = None if index is None else as_tensor(index, "index").long()
         ids, paths = (
@@ -196,7 +204,6 @@ class Predictions:
             if rows is not None and len(rows) != n:
                 raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
         truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(logits.device), n, classes)
-        called = None if names is None else tuple(map(str, names))
         values = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs, top_only)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
             object.__setattr__(self, field, value)
@@ -280,7 +287,6 @@ class Predictions:
 
     def to_bytes(self, *, probs: bool = False) -> bytes:
         """Give the content of a safetensors file; with probabilities where only those are known, or asked for."""
-        check_distinct(self.class_names)
         scores = {"probs": self.probs} if probs or self.given_probs is not None else {"logits": self.logits}
         optional = {"labels": self.given_labels, "features": self.features, "index": self.index}
         tensors = scores | {k: v for k, v in optional.items() if v is not None}
@@ -390,6 +396,8 @@ class Predictions:
             scores = _numbers(columns, kind, names, path)
             if len(names) == 1:  # a binary classifier, of which one column says everything
                 names = ["0" if names[0] == "1" else f"not {names[0]}", names[0]]
+        if names is not None and _has_numbers(columns):
+            names = _told_apart(names)
         check_distinct(names)
         tell_twins(names)
         soft = names is not None and all(f"label_{name}" in columns for name in names)
@@ -411,7 +419,7 @@ class Predictions:
     @classmethod
     def _from_confidence(cls, columns: Mapping[str, Any], path: str | Path, split: str | None) -> "Predictions":
         truth, said = ([_word(value) for value in columns[name]] for name in (_label(columns, path), "prediction"))
-        kinds = [{word.lstrip("+-").isdecimal() for word in words} for words in (truth, said)]
+        kinds = [{WHOLE.fullmatch(word) is not None for word in words} for words in (truth, said)]
         if kinds in ([{True}, {False}], [{False}, {True}]):
             raise ValueError(
                 f"{path}: one of label and prediction holds numbers, the other names: {truth[0]}, {said[0]}"
@@ -434,6 +442,7 @@ class Predictions:
         predicted = torch.as_tensor([[place[name]] for name in said])
         probs = ((1 - confidence) / (len(names) - 1)).repeat(1, len(names)).scatter(1, predicted, confidence)
         rest = Rest(
+            index=_whole(columns["index"], "index") if "index" in columns else None,
             class_names=names,
             split=split,
             ids=_one_of(columns, ("id", "ids"), path),
@@ -495,6 +504,11 @@ def softmax(logits: Float[Tensor, "n classes *space"]) -> Float[Tensor, "n class
 def least_prob(dtype: torch.dtype) -> float:
     """Give the smallest positive number of a type: the one floor of probabilities that a logarithm is taken of."""
     return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+
+
+def least_log_prob(dtype: torch.dtype) -> float:
+    """Give the logarithm of that number, also where numbers as small are taken for zero (`set_flush_denormal`)."""
+    return math.log(torch.finfo(dtype).tiny) + math.log(torch.finfo(dtype).eps)
 
 
 def slices_of(table: Tensor) -> list[slice]:
@@ -940,8 +954,7 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     labels = columns[_label(columns, path)]
     if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind == "b":
         labels = np.asarray(labels).astype(np.int64)
-    plain = isinstance(labels, Tensor) or np.asarray(labels).dtype.kind in "iu"
-    if (plain and not by_column) or np.ndim(labels) == 2:
+    if (_are_whole(labels) and not by_column) or np.ndim(labels) == 2:
         return labels
     number = {name: i for i, name in enumerate(names or ())}
     bare = {name.strip(): i for name, i in number.items()}
@@ -953,11 +966,12 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     found: list[int] = []
     for word in words.tolist():
         place = number.get(word, bare.get(word.strip()))
-        if place is None if named else not word.strip().lstrip("+-").isdecimal():
+        whole = _as_whole(word.strip()) if place is None and not named else place
+        if whole is None:
             row = int(np.flatnonzero(rows == len(found))[0])
             expected = f"one of the classes {some_of(number)}" if named else "a class name or a whole number"
             raise RowError(f"{path}: ", row, f" has label {word.strip()!r}, expected {expected}")
-        found.append(int(word) if place is None else place)
+        found.append(whole)
     return torch.as_tensor(found)[torch.from_numpy(rows.reshape(-1))]
 
 
@@ -966,6 +980,34 @@ def check_distinct(names: Sequence[str] | None) -> None:
     name, count = next(iter(Counter(names or ()).most_common(1)), ("", 0))
     if count > 1:
         raise ValueError(f"two classes have the same name, {name!r}; each needs one of its own")
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Give classes of one name a number each, and warn: older versions wrote such files, where labels are numbers."""
+    given, found = set(names), dict[str, str]()
+    times = Counter[str]()
+    for name in names:
+        unique = name
+        while unique in found or (unique != name and unique in given):
+            times[name] += 1
+            unique = f"{name} ({times[name] + 1})"
+        found[unique] = name
+    renamed = [(name, unique) for unique, name in found.items() if unique != name]
+    if renamed:
+        warnings.warn(
+            f"two classes have the same name, {renamed[0][0]!r}; one is called {renamed[0][1]!r} here", stacklevel=2
+        )
+    return list(found)
+
+
+def _has_numbers(columns: Mapping[str, Any]) -> bool:
+    """Say whether labels, if there are any, are places among the classes and not their names."""
+    given = [columns[name] for name in ("label", "labels") if name in columns]
+    return all(_are_whole(labels) or np.ndim(labels) == 2 for labels in given)
+
+
+def _are_whole(labels: Any) -> bool:
+    return isinstance(labels, Tensor) or np.asarray(labels).dtype.kind in "iub"
 
 
 def tell_twins(names: Sequence[str] | None) -> None:
@@ -1001,12 +1043,20 @@ def _whole(values: Any, name: str) -> NDArray[np.int64]:
     """Take a column as whole numbers, also where a table has them as text or as 3.0."""
     found = np.asarray(values)
     if found.dtype.kind not in "iu":
-        words = [_word(value) for value in values]
-        for row, word in enumerate(words):
-            if not word.lstrip("+-").isdecimal():
+        numbers = array("q")
+        for row, value in enumerate(values):
+            number = _as_whole(word := _word(value))
+            if number is None:
                 raise RowError("", row, f" has {name} {word!r}, expected a whole number")
-        found = np.asarray([int(word) for word in words])
+            numbers.append(number)
+        found = np.asarray(numbers)
     return found.astype(np.int64)
+
+
+def _as_whole(word: str) -> int | None:
+    """Take a word as a whole number; None where it is none, or has more than 64 bits."""
+    number = int(word) if len(word) <= LONGEST_WHOLE and WHOLE.fullmatch(word) else None
+    return number if number is not None and -(2**63) <= number < 2**63 else None
 
 
 def _word(value: Any, *, strip: bool = True) -> str:
@@ -1014,7 +1064,7 @@ def _word(value: Any, *, strip: bool = True) -> str:
     word = str(value.item() if isinstance(value, Tensor | np.generic) else value)
     bare = word.strip()
     whole, point, rest = bare.partition(".")
-    if point and whole.lstrip("+-").isdecimal() and not rest.strip("0"):
+    if point and WHOLE.fullmatch(whole) and not rest.strip("0"):
         return whole
     return bare if strip else word
 

@@ -468,7 +468,7 @@ def test_a_copy_of_the_judged_file_is_noticed(files):
     assert done.exit_code == 0, done.output
     assert "fitted on 400 samples, 400 of which are judged too" in done.stdout
     said = json.loads((files / "a.json").read_text())["models"]["test"]
-    assert [state["known"] for state in said["report"]["states"]] == [0, 400]
+    assert [state["leaked"] for state in said["report"]["states"]] == [0, 400]
     assert "None" not in done.output
 
 
@@ -519,7 +519,7 @@ def test_samples_are_paired_by_their_names(files, command):
             {"class_names": ("ant", "bee", "dog")},
             "the models know other classes: 'cow' in the first alone; 'dog' in the",
         ),
-        ({"split": "val"}, "judged on the split 'test', the second on 'val'"),
+        ({"split": "val", "ids": None}, "judged on the split 'test', the second on 'val'"),
         (
             {"ids": [f"image {i}" for i in range(1, 401)]},
             "by their ids these are not the same samples: 1 are in",

@@ -290,3 +290,51 @@ def test_no_model_is_better_where_the_p_value_shows_nothing(metric):
         assert (found.better is None) == (found.interval.low <= 0 <= found.interval.high)
         verdicts += found.better is not None
     assert verdicts <= 7  # 3 are expected
+
+
+def tops(tmp_path, name, rows):
+    path = tmp_path / f"{name}.csv"
+    path.write_text("confidence,prediction,label\n" + "".join(f"0.9,{said},{true}\n" for said, true in rows))
+    return Predictions.from_csv(path)
+
+
+def test_top_classes_are_compared_by_name_and_no_class_is_asked_for(tmp_path):
+    """A word that one file never mentions was a class that its model does not know."""
+    truth = ["bee", "cow", "cow", "dog"] * 5
+    first = tops(tmp_path, "a", [(word, word) for word in truth])
+    second = tops(tmp_path, "b", [("ant" if row % 2 else word, word) for row, word in enumerate(truth)])
+    assert first.labels.tolist() != second.labels.tolist()  # each numbers its own words
+    assert paired_bootstrap(accuracy, first, second, resamples=50).difference == pytest.approx(0.5)
+    full = Predictions(
+        5 * torch.eye(5)[[1, 2, 2, 3] * 5], [1, 2, 2, 3] * 5, class_names=["ant", "bee", "cow", "dog", "emu"]
+    )
+    for pair in ((second, full), (full, second)):
+        assert abs(paired_bootstrap(accuracy, *pair, resamples=50).difference) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match=r"row 3 is 'dog' in the first model and 'bee' in the second; 1 of 20"):
+        paired_bootstrap(accuracy, first, tops(tmp_path, "c", [(w, w) for w in [*truth[:3], "bee", *truth[4:]]]))
+
+
+def test_equal_numbers_of_other_words_are_other_labels(tmp_path):
+    """`cow` is 0 in one file and `dog` in the other."""
+    first, second = (tops(tmp_path, word, [(word, word)] * 20) for word in ("cow", "dog"))
+    assert first.labels.tolist() == second.labels.tolist()
+    with pytest.raises(ValueError, match="row 0 is 'cow' in the first model and 'dog' in the second"):
+        paired_bootstrap(accuracy, first, second, resamples=50)
+
+
+@pytest.mark.parametrize("names", [None, ["a", "b", "c", "d"], ["0", "1", "2", "3"]])
+def test_numbers_in_files_of_top_classes_are_places(tmp_path, names):
+    truth = [1, 3] * 10  # 0 and 1 among the words of the file
+    top = tops(tmp_path, "a", [(word, word) for word in truth])
+    full = Predictions(5 * torch.eye(4)[truth], truth, class_names=names)
+    for pair in ((top, full), (full, top)):
+        assert paired_bootstrap(accuracy, *pair, resamples=50).difference == 0
+    other = Predictions(5 * torch.eye(4)[truth], [0, 1] * 10, class_names=names)
+    with pytest.raises(ValueError, match="labels: row 0 is '1' in the first model and '0' in the second"):
+        paired_bootstrap(accuracy, top, other, resamples=50)
+
+
+def test_numbers_that_name_columns_in_another_order_are_names(tmp_path):
+    truth = [1, 3] * 10
+    full = Predictions(5 * torch.eye(4)[[2, 0] * 10], [2, 0] * 10, class_names=["3", "2", "1", "0"])
+    assert paired_bootstrap(accuracy, tops(tmp_path, "a", [(w, w) for w in truth]), full, resamples=50).difference == 0

@@ -346,7 +346,8 @@ BAD = r"$\frac $x_{$ and a name that goes on for longer than there is room on th
 def test_names_from_others_are_no_formulas_anywhere():
     pytest.importorskip("matplotlib")
     made, weight, bias = network(50)
-    named = Predictions(made.logits, made.labels, features=made.features, class_names=[BAD] * made.num_classes)
+    names = [f"{BAD}{k}" for k in range(made.num_classes)]
+    named = Predictions(made.logits, made.labels, features=made.features, class_names=names)
     images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
     theorem = theorem_data(made, weight, bias, title=BAD)
     figures = [

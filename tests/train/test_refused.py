@@ -41,6 +41,15 @@ def test_a_network_for_other_images_is_refused_before_training(model, options, m
         Bench(Recipe(data="digits", model=model, loss="ce", model_options=options), CPU)
 
 
+def test_two_classes_of_one_name_are_refused_before_training(monkeypatch):
+    """Predictions with such names cannot be made, which was noticed after the first epoch."""
+    recipe = short("ce", epochs=1, data_options={"train_samples": 50})
+    kind = type(fedlas.build_data("digits"))
+    monkeypatch.setattr(kind, "class_names", property(lambda _self: ("0", "0", *"23456789")))
+    with pytest.raises(RunError, match="two classes have the same name, '0'"):
+        Bench(recipe, CPU)
+
+
 def test_the_option_for_the_size_of_images_is_named(tmp_path):
     recipe = large(photographs(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
     with pytest.raises(RunError, match=r"images of 3 x 16 x 16, .* data_options\.image_size"):

@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -223,6 +224,8 @@ def check_same_samples(first: Predictions | Array, second: Predictions | Array) 
 
 def _check_classes(first: Predictions, second: Predictions) -> None:
     """Refuse models that know other classes, and say which."""
+    if first.top_only or second.top_only:
+        return  # such a file knows the classes that it mentions, and nothing of others
     ours, theirs = _class_names(first), _class_names(second)
     if ours is not None and theirs is not None and ours != theirs:
         if sorted(ours) == sorted(theirs):
@@ -230,36 +233,68 @@ def _check_classes(first: Predictions, second: Predictions) -> None:
         alone = {"first": sorted(set(ours) - set(theirs)), "second": sorted(set(theirs) - set(ours))}
         said = [f"{some_of(map(repr, names), 5)} in the {which} alone" for which, names in alone.items() if names]
         raise ValueError(f"the models know other classes: {'; '.join(said)}")
-    if first.num_classes != second.num_classes and not (first.top_only or second.top_only):
+    if first.num_classes != second.num_classes:
         raise ValueError(f"the first model has {first.num_classes} classes, the second {second.num_classes}")
 
 
 def _class_names(given: Predictions) -> tuple[str, ...] | None:
     """Give the names of classes; those that only number the columns of a table are none."""
-    if given.class_names is None or given.class_names == tuple(map(str, range(given.num_classes))):
-        return None
-    return tuple(name for name in given.class_names if not (given.top_only and name.startswith(FILLING)))
+    return None if given.class_names == tuple(map(str, range(given.num_classes))) else given.class_names
 
 
 def _check_labels(first: Predictions, second: Predictions) -> None:
     """Refuse models that were judged by other labels, and say where they begin to differ."""
-    ours, theirs = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels").to(first.labels.device)
-    if ours.shape != theirs.shape:
+    labels = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels").to(first.labels.device)
+    if labels[0].ndim != labels[1].ndim:
         raise ValueError("one model has hard labels and the other soft ones")
-    same = ours == theirs if ours.ndim == 1 else (ours == theirs).all(1)
+    if labels[0].shape != labels[1].shape:
+        raise ValueError(f"soft labels have {labels[0].shape[1]} classes and {labels[1].shape[1]}")
+    hard = labels[0].ndim == 1
+    names = _names_of_labels(first, second)
+    ours, theirs = _numbered(labels, names) if hard and names is not None else labels
+    same = ours == theirs if hard else (ours == theirs).all(1)
     if bool(same.all()):
         return
     row, count = int((~same).nonzero()[0]), int((~same).sum())
-    names = first.class_names
+    called = names or (first.class_names or second.class_names,) * 2
     shown = [
-        repr(names[int(one[row])]) if names is not None and one.ndim == 1 else str(one[row].tolist())
-        for one in (ours, theirs)
+        repr(words[int(one[row])]) if words is not None and hard else str(one[row].tolist())
+        for words, one in zip(called, labels, strict=True)
     ]
     which = f" ({first.ids[row]!r})" if first.ids is not None else ""
     raise ValueError(
         f"labels: row {row}{which} is {shown[0]} in the first model and {shown[1]} in the second; {count:,} of "
         f"{len(same):,} differ, so these are other samples, or in another order"
     )
+
+
+def _names_of_labels(first: Predictions, second: Predictions) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Give the names by which labels are compared; None where both sides number the same classes alike.
+
+    A file of which only the top class is known numbers the words that it mentions. Words that are numbers stand for
+    places, where the other side has all classes and calls none of them so.
+    """
+    if not (first.top_only or second.top_only):
+        return None
+    sides = first, second
+    ours, theirs = (one.class_names or tuple(map(str, range(one.num_classes))) for one in sides)
+    if first.top_only and not second.top_only and _are_places(ours, theirs):
+        theirs = tuple(map(str, range(len(theirs))))
+    if second.top_only and not first.top_only and _are_places(theirs, ours):
+        ours = tuple(map(str, range(len(ours))))
+    return ours, theirs
+
+
+def _are_places(words: Sequence[str], names: Sequence[str]) -> bool:
+    mentioned = {word for word in words if not word.startswith(FILLING)}
+    return all(word.isdecimal() for word in mentioned) and mentioned.isdisjoint(names)
+
+
+def _numbered(labels: Sequence[Tensor], names: Sequence[Sequence[str]]) -> list[Tensor]:
+    """Give labels of the same name the same number."""
+    number: dict[str, int] = {}
+    tables = [torch.tensor([number.setdefault(word, len(number)) for word in words]) for words in names]
+    return [table.to(one.device)[one] for table, one in zip(tables, labels, strict=True)]
 
 
 def across_seeds(results: Sequence[float]) -> Result:

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.samples import Given, Scope, in_one_read, pairs, rows
-from fedlas.predictions import Array, Predictions, least_prob, slices_of
+from fedlas.predictions import Array, Predictions, least_log_prob, least_prob, slices_of
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) ->
 
 def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
     """Find the negative log-likelihood of each sample from probabilities."""
-    floor = least_prob(probs.dtype)
+    floor, least = least_prob(probs.dtype), least_log_prob(probs.dtype)
     if labels.ndim == 1:
         own = exact(probs.gather(1, labels[:, None])[:, 0])
-        return Losses(-own.clamp_min(floor).log(), floor, int((own < floor).sum()))
+        return Losses(-own.log().clamp_min(least), floor, int((own <= 0).sum()))
     wanted = labels > 0
-    low = wanted & (probs < floor)
-    logs = torch.where(wanted, _wide(probs, labels).clamp_min(floor).log(), 0)
+    low = wanted & (probs <= 0)
+    logs = torch.where(wanted, _wide(probs, labels).log().clamp_min(least), 0)
     return Losses(-exact((labels * logs).sum(1)), floor, int(low.any(1).sum()))
 
 

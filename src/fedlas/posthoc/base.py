@@ -96,8 +96,38 @@ class Fit:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Fit":
         """Read back what a file says, also one from before names were kept."""
-        names = fields.get("class_names")
-        return cls(**{**fields, "class_names": None if names is None else tuple(names)})
+        names, split, doubt = fields.get("class_names"), fields["split"], fields.get("doubt", "")
+        if names is not None and not isinstance(names, list | tuple):
+            raise ValueError(f"class_names is {names!r:.100}; a list of words is expected")
+        return cls(
+            n=checked_number(fields["n"], "n"),
+            classes=checked_number(fields["classes"], "classes"),
+            split=None if split is None else checked_text(split, "split"),
+            before=_checked_real(fields["before"], "before"),
+            after=_checked_real(fields["after"], "after"),
+            class_names=None if names is None else tuple(checked_text(name, "class_names") for name in names),
+            doubt=checked_text(doubt, "doubt"),
+        )
+
+
+def checked_text(value: object, name: str) -> str:
+    """Give back a word that a file holds; anything else is an error."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r:.100}; a text is expected")  # noqa: TRY004 - a file's value
+    return value
+
+
+def checked_number(value: object, name: str) -> int:
+    """Give back a count that a file holds; anything else is an error."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} is {value!r:.100}; a whole number from 0 on is expected")
+    return value
+
+
+def _checked_real(value: object, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r:.100}; a number is expected")  # noqa: TRY004
+    return value
 
 
 class AbstractCalibrator(ABC):

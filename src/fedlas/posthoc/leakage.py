@@ -1,21 +1,25 @@
 """Which samples a calibrator was fitted on are judged too: what is measured on those is too good.
 
-Names decide where both sides have them (`ids`, else `index`), and only where all that is named alike is alike: rows of
-two splits are often both counted from zero. Names that are words have the same labels then, numbers the same scores as
-well. Without names, rows of the same scores and the same label are looked for. Few classes and few digits make rows
-equal by chance, about as often between two splits as within one, so only what goes beyond that is taken as a sign.
+Where both sides name their samples (`ids` or `index`), rows of one name are the same sample if they also have the same
+label, the same top class and the same confidence up to rounding. The name alone says little: files of two splits are
+often both called `img_0000.png`, or counted from zero, and sorted by class. Else, and where names find nothing, rows of
+the same scores and the same label are looked for.
+
+Rows may agree by chance: few classes and few digits make them equal, and so does a confidence of one. How often that
+happens between two splits is about how often it happens within one, so only what goes beyond that is taken as a sign.
 """
 
-from typing import Any
+import math
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from fedlas.predictions import Predictions, slices_of
 
 NEAR = 1e-3  # probabilities that were rounded to three digits are still those of the same sample
 CHANCE = 0.01  # share of rows that two splits of many different rows may have in common
+TELLING = 0.2  # a row that agrees with a larger share of its label's rows tells nothing
 
 
 def samples_in_both(judged: Predictions, other: Predictions) -> int:
@@ -24,31 +28,62 @@ def samples_in_both(judged: Predictions, other: Predictions) -> int:
         return len(other)
     if other.num_classes != judged.num_classes:
         return 0
-    for word in ("ids", "index"):
-        ours, theirs = _names(judged, word), _names(other, word)
-        if ours is not None and theirs is not None:
-            return _named_alike(judged, other, ours, theirs)
-    return _equal_rows(judged, other)
+    found = 0
+    if judged.ids is not None and other.ids is not None:
+        found = _named_alike(judged, other, _places_of_words(judged.ids, other.ids))
+    if not found and judged.index is not None and other.index is not None:
+        found = _named_alike(judged, other, _places(judged.index.cpu(), other.index.cpu()))
+    return found or _equal_rows(judged, other)
 
 
-def _named_alike(judged: Predictions, other: Predictions, ours: list[Any], theirs: list[Any]) -> int:
-    place = {name: row for row, name in enumerate(ours)}
-    rows = [(place[name], row) for row, name in enumerate(theirs) if name in place]
-    if not rows:
+def _places_of_words(ours: tuple[str, ...], theirs: tuple[str, ...]) -> Int64[Tensor, " m"]:
+    place = dict(zip(ours, range(len(ours)), strict=True))
+    return torch.tensor([place.get(name, -1) for name in theirs])
+
+
+def _places(ours: Int64[Tensor, " n"], theirs: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
+    """Find the row of ours that has each number of theirs; -1 where none has."""
+    order = ours.argsort()
+    known = ours[order]
+    place = torch.searchsorted(known, theirs).clamp_max(len(known) - 1)
+    return torch.where(known[place] == theirs, order[place], -1)
+
+
+def _named_alike(judged: Predictions, other: Predictions, place: Int64[Tensor, " m"]) -> int:
+    """Count rows that agree in more than their name, if that is more than chance."""
+    row = (place >= 0).nonzero()[:, 0]
+    if not len(row):
         return 0
-    first, second = (side[list(taken)] for side, taken in zip((judged, other), zip(*rows, strict=True), strict=True))
-    alike = _same_labels(first, second)
-    if all(str(theirs[row]).isdecimal() for _, row in rows):
-        alike = alike & ((first.confidence - second.confidence.to(first.confidence)).abs() <= NEAR)
-        alike = alike & (first.prediction == second.prediction.to(first.prediction))
-    return len(rows) if bool(alike.all()) else 0
+    place = place[row]
+    first, second = judged.confidence.cpu().double(), other.confidence.cpu().double()[row]
+    alike = (first[place] - second).abs() <= NEAR
+    alike &= judged.prediction.cpu()[place] == other.prediction.cpu()[row]
+    alike &= _same_labels(judged.labels.cpu()[place], other.labels.cpu()[row])
+    chance = _chances(judged, first)[place]
+    telling = chance <= TELLING
+    expected = float(chance[telling].sum())
+    least = 1 + expected + 3 * math.sqrt(expected) + CHANCE * int(telling.sum())
+    return int(alike.sum()) if int((alike & telling).sum()) > least else 0
 
 
-def _same_labels(first: Predictions, second: Predictions) -> Bool[Tensor, " n"]:
-    ours, theirs = first.labels, second.labels.to(first.labels.device)
+def _same_labels(ours: Tensor, theirs: Tensor) -> Bool[Tensor, " n"]:
     if ours.shape != theirs.shape:
-        return torch.zeros(len(first), dtype=torch.bool, device=ours.device)
+        return torch.zeros(len(ours), dtype=torch.bool)
     return ours == theirs if ours.ndim == 1 else ((ours - theirs).abs() <= NEAR).all(1)
+
+
+def _chances(judged: Predictions, confidence: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    """Find with what share of the rows of its label, itself among them, each row agrees in class and confidence.
+
+    Itself, because few rows of a label are no sign that the next would not agree.
+    """
+    labels = judged.labels.cpu()
+    truth = labels if labels.ndim == 1 else labels.argmax(1)
+    # Rows of one label and top class stand together, sorted by confidence, and too far from others to be near them.
+    group = 2.0 * (truth * judged.num_classes + judged.prediction.cpu())
+    key, order = (group + confidence).sort()
+    near = torch.searchsorted(key, key + NEAR, right=True) - torch.searchsorted(key, key - NEAR)
+    return torch.empty_like(key).index_copy_(0, order, near.double()) / torch.bincount(truth)[truth]
 
 
 def _equal_rows(judged: Predictions, other: Predictions) -> int:
@@ -56,9 +91,10 @@ def _equal_rows(judged: Predictions, other: Predictions) -> int:
     if torch.equal(ours, theirs):
         return len(other)
     _, place, times = ours.unique(return_inverse=True, return_counts=True)
-    repeated = float((times[place] > 1).double().mean())
+    expected = float((times[place] > 1).double().mean()) * len(theirs)
+    least = 1 + 2 * expected + 3 * math.sqrt(max(expected, 1.0)) + CHANCE * len(theirs)
     common = int(torch.isin(theirs, ours).sum())
-    return common if common > (2 * repeated + CHANCE) * len(theirs) else 0
+    return common if common > least else 0
 
 
 def _marks(given: Predictions) -> Int64[Tensor, " n"]:
@@ -74,8 +110,3 @@ def _mixed(table: Tensor) -> Int64[Tensor, " n"]:
     factors = torch.randint(2**62, (table.shape[1],), generator=torch.Generator().manual_seed(0)) * 2 + 1
     bits = (table + 0.0).view(torch.int64)  # minus zero is zero
     return ((bits ^ (bits >> 29)) * factors).sum(1)  # whole numbers that overflow begin again, in any order
-
-
-def _names(given: Predictions, word: str) -> list[Any] | None:
-    found = getattr(given, word)
-    return None if found is None else list(found if isinstance(found, tuple) else found.tolist())

@@ -4,6 +4,7 @@ Files may list the same samples in different orders, and equal labels do not sho
 samples (`ids`, else `index`), the names decide which samples belong together.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ WHOLE = {"nll", "brier"}  # metrics of all probabilities, not of the top one alo
 BINNED = {"ece"}  # metrics that have bins
 ALL_PAIRS = 4  # up to so many models are compared with each other, more with the first alone
 RESAMPLES = 2_000
+NAMES = ("ids", "index")  # what samples are called by, the better first
+KINDS = ("train", "val", "test")  # begin the words for splits
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,30 @@ def duels(
 
 
 def paired_with(first: Predictions, second: Predictions) -> Predictions:
-    """Give the samples of the second model in the order of the first; refuse samples of another split."""
-    if None not in (first.split, second.split) and first.split != second.split:
-        raise ValueError(f"the first model was judged on the split {first.split!r}, the second on {second.split!r}")
+    """Give the samples of the second model in the order of the first; refuse samples of another split.
+
+    The same images may be a split of another name: `fedlas predict` calls them by a hash of the data's keywords. So
+    `ids` decide without the split. `index` does where the names do not say, as "val" and "test" do, that these are two
+    splits: both may be counted from zero, and sorted by class.
+    """
+    word = next((word for word in NAMES if None not in (getattr(first, word), getattr(second, word))), None)
+    ours, theirs = first.split, second.split
+    if word != "ids" and ours is not None and theirs is not None and ours != theirs:
+        kinds = _kinds(ours), _kinds(theirs)
+        if word is None or (all(kinds) and kinds[0].isdisjoint(kinds[1])):
+            raise ValueError(f"the first model was judged on the split {ours!r}, the second on {theirs!r}")
     return in_order_of(first, second)
+
+
+def _kinds(split: str) -> set[str]:
+    """Find the words in a split's name that say what it is for."""
+    words = re.split("[^a-z]+", split.lower())
+    return {kind for kind in KINDS for word in words if word.startswith(kind)}
 
 
 def in_order_of(first: Predictions, second: Predictions) -> Predictions:
     """Bring the samples of the second model into the order of the first, where both name their samples."""
-    for word in ("ids", "index"):
+    for word in NAMES:
         ours, theirs = _names(first, word), _names(second, word)
         if ours is None or theirs is None:
             continue

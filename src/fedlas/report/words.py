@@ -220,8 +220,8 @@ def _fitted(after: "State") -> str:
         return f"Calibrators were cross-fitted in {parts}: no sample is judged by a fit that saw its label."
     fit = after.fits[0]
     of_split = f' of the split "{_name(fit.split)}"' if fit.split else ""
-    known = f", {after.known:,} of which are judged too: what they repair here is too good" if after.known else ""
-    return f"Calibrators were fitted on {fit.n:,} samples{of_split}{known}."
+    leaked = f", {after.leaked:,} of which are judged too: what they repair here is too good" if after.leaked else ""
+    return f"Calibrators were fitted on {fit.n:,} samples{of_split}{leaked}."
 
 
 def _doubt(after: "State") -> str:

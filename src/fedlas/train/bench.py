@@ -25,6 +25,7 @@ from fedlas.data.base.keyed import order
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import WithFeatures, WithLoss, build_model
+from fedlas.predictions import check_distinct
 from fedlas.train.checkpoint import restore_module
 from fedlas.train.meters import GateWatch
 from fedlas.train.mixing import Mixer
@@ -78,6 +79,10 @@ class Bench:
         seed_everything(recipe.seed)
         if self.data.num_classes < 2:
             raise RunError(f"{self.data.title} has one class, {self.data.class_names[0]!r}; a classifier needs two")
+        try:
+            check_distinct(self.data.class_names)
+        except ValueError as error:  # predictions would be refused after the training
+            raise RunError(f"{self.data.title}: {error}") from error
         fresh = build_model(recipe.model, self.data.num_classes, **recipe.model_options)
         self._try(fresh)
         fresh_loss = self._drawn_loss()
