@@ -217,3 +217,10 @@ def test_only_the_doubt_of_a_fit_is_kept_back_and_its_words_may_change(tmp_path,
     assert done.stderr.count("do not rely on it: autre chose") == 1
     assert load_calibrator(tmp_path / "t.safetensors").fitted.doubt == "autre chose"
     assert plain_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"
+
+
+def test_two_results_need_two_files(tmp_path, monkeypatch):
+    """The page used to be written over by the JSON, or the other way round."""
+    monkeypatch.chdir(tmp_path)
+    refused(["evaluate", "a.csv", "--html", "same.out", "--json", "./same.out"], "named for two results")
+    assert not Path("same.out").exists()

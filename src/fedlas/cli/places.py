@@ -123,7 +123,11 @@ def beginning(path: Path) -> bytes:
 
 def check_places(files: Sequence[Path | None], folder: Path | None = None) -> None:
     """Find out before long work whether its results can be written."""
+    seen: set[Path] = set()
     for path in filter(None, files):
+        if path.resolve() in seen:
+            raise ValueError(f"{path} is named for two results, and one would write over the other; name another file")
+        seen.add(path.resolve())
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder; the name of a file is needed")
     if folder is not None and folder.exists() and not folder.is_dir():
