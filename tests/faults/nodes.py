@@ -192,7 +192,8 @@ def worker_dies(number: int, epochs: int, dice: random.Random, folder: Path) -> 
     process = torchrun(folder, epochs, unbroken, run)  # the first is found finished from the second time on
     epoch, rank = dice.randint(1, epochs - 10), dice.randrange(2)
     try:
-        until(lambda: len(run.log) >= epoch)
+        until(lambda: len(run.log) >= epoch or process.poll() is not None, 480)  # the machine may be busy
+        assert process.poll() is None, f"torchrun ended by itself: {(folder / 'torchrun.txt').read_text()[-2000:]}"
         workers = children(process.pid)
         os.kill(workers[rank], signal.SIGKILL)
         began = time.monotonic()
