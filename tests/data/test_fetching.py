@@ -8,7 +8,6 @@ import multiprocessing
 import re
 import socket
 import tarfile
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -20,6 +19,7 @@ from data import twins
 from fedlas.data import DamagedFileError, MissingFileError
 from fedlas.data.base import fetching
 from fedlas.data.base.fetching import Source, fetch, locked, md5_of, unpack
+from serving import serving
 
 # Python 3.12 and later warn of any fork in a process with threads; the children only fetch.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -56,16 +56,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.files, made.asked, made.break_after = {"/a.bin": CONTENT}, [], []
-    made.ranges, made.lengths, made.delay = True, True, 0.0
-    made.url = f"http://127.0.0.1:{made.server_port}"
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+    told = {"files": {"/a.bin": CONTENT}, "asked": [], "break_after": [], "ranges": True, "lengths": True, "delay": 0.0}
+    with serving(Handler, **told) as made:
+        yield made
 
 
 def source(server, path="/a.bin", md5=None):

@@ -10,11 +10,12 @@ import re
 import subprocess
 import sys
 import tarfile
-import threading
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from serving import serving
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,14 +169,8 @@ class Advisories(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def source():
-    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Advisories)
-    made.known, made.asked, made.reply, made.status = {}, [], None, 200
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    made.server_close()
-    thread.join()
+    with serving(Advisories, known={}, asked=[], reply=None, status=200) as made:
+        yield made
 
 
 def audited(address: str) -> subprocess.CompletedProcess:
@@ -193,7 +188,7 @@ def audited(address: str) -> subprocess.CompletedProcess:
 def test_an_audit_names_what_is_known_against_a_pinned_version(source):
     version = supply.pins()["jinja2"]
     source.known = {("jinja2", version): "MADE-UP-2026-0001", ("jinja2", "0.1"): "MADE-UP-OF-ANOTHER-VERSION"}
-    ran = audited(f"http://127.0.0.1:{source.server_port}/v1/querybatch")
+    ran = audited(f"{source.url}/v1/querybatch")
     assert ran.returncode == 1
     assert f"jinja2 {version}: MADE-UP-2026-0001\n" in ran.stdout
     assert ran.stdout.endswith(f"{len(supply.pins())} versions, 1 advisories\n")
@@ -202,7 +197,7 @@ def test_an_audit_names_what_is_known_against_a_pinned_version(source):
 
 
 def test_an_audit_that_finds_nothing_says_how_much_it_asked_about(source):
-    ran = audited(f"http://127.0.0.1:{source.server_port}/")
+    ran = audited(f"{source.url}/")
     assert (ran.returncode, ran.stdout) == (0, f"{len(supply.pins())} versions, 0 advisories\n")
 
 
@@ -215,7 +210,7 @@ REPLIES = [
 @pytest.mark.parametrize(("status", "reply"), REPLIES)
 def test_an_audit_without_an_answer_for_every_version_is_none(source, status, reply, monkeypatch, capsys):
     source.status, source.reply = status, reply
-    monkeypatch.setattr(supply, "ADVISORIES", f"http://127.0.0.1:{source.server_port}/")
+    monkeypatch.setattr(supply, "ADVISORIES", f"{source.url}/")
     assert supply.audit() == 3
     said = capsys.readouterr()
     assert "versions were NOT audited" in said.err
