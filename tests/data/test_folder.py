@@ -1,5 +1,6 @@
 """Anyone's own images."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,27 @@ def test_directories_without_images_are_named(tmp_path):
     (tmp_path / "owl").mkdir()
     with pytest.warns(UserWarning, match="directories without images, which are no classes: owl"):
         assert fedlas.build_data("folder", path=tmp_path).class_names == ("cat", "dog")
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    """Whoever opened it waited for ever."""
+    pictures(tmp_path / "images", {"a": 2, "b": 2})
+    pipe = tmp_path / "images" / "a" / "p.png"
+    os.mkfifo(pipe)
+    (tmp_path / "images" / "a" / "folder.png").mkdir()
+    (tmp_path / "images" / "b" / "endless.png").symlink_to("/dev/zero")
+    (tmp_path / "images" / "b" / "link.png").symlink_to(tmp_path / "images" / "a" / "0.png")
+    data = fedlas.build_data("folder", path=tmp_path / "images", image_size=16)
+    assert len(data.split("all")) == 5  # with the link to an image
+    for path in (pipe, tmp_path / "images" / "b" / "endless.png", tmp_path):
+        with pytest.raises(DamagedFileError, match=f"{path} is damaged: it is a folder, a device or a pipe"):
+            decode(path, data.transform)
+    (tmp_path / "t.csv").write_text("path,label\nimages/a/0.png,a\nimages/a/p.png,a\n")
+    with pytest.raises(DamagedFileError, match=r"1 images of .*t\.csv are folders, devices or pipes, such as .*p\.png"):
+        fedlas.build_data("folder", path=tmp_path / "t.csv").split("all")
+    (tmp_path / "images" / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(MissingFileError, match=r"are not there, such as .*gone\.png"):
+        fedlas.build_data("folder", path=tmp_path / "images").split("all")
 
 
 def test_images_side_by_side_can_be_looked_at(tmp_path):

@@ -19,6 +19,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -27,6 +28,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ PATIENCE, WAIT = 60, 600  # seconds of a processor for one file, and on the cloc
 CLEAR = (ValueError, TypeError, OSError)
 BIG = 2**31  # bytes that a bomb unpacks to
 MANY = 1_000_000  # columns, or names
+PICTURES = (".png", ".bmp", ".tiff", ".gif", ".jpg", ".webp")
 # What Python reports when a file makes something happen; the unpickler of CIFAR looks its few classes up by itself.
 FORBIDDEN = {"pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect"}
 
@@ -58,7 +61,6 @@ def sound(folder: Path) -> dict[str, Path]:
     import torch
 
     import fedlas
-    from fedlas.train.checkpoint import FORMAT
 
     folder.mkdir(parents=True, exist_ok=True)
     draw = torch.Generator().manual_seed(0)
@@ -74,25 +76,45 @@ def sound(folder: Path) -> dict[str, Path]:
     torch.save(columns, folder / "p.pth", _use_new_zipfile_serialization=False)
     found |= {f"predictions{ending}": folder / f"p{ending}" for ending in (".json", ".pt", ".pth")}
     fedlas.build_calibrator("temperature").fit(given).save(folder / "calibrator.safetensors")
-    torch.save({"format": FORMAT, "step": 3, "weights": {"a": torch.ones(3)}}, folder / "checkpoint.pt")
     torch.save({"state_dict": {"fc.weight": torch.ones(3, 2)}}, folder / "weights.pth")
     fedlas.evaluate(given, intervals=False).save(folder / "report.json")
     (folder / "run").mkdir(exist_ok=True)
     recipe = fedlas.Recipe(data="digits", model="small_cnn", loss="ce")
     (folder / "run" / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    _train(folder / "trained")
     (folder / "ledger").mkdir(exist_ok=True)
     (folder / "ledger" / "digits-x.jsonl").write_text(_ledger_line(recipe) + "\n")
     (folder / "images.gz").write_bytes(gzip.compress(b"\x00\x00\x08\x01" + struct.pack(">I", 5) + bytes(5)))
     (folder / "kept.npz").write_bytes(_kept(given))
+    for ending in PICTURES:
+        (folder / f"picture{ending}").write_bytes(picture(ending))
     (folder / "data.tar.gz").write_bytes(tar_of({"inside/a.txt": b"hello"}))
     (folder / "data.zip").write_bytes(zip_of({"inside/a.txt": b"hello"}))
     return found | {
-        "calibrator": folder / "calibrator.safetensors", "checkpoint": folder / "checkpoint.pt",
+        "calibrator": folder / "calibrator.safetensors", "checkpoint": folder / "trained" / "checkpoint.pt",
         "weights": folder / "weights.pth", "official": folder / "weights.pth", "report": folder / "report.json",
         "recipe": folder / "run" / "recipe.json", "ledger": folder / "ledger" / "digits-x.jsonl",
+        "log": folder / "trained" / "log.jsonl",
         "idx": folder / "images.gz", "kept": folder / "kept.npz", "archive.tar.gz": folder / "data.tar.gz",
         "archive.zip": folder / "data.zip",
-    }  # fmt: skip
+    } | {f"image{ending}": folder / f"picture{ending}" for ending in PICTURES}  # fmt: skip
+
+
+def picture(ending: str, size: tuple[int, int] = (40, 30)) -> bytes:
+    """Make an image file of a few colours."""
+    from PIL import Image
+
+    made, content = Image.radial_gradient("L").resize(size), io.BytesIO()
+    Image.merge("RGB", (made, made.rotate(90), made)).save(content, Image.registered_extensions()[ending])
+    return content.getvalue()
+
+
+def _train(folder: Path) -> None:
+    """Train a small run to its end, for its checkpoint."""
+    import fedlas
+
+    options: dict[str, Any] = {"batch_size": 50, "data_options": {"train_samples": 100}}
+    fedlas.fit(fedlas.recipe_for("digits", loss="fedlas_ls", epochs=2, **options), out=folder, progress=False)
 
 
 def _ledger_line(recipe: Any) -> str:
@@ -148,8 +170,7 @@ def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> lis
         return path
 
     endings = (".safetensors", ".npz", ".csv", ".parquet", ".json", ".jsonl", ".pt", ".pth")
-    for ending in endings:
-        kind = f"predictions{ending}"
+    for kind, ending in [(f"predictions{one}", one) for one in endings] + [(f"image{one}", one) for one in PICTURES]:
         add(kind, "empty", ending, b"")
         add(kind, "random bytes", ending, random.Random(1).randbytes(5000))
         add(kind, "UTF-16", ending, "logit_a,logit_b,label\n1,2,0\n".encode("utf-16"))
@@ -168,8 +189,10 @@ def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> lis
     _text_files(add, many)
     _arrays(add, canary, big, many)
     _tensors(add, canary, many)
+    _checkpoints(add, folder.parent / "sound" / "trained" / "checkpoint.pt")
     _words(add, canary, many)
     _archives(add, big)
+    _images(add)
     return found
 
 
@@ -315,6 +338,51 @@ def _tensors(add: Callable[..., Path], canary: Path, many: int) -> None:
         "f/data/constants/opaque_obj_0": pickle.dumps(Payload(canary))}, zipfile.ZIP_STORED))  # fmt: skip
 
 
+def _checkpoints(add: Callable[..., Path], file: Path) -> None:
+    """Checkpoints that torch reads without a word, and that no run of ours has written."""
+    import torch
+
+    good: dict[str, Any] = torch.load(file, weights_only=True)
+    step, (random, *_) = good["step"], good["random"]
+    kind, words, position, *gauss = random["numpy"]
+
+    def write(what: str, content: Any) -> None:
+        made = io.BytesIO()
+        torch.save(content, made)
+        add("checkpoint", what, ".pt", made.getvalue())
+
+    write("the right format alone", {"format": good["format"]})
+    write("other names", {"format": good["format"], "step": 3, "weights": {"a": torch.ones(3)}})
+    for name in good:
+        write(f"no {name}", {other: value for other, value in good.items() if other != name})
+        for odd in ("x", None, [1], {3: "a"}, torch.ones(2), -7):
+            write(f"{name} is {type(odd).__name__}", good | {name: odd})
+    for name in step:
+        write(f"no {name} in the step", good | {"step": {other: one for other, one in step.items() if other != name}})
+        for odd in ("x", torch.full((), float("nan")), torch.ones(3, 3), {"a": 1}):
+            write(f"{name} of the step is {type(odd).__name__}", good | {"step": step | {name: odd}})
+    for epoch, position in ((10**9, 0), (1, 10**6), (2, 1), (1, 0), (0, 0)):
+        write(f"epoch {epoch}, position {position}", good | {"epoch": epoch, "position": position})
+    write("weights of another network", good | {"model": {"a": torch.ones(1)}, "best": {"a": torch.ones(1)}})
+    write("no best weights", good | {"best": {}})
+    write("best weights in other shapes", good | {"best": {name: torch.ones(1) for name in good["best"]}})
+    stretched = {name: torch.ones(1).expand(10**6, 10**6) for name in good["model"]}
+    write("weights of one number, stretched", good | {"model": stretched, "best": stretched})
+    write("an optimizer that remembers nothing", good | {"optimizer": [{} for _ in good["optimizer"]]})
+    write("an optimizer of fewer weights", good | {"optimizer": good["optimizer"][:1]})
+    write("sparse weights", good | {"model": {name: one.to_sparse() for name, one in good["model"].items()}})
+    write("a loss of other names", good | {"loss": {"a": torch.ones(1), "_extra_state": 5}})
+    history = step["watch"]["history"] | {"_extra_state": [5]}
+    write("a history of numbers", good | {"step": step | {"watch": step["watch"] | {"history": history}}})
+    write("no generators", good | {"random": []})
+    for name in random:
+        for odd in ("x", [1, 2, 3], torch.ones(3)):
+            if name != "device":
+                write(f"generator {name} is {type(odd).__name__}", good | {"random": [random | {name: odd}]})
+    numpy = [kind, words, 10**9, *gauss]
+    write("numpy beyond its words", good | {"random": [random | {"numpy": numpy}]})
+
+
 def _words(add: Callable[..., Path], canary: Path, many: int) -> None:
     def tensors(about: dict[str, str], data: bytes = struct.pack("<4f", 0, 1, 2, 3)) -> bytes:
         head = json.dumps({"__metadata__": about, "logits": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
@@ -337,7 +405,7 @@ def _words(add: Callable[..., Path], canary: Path, many: int) -> None:
             "fitted": "{}",
         }
         add("calibrator", f"the name {name!r}", ".safetensors", tensors(words))
-    for kind, ending in (("report", ".json"), ("recipe", ".json"), ("ledger", ".jsonl")):
+    for kind, ending in (("report", ".json"), ("recipe", ".json"), ("ledger", ".jsonl"), ("log", ".jsonl")):
         add(kind, "empty", ending, b"")
         add(kind, "nested 100,000 deep", ending, deep.encode())
         add(kind, "a list", ending, b"[1, 2]")
@@ -357,6 +425,17 @@ def _words(add: Callable[..., Path], canary: Path, many: int) -> None:
             b'{"format": 1, "data": 2, "model": [], "loss": {}, "seed": 1e400, "epochs": -1}',
         )
         add(kind, "the right format alone", ending, b'{"format": "fedlas.report/1", "states": [[]], "n": {}}')
+    for line in (
+        "5",
+        "null",
+        '"diverged"',
+        "[[]]",
+        "true",
+        '{"epoch": 1}\n5',
+        '{"epoch": "x", "diverged": 3}',
+        "{}\n{}",
+    ):
+        add("log", f"the line {line!r}", ".jsonl", f"{line}\n".encode())
     add(
         "recipe",
         "a name that climbs",
@@ -391,6 +470,33 @@ def _archives(add: Callable[..., Path], big: int) -> None:
     add("archive.tar.gz", "a tar that is none", ".tar.gz", gzip.compress(b"abc" * 1000))
 
 
+def _images(add: Callable[..., Path]) -> None:
+    for ending in PICTURES:
+        kind = f"image{ending}"
+        add(kind, "a text", ending, b"no image\n" * 100)
+        add(kind, "a head alone", ending, picture(ending)[:60])
+        for other in PICTURES:
+            add(kind, f"of the kind {other}", ending, picture(other))
+    for side in (10_000, 13_000, 20_000, 2**31 - 1):
+        add("image.png", f"a bomb of {side} x {side}", ".png", png_of(side))
+    for ending, place in ((".bmp", 18), (".gif", 6)):
+        for size in (b"\xff" * 4, b"\xff\x3f\0\0", b"\0" * 4, b"\0\0\0\x80"):
+            made = bytearray(picture(ending))
+            made[place : place + 4] = size
+            add(f"image{ending}", f"another size, {size.hex()}", ending, bytes(made))
+
+
+def png_of(side: int) -> bytes:
+    """Make a small PNG of very many black pixels."""
+
+    def part(name: bytes, held: bytes) -> bytes:
+        return struct.pack(">I", len(held)) + name + held + struct.pack(">I", zlib.crc32(name + held))
+
+    rows = zlib.compress(bytes(min(side, 20_000) * (1 + min(side, 20_000) // 8)), 9)
+    head = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", rows) + part(b"IEND", b"")
+
+
 def damaged(kind: str, path: Path, folder: Path, copies: int) -> list[tuple[str, str, Path]]:
     """Make copies of a sound file that are cut short, or in which some bytes are others."""
     content, source = path.read_bytes(), random.Random(f"{kind}")
@@ -418,6 +524,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     import fedlas
     from fedlas.data.base.fetching import Source, md5_of, unpack
     from fedlas.data.base.formats import plain_unpickled, read_idx
+    from fedlas.data.base.images import Transform, decode
     from fedlas.evaluation import Report
     from fedlas.experiments.kept import Kept
     from fedlas.experiments.ledger import Ledger
@@ -427,6 +534,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     from fedlas.models.pretrained import read_weights
     from fedlas.train import checkpoint
     from fedlas.train.runs import Run
+    from fedlas.train.trained import predict_with
 
     def recipe(path: Path) -> Any:
         if path.name != "recipe.json":
@@ -436,6 +544,31 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         assert found.name not in {".", ".."}
         return found
 
+    def stood(path: Path) -> Any:
+        """Go on from a checkpoint, and predict with it, in a copy of the run that the sound one is from."""
+        trained = path.parents[2] / "sound" / "trained"
+        found = checkpoint.load(path)
+        for use in (
+            lambda run: fedlas.fit(Run(run).recipe, out=run, resume=True, progress=False),
+            lambda run: predict_with(run, "digits", out=run / "p.safetensors", progress=False),
+        ):
+            run = Path(tempfile.mkdtemp(dir=path.parent))
+            for name in ("recipe.json", "environment.json", "log.jsonl"):
+                shutil.copyfile(trained / name, run / name)
+            shutil.copyfile(path, run / "checkpoint.pt")
+            use(run)
+        return found
+
+    def logged(path: Path) -> Any:
+        """Read a log, and go on with a copy of the sound run that has it."""
+        run, trained = Path(tempfile.mkdtemp(dir=path.parent)), path.parents[2] / "sound" / "trained"
+        for name in ("recipe.json", "environment.json", "checkpoint.pt"):
+            shutil.copyfile(trained / name, run / name)
+        shutil.copyfile(path, run / "log.jsonl")
+        found = Run(run).log
+        fedlas.fit(Run(run).recipe, out=run, resume=True, progress=False)
+        return found
+
     def archive(path: Path) -> Any:
         if path.name.startswith("."):
             raise ValueError(path)
@@ -443,15 +576,16 @@ def readers() -> dict[str, Callable[[Path], Any]]:
             Source((f"https://nowhere.invalid/{path.name}",), md5_of(path)), path.parent, "inside", download=False
         )
 
+    seen = Transform(size=8, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     found: dict[str, Callable[[Path], Any]] = {f"predictions{ending}": fedlas.read_predictions for ending in READERS}
     return found | {
-        "calibrator": fedlas.load_calibrator, "checkpoint": checkpoint.load, "weights": read_weights,
+        "calibrator": fedlas.load_calibrator, "checkpoint": stood, "weights": read_weights,
         "official": read_official, "report": Report.load, "recipe": recipe,
-        "ledger": lambda path: Ledger(path.parent).lines, "idx": read_idx, "archive.tar.gz": archive,
+        "log": logged, "ledger": lambda path: Ledger(path.parent).lines, "idx": read_idx, "archive.tar.gz": archive,
         "archive.zip": archive, "program": load_program,
         "kept": lambda path: Kept.unpack(path.read_bytes(), str(path)),
         "cifar": lambda path: plain_unpickled(path.read_bytes(), path),
-    }  # fmt: skip
+    } | {f"image{ending}": lambda path: decode(path, seen) for ending in PICTURES}  # fmt: skip
 
 
 def peak() -> int:
@@ -548,7 +682,8 @@ def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> lis
     listed = folder / "cases.json"
     listed.write_text(json.dumps([[kind, what, str(path)] for kind, what, path in cases]))
     command = [sys.executable, __file__, "--open", str(listed)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    about = os.environ | {"FEDLAS_COMMIT": "none"}  # nobody need ask git
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=about)
     records = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     if len(records) < len(cases):
         kind, what, _ = cases[len(records)]

@@ -5,6 +5,7 @@ import gzip
 import http.server
 import json
 import pickle
+import shutil
 import ssl
 import subprocess
 import threading
@@ -20,12 +21,16 @@ from fedlas.data import DamagedFileError, MissingFileError
 from fedlas.data.base import fetching
 from fedlas.data.base.fetching import Source, fetch
 from fedlas.data.base.formats import read_idx
+from fedlas.data.base.images import decode
+from fedlas.data.loading import Loader
 from fedlas.evaluation import Report
 from fedlas.experiments.kept import Kept
+from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
 from fedlas.integrations.export import load_program
 from fedlas.models.pretrained import Source as Weights
 from fedlas.train.runs import Run, RunError
+from fedlas.train.trained import predict_with
 
 SOURCE = Path(fedlas.__file__).parent
 # Calls that can run what a file says, and what must stand in them.
@@ -289,6 +294,93 @@ def test_a_program_is_not_unpickled(tmp_path):
     with pytest.raises(ValueError, match=r"p\.pt2 is damaged.*more than a tensor"):
         load_program(tmp_path / "p.pt2")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A small run that is finished."""
+    return Run(strangers.sound(tmp_path_factory.mktemp("campaign") / "sound")["checkpoint"].parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda good: {"format": good["format"], "step": 3, "weights": {"a": torch.ones(3)}}, "it has no 'model'"),
+        (lambda good: {name: value for name, value in good.items() if name != "epoch"}, "it has no 'epoch'"),
+        (lambda good: good | {"best": "x"}, "'best' is not a table of tensors"),
+        (lambda good: good | {"optimizer": "x"}, "'optimizer' is not a list of tables of tensors"),
+        (lambda good: good | {"epoch": 10**9}, "it stands after epoch 1000000000 of 2"),
+        (lambda good: good | {"best": {}}, "'best' does not hold the same weights as 'model'"),
+    ],
+)
+def test_a_checkpoint_of_a_stranger_is_refused_by_whoever_reads_it(trained, tmp_path, change, reason):
+    """Its format alone was looked at: `predict` ended with KeyError: 'epoch', and `resume` with AttributeError."""
+    run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    torch.save(change(torch.load(run.checkpoint, weights_only=True)), run.checkpoint)
+    message = rf"checkpoint\.pt is damaged, or no checkpoint of this run: {reason}; remove it"
+    with pytest.raises(RunError, match=message):
+        predict_with(run.folder, "digits", out=tmp_path / "p.safetensors")
+    with pytest.raises(RunError, match=message):
+        fedlas.fit(run.recipe, out=run.folder, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"epoch": 1, "position": 10**6, "best_epoch": 1}, "it stands after step 1000000 of 2 in epoch 2 of 2"),
+        ({"epoch": 1, "position": 1, "best_epoch": 1}, "it has counted 4 steps, and stands after 3"),
+        ({"random": [{"torch": 5}]}, "its generators of random numbers: "),
+    ],
+)
+def test_a_run_does_not_stand_where_it_cannot(trained, tmp_path, change, reason):
+    """After step 1,000,000 of 2 an epoch was over at once, and the run counted as finished."""
+    run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    torch.save(torch.load(run.checkpoint, weights_only=True) | change, run.checkpoint)
+    with pytest.raises(RunError, match=rf"checkpoint\.pt is damaged, .*: {reason}"):
+        fedlas.fit(run.recipe, out=run.folder, resume=True)
+
+
+@pytest.mark.parametrize("line", ["5", "[]", "null", '"diverged"', '{"epoch": 1}\n5'])
+def test_a_line_of_a_log_that_is_no_record_is_named(trained, tmp_path, line):
+    """`5` ended with "argument of type 'int' is not iterable"."""
+    run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    run.log_file.write_text(f"{line}\n")
+    number = len(line.splitlines())
+    with pytest.raises(RunError, match=rf"log\.jsonl cannot be read: line {number} is no record of an epoch"):
+        fedlas.fit(run.recipe, out=run.folder, resume=True)
+    with pytest.raises(RunError, match=r"log\.jsonl cannot be read"):
+        _ = run.finished
+
+
+def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
+    """One such folder took down all others of a table, before any was looked at."""
+    good, other = trained.recipe, trained.recipe.replace(seed=7)
+    for recipe in (good, other):
+        shutil.copytree(trained.folder, tmp_path / recipe.name)
+    bad = Run(tmp_path / other.name)
+    bad.recipe_file.write_text(json.dumps(other.to_dict()))
+    bad.log_file.write_text("5\n")
+    given = []
+    with pytest.raises(LaunchError, match=rf"^1 run failed: {other.name}: .*log\.jsonl cannot be read: line 1"):
+        given.extend(launched([other, good], folder=tmp_path, device="cpu"))
+    assert [run.folder.name for run in given] == [good.name]
+
+
+@pytest.mark.parametrize(
+    ("side", "reason"),
+    [(20_000, "exceeds limit"), (10_000, "would unpack to 10,000 x 10,000 pixels, which no image does")],
+)
+def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
+    """49 kB of 20,000 x 20,000 pixels ended with Pillow's own error, also in a worker, and without the file's name."""
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(strangers.png_of(side))
+    data = fedlas.build_data("folder", path=tmp_path, image_size=16)
+    with pytest.raises(DamagedFileError, match=rf"cat/1\.png is damaged: .*{reason}"):
+        decode(tmp_path / "cat" / "1.png", data.transform)
+    for workers in (0, 1):
+        with pytest.raises(DamagedFileError, match=rf"cat/1\.png is damaged: [^\n]*{reason}"):
+            list(Loader(data.split("all"), data.transform, batch_size=2, train=False, workers=workers))
 
 
 # Downloads

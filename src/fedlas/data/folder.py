@@ -116,6 +116,11 @@ class Folder(AbstractDataset):
         missing = [row.path for row in rows if not row.path.exists()]
         if missing:
             raise MissingFileError(f"{len(missing)} images of {self.path} are not there, such as {missing[0]}")
+        others = [row.path for row in rows if not row.path.is_file()]
+        if others:
+            raise DamagedFileError(
+                f"{len(others)} images of {self.path} are folders, devices or pipes, such as {others[0]}"
+            )
         return rows
 
     def read(self, part: str) -> Part:
@@ -170,13 +175,18 @@ def _rows_of_directory(folder: Path) -> list[_Row]:
 def _rows_below(folder: Path) -> list[_Row]:
     classes = sorted(inside for inside in folder.glob("*") if inside.is_dir() and not inside.name.startswith("."))
     files = [(path, inside.name) for inside in classes for path in sorted(inside.rglob("*"))]
-    rows = [_Row(path, label, "") for path, label in files if path.suffix.lower() in IMAGES]
+    rows = [_Row(path, label, "") for path, label in files if path.suffix.lower() in IMAGES and _may_be_image(path)]
     empty = sorted({inside.name for inside in classes} - {row.label for row in rows})
     if rows and empty:
         warnings.warn(
             f"{folder} has directories without images, which are no classes: {', '.join(empty)}", stacklevel=2
         )
     return rows
+
+
+def _may_be_image(path: Path) -> bool:
+    """Pass over folders, devices and pipes; a link to nowhere stays, and is named as an image that is not there."""
+    return path.is_file() or not path.exists()
 
 
 def _rows_of_table(file: Path) -> list[_Row]:

@@ -17,11 +17,11 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from fedlas.train.runs import Run, RunError
 FORMAT = "fedlas.checkpoint/1"
 NO_COMMENT = b"\0\0"  # with which a zip file ends: the length of a comment, and no comment
 SEAL = b"sha256 "  # begins the comment that we add
+# What is raised where a state of another kind is put back.
+UNFIT = (RuntimeError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 REPEATS = 3.0  # seconds in which another signal says nothing new: a terminal and a launcher both pass Ctrl-C on
 
 
@@ -49,6 +51,19 @@ def on_host(value: Any) -> Any:
 def restore_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Put a module's state back, in place."""
     module.load_state_dict(dict(state))
+
+
+def check_stand(saved: Mapping[str, Any], path: Path, epochs: int, steps: int | None = None) -> None:
+    """Make sure that a run of so many epochs, each of so many steps where that is known, can stand there."""
+    epoch, position, count = saved["epoch"], saved["position"], int(saved["step"]["count"])
+    if epoch > epochs:
+        raise refused(path, f"it stands after epoch {epoch} of {epochs}")
+    if steps is None:
+        return
+    if position > (steps if epoch < epochs else 0):
+        raise refused(path, f"it stands after step {position} of {steps} in epoch {epoch + 1} of {epochs}")
+    if count != epoch * steps + position:
+        raise refused(path, f"it has counted {count} steps, and stands after {epoch * steps + position}")
 
 
 class Writer:
@@ -133,7 +148,99 @@ def load(path: Path) -> dict[str, Any]:
         raise RunError(damaged) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")
+    wrong = _fault(content)
+    if wrong is not None:
+        raise refused(path, wrong)
     return content
+
+
+def refused(path: Path, reason: object) -> RunError:
+    """Make the error about a checkpoint that can be read, and holds what none of ours can hold."""
+    words = " ".join(str(reason).split())
+    return RunError(f"{path} is damaged, or no checkpoint of this run: {words}; remove it to begin anew")
+
+
+def _fault(content: Mapping[str, Any]) -> str | None:
+    """Say what a checkpoint lacks, or holds in another form than it is written; whoever made the file may be anyone."""
+    for name, fits, form in PARTS:
+        if name not in content:
+            return f"it has no {name!r}"
+        if not fits(content[name]):
+            return f"{name!r} is not {form}"
+    step = content["step"]
+    for name, fits, form in STEP_PARTS:
+        if name not in step or not fits(step[name]):
+            return f"{name!r} of 'step' is not {form}"
+    model, best = content["model"], content["best"]
+    if content["best_epoch"] > content["epoch"]:
+        return f"its best epoch, {content['best_epoch']}, comes after the {content['epoch']} that were trained"
+    if (best or content["epoch"]) and _shapes(best) != _shapes(model):
+        return "'best' does not hold the same weights as 'model'"
+    return None
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in weights.items()}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_accuracy(value: Any) -> bool:
+    return type(value) in (int, float) and -1 <= value <= 1  # -1: before the first epoch
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _are_tensors(value: Any) -> bool:
+    return _is_named(value) and all(_is_tensor(one) for one in value.values())
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
+
+
+def _are_memories(value: Any) -> bool:
+    return isinstance(value, list) and all(_are_tensors(one) for one in value)
+
+
+def _are_generators(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_named(one) for one in value)
+
+
+def _is_number(value: Any) -> bool:
+    plain = _is_tensor(value) and value.dtype in (torch.int64, torch.float32) and value.shape == ()
+    return plain and bool(value.isfinite()) and bool(value >= 0)
+
+
+def _is_watch(value: Any) -> bool:
+    return _is_named(value) and _is_named(value.get("history")) and _is_tensor(value.get("sums"))
+
+
+# What a checkpoint holds: the name, whether a value has its form, and the form in words.
+Part: TypeAlias = tuple[str, Callable[[Any], bool], str]
+PARTS: tuple[Part, ...] = (
+    ("model", _are_tensors, "a table of tensors"),
+    ("loss", _is_named, "a table of names"),
+    ("optimizer", _are_memories, "a list of tables of tensors"),
+    ("step", _is_named, "a table of names"),
+    ("epoch", _is_count, "a number of epochs"),
+    ("position", _is_count, "a number of steps"),
+    ("random", _are_generators, "a list with the generators of each process"),
+    ("best", _are_tensors, "a table of tensors"),
+    ("best_epoch", _is_count, "a number of epochs"),
+    ("best_accuracy", _is_accuracy, "an accuracy"),
+)
+STEP_PARTS: tuple[Part, ...] = (
+    ("count", _is_number, "a number of steps"),
+    ("scale", _is_number, "a factor"),
+    ("good_steps", _is_number, "a number of steps"),
+    ("meter", _are_tensors, "a table of tensors"),
+    ("watch", _is_watch, "a history and its sums"),
+)
 
 
 def last_good(run: Run) -> bool:

@@ -34,6 +34,8 @@ from fedlas.train.recipe import Recipe
 from fedlas.train.runs import MACHINE, Run, locked
 from fedlas.train.validation import judged
 
+NO_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # what torch calls processors that compute bfloat16 step by step
+
 
 class DivergedError(ArithmeticError):
     """A loss or gradient was not finite, or a loss enormous.
@@ -164,7 +166,9 @@ def _warn(recipe: Recipe, device: torch.device) -> None:
             stacklevel=4,
         )
     if recipe.precision == "fp16" and device.type == "cpu":
-        warnings.warn("fp16 is very slow on a CPU; take precision=fp32 or bf16 there", stacklevel=4)
+        warnings.warn("fp16 is very slow on a CPU; take precision=fp32 there", stacklevel=4)
+    if recipe.precision == "bf16" and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in NO_BF16:
+        warnings.warn("bf16 may be ten times slower than fp32 on this CPU; take precision=fp32 here", stacklevel=4)
 
 
 def _enter(stack: ExitStack, run: Run) -> None:
@@ -316,14 +320,19 @@ class _Training:
         if not agreed(lambda: checkpoint.last_good(self.run)):
             agreed(lambda: self.run.keep_log(0))
             return 0, 0
-        saved = checkpoint.load(self.run.checkpoint)
-        self.bench.restore(saved)
+        path = self.run.checkpoint
+        saved = checkpoint.load(path)
+        self.bench.restore(saved, path)
+        checkpoint.check_stand(saved, path, self.recipe.epochs, self.bench.steps_per_epoch)
         self.best = {name: value.to(self.bench.device) for name, value in saved["best"].items()}
         self.best_epoch, self.best_accuracy = saved["best_epoch"], saved["best_accuracy"]
-        epoch, position = int(saved["epoch"]), int(saved["position"])
+        epoch, position = saved["epoch"], saved["position"]
         agreed(lambda: self.run.keep_log(epoch))
         if rank() < len(saved["random"]):
-            restore_random_state(saved["random"][rank()], self.bench.device)
+            try:
+                restore_random_state(saved["random"][rank()], self.bench.device)
+            except checkpoint.UNFIT as error:
+                raise checkpoint.refused(path, f"its generators of random numbers: {error}") from error
         return epoch, position
 
     def _stop_if_diverged(self) -> None:

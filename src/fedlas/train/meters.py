@@ -138,6 +138,8 @@ class GateWatch:
     def restore(self, state: dict[str, Any], *, first: bool = True) -> None:
         """Go on from a saved state; the history is the same on all ranks, the sums are for one of them."""
         self.history.load_state_dict(state["history"])
+        if state["sums"].shape != self.sums.shape:
+            raise ValueError(f"the gate has {tuple(self.sums.shape)} sums, not {tuple(state['sums'].shape)}")
         self.sums.copy_(state["sums"] * first)
 
     def reset(self) -> None:

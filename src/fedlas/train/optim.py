@@ -154,8 +154,11 @@ def memory_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
 def restore_memory(optimizer: torch.optim.Optimizer, memory: list[dict[str, Tensor]]) -> None:
     """Put back what an optimizer remembered, in place: a captured step holds the addresses."""
     for parameter, saved in zip(parameters_of(optimizer), memory, strict=True):
+        mine = optimizer.state[parameter]
+        if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
+            raise ValueError(f"what the optimizer remembers is {', '.join(mine) or 'nothing'}, in other shapes")
         for name, value in saved.items():
-            optimizer.state[parameter][name].copy_(value)
+            mine[name].copy_(value)
 
 
 def clear_memory(optimizer: torch.optim.Optimizer) -> None:

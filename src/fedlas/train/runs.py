@@ -99,11 +99,14 @@ class Run:
             return []
         records = []
         with _readable(self.log_file):
-            for line in self.log_file.read_text(encoding="utf-8").splitlines():
+            for number, line in enumerate(self.log_file.read_text(encoding="utf-8").splitlines(), 1):
                 try:
-                    records.append(json.loads(line))
+                    record = json.loads(line)
                 except json.JSONDecodeError:
                     break
+                if not isinstance(record, dict):
+                    raise ValueError(f"line {number} is no record of an epoch")  # noqa: TRY004 (of the file's content)
+                records.append(record)
         return records
 
     def predictions_file(self, name: str) -> Path:

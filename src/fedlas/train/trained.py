@@ -71,6 +71,7 @@ def predict_with(
     own = data == recipe.data and wanted == recipe.data_options
     with nullcontext() if out is not None else locked(run.folder), downloads(progress) as shown:
         saved = checkpoint.load(run.checkpoint)
+        checkpoint.check_stand(saved, run.checkpoint, recipe.epochs)
         if out is None and saved["epoch"] < recipe.epochs:
             stands = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
             raise RunError(f"{stands}; continue it with --resume, or say where to write: --out FILE")
@@ -124,7 +125,7 @@ def _network(
         raise RunError(f"{run.checkpoint} holds no such weights yet")
     try:
         checkpoint.restore_module(model, weights)
-    except RuntimeError as error:
+    except checkpoint.UNFIT as error:
         first = " ".join(str(error).split("\n")[:2])
         raise RunError(
             f"{run.checkpoint} does not fit {recipe.model} for {data.num_classes} classes: {first}"

@@ -7,7 +7,11 @@ Everything up to "stored" depends on the image alone and may be kept; the rest i
 
 import hashlib
 import importlib
+import io
 import os
+import stat
+import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +27,8 @@ from torch import Tensor
 
 from fedlas.data.base.fetching import DamagedFileError, locked
 
+_filters = threading.Lock()  # those of warnings are the whole process's, and files are decoded in many threads
+MOST_UNPACKED, MOST_TIMES = 2**28, 100  # bytes; of a file that unpacks to more than both, also times its own
 CHUNK = 512  # images at a time, where a whole split would need too much memory
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -134,14 +140,30 @@ def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored s
     """Read an image file and bring it to the size and channels that a transform starts from."""
     pillow = optional_module("PIL.Image")
     try:
-        with pillow.open(path) as picture:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep us waiting, and a device has no end
+            raise ValueError("it is a folder, a device or a pipe")  # noqa: TRY301
+        content = path.read_bytes()
+        with _opened(content) as picture:
+            if 3 * picture.width * picture.height > max(MOST_UNPACKED, MOST_TIMES * len(content)):
+                size = f"{picture.width:,} x {picture.height:,}"
+                raise ValueError(f"its {len(content):,} bytes would unpack to {size} pixels, which no image does")  # noqa: TRY301
             pixels = np.array(_in_bytes(picture).convert("RGB" if transform.channels == 3 else "L"))
-    except FileNotFoundError:
+    except (FileNotFoundError, MemoryError):
         raise
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files of various formats
-        raise DamagedFileError(f"{path} is damaged: {error}") from error
+    except pillow.UnidentifiedImageError as error:
+        raise DamagedFileError(f"{path} is damaged: it is no image of a known kind") from error
+    except Exception as error:  # for damaged files Pillow raises whatever its many readers stumble over
+        raise DamagedFileError(f"{path} is damaged: {error or repr(error)}") from error
     image = torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     return fitted(image[None].contiguous(), transform)[0]
+
+
+def _opened(content: bytes) -> Any:
+    """Read the head of an image; whether it is too large is for us to say, and not for a warning without a name."""
+    pillow = optional_module("PIL.Image")
+    with _filters, warnings.catch_warnings():
+        warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
+        return pillow.open(io.BytesIO(content))
 
 
 def _in_bytes(picture: Any) -> Any:
