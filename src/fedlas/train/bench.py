@@ -26,7 +26,7 @@ from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import WithFeatures, WithLoss, build_model
 from fedlas.predictions import check_distinct
-from fedlas.train.checkpoint import restore_module
+from fedlas.train.checkpoint import UNFIT, restore_module
 from fedlas.train.meters import GateWatch
 from fedlas.train.mixing import Mixer
 from fedlas.train.optim import build_optimizer, clear_memory, lr_table, memory_of, restore_memory
@@ -316,17 +316,17 @@ class Bench:
             "step": self.step.state(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, in place."""
+    def restore(self, state: dict[str, Any], path: Path | None = None) -> None:
+        """Go on from a saved state, in place; an error names the file that it is from."""
         try:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
             restore_memory(self.step.parts.optimizer, state["optimizer"])
             self.step.restore(state["step"], first=rank() == 0)
-        except (RuntimeError, KeyError, ValueError) as error:
-            reason = " ".join(str(error).split())
+        except UNFIT as error:
+            name, reason = path or "the checkpoint", " ".join(str(error).split())
             raise RunError(
-                f"the checkpoint does not fit the network and data of today; has the data changed? ({reason})"
+                f"{name} does not fit the network and data of today; has the data changed? ({reason})"
             ) from error
 
 

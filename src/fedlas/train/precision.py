@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedlas.train.recipe import Precision, Recipe
 
+NUMPY_WORDS = 624  # of its generator
 COMPILATIONS = 4096  # of one function: every loss shares its forward with all others
 GROWTH_INTERVAL = 2000
 FIRST_SCALE = 65536.0
@@ -175,6 +176,10 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     if device.type == "cuda" and state["device"] is not None:
         torch.cuda.set_rng_state(state["device"], device)
     version, words, gauss = state["python"]
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError("the number that Python has drawn in advance is none")
     random.setstate((version, tuple(words), gauss))
-    kind, numbers, *rest = state["numpy"]
-    np.random.set_state((kind, numbers.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    kind, numbers, position, *gauss_too = state["numpy"]
+    if type(position) is not int or not 0 <= position <= NUMPY_WORDS:
+        raise ValueError(f"numpy stands at word {position} of {NUMPY_WORDS}")  # it would read there without a look
+    np.random.set_state((kind, numbers.numpy().astype(np.uint32), position, *gauss_too))  # noqa: NPY002
