@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from fedlas.evaluation import evaluate
 from fedlas.files import READERS, WRITERS, read_predictions, write_predictions
 from fedlas.predictions import FORMAT, Predictions
+from fedlas.report.answers import judge_files
 
 NAMES = ("cat", 'd"o,g', "ω\nemu")
 
@@ -451,3 +452,26 @@ def test_percentages_are_noticed(tmp_path):
     with pytest.raises(ValueError, match="percentages are divided by 100"):
         read_predictions(tmp_path / "top.csv")
     Predictions(100 * torch.eye(30), torch.arange(30))  # certain, and no percentages
+
+
+def test_labels_beside_shares_of_labels_are_refused(tmp_path):
+    """One of the two was ignored, also where they contradicted each other."""
+    (tmp_path / "p.csv").write_text("prob_a,prob_b,label,label_a,label_b\n0.9,0.1,b,1,0\n0.2,0.8,a,0,1\n")
+    with pytest.raises(ValueError, match=r"p\.csv: it has both a column of labels and label_NAME"):
+        read_predictions(tmp_path / "p.csv")
+
+
+def test_confidences_that_no_top_class_has_are_doubted(tmp_path):
+    """The probability of class 1 in the place of the larger one turned over-confidence into under-confidence."""
+    rows = [f"{0.03 + 0.04 * i:.2f},{int(i > 12)},{i % 2}\n" for i in range(24)]
+    (tmp_path / "p.csv").write_text(f"confidence,prediction,label\n{''.join(rows)}")
+    with pytest.warns(UserWarning, match="never below 0.5, .* such as prob_1"):
+        read_predictions(tmp_path / "p.csv")
+
+
+def test_a_file_without_labels_is_named(tmp_path):
+    for name in ("a", "b"):
+        truth = "target" if name == "b" else "label"
+        (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{truth}\n0.9,0.1,x\n0.2,0.8,y\n")
+    with pytest.raises(ValueError, match=r"b\.csv: it has no labels"):
+        judge_files([tmp_path / "a.csv", tmp_path / "b.csv"])

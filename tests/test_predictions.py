@@ -110,6 +110,14 @@ def test_what_is_wrong_is_said_with_its_row(logits, labels, options, message):
         )
 
 
+@pytest.mark.parametrize("rows", [2, ENOUGH + 5])
+def test_no_classes(rows):
+    """The fuzzer found torch's own error, about the smallest of no numbers."""
+    for make in (Predictions, Predictions.from_probs):
+        with pytest.raises(ValueError, match=rf"have shape \({rows}, 0\); at least one class is needed"):
+            make(torch.zeros(rows, 0), torch.zeros(rows, dtype=torch.long))
+
+
 def test_no_rows_wrong_types_and_wrong_shapes():
     with pytest.raises(ValueError, match="no rows"):
         Predictions(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))

@@ -62,6 +62,13 @@ def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch
         return reader(path, split, watch)
 
 
+def labelled(found: Predictions, path: str | Path) -> Predictions:
+    """Refuse a file without labels, by its name."""
+    if found.given_labels is None:
+        raise ValueError(f"{path}: it has no labels; a column or array `label` or `labels` is needed")
+    return found
+
+
 def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool = False) -> Path:
     """Write predictions to a file, whole or not at all; its ending says which kind it becomes.
 

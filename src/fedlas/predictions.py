@@ -65,6 +65,7 @@ LOOK_ALIKES = {
 }
 
 
+LABELS = ("label", "labels")  # what the truth is called in a file
 WORDS = ("ids", "paths")  # words for each sample
 PART = ".part"  # ends the name of a file that is being written
 FILLING = "(other"  # begins the name of a class that only fills a row up to one
@@ -401,6 +402,8 @@ class Predictions:
         check_distinct(names)
         tell_twins(names)
         soft = names is not None and all(f"label_{name}" in columns for name in names)
+        if soft and any(name in columns for name in LABELS):
+            raise ValueError(f"{path}: it has both a column of labels and label_NAME; leave one of them out")
         by_column = kind.endswith("_")
         labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path, by_column)
         wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
@@ -428,6 +431,12 @@ class Predictions:
         tell_twins(names)
         confidence = as_tensor(_numbers(columns, "", ["confidence"], path), "confidence")
         good = (confidence[:, 0] >= 0.001) & (confidence[:, 0] <= 1)
+        if len(names) == 2 and len(said) >= ENOUGH and bool((confidence < 0.5).any()):
+            warnings.warn(
+                f"{path}: the larger of two probabilities is never below 0.5, and some confidences are; if they are "
+                f"probabilities of one class, call their column prob_NAME after it, such as prob_{names[1]}",
+                stacklevel=2,
+            )
         percent = "; percentages are divided by 100 before" if bool((confidence > 1).any()) else ""
         check_rows(f"{path}: confidence", confidence, good, f"is not between 0.001 and 1{percent}")
         # Classes that nobody named share what is left, enough of them that the predicted class is the largest.
@@ -493,6 +502,8 @@ def two_columns(values: Float[Tensor, "..."], name: str) -> Float[Tensor, "n cla
         return torch.stack([1 - one if name == "probs" else torch.zeros_like(one), one], dim=1)
     if values.ndim != 2:
         raise ValueError(f"{name} have shape {tuple(values.shape)}; one row of classes per sample is expected")
+    if not values.shape[1]:
+        raise ValueError(f"{name} have shape {tuple(values.shape)}; at least one class is needed")
     return values
 
 
@@ -817,7 +828,7 @@ def _one_of(columns: Mapping[str, Any], names: Sequence[str], path: str | Path) 
 
 
 def _label(columns: Mapping[str, Any], path: str | Path) -> str:
-    there = [name for name in ("label", "labels") if name in columns]
+    there = [name for name in LABELS if name in columns]
     if len(there) != 1:
         raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {some_of(columns)}")
     return there[0]
@@ -1002,7 +1013,7 @@ def _told_apart(names: Sequence[str]) -> list[str]:
 
 def _has_numbers(columns: Mapping[str, Any]) -> bool:
     """Say whether labels, if there are any, are places among the classes and not their names."""
-    given = [columns[name] for name in ("label", "labels") if name in columns]
+    given = [columns[name] for name in LABELS if name in columns]
     return all(_are_whole(labels) or np.ndim(labels) == 2 for labels in given)
 
 

@@ -171,7 +171,7 @@ def test_a_condition_that_cannot_be_told_loses_nothing(files):
         ("p_cat,p_dog,label\n0.5,0.5,cat\n", "its columns are p_cat, p_dog, label"),
         ("prob_a,prob_b,label\n0.50,0.30,a\n", "line 2 is not a distribution"),
         ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,c\n", "line 3 has label 'c', expected one of the classes a, b"),
-        ("prob_a,prob_b\n0.5,0.5\n", "have no labels"),
+        ("prob_a,prob_b\n0.5,0.5\n", "p.csv: it has no labels"),
         ("prob_a,prob_b,label\n", "at least one sample is needed"),
         ("prob_a,logit_a,prob_b,label\n0.5,1,0.5,a\n", "expected exactly one of"),
     ],

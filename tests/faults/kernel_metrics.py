@@ -22,7 +22,7 @@ def on_cells(values: list[float], weights: list[float], points: int) -> dict[int
     """Share each weight between the two nearest of some evenly spread points."""
     found: dict[int, float] = {}
     for value, weight in zip(values, weights, strict=True):
-        place = value * (points - 1)
+        place = min(max(value, 0.0), 1.0) * (points - 1)
         left = min(int(place), points - 2)
         for cell, share in ((left, 1 - (place - left)), (left + 1, place - left)):
             found[cell] = found.get(cell, 0.0) + share * weight

@@ -97,6 +97,7 @@ class Target:
         """Ask it about an input: what came of it, in a word; a finding is an error."""
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "every row of the logits lies between")  # a doubt, and no other number
             return self.judge(Draw(content))
 
 

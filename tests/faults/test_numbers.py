@@ -285,6 +285,40 @@ def test_shares_of_two_classes_are_labels_of_a_binary_probability():
     assert ece(probs[:, None], torch.tensor([[0], [1]]), scope="positive") == expected
 
 
+def test_maps_of_shares_are_labels_of_a_binary_probability():
+    """Soft labels of maps were counted twice: "labels has 8 rows for 4 samples"."""
+    probs, labels = torch.rand(4, 2, 3).softmax(1), torch.rand(4, 2, 3).softmax(1)
+    tables = [maps.movedim(1, -1).reshape(-1, 2) for maps in (probs, labels)]
+    assert ece(probs, labels, scope="positive") == ece(*tables, scope="positive")
+
+
+def test_two_columns_may_sum_to_one_within_rounding():
+    """A probability of 1.0000001 beside 0 is taken for one of the top label, and was refused for one of class 1."""
+    above = torch.tensor([[0.0, 1 + 1e-7], [0.5, 0.5]], dtype=torch.float64)
+    hard = torch.tensor([1, 0])
+    assert ece(above, hard, scope="positive").value == pytest.approx(0.25, abs=1e-6)
+    assert ece(above[1:], above[:1], scope="positive").value == pytest.approx(0.5, abs=1e-6)
+    with pytest.raises(ValueError, match="not between 0 and 1"):
+        ece(above[:, 1], hard, scope="positive")
+
+
+def test_a_confidence_that_rounding_left_above_one_lies_on_the_grid():
+    """Its share of the last cell but one was negative, and left out: the accuracy of a half was 0.49997."""
+    above = torch.tensor([[1.0, 0.0], [0.0, 1.0000001]])
+    assert float((metrics.smooth_curve(above, torch.tensor([0, 0])).accuracy - 0.5).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_rest_of_a_share_is_not_rounded(dtype):
+    """The share of class 0 was 1 - y in the labels' type: with bfloat16 wrong in the third digit."""
+    labels = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]]).to(dtype)
+    probs = torch.tensor([[0.8, 0.2], [0.6, 0.4], [0.3, 0.7]], dtype=torch.float64)
+    shares = labels[:, 1].double()
+    risks = torch.stack([shares[0], 1 - shares[2], shares[1]])  # surest first
+    expected = (risks.cumsum(0) / torch.arange(1, 4)).mean()
+    assert metrics.aurc(probs, labels, scope="positive").value == pytest.approx(float(expected), abs=1e-12)
+
+
 def test_pieces_of_one_sample_are_kept_together():
     """Fifty million predictions in pieces of any length were more tensors than a process may have open files."""
     stream, probs, labels = metrics.AURC(), torch.randn(3000, 3).softmax(1), torch.arange(3000) % 3

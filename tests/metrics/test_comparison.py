@@ -19,6 +19,7 @@ from fedlas.metrics import (
     paired_bootstrap,
     signed_ece,
 )
+from fedlas.metrics.comparison import check_draws
 from fedlas.predictions import Predictions
 from metrics import cases
 
@@ -338,3 +339,20 @@ def test_numbers_that_name_columns_in_another_order_are_names(tmp_path):
     truth = [1, 3] * 10
     full = Predictions(5 * torch.eye(4)[[2, 0] * 10], [2, 0] * 10, class_names=["3", "2", "1", "0"])
     assert paired_bootstrap(accuracy, tops(tmp_path, "a", [(w, w) for w in truth]), full, resamples=50).difference == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "resamples", "needed"), [(0.95, 39, "40"), (0.99, 100, "200"), (0.9995, 2_000, "4,000")]
+)
+def test_so_few_draws_that_nothing_can_be_told_are_refused(level, resamples, needed):
+    """95.98 against 9.79 % of 797 samples was "no difference is shown", with 30 resamples."""
+    with pytest.raises(ValueError, match=f"take at least {needed} for a comparison"):
+        check_draws(level, resamples)
+    check_draws(level, int(needed.replace(",", "")))
+
+
+def test_p_values_of_both_kinds_end_alike(golden):
+    """Those of gaps ended at half of what those of means did, beside each other in one table."""
+    worse = Predictions(-5 * golden.logits, golden.labels)
+    ends = [paired_bootstrap(metric, golden, worse, resamples=99).p_value for metric in (accuracy, ece, nll)]
+    assert ends == pytest.approx([2 / 100] * 3)

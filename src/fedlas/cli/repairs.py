@@ -22,6 +22,7 @@ def calibrate_fit(
 ) -> None:
     """Learn a calibrator, and save it."""
     with one_line_errors():
+        from fedlas.files import labelled
         from fedlas.metrics import nll as loss_of
         from fedlas.posthoc import build_calibrator, load_calibrator
         from fedlas.posthoc.base import DoubtfulFit
@@ -35,7 +36,7 @@ def calibrate_fit(
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
         with progress() as watch:
-            given = read_file(file, watch)
+            given = labelled(read_file(file, watch), file)
             watch(f"fitting {method}", 0.0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DoubtfulFit)  # said below, where it cannot be overlooked

@@ -188,7 +188,7 @@ def _gap_difference(
     correlation = float(np.asarray(np.corrcoef(totals))[0, 1]) if varied else 0.0
     low, high = difference_interval(first, second, correlation, level)
     # The p-value is one minus the level at which the interval just reaches zero.
-    outside, inside = 0.0, 1 - 1 / resamples
+    outside, inside = 0.0, 1 - 2 / (1 + resamples)
     for _ in range(30):
         middle = (outside + inside) / 2
         ends = difference_interval(first, second, correlation, middle)
@@ -206,6 +206,17 @@ PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {
     scoring.nll: nll_values,
     scoring.brier: brier_values,
 }
+
+
+def check_draws(level: float, resamples: int) -> None:
+    """Refuse so few resamples that no difference, however large, could be told from chance."""
+    check_level(level, resamples)
+    needed = round(2 / (1 - level), 6)  # p-values end at 2 / (resamples + 1)
+    if resamples + 1 <= needed:
+        raise ValueError(
+            f"{resamples:,} resamples show no difference at a level of {level:g}, however large it is; "
+            f"take at least {math.floor(needed):,} for a comparison"
+        )
 
 
 def check_same_samples(first: Predictions | Array, second: Predictions | Array) -> None:

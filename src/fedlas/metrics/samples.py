@@ -257,8 +257,8 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
     else:
         scores, truth = _arrays(probs, labels)
     if scores.ndim > 2 and scores.shape[1] in {1, 2}:  # maps
-        scores = scores.movedim(1, -1).reshape(-1, scores.shape[1])
-        truth = truth.reshape(-1)
+        truth = _table(truth) if truth.shape == scores.shape else truth.reshape(-1)
+        scores = _table(scores)
     if scores.shape[1:] == (2,):
         check_probs(scores)
     if scores.ndim > 2 or scores.shape[1:] not in ({()} if scope == "confidence" else {(), (1,), (2,)}):
@@ -276,11 +276,13 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
         raise ValueError(f"labels has {len(truth)} rows for {len(confidence)} samples")
     if truth.shape[1:] == (2,):
         check_probs(truth if truth.is_floating_point() else truth.double(), name="labels")
+    # Of two columns that sum to one, within rounding, neither is asked again to lie between 0 and 1.
+    alone = [name for name, given in (("probs", scores), ("labels", truth)) if given.shape[1:] != (2,)]
     truth = truth if truth.ndim == 1 else truth[:, -1]
     if ignore_index is not None:
         confidence, truth = confidence[truth != ignore_index], truth[truth != ignore_index]
-    _check_range("probs", confidence)
-    _check_range("labels", truth)
+    for name in alone:
+        _check_range(name, confidence if name == "probs" else truth)
     soft = truth.is_floating_point()
     return Pairs(confidence, truth if soft else truth == 1, _about(confidence, scope, soft, split))
 

@@ -138,7 +138,7 @@ def answers(found: Pairs) -> Pairs:
         return found
     yes = found.confidence > 0.5
     confidence = torch.where(yes, found.confidence, 1 - found.confidence)
-    correct = found.correct if found.correct.is_floating_point() else found.correct.to(confidence.dtype)
+    correct = found.correct.double()  # 1 - a share would be rounded to its type
     hits = torch.where(yes, correct, 1 - correct)
     about = replace(found.about, scope=(found.about.scope or "").replace("positive", "binary answers"))
     return Pairs(confidence, hits if found.correct.is_floating_point() else hits > 0.5, about)

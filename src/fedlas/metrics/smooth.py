@@ -192,7 +192,7 @@ def _gaussian(width: float, device: torch.device) -> tuple[Tensor, Tensor, Tenso
 
 def _on_grid(place: Float64[Tensor, " n"], weights: Float64[Tensor, " n"], points: int) -> Float64[Tensor, " points"]:
     """Share each weight between the two nearest points of an even grid on [0, 1]."""
-    scaled = place * (points - 1)
+    scaled = place.clamp(0, 1) * (points - 1)  # rounding may leave a confidence above one
     left = scaled.long().clamp(0, points - 2)
     share = scaled - left
     return add_up((1 - share) * weights, left, points) + add_up(share * weights, left + 1, points)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fedlas.evaluation import AS_GIVEN, SHOWN, Report, State, evaluate
-from fedlas.files import read_predictions
+from fedlas.files import labelled, read_predictions
 from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection
@@ -312,7 +312,7 @@ def named_files(files: Sequence[File]) -> dict[str, Path]:
 def _model(path: Path, images: File | None, watch: Watch | None) -> Model:
     # A stranger's file may name any file of this machine, which a page would then show to whoever it is sent to.
     folders = (path.parent, *([] if images is None else [Path(images)]))
-    return Model(predictions=_read(path, watch), source=path, image_folders=folders)
+    return Model(predictions=_truth(path, watch), source=path, image_folders=folders)
 
 
 def _completed(
@@ -323,7 +323,7 @@ def _completed(
         raise ValueError(f"{name} has neither predictions nor a report")
     given = held.predictions
     read = {word: _like(_read(path, watch), given, path) for word, path in foreign.items()}
-    other = held.calibration if calibration is None else _like(_read(calibration, watch), given, calibration)
+    other = held.calibration if calibration is None else _like(_truth(calibration, watch), given, calibration)
     return replace(held, calibration=other, ood={**held.ood, **read})
 
 
@@ -355,6 +355,10 @@ def _read(path: Path, watch: Watch | None) -> Predictions:
     found = read_predictions(path, watch=stage)
     stage(1.0)  # files that are read in one go tell nothing, and the others not the last bit
     return found
+
+
+def _truth(path: Path, watch: Watch | None) -> Predictions:
+    return labelled(_read(path, watch), path)
 
 
 def _stage(watch: Watch | None, word: str) -> Callable[[float], None] | None:

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from fedlas.metrics.calibration import ece
-from fedlas.metrics.comparison import Comparison, paired_bootstrap
+from fedlas.metrics.comparison import Comparison, check_draws, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.predictions import Predictions
 
@@ -69,6 +69,7 @@ def duels(
         if watch is not None:
             watch(done / len(pairs))
         try:
+            check_draws(level, resamples or RESAMPLES)
             held = (models[first], paired_with(models[first], models[second]))
         except ValueError as error:
             yield Duel(first, second, next(iter(METRICS)), why=str(error))
