@@ -102,6 +102,16 @@ def test_missing_and_changed_and_stray_predictions_are_found(copy):
     assert "stray.npz belongs to no line" in found
 
 
+def test_numbers_of_foreign_data_without_predictions_are_found(copy):
+    """Only what the file of predictions holds was compared, so an invented AUROC passed."""
+    path = copy / "results" / "digits-small.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["ood"]["mnist"] = {"entropy": [0.999, 0.998, 0.9995]}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (problem,) = problems(Ledger(copy / "results"))
+    assert "mnist has other metrics than its predictions: ['entropy']" in problem
+
+
 def test_predictions_of_a_line_lie_inside_the_ledger(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text().replace('"predictions/', '"../predictions/'))

@@ -134,6 +134,10 @@ def test_time_is_estimated_from_runs_that_are_alike(choice, ledger):
     plan = planned(experiment_named("sota"), more, ledger)
     assert len(plan.missing) == 2
     assert 0 < plan.minutes < 5
+    both = planned(experiment_named("sota"), replace(more, data=("digits", "cifar10"), models=("small_cnn",)), ledger)
+    assert both.minutes == pytest.approx(plan.minutes)
+    assert both.unknown == len(both.missing) - len(plan.missing) > 0
+    assert f"min for {len(plan.missing)} of them" in str(both)
     assert "min)" in str(plan)
 
 
@@ -321,6 +325,27 @@ def test_rows_of_a_protocol_are_not_mixed_with_its_variants():
     assert line in lines_of("cifar10/fast/fedlas_ls", kept)
     assert "variant" not in {one.id for one in lines_of("cifar10/fast/fedlas_ls", kept)}
     assert len(side("cifar10/fast/fedlas_ls", kept).runs) == 3
+
+
+def test_half_the_alpha_is_half_of_the_protocols():
+    """It was 0.025 everywhere, a quarter of CIFAR-100's."""
+    for data in ("cifar10", "cifar100"):
+        choice = Choice(data=(data,), losses=("ls", "ls half"), protocol="fast", seeds=(1,))
+        whole, half = (one.recipe for one in experiment_named("ablations").plan(choice, Ledger("nowhere")))
+        assert half.loss_options["alpha"] == whole.loss_options["alpha"] / 2
+
+
+def test_rows_of_the_ablations_are_compared_by_name():
+    kept = Ledger(Path(__file__).parents[2] / "results")
+    for row, options in (("fedlas_ls gate=shuffled", {"gate": "shuffled"}), ("ls half", {"alpha": 0.025})):
+        for text in (f"cifar10/{row}", f"cifar10/fast/{row}"):
+            lines = lines_of(text, kept)
+            assert sorted(line.seed for line in lines) == [1, 2, 3]
+            assert all(options.items() <= line.recipe.loss_options.items() for line in lines)
+    same = {line.seed: line.recipe for line in lines_of("cifar10/fast/ls same mean alpha", kept)}
+    assert {recipe.loss for recipe in same.values()} == {"ls"}
+    assert len({recipe.loss_options["alpha"] for recipe in same.values()}) > 1, "each seed has its own mean"
+    assert lines_of("cifar100/fast/ls half", kept) == lines_of("cifar10/paper/ls half", kept) == []
 
 
 @pytest.mark.parametrize("name", ["sota", "over_under", "ood", "gate_stability"])

@@ -34,6 +34,13 @@ def test_the_test_split_is_never_looked_at(done):
     assert all(run.finished for run in runs)
 
 
+def test_recipes_that_select_on_the_test_split_are_refused(tmp_path):
+    """Their validation split is the test split."""
+    official = recipe_for("cub200", loss="ls", protocol="official")
+    with pytest.raises(ValueError, match=r"set data_options\.selection=held_out"):
+        search(official, [Range.parse("alpha=0.01:0.4")], trials=1, folder=tmp_path, told=silent)
+
+
 def test_everything_is_recorded(done):
     folder, found = done
     record = json.loads((folder / "search.json").read_text())

@@ -143,6 +143,10 @@ def compare_models(
         options = {"level": level, "resamples": resamples, "seed": seed}
         found = versus(side(first, book), side(second, book), asked, **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
+        seeds = any(one.standard_error is not None for one in found)
+        typer.echo(
+            f"Difference: first minus second{'; ±: standard error over seeds' if seeds else ''}.", err=json == "-"
+        )
         if json is not None:
             from json import dumps
 

@@ -18,7 +18,9 @@ from fedlas.train.recipe import Recipe
 OURS = "fedlas_ls"
 BASE = OURS.removeprefix("fedlas_")
 MARGIN = "fedlas_mbls"
+HALF = "ls half"
 SAME_ALPHA = "ls same mean alpha"
+ALPHA = 0.05  # of the losses themselves, where a protocol names none
 DIGITS = 5  # of the mean alpha: more would make another recipe of rounding
 
 
@@ -41,7 +43,7 @@ def _variants() -> dict[str, Variant]:
     found = {
         "ce": Variant("ce", "cross-entropy"),
         BASE: Variant(BASE, "label smoothing"),
-        "ls half": Variant(BASE, "label smoothing, half the alpha", {"alpha": 0.025}),
+        HALF: Variant(BASE, "label smoothing, half the alpha"),
         OURS: Variant(OURS, "FeDLaS-LS as published"),
         SAME_ALPHA: Variant(BASE, "control: label smoothing with the mean alpha that FeDLaS-LS ended with"),
         f"{OURS} gate=shuffled": Variant(OURS, "control: directions of other samples", {"gate": "shuffled"}),
@@ -102,6 +104,8 @@ class Ablations(AbstractGrid):
                 return None
             options["alpha"] = alpha
         made = recipe_for(place.data, place.model, variant.loss, protocol=choice.protocol, seed=seed)
+        if row == HALF:
+            options["alpha"] = float(made.loss_options.get("alpha", ALPHA)) / 2
         varied = made.replace(loss_options={**made.loss_options, **options}).with_settings(choice.changes)
         return varied.replace(splits=tuple(dict.fromkeys((*varied.splits, judged(varied, choice)))))
 
@@ -111,4 +115,6 @@ class Ablations(AbstractGrid):
         line = None if ours is None else ledger.find(ours)
         if line is None or ours is None:
             return None
-        return round(float(line.curve[-1]["gate"]["alpha_ratio"]) * float(ours.loss_options.get("alpha", 0.05)), DIGITS)
+        return round(
+            float(line.curve[-1]["gate"]["alpha_ratio"]) * float(ours.loss_options.get("alpha", ALPHA)), DIGITS
+        )

@@ -243,10 +243,11 @@ def _problems_of(line: Line, ledger: Ledger, intervals: bool) -> Iterator[str]:
         return
     kept = kept_of(line, ledger)
     now = {"": kept.metrics(Intervals() if intervals else None), **kept.detection()}
-    for place, found in now.items():
+    for place in dict.fromkeys((*now, *line.ood)):  # also what only the line knows of
+        found = now.get(place, {})
         written = line.metrics if not place else line.ood.get(place, {})
         if set(found) != set(written):
-            yield f"it has other metrics: {sorted(set(found) ^ set(written))}"
+            yield f"{place or 'it'} has other metrics than its predictions: {sorted(set(found) ^ set(written))}"
         for name in set(found) & set(written):
             pairs = list(zip(found[name], written[name], strict=True))
             if not _agree(*pairs[0], SAME) or (intervals and not all(_agree(*p, SAME_ENDS) for p in pairs[1:])):

@@ -161,9 +161,9 @@ class _Job:
         """Whether the run is done; a folder with anything else in it is for the engine to complain about."""
         try:
             same = self.run.recipe_file.exists() and not differences(self.run.recipe, self.recipe)
+            return same and self.run.finished_for(self.recipe)
         except (ValueError, TypeError):
             return False
-        return same and self.run.finished_for(self.recipe)
 
     def given_up(self) -> bool:
         """Note that the folder is locked, and say whether nothing has happened in it for too long."""

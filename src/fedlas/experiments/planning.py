@@ -20,15 +20,20 @@ class Plan:
     Args:
         wanted: every run.
         missing: those that the ledger lacks, in the order in which they will be trained.
-        minutes: how long they will take, as far as the ledger knows such runs; None where it does not.
+        minutes: how long those of them will take that the ledger knows such runs of; None where it knows none.
+        unknown: how many it knows no such runs of.
     """
 
     wanted: tuple[Wanted, ...]
     missing: tuple[Wanted, ...]
     minutes: float | None
+    unknown: int = 0
 
     def __str__(self) -> str:
-        known = "time unknown: the ledger has no such runs yet" if self.minutes is None else f"{self.minutes:.1f} min"
+        known = "time unknown: the ledger has no such runs yet"
+        if self.minutes is not None:
+            more = f" for {len(self.missing) - self.unknown} of them, of the others the ledger has no such runs yet"
+            known = f"{self.minutes:.1f} min{more if self.unknown else ''}"
         done = len(self.wanted) - len(self.missing)
         return f"{len(self.wanted)} runs, {done} in the ledger, {len(self.missing)} to train" + (
             f" ({known})" if self.missing else ""
@@ -73,18 +78,17 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
         wanted[one.recipe.name] = Wanted(one.recipe, one.protocol, tuple(dict.fromkeys(judged)), one.split)
     meant = tuple(one for name, one in wanted.items() if only is None or only in name)
     missing = tuple(one for one in meant if one.missing(ledger))
-    return Plan(meant, missing, _minutes(missing, ledger))
+    return Plan(meant, missing, *_minutes(missing, ledger))
 
 
-def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> float | None:
-    """Estimate from runs of the same data, network and batch size: seconds an epoch."""
+def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> tuple[float | None, int]:
+    """Estimate from runs of the same data, network and batch size: seconds an epoch; and count those it has none of."""
     known: dict[tuple[Any, ...], list[float]] = {}
     for line in ledger.lines.values():
         if line.posthoc is None and line.seconds:
             known.setdefault(_kind(line.recipe), []).append(line.seconds / line.recipe.epochs)
-    if any(_kind(one.recipe) not in known for one in missing):
-        return None
-    return sum(median(known[_kind(one.recipe)]) * one.recipe.epochs for one in missing) / 60
+    seconds = [median(known[_kind(one.recipe)]) * one.recipe.epochs for one in missing if _kind(one.recipe) in known]
+    return sum(seconds) / 60 if seconds or not missing else None, len(missing) - len(seconds)
 
 
 def _kind(recipe: Recipe) -> tuple[Any, ...]:

@@ -154,6 +154,11 @@ def search(
         raise ValueError(f"{metric!r} cannot be searched for; known: {', '.join(METRICS)}")
     if not ranges or trials < 1:
         raise ValueError("a search needs at least one range and one trial")
+    if recipe.data_options.get("selection") == "official":
+        raise ValueError(
+            "the released code selects on the test split, which a search must not look at; "
+            "set data_options.selection=held_out, or take another protocol"
+        )
     optuna = optional_module("optuna", "search")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(

@@ -1,9 +1,10 @@
 """Whether one model is better than another, on the same test samples, over seeds.
 
 A side is a run folder, a file of predictions, or rows of the ledger: a line's id, or `data/method`, such as
-`cifar10/fedlas_ls` or `cifar10/fast/ce+temperature`, which stands for all seeds of the protocol's own recipe. Runs of
-both sides are paired by seed, their samples by `ids` or `index` where both have them, and each pair is compared by the
-paired bootstrap; over seeds the mean difference and its standard error are told.
+`cifar10/fedlas_ls` or `cifar10/fast/ce+temperature`, which stands for all seeds of the protocol's own recipe; rows of
+other tables have their names there, such as `cifar10/fast/fedlas_ls gate=shuffled` of the ablations. Runs of both sides
+are paired by seed, their samples by `ids` or `index` where both have them, and each pair is compared by the paired
+bootstrap; over seeds the mean difference and its standard error are told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +16,17 @@ from typing import Any
 
 import torch
 
+from fedlas.experiments.base import Choice
+from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.kept import STATE, kept_of
 from fedlas.experiments.ledger import TEST, Ledger, Line
-from fedlas.files import read_predictions
+from fedlas.experiments.planning import CATALOG
+from fedlas.files import labelled, read_predictions
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import (
     Comparison,
     EachSample,
+    check_draws,
     check_same_samples,
     of_each_sample,
     paired_bootstrap,
@@ -30,7 +35,7 @@ from fedlas.metrics.comparison import (
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
-from fedlas.report.duels import WHOLE, paired_with
+from fedlas.report.duels import RESAMPLES, WHOLE, paired_with
 from fedlas.train import recipe_for
 from fedlas.train.runs import Run
 
@@ -133,12 +138,13 @@ def side(text: str, ledger: Ledger) -> Side:
         run = Run(path)
         return Side(text, {run.recipe.seed: run.predictions(f"{STATE}-test")})
     if path.is_file():
-        return Side(text, {None: read_predictions(path)})
+        return Side(text, {None: labelled(read_predictions(path), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else lines_of(text, ledger)
     if not lines:
+        held = ", ".join(_known(ledger)) or "it is empty, or not there: --ledger says where it lies"
         raise ValueError(
             f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger are"
-            f" written as data/method or data/protocol/method: {', '.join(_known(ledger)) or 'it is empty'}"
+            f" written as data/method or data/protocol/method: {held}"
         )
     found: dict[int | None, Predictions] = {}
     each: dict[int | None, Mapping[str, EachSample]] = {}
@@ -184,7 +190,23 @@ def lines_of(text: str, ledger: Ledger) -> list[Line]:
         and (not protocol or line.protocol == protocol[0])
     ]  # fmt: skip
     usual = [line for line in found if _is_usual(line)]
-    return usual or found
+    return usual or found or _lines_of_row(data, protocol, method, ledger)
+
+
+def _lines_of_row(data: str, protocol: Sequence[str], row: str, ledger: Ledger) -> list[Line]:
+    """Find the runs of a row that is a variant of a method, by the name that it has in its table."""
+    held = [line for line in ledger.lines.values() if line.recipe.data == data]
+    places = {(line.protocol, line.recipe.model) for line in held if not protocol or line.protocol == protocol[0]}
+    tables = [made for cls in CATALOG.entries.values() if isinstance(made := cls(), AbstractGrid)]
+    seeds = tuple(sorted({line.seed for line in held}))
+    found: dict[str, Line] = {}
+    for table in tables:
+        for name, model in sorted(places) if row in table.methods else ():
+            choice = Choice(data=(data,), models=(model,), losses=(row,), protocol=name, seeds=seeds)
+            for wanted in table.plan(choice, ledger):
+                lines = [ledger.find(wanted.recipe, posthoc, wanted.split) for posthoc in wanted.posthoc]
+                found |= {line.id: line for line in lines if line is not None}
+    return list(found.values())
 
 
 def _is_usual(line: Line) -> bool:
@@ -204,6 +226,7 @@ def _known(ledger: Ledger) -> list[str]:
 def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **options: Any) -> list[Versus]:
     """Compare two sides, seed by seed; by default in what is usual and can be known of both."""
     sides = (first, second)
+    check_draws(options.get("level", 0.95), options.get("resamples", RESAMPLES))
     if metrics is None:
         metrics = [name for name in USUAL if not any(one.lacks(name) for one in sides)]
     for name in metrics:
