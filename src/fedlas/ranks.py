@@ -1,7 +1,10 @@
 """What all processes of a distributed run hold together; in a process that runs alone everything here is the identity.
 
-Every function is a functional collective: it changes nothing in place, so it can be traced by `torch.compile` with
-`fullgraph=True` and captured in a CUDA graph. All ranks must call the same functions in the same order.
+Nothing is changed in place, so every function can be traced by `torch.compile` with `fullgraph=True` and captured in a
+CUDA graph. All ranks must call the same functions in the same order.
+
+Tracing and capturing take torch's functional collectives. Over gloo these abort the process now and then
+(`tests/faults/collectives.py`), so what lies on the CPU and is not traced goes through the plain ones.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,14 +29,22 @@ def total(x: Tensor) -> Tensor:
     """Sum a tensor over all ranks; no gradient crosses ranks."""
     if count() == 1:
         return x
-    reduced: Tensor = functional.all_reduce(x.detach(), "sum", _world())
-    return reduced
+    if _is_plain(x):
+        reduced = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(reduced)
+        return reduced
+    traced: Tensor = functional.all_reduce(x.detach(), "sum", _world())
+    return traced
 
 
 def stacked(x: Tensor) -> Tensor:
     """Stack the tensors of all ranks along a new first dimension; no gradient crosses ranks."""
     if count() == 1:
         return x.unsqueeze(0)
+    if _is_plain(x):
+        held = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count())]
+        dist.all_gather(held, x.detach().contiguous())
+        return torch.stack(held)
     rows: Tensor = _gather(x.detach().reshape(1, -1).contiguous(), 0, _world())
     return rows.reshape(count(), *x.shape)
 
@@ -46,7 +57,7 @@ def joined(x: Tensor) -> Tensor:
     """
     if count() == 1:
         return x
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    if _is_plain(x):
         rows = stacked(torch.tensor(len(x))).tolist()
         if len(set(rows)) > 1:
             raise ValueError(f"ranks hold {rows} samples, but their batch is joined: give each rank equally many")
@@ -71,6 +82,11 @@ def replicated(x: Tensor) -> Tensor:
         return x
     result: Tensor = _Replicate.apply(x)
     return result
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether the others may be waited for at once: no GPU would stand still, and nobody traces."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _world() -> dist.ProcessGroup:

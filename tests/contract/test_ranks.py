@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fedlas
+from fedlas import ranks
 
 CLASSES, SAMPLES, STEPS = 5, 12, 3
 KEYWORDS = {record.name: record.keywords for record in fedlas.list_losses()}
@@ -101,6 +102,8 @@ def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     results: dict[Any, Any] = {(name, mode): train(name, mode, rank, world) for name, mode in CASES}
+    sent = torch.full((2,), rank + 1.0)
+    results["sent"] = [{"type": type(got), "numbers": got.tolist()} for got in (ranks.total(sent), ranks.stacked(sent))]
     results["uneven"] = {name: uneven(name, rank) for name in NAMES}
     if rank == 0:
         results["eval"] = {name: evaluate(name) for name in NAMES}
@@ -128,6 +131,15 @@ def test_two_processes_equal_one(two_ranks: list[dict[Any, Any]], name: str, mod
         for key, expected in alone[part].items():
             torch.testing.assert_close(first[part][key], expected, msg=lambda m, key=key: f"{key}: {m}")
             assert torch.equal(first[part][key], second[part][key]), f"{key} differs between ranks"
+
+
+def test_what_nobody_traces_is_exchanged_plainly(two_ranks: list[dict[Any, Any]]) -> None:
+    """Functional collectives, whose type is another, abort a process over gloo; see tests/faults/collectives.py."""
+    for results in two_ranks:
+        assert results["sent"] == [
+            {"type": Tensor, "numbers": [3.0, 3.0]},
+            {"type": Tensor, "numbers": [[1.0, 1.0], [2.0, 2.0]]},
+        ]
 
 
 def test_nothing_waits_for_other_ranks_in_eval_mode(two_ranks: list[dict[Any, Any]]) -> None:

@@ -1,0 +1,79 @@
+"""The campaign on collectives: two processes exchange small tensors over gloo, many times.
+
+    python tests/faults/collectives.py                              as fedlas does, 20,000 rounds of five
+    python tests/faults/collectives.py --functional                 with torch's functional collectives
+
+Every round's numbers are checked. With torch 2.15 on aarch64 the second ends in SIGABRT or SIGSEGV, or waits for ever,
+mostly within some thousand rounds; it does so too where each is waited for at once, only later.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fedlas import ranks
+
+WORLD = 2
+
+
+def exchange(rank: int, rounds: int, functional: bool, folder: str) -> None:
+    """Exchange what a step of training does: a few sums, a few rows, one number."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    if functional:
+        ranks._is_plain = lambda x: False
+    for number in range(rounds):
+        mine = torch.full((50,), float(rank + number % 7))
+        summed, every = ranks.total(mine), ranks.stacked(mine)
+        highest = int(ranks.stacked(torch.tensor(rank)).max())
+        fine = ranks.total((mine < 0).float()) == 0
+        rows = ranks.stacked(torch.full((50, 10), float(rank))).flatten(0, 1)
+        expected = torch.arange(WORLD) + float(number % 7)
+        assert (summed == expected.sum()).all()
+        assert (every == expected[:, None]).all()
+        assert (rows == torch.arange(WORLD).repeat_interleave(50)[:, None]).all()
+        assert highest == WORLD - 1
+        assert fine.all()
+        if rank == 0 and (number + 1) % 5000 == 0:
+            print(f"{number + 1} rounds", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+
+
+def outcome(rounds: int, functional: bool, limit: float) -> str:
+    """Say how the processes ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.start_processes(exchange, (rounds, functional, folder), WORLD, join=False, start_method="spawn")
+        until = time.monotonic() + limit
+        try:
+            while not context.join(timeout=1):
+                if time.monotonic() > until:
+                    return f"not at the end after {limit:.0f} s"
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            return str(error).strip().splitlines()[-1]
+        finally:
+            for process in context.processes:
+                if process.pid and process.is_alive():
+                    os.kill(process.pid, signal.SIGKILL)
+    return "every round right"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20_000)
+    parser.add_argument("--functional", action="store_true", help="with what torch traces")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds")
+    given = parser.parse_args()
+    found = outcome(given.rounds, given.functional, given.limit)
+    print(f"{given.rounds} rounds, {'functional' if given.functional else 'plain'}: {found}")
+    return int(found != "every round right")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
