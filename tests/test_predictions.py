@@ -296,9 +296,12 @@ def test_rounded_text_may_miss_one_by_half_a_digit_per_class(tmp_path):
         Predictions.from_csv(table(tmp_path, "prob_a,prob_b,prob_c,label\n0.330,0.330,0.330,a\n"))
 
 
-def test_a_cell_that_is_no_number_is_named_with_its_line(tmp_path):
-    with pytest.raises(ValueError, match=r"line 4 holds something that is not a number .*'x'"):
-        Predictions.from_csv(table(tmp_path, "prob_a,prob_b,label\n0.5,0.5,a\n\n0.5,x,a\n"))
+@pytest.mark.parametrize(
+    ("cell", "named"), {"x": "is 'x'", " ": "is empty; fill it in", "50%": "is '50%'; write 70% as 0.7"}.items()
+)
+def test_a_cell_that_is_no_number_is_named_with_its_line(tmp_path, cell, named):
+    with pytest.raises(ValueError, match=f"line 4 holds something that is not a number .prob_b {named}"):
+        Predictions.from_csv(table(tmp_path, f"prob_a,prob_b,label\n0.5,0.5,a\n\n0.5,{cell},a\n"))
 
 
 @pytest.mark.parametrize(

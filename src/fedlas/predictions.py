@@ -904,7 +904,8 @@ def _read_text(rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: st
         try:
             found = [float(cell) for cell in cells]
         except ValueError as error:
-            raise ValueError(f"{path}: line {line} holds something that is not a number ({error})") from error
+            which = _no_number([header[i] for i in number], cells)
+            raise ValueError(f"{path}: line {line} holds something that is not a number ({which})") from error
         values.extend(found)
         far = classes > 0 and abs(sum(found[:classes]) - 1) > 1e-7
         units.append(_rounding(cells[:classes]) if far else 0.0)
@@ -1085,6 +1086,19 @@ def some_of(columns: Iterable[str], most: int = 20) -> str:
     names = list(columns)
     more = f", ... and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _no_number(names: Sequence[str], cells: Sequence[str]) -> str:
+    """Name the first cell that is not a number, and say what to do about it."""
+    for name, cell in zip(names, cells, strict=True):
+        try:
+            float(cell)
+        except ValueError:
+            if not cell.strip():
+                return f"{name} is empty; fill it in, or leave the row out"
+            advice = "; write 70% as 0.7" if cell.strip().endswith("%") else ""
+            return f"{name} is {cell!r}{advice}"
+    raise AssertionError("every cell is a number")
 
 
 def _rounding(cells: Sequence[str]) -> float:

@@ -67,6 +67,12 @@ def test_a_csv_written_by_hand(tmp_path):
         assert ("no calibrator is tried: 3 samples are too few" in done.stdout) is not tried
 
 
+def test_a_file_that_is_not_there_is_named_without_numbers_of_the_system(tmp_path):
+    path = tmp_path / "not there.csv"
+    done = call("evaluate", path)
+    assert (done.exit_code, done.stderr) == (1, f"fedlas: {path}: No such file or directory\n")
+
+
 def test_answers_for_programs(files, monkeypatch):
     monkeypatch.setattr("sys.argv", ["somewhere/fedlas", "evaluate", "my file.csv"])
     page, kept = files / "page.html", files / "answer.json"

@@ -32,7 +32,7 @@ def one_line_errors() -> Iterator[None]:
             raise typer.Exit(128 + signal.SIGPIPE) from None
         if os.environ.get("FEDLAS_DEBUG"):
             raise
-        show(f"fedlas: {' '.join(str(error).split())}", err=True)
+        show(f"fedlas: {' '.join(_said(error).split())}", err=True)
         raise typer.Exit(1) from None
     except Exception as error:
         number = getattr(error, "signal_number", None)
@@ -47,6 +47,14 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(128 + number) from None
     except KeyboardInterrupt:
         raise typer.Exit(interrupted()) from None
+
+
+def _said(error: Exception) -> str:
+    """Say what went wrong; of a file that the system refuses, its name and the reason, without the system's number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return f"{names}: {error.strerror}"
+    return str(error)
 
 
 @contextmanager

@@ -339,7 +339,8 @@ def _no_calibrator(held: Model, folds: int) -> str:
     if given.top_only:
         return "only the top class of each sample is known"
     if held.calibration is None and len(given) < 2 * folds:
-        return f"{len(given)} samples are too few to cross-fit one in {folds} parts; other ones can be given"
+        have = "1 sample is" if len(given) == 1 else f"{len(given)} samples are"
+        return f"{have} too few to cross-fit one in {folds} parts; other ones can be given"
     return ""
 
 
