@@ -178,6 +178,13 @@ def test_folders_missing_files_and_other_encodings(tmp_path):
         read_predictions(tmp_path / "p.csv")
 
 
+def test_the_folder_of_a_run_says_which_files_it_has(tmp_path):
+    (tmp_path / "predictions").mkdir()
+    some().save(tmp_path / "predictions" / "best-val.safetensors")
+    with pytest.raises(IsADirectoryError, match=r"such as .*predictions/best-val\.safetensors"):
+        read_predictions(tmp_path)
+
+
 def test_what_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"predictions are written to .*, not to \.xlsx"):
         write_predictions(some(), tmp_path / "p.xlsx")

@@ -52,7 +52,9 @@ def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch
     """
     path = Path(path)
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({', '.join(READERS)})")
+        inside = sorted(file for folder in (path, path / "predictions") for file in folder.glob("*.safetensors"))
+        there = f"such as {some_of(map(str, inside), 4)}" if inside else ", ".join(READERS)
+        raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({there})")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a device or a pipe, which may have no end; a file of predictions is needed")
     reader = READERS.get(path.suffix.lower())

@@ -196,6 +196,10 @@ def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "45 runs, 0 in the ledger, 45 to train" in shown.output
     assert "FeDLaS-MbLS" in shown.output
+    own = CliRunner().invoke(
+        app, ["reproduce", "indicator", "--data", "digits", "--dry-run", "--ledger", str(tmp_path)]
+    )
+    assert "indicator, small protocol: 1 run, 0 in the ledger" in own.output  # whatever protocol was asked for
     assert not list(tmp_path.iterdir())
 
 
@@ -222,7 +226,7 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     assert len(Ledger("results").lines) == 1
     assert Path("made/sota-small.md").exists()
     again = CliRunner().invoke(app, arguments)
-    assert "1 runs, 1 in the ledger, 0 to train" in again.output
+    assert "small protocol: 1 run, 1 in the ledger, 0 to train" in again.output
 
 
 @pytest.mark.parametrize(

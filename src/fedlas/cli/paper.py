@@ -95,7 +95,7 @@ def reproduce_experiment(
         )  # fmt: skip
         book = Ledger(ledger)
         plan = planned(chosen, choice, book, only)
-        typer.echo(f"{experiment}, {protocol} protocol: {plan}", err=True)
+        typer.echo(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
         if dry_run and plan.missing:
             show_table(HEAD, plan.rows())
         if not dry_run:

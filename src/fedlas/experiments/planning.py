@@ -35,9 +35,15 @@ class Plan:
             more = f" for {len(self.missing) - self.unknown} of them, of the others the ledger has no such runs yet"
             known = f"{self.minutes:.1f} min{more if self.unknown else ''}"
         done = len(self.wanted) - len(self.missing)
-        return f"{len(self.wanted)} runs, {done} in the ledger, {len(self.missing)} to train" + (
+        word = "run" if len(self.wanted) == 1 else "runs"
+        return f"{len(self.wanted)} {word}, {done} in the ledger, {len(self.missing)} to train" + (
             f" ({known})" if self.missing else ""
         )
+
+    @property
+    def protocols(self) -> str:
+        """Name the protocols of all runs; some experiments have one of their own."""
+        return ", ".join(dict.fromkeys(one.protocol for one in self.wanted))
 
     def rows(self) -> list[list[str]]:
         """List the runs that are missing: data, network, loss, how it is judged, seed, epochs, folder."""
