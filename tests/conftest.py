@@ -7,6 +7,10 @@ Every annotation of fedlas is checked at run time, so a test that reaches a line
 import importlib.util
 import os
 
+# The workers already fill the cores: with two threads each, small tensors took five times as long. Processes that
+# tests start read the variable, and so do libraries that torch loads, whose threads a forked process would wait for.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
@@ -24,12 +28,12 @@ if importlib.util.find_spec("hypothesis"):
     settings.register_profile("fedlas", derandomize=True, deadline=None)
     settings.load_profile("fedlas")
 
-# The workers already fill the cores: with two threads each, small tensors took five times as long. Processes that
-# tests start read the variable.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Start every test from the same random state, whatever ran before it."""
     torch.random.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for CUDA: 1 ms in each test
+    # A product in bfloat16 on a processor without it switches oneDNN off for good, and last digits change.
+    torch.backends.mkldnn.enabled = True

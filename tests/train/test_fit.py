@@ -16,7 +16,7 @@ import fedlas
 from fedlas.data import CATALOG as DATA
 from fedlas.data import DamagedFileError
 from fedlas.data.digits import Digits
-from fedlas.train import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many
+from fedlas.train import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many, precision
 from fedlas.train.bench import Bench, chosen_device
 from fedlas.train.callbacks import downloads
 from fedlas.train.runs import locked
@@ -386,6 +386,17 @@ def test_global_switches_and_random_states_are_put_back(tmp_path):
     fit(short("ce", epochs=1), out=tmp_path / "run")
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("stumbles", [True, False])
+def test_bfloat16_without_onednn_from_the_first_step_where_torch_would_drop_it(monkeypatch, stumbles):
+    """Dropped in the middle of a step, a run that was stopped would go on with other last digits."""
+    monkeypatch.setattr(precision, "_stumbles_over_bf16", lambda: stumbles)
+    for kind, there in {"bf16": not stumbles, "fp32": True}.items():
+        with precision.machine(short(precision=kind), torch.device("cpu")):
+            assert torch.backends.mkldnn.enabled is there
+            torch.backends.mkldnn.enabled = False  # as torch does
+        assert torch.backends.mkldnn.enabled
 
 
 FEW = {"batch_size": 20, "epochs": 2, "data_options": {"train_samples": 100}}  # float16 is slow on a CPU

@@ -41,7 +41,7 @@ ROUNDED = ("loss", "squared_error", "label_square")  # kept in half the size
 LARGEST_FILE = 64 * 2**20  # unpacked; a file that claims more is not one of ours
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 STATE = "best"  # the weights of the epoch with the best validation accuracy, as published
-SAME = 1e-6  # numbers that differ by less are equal: sums of floats depend on the machine's order
+SAME = 1e-5  # numbers that differ by less are equal: of ten thousand confidences a few change places by processor
 SAME_ENDS = 2e-3  # ends of intervals: draws that fall on the other side of a tie
 DIGITS = 5  # of what is kept of a run's log
 

@@ -93,6 +93,7 @@ def machine(recipe: Recipe, device: torch.device) -> Iterator[None]:
                 "cudnn_benchmark": not recipe.deterministic,
                 "matmul": "highest" if recipe.precision == "fp32" else "high",
                 "cudnn_tf32": recipe.precision != "fp32",
+                "onednn": before["onednn"] and not (recipe.precision == "bf16" and _stumbles_over_bf16()),
             }
         )
         yield
@@ -139,6 +140,7 @@ def _switches() -> dict[str, Any]:
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
             "matmul": torch.get_float32_matmul_precision(),
             "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+            "onednn": torch.backends.mkldnn.enabled,
         }
 
 
@@ -150,6 +152,16 @@ def _set(switches: dict[str, Any]) -> None:
         torch.backends.cudnn.benchmark = switches["cudnn_benchmark"]
         torch.set_float32_matmul_precision(switches["matmul"])
         torch.backends.cudnn.allow_tf32 = switches["cudnn_tf32"]
+        torch.backends.mkldnn.enabled = switches["onednn"]
+
+
+def _stumbles_over_bf16() -> bool:
+    """Whether oneDNN is there and has no bfloat16 on this processor.
+
+    torch finds that out in the middle of a step, and from then on does without oneDNN in everything. A run that goes on
+    in another process would have half a step more with it, so nobody has it from the beginning.
+    """
+    return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def seed_everything(seed: int) -> None:
