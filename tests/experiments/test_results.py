@@ -1,4 +1,4 @@
-"""The repository's own results: every number can be computed again, and the page shows them."""
+"""The repository's own results: every number can be computed again; tests/test_docs.py compares the page."""
 
 from pathlib import Path
 
@@ -18,11 +18,6 @@ def test_every_number_of_the_ledger_comes_out_again():
 @pytest.mark.slow
 def test_every_interval_of_the_ledger_comes_out_again():
     assert list(problems(Ledger(HOUSE / "results"), intervals=True)) == []
-
-
-def test_the_page_is_what_the_ledger_says():
-    written = (HOUSE / "docs" / "reproduce.md").read_text(encoding="utf-8")
-    assert written == reproduction_page(Ledger(HOUSE / "results")), "write it anew: scripts/pages"
 
 
 def test_a_page_shows_what_was_run_and_what_was_not(ledger):

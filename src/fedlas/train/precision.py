@@ -147,7 +147,9 @@ def _switches() -> dict[str, Any]:
 def _set(switches: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(switches["deterministic"], warn_only=switches["warn_only"])
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if now != (switches["deterministic"], switches["warn_only"]):  # loads the compiler, which takes seconds
+            torch.use_deterministic_algorithms(switches["deterministic"], warn_only=switches["warn_only"])
         torch.backends.cudnn.deterministic = switches["cudnn_deterministic"]
         torch.backends.cudnn.benchmark = switches["cudnn_benchmark"]
         torch.set_float32_matmul_precision(switches["matmul"])
