@@ -1,6 +1,6 @@
 """What every test stands on: shapes that are checked, equal seeds, one thread for each process.
 
-Every annotation of fedlas is checked at run time, so a test that reaches a line also proves its shapes.
+Annotations of fedlas are checked at run time, so a test that reaches a function also proves its shapes.
 `FEDLAS_SHAPE_CHECKS=0` turns this off, and without beartype it is off.
 """
 
@@ -37,3 +37,4 @@ def seed() -> None:
     torch.random.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for CUDA: 1 ms in each test
     # A product in bfloat16 on a processor without it switches oneDNN off for good, and last digits change.
     torch.backends.mkldnn.enabled = True
+    shape_checks.next_test()

@@ -57,6 +57,16 @@ def test_wrong_shapes_are_found_in_arguments_fields_and_results(sample):
         sample.wrong(sample.Pair(logits[:3], labels))
 
 
+def test_the_first_calls_in_every_test_are_checked(sample):
+    pair = sample.Pair(torch.randn(3, 3), torch.tensor([0, 1, 2]))
+    for _ in range(2):
+        for _ in range(shape_checks.CALLS):
+            with pytest.raises(Exception, match="Type-check error"):
+                sample.wrong(pair)
+        assert sample.wrong(pair).shape == (3, 1)
+        shape_checks.next_test()
+
+
 def test_compiling_in_one_graph_passes_through(sample):
     logits, labels = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
     loss = sample.Loss()
