@@ -95,7 +95,7 @@ def test_every_figure_that_the_data_allow_is_drawn(several, alone):
 def test_every_name_is_one_that_nothing_else_is_looked_for_under(models):
     """Names of the user's own files are compared with these before anything is drawn."""
     many = {f"{'a/b ö. ' * 9}{number}": Model(predictions=pages.model(30), posthoc=()) for number in range(6)}
-    logs = {f"{name} {number}": one for number in range(4) for name, one in models.items()}
+    logs = {f"{name} {number}": one for number in range(8) for name, one in models.items()}
     for given in (models, models["sure"], many, logs):
         names = drawn(given, resamples=50)
         assert all(re.fullmatch(saving.NAMES, name) for name in names)
