@@ -1,6 +1,7 @@
 """What every test stands on: shapes that are checked, equal seeds, one thread for each process.
 
-Annotations of fedlas are checked at run time, so a test that reaches a function also proves its shapes.
+Annotations of fedlas are checked at run time, in the first calls of every function in each test, so a test that
+reaches a function also proves its shapes.
 `FEDLAS_SHAPE_CHECKS=0` turns this off, and without beartype it is off.
 """
 
@@ -31,10 +32,17 @@ if importlib.util.find_spec("hypothesis"):
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Begin every test alike, before its fixtures: with checks, and with oneDNN.
+
+    A product in bfloat16 on a processor without it switches oneDNN off for good, and last digits change.
+    """
+    shape_checks.next_test()
+    torch.backends.mkldnn.enabled = True
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Start every test from the same random state, whatever ran before it."""
     torch.random.default_generator.manual_seed(0)  # torch.manual_seed formats a stack for CUDA: 1 ms in each test
-    # A product in bfloat16 on a processor without it switches oneDNN off for good, and last digits change.
-    torch.backends.mkldnn.enabled = True
-    shape_checks.next_test()

@@ -1096,7 +1096,8 @@ def _no_number(names: Sequence[str], cells: Sequence[str]) -> str:
         except ValueError:
             if not cell.strip():
                 return f"{name} is empty; fill it in, or leave the row out"
-            advice = "; write 70% as 0.7" if cell.strip().endswith("%") else ""
+            share = cell.strip().endswith("%") and name.startswith(("prob_", "confidence"))
+            advice = "; write 70% as 0.7" if share else ""
             return f"{name} is {cell!r}{advice}"
     raise AssertionError("every cell is a number")
 

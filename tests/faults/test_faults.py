@@ -106,3 +106,9 @@ def test_a_worker_of_torchrun_dies_and_the_run_goes_on():
     """Wrong would be a silent end, a worker that is left, or other numbers than those of an unbroken run."""
     (found,) = campaign("nodes.py", "--kills", "0", "--torchrun", "1", "--torchrun-epochs", "12")["torchrun"]
     assert found["wrong"] == []
+
+
+def test_two_processes_exchange_numbers_and_end():
+    command = [sys.executable, str(HERE / "collectives.py"), "--rounds", "100", "--limit", "200"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "100 rounds, plain: every round right\n"), done.stderr

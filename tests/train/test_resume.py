@@ -25,6 +25,7 @@ RECIPES = {
     "crl": short("crl", mixup=0.0, accumulate=2),
     "fp16": short("fedlas_mbls", precision="fp16", batch_size=10, data_options={"train_samples": 65}),
     "mixed": short("ls", mixup=0.4),
+    "bf16": short("ce", precision="bf16"),
 }
 
 
@@ -50,7 +51,16 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [("fedlas_ls", 4), ("fedlas_ls", 14), ("fedlas_ls", 18), ("adafocal", 9), ("crl", 18), ("fp16", 10), ("mixed", 10)],
+    [
+        ("fedlas_ls", 4),
+        ("fedlas_ls", 14),
+        ("fedlas_ls", 18),
+        ("adafocal", 9),
+        ("crl", 18),
+        ("fp16", 10),
+        ("mixed", 10),
+        ("bf16", 10),
+    ],
 )
 def test_a_stopped_run_continues_bit_for_bit(unbroken, tmp_path, name, step):
     with pytest.raises(StoppedError, match="continue with --resume") as caught:

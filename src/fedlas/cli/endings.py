@@ -52,7 +52,7 @@ def one_line_errors() -> Iterator[None]:
 def _said(error: Exception) -> str:
     """Say what went wrong; of a file that the system refuses, its name and the reason, without the system's number."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        names = " and ".join(os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None)
         return f"{names}: {error.strerror}"
     return str(error)
 

@@ -23,7 +23,6 @@ The paper shows MNIST. Where its files are not there Fashion-MNIST takes its pla
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,12 +79,10 @@ class Indicator(AbstractExperiment):
     name = "indicator"
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
-        """List one run, on data that was trained on or else is at hand; or runs on all data that was asked for."""
+        """List one run, on the first data that was trained on or is at hand; or runs on all data that was asked for."""
         recipes = list(_recipes(choice))
         if choice.data is None:
-            trained = (one for one in recipes if ledger.find(one) is not None)
-            there = (one for one in recipes if _at_hand(one))
-            recipes = [next(chain(trained, there))]
+            recipes = [next(one for one in recipes if ledger.find(one) is not None or _at_hand(one))]
         return [Wanted(recipe, PROTOCOL) for recipe in recipes]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:

@@ -102,8 +102,6 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
             continue
         if len(plan.missing) == len(plan.wanted) or any(one.split != split for one in plan.wanted):
             continue
-        if plan.protocols != protocol:  # an experiment with a protocol of its own has the same plan for all
-            continue
         detail: Detail = "full" if protocol in ("paper", "official") else "both"
         judged = "" if split == TEST else f", {split}"
         written += [f"### {protocol_named(protocol).name} protocol{judged}: {plan}\n"]

@@ -43,21 +43,11 @@ def joined(device: torch.device) -> Iterator[None]:
             # The strides of a dimension of size 1 mean nothing, and DistributedDataParallel copes with any.
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
             yield
-        if backend == "gloo":
-            _settle()
     finally:
+        # While this thread sleeps, gloo's threads let go of the last tensors, for which each needs Python. One that
+        # asks for it while Python ends aborts the process, and DistributedDataParallel keeps them alive until then.
+        time.sleep(0.05)
         dist.destroy_process_group()
-
-
-def _settle() -> None:
-    """Let gloo's threads let go of the last tensors.
-
-    For that each needs Python for a moment, and one that asks for it while Python ends aborts the process. They do not
-    end with the group: DistributedDataParallel keeps the first one of a process alive.
-    """
-    for _ in range(2):
-        dist.barrier()  # whose work holds no tensor
-        time.sleep(0.01)  # while this thread sleeps, Python is free
 
 
 @cache
