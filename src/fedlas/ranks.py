@@ -3,8 +3,9 @@
 Nothing is changed in place, so every function can be traced by `torch.compile` with `fullgraph=True` and captured in a
 CUDA graph. All ranks must call the same functions in the same order.
 
-Tracing and capturing take torch's functional collectives. Over gloo these abort the process now and then
-(`tests/faults/collectives.py`), so what lies on the CPU and is not traced goes through the plain ones.
+On a GPU these are torch's functional collectives. Over gloo those abort the process now and then
+(`tests/faults/collectives.py`), so what lies on the CPU goes through the plain ones; what is traced there finds them in
+operators of our own.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,9 @@ def total(x: Tensor) -> Tensor:
     """Sum a tensor over all ranks; no gradient crosses ranks."""
     if count() == 1:
         return x
-    if _is_plain(x):
-        reduced = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(reduced)
-        return reduced
+    if x.device.type == "cpu":
+        plain: Tensor = (_total if torch.compiler.is_compiling() else _plain_total)(x.detach())
+        return plain
     traced: Tensor = functional.all_reduce(x.detach(), "sum", _world())
     return traced
 
@@ -41,10 +41,9 @@ def stacked(x: Tensor) -> Tensor:
     """Stack the tensors of all ranks along a new first dimension; no gradient crosses ranks."""
     if count() == 1:
         return x.unsqueeze(0)
-    if _is_plain(x):
-        held = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count())]
-        dist.all_gather(held, x.detach().contiguous())
-        return torch.stack(held)
+    if x.device.type == "cpu":
+        plain: Tensor = (_stacked if torch.compiler.is_compiling() else _plain_stacked)(x.detach(), count())
+        return plain
     rows: Tensor = _gather(x.detach().reshape(1, -1).contiguous(), 0, _world())
     return rows.reshape(count(), *x.shape)
 
@@ -57,7 +56,7 @@ def joined(x: Tensor) -> Tensor:
     """
     if count() == 1:
         return x
-    if _is_plain(x):
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
         rows = stacked(torch.tensor(len(x))).tolist()
         if len(set(rows)) > 1:
             raise ValueError(f"ranks hold {rows} samples, but their batch is joined: give each rank equally many")
@@ -84,9 +83,31 @@ def replicated(x: Tensor) -> Tensor:
     return result
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether the others may be waited for at once: no GPU would stand still, and nobody traces."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+def _plain_total(x: Tensor) -> Tensor:
+    reduced = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(reduced)
+    return reduced
+
+
+def _plain_stacked(x: Tensor, count: int) -> Tensor:
+    held = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count)]
+    dist.all_gather(held, x.contiguous())
+    return torch.stack(held)
+
+
+# The same, as Dynamo takes them: as they are, without a look inside.
+_total = torch.library.custom_op("fedlas::total", _plain_total, mutates_args=(), device_types="cpu")
+_stacked = torch.library.custom_op("fedlas::stacked", _plain_stacked, mutates_args=(), device_types="cpu")
+
+
+@_total.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_stacked.register_fake
+def _(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, *x.shape)
 
 
 def _world() -> dist.ProcessGroup:

@@ -108,7 +108,14 @@ def test_a_worker_of_torchrun_dies_and_the_run_goes_on():
     assert found["wrong"] == []
 
 
-def test_two_processes_exchange_numbers_and_end():
-    command = [sys.executable, str(HERE / "collectives.py"), "--rounds", "100", "--limit", "200"]
+@pytest.mark.parametrize("way", ["plain", "compiled"])
+def test_two_processes_exchange_numbers_and_end(way: str):
+    command = [sys.executable, str(HERE / "collectives.py"), "--rounds", "100", "--limit", "200", "--way", way]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "100 rounds, plain: every round right\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"100 rounds, {way}: every round right\n"), done.stderr
+
+
+def test_a_process_ends_while_an_exchange_is_under_way():
+    command = [sys.executable, str(HERE / "leaving.py"), "--pairs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "1 pairs, free: 0 aborted\n"), done.stderr

@@ -303,9 +303,11 @@ class Bench:
             )
 
     def close(self) -> None:
-        """End the processes that read images; the next pass would start new ones."""
+        """End the processes that read images, and leave the other processes of the run: this is its last use."""
         if isinstance(self.train, Loader):
             self.train.close()
+        if self.world > 1:
+            self.step.parts.task = WithLoss(self.net, self.loss)  # the wrapper would keep the group and its threads
 
     def state(self) -> dict[str, Any]:
         """Give all that a resumed run needs of the device; all ranks have to ask."""

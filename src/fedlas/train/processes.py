@@ -1,8 +1,8 @@
 """One run on several processes: who is who, how they agree, and who writes."""
 
 import gc
+import importlib
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +22,7 @@ from fedlas.train.runs import RunError
 Value = TypeVar("Value")
 PATIENCE = timedelta(minutes=30)
 _runs = count()
+KEEPER = "torch.distributed.nn.functional"  # its functions keep the group of the moment at which it is imported
 LOOK_EVERY = 10  # steps between two looks at the other ranks' signals, where a look makes the host wait
 
 
@@ -34,6 +35,8 @@ def joined(device: torch.device) -> Iterator[None]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Before there is a group: DistributedDataParallel imports it too, and the group would stay with all its threads.
+    importlib.import_module(KEEPER)
     gc.collect()  # groups of a run that failed; found in a forked process, they would crash it
     room, here, world = _meeting_room()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -44,9 +47,9 @@ def joined(device: torch.device) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
             yield
     finally:
-        # While this thread sleeps, gloo's threads let go of the last tensors, for which each needs Python. One that
-        # asks for it while Python ends aborts the process, and DistributedDataParallel keeps them alive until then.
-        time.sleep(0.05)
+        # Threads of gloo need Python to let go of a tensor: one that asks for it while Python ends aborts the process.
+        # So they end here, with the group, which nobody else may hold any longer.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -1,0 +1,68 @@
+"""The campaign on leaving: a process parts from another while an exchange over gloo is under way, and Python ends.
+
+    python tests/faults/leaving.py                  as fedlas does, 40 pairs of processes
+    python tests/faults/leaving.py --way kept       with a group that torch still holds, as it was
+
+A thread of gloo that lets go of a tensor needs Python, and aborts the process if Python is ending. So the threads have
+to be gone by then, with their group. But functions of torch that are imported while a group is there, as
+DistributedDataParallel imports them, have that group as a default, and keep it for good.
+"""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+
+WAYS = ("free", "kept")
+KEEPER = "torch.distributed.nn.functional"
+DELAYS = (0.0, 0.002, 0.005, 0.01)  # seconds by which one process is late: around the end of the other
+
+
+def part(rank: int, store: str, way: str, delay: float) -> None:
+    """Begin an exchange and leave; the second process is late for it."""
+    if way == "free":
+        importlib.import_module(KEEPER)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    importlib.import_module(KEEPER)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(delay)
+        dist.all_reduce(torch.ones(3))
+        time.sleep(0.5)
+        os._exit(0)  # it is the other one that is looked at
+    dist.all_reduce(torch.ones(3), async_op=True)
+    dist.destroy_process_group()
+
+
+def aborted(way: str, delay: float) -> bool:
+    """Let two processes meet and part; say whether the first one was aborted."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, __file__, "--way", way, "--delay", str(delay), "--store", f"{folder}/store", "--rank"]
+        pair = [subprocess.Popen([*words, str(rank)]) for rank in range(2)]
+        first, _ = (process.wait(timeout=120) for process in pair)
+        return first != 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--way", choices=WAYS, default=WAYS[0])
+    for name, kind in (("--delay", float), ("--store", str), ("--rank", int)):  # of one process
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.store is not None:
+        part(given.rank, given.store, given.way, given.delay)
+        return 0  # through the usual end of Python
+    found = sum(aborted(given.way, DELAYS[number % len(DELAYS)]) for number in range(given.pairs))
+    print(f"{given.pairs} pairs, {given.way}: {found} aborted")
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
