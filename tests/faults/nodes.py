@@ -161,7 +161,7 @@ TORCHRUN = """
 import sys
 from pathlib import Path
 from fedlas.train import fit, recipe_for
-options = {"model_options": {"norm": "group"}, "data_options": {"train_samples": 400}}
+options = {"model_options": {"norm": "group", "width": 8}, "data_options": {"train_samples": 400}}
 often = {"epochs": int(sys.argv[1]), "batch_size": 100, "checkpoint_every": 3, "deterministic": True}
 recipe = recipe_for("digits", loss="fedlas_ls", **often, **options)
 for folder in sys.argv[2:]:

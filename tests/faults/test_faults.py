@@ -108,11 +108,11 @@ def test_a_worker_of_torchrun_dies_and_the_run_goes_on():
     assert found["wrong"] == []
 
 
-@pytest.mark.parametrize("way", ["plain", "compiled"])
-def test_two_processes_exchange_numbers_and_end(way: str):
-    command = [sys.executable, str(HERE / "collectives.py"), "--rounds", "100", "--limit", "200", "--way", way]
+def test_two_processes_exchange_numbers_and_end():
+    """From a compiled function: what is not compiled is exchanged in tests/train/test_processes.py."""
+    command = [sys.executable, str(HERE / "collectives.py"), "--rounds", "100", "--limit", "200", "--way", "compiled"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert (done.returncode, done.stdout) == (0, f"100 rounds, {way}: every round right\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "100 rounds, compiled: every round right\n"), done.stderr
 
 
 def test_a_process_ends_while_an_exchange_is_under_way():

@@ -58,6 +58,14 @@ def test_sizes_are_the_published_ones_to_the_unit(name, classes, expected):
         assert size(build_model(name, classes)) == expected
 
 
+def test_a_small_network_can_be_smaller():
+    layers = build_model("small_cnn", 7, width=8).modules()
+    assert [layer.out_channels for layer in layers if isinstance(layer, nn.Conv2d)] == [8, 16, 32]
+    for width in (0, 12):
+        with pytest.raises(ValueError, match=f"width is {width}; expected a multiple of 8"):
+            build_model("small_cnn", 7, width=width)
+
+
 def test_options_do_not_change_sizes():
     with torch.device("meta"):
         assert size(build_model("vit_base_patch16_384", 100, pre_norm=True)) == 86_167_396

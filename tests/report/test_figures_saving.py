@@ -94,8 +94,9 @@ def test_every_figure_that_the_data_allow_is_drawn(several, alone):
 
 def test_every_name_is_one_that_nothing_else_is_looked_for_under(models):
     """Names of the user's own files are compared with these before anything is drawn."""
-    many = {f"{'a/b ö. ' * 9}{number}": Model(predictions=pages.model(30), posthoc=()) for number in range(6)}
-    logs = {f"{name} {number}": one for number in range(8) for name, one in models.items()}
+    many = {f"{'a/b ö. ' * 9}{number}": Model(predictions=pages.model(30), posthoc=()) for number in range(2)}
+    report = evaluate(pages.model(60, features=None), intervals=False)
+    logs = {f"{number}": Model(report=report, log=pages.log()) for number in range(8)}
     for given in (models, models["sure"], many, logs):
         names = drawn(given, resamples=50)
         assert all(re.fullmatch(saving.NAMES, name) for name in names)
@@ -234,20 +235,23 @@ def test_many_models_are_spread_over_several_figures():
     assert {name: told for name, (figure, _) in found.items() if (told := complaints(figure))} == {}
 
 
+def of_logs(models):
+    return {name: (figure, data) for name, figure, data in saving._of_logs(models)}
+
+
 def test_the_gate_is_drawn_of_every_log_that_has_one():
-    report = evaluate(pages.model(60, features=None), intervals=False)
     bare = [{word: one[word] for word in ("epoch", "train", "val")} for one in pages.log()]
-    found = drawn({"plain": Model(report=report, log=bare), "gated": Model(report=report, log=[{}, *pages.log()])})
+    found = of_logs({"plain": Model(log=bare), "gated": Model(log=[{}, *pages.log()])})
     figure, data = found["gate"]
     assert [one.name for one in data.flip_rate] == ["gated"]
     assert data.positive[0].mean == tuple(one["gate"]["positive"] for one in pages.log())
     assert data.flip_rate[0].epochs == tuple(range(2, 13))
     assert [panel.get_title() for panel in figure.axes] == ["gated", "flip rate"]
-    many = drawn({f"m{n}, a name of some length": Model(report=report, log=pages.log()) for n in range(9)})
+    many = of_logs({f"m{n}, a name of some length": Model(log=pages.log()) for n in range(9)})
     assert [len(many[f"gate-{n}"][1].flip_rate) for n in (1, 2)] == [7, 2]
     assert {name: told for name in ("gate-1", "gate-2") if (told := complaints(many[name][0]))} == {}
-    assert "gate" not in drawn({"plain": Model(report=report, log=bare)})
-    assert drawn({"short": Model(report=report, log=pages.log(1))})["gate"][1].flip_rate[0].mean == ()
+    assert "gate" not in of_logs({"plain": Model(log=bare)})
+    assert of_logs({"short": Model(log=pages.log(1))})["gate"][1].flip_rate[0].mean == ()
 
 
 def test_names_that_make_the_same_file_name_are_numbered():

@@ -18,6 +18,7 @@ SHORT = {
     "batch_size": 50,
     "deterministic": True,
     "data_options": {"train_samples": 330, "label_noise": 0.1},
+    "model_options": {"width": 8},
 }
 
 
