@@ -3,7 +3,7 @@
 Nothing is changed in place, so every function can be traced by `torch.compile` with `fullgraph=True` and captured in a
 CUDA graph. All ranks must call the same functions in the same order.
 
-On a GPU these are torch's functional collectives. Over gloo those abort the process now and then
+On a GPU, with NCCL, these are torch's functional collectives. Over gloo those abort the process now and then
 (`tests/faults/collectives.py`), so what lies on the CPU goes through the plain ones; what is traced there finds them in
 operators of our own.
 """
@@ -31,7 +31,7 @@ def total(x: Tensor) -> Tensor:
     if count() == 1:
         return x
     if x.device.type == "cpu":
-        plain: Tensor = (_total if torch.compiler.is_compiling() else _plain_total)(x.detach())
+        plain: Tensor = (_total_op if torch.compiler.is_compiling() else _plain_total)(x.detach())
         return plain
     traced: Tensor = functional.all_reduce(x.detach(), "sum", _world())
     return traced
@@ -42,7 +42,7 @@ def stacked(x: Tensor) -> Tensor:
     if count() == 1:
         return x.unsqueeze(0)
     if x.device.type == "cpu":
-        plain: Tensor = (_stacked if torch.compiler.is_compiling() else _plain_stacked)(x.detach(), count())
+        plain: Tensor = (_stacked_op if torch.compiler.is_compiling() else _plain_stacked)(x.detach(), count())
         return plain
     rows: Tensor = _gather(x.detach().reshape(1, -1).contiguous(), 0, _world())
     return rows.reshape(count(), *x.shape)
@@ -51,8 +51,8 @@ def stacked(x: Tensor) -> Tensor:
 def joined(x: Tensor) -> Tensor:
     """Join the rows of all ranks, rank 0 first; the gradient of every rank's loss finds its way back.
 
-    Every rank must hold equally many rows. On the CPU that is checked; elsewhere a look at the numbers would make the
-    host wait.
+    Every rank must hold equally many rows. On the CPU that is checked, unless it is compiled; elsewhere a look at the
+    numbers would make the host wait.
     """
     if count() == 1:
         return x
@@ -89,25 +89,25 @@ def _plain_total(x: Tensor) -> Tensor:
     return reduced
 
 
-def _plain_stacked(x: Tensor, count: int) -> Tensor:
-    held = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count)]
+def _plain_stacked(x: Tensor, world: int) -> Tensor:
+    held = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world)]
     dist.all_gather(held, x.contiguous())
     return torch.stack(held)
 
 
 # The same, as Dynamo takes them: as they are, without a look inside.
-_total = torch.library.custom_op("fedlas::total", _plain_total, mutates_args=(), device_types="cpu")
-_stacked = torch.library.custom_op("fedlas::stacked", _plain_stacked, mutates_args=(), device_types="cpu")
+_total_op = torch.library.custom_op("fedlas::total", _plain_total, mutates_args=(), device_types="cpu")
+_stacked_op = torch.library.custom_op("fedlas::stacked", _plain_stacked, mutates_args=(), device_types="cpu")
 
 
-@_total.register_fake
+@_total_op.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@_stacked.register_fake
-def _(x: Tensor, count: int) -> Tensor:
-    return x.new_empty(count, *x.shape)
+@_stacked_op.register_fake
+def _(x: Tensor, world: int) -> Tensor:
+    return x.new_empty(world, *x.shape)
 
 
 def _world() -> dist.ProcessGroup:

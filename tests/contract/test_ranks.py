@@ -1,5 +1,6 @@
 """Two processes with half of the batch each equal one process with all of it, for every loss."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fedlas
 from fedlas import ranks
+from fedlas.train.processes import KEEPER
 
 CLASSES, SAMPLES, STEPS = 5, 12, 3
 KEYWORDS = {record.name: record.keywords for record in fedlas.list_losses()}
@@ -100,6 +102,7 @@ def uneven(name: str, rank: int) -> Tensor | str:
 
 def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
+    importlib.import_module(KEEPER)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     ranks.functional = ranks._gather = None  # over gloo they abort the process, see tests/faults/collectives.py
     results: dict[Any, Any] = {(name, mode): train(name, mode, rank, world) for name, mode in CASES}
@@ -130,6 +133,19 @@ def test_two_processes_equal_one(two_ranks: list[dict[Any, Any]], name: str, mod
         for key, expected in alone[part].items():
             torch.testing.assert_close(first[part][key], expected, msg=lambda m, key=key: f"{key}: {m}")
             assert torch.equal(first[part][key], second[part][key]), f"{key} differs between ranks"
+
+
+def test_on_a_gpu_the_collectives_of_torch_are_taken() -> None:
+    """On tensors without numbers, in a group without processes: the names of these functions, and their shapes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        x = torch.empty(4, 2, device="meta")
+        found = [ranks.total(x), ranks.stacked(x), ranks.joined(x), ranks.own(ranks.joined(x))]
+        assert [tuple(one.shape) for one in found] == [(4, 2), (3, 4, 2), (12, 2), (4, 2)]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nothing_waits_for_other_ranks_in_eval_mode(two_ranks: list[dict[Any, Any]]) -> None:

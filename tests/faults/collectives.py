@@ -9,6 +9,7 @@ mostly within some thousand rounds; it does so too where each is waited for at o
 """
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fedlas import ranks
+from fedlas.train.processes import KEEPER
 
 WORLD = 2
 WAYS = ("plain", "compiled", "functional")
@@ -28,6 +30,7 @@ WAYS = ("plain", "compiled", "functional")
 def exchange(rank: int, rounds: int, way: str, folder: str) -> None:
     """Exchange what a step of training does: a few sums, a few rows, one number."""
     torch.set_num_threads(1)
+    importlib.import_module(KEEPER)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     total, stacked = ranks.total, ranks.stacked
     if way == "compiled":

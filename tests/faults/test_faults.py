@@ -113,9 +113,3 @@ def test_two_processes_exchange_numbers_and_end():
     command = [sys.executable, str(HERE / "collectives.py"), "--rounds", "100", "--limit", "200", "--way", "compiled"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stdout) == (0, "100 rounds, compiled: every round right\n"), done.stderr
-
-
-def test_a_process_ends_while_an_exchange_is_under_way():
-    command = [sys.executable, str(HERE / "leaving.py"), "--pairs", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "1 pairs, free: 0 aborted\n"), done.stderr

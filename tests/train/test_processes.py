@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.capture import CaptureManager
 from runs_of import large, log_without_times, photographs, prediction_bytes
 from torch import nn
 
@@ -28,14 +29,16 @@ PATIENCE = 180  # seconds: six times as long as it takes beside other tests
 RUNS = """
 import faulthandler, os, signal, sys
 from pathlib import Path
-faulthandler.dump_traceback_later(170)  # where it stands still, should it
+faulthandler.dump_traceback_later(120)  # where it stands still, should it
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import large
 from fedlas.train import AbstractCallback, RunError, StoppedError, fit, recipe_for
 
 class Signals(AbstractCallback):
     def stepped(self, bench, step):
-        if step == 10:  # torchrun passes on to all what the terminal has sent to all
+        if step == 10:
+            say(f"while it trains {'more' if threads() > before else 'no more'} threads")
+            # torchrun passes on to all what the terminal has sent to all
             if os.environ["RANK"] == "0":
                 os.kill(os.getpid(), signal.SIGINT)
             for _ in range(2):
@@ -44,35 +47,38 @@ class Signals(AbstractCallback):
 def say(words):  # at once, lest the other process says something in between
     os.write(1, f"{words}\\n".encode())
 
-def gloo():
-    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+def threads():
+    return len(os.listdir("/proc/self/task"))
 
-folder = Path(sys.argv[2])
+folder, before = Path(sys.argv[2]), threads()
 options = {"model_options": {"norm": "group", "width": 8}, "data_options": {"train_samples": 330}}
 recipe = recipe_for("digits", loss="fedlas_ls", epochs=2, batch_size=50, deterministic=True, **options)
 fit(recipe, out=folder / "unbroken")
 try:
     fit(recipe, out=folder / "stopped", callbacks=[Signals()])
 except StoppedError as error:
-    say(f"stopped by {error.signal_number} and {gloo()} threads of gloo")
+    say(f"stopped by {error.signal_number} and {threads() - before} threads are left")
 fit(recipe, out=folder / "stopped", resume=True)
 fit(recipe.replace(model_options={"width": 8}), out=folder / "norms")
 photographs = large(Path(sys.argv[3]), model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
 fit(photographs, out=folder / "photographs")
-for wrong, name in ((photographs.replace(sync_batchnorm=True), "sync"), (recipe.replace(lr=1.0), "unbroken")):
+sync, other = photographs.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
+for wrong, name in ((sync, "sync"), (other, "unbroken"), (recipe, "unbroken/log.jsonl/run")):
     try:
         fit(wrong, out=folder / name)
-    except RunError as error:
+    except (RunError, NotADirectoryError) as error:
         say(error)
-say(f"in the end {gloo()} threads of gloo")
+say(f"in the end {threads() - before} threads are left")
 """
 
 
-def torchrun(base: Path, words: Callable[[Path], Sequence[str | Path]]) -> tuple[Path, str, str]:
+def torchrun(
+    base: Path, capture: CaptureManager, words: Callable[[Path], Sequence[str | Path]]
+) -> tuple[Path, str, str]:
     """Start two processes in a new folder, and give it with what they said.
 
-    They stood still once, for an unknown reason (docs/reliability.md); so they are told to say where, and get a second
-    chance.
+    They stood still once, for an unknown reason (docs/reliability.md): then what they said is printed, whatever pytest
+    captures, and they get a second chance.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -86,7 +92,8 @@ def torchrun(base: Path, words: Callable[[Path], Sequence[str | Path]]) -> tuple
             except subprocess.TimeoutExpired:
                 process.terminate()  # it ends its workers, which would outlive a kill
                 out, error = process.communicate(timeout=60)
-                print(f"two processes stood still:\n{out}{error}", file=sys.__stderr__, flush=True)
+                with capture.global_and_fixture_disabled():
+                    print(f"two processes stood still:\n{out}{error}", file=sys.stderr, flush=True)
                 continue
         assert process.returncode == 0, error
         return folder, out, error
@@ -94,10 +101,15 @@ def torchrun(base: Path, words: Callable[[Path], Sequence[str | Path]]) -> tuple
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+def capture(pytestconfig: pytest.Config) -> CaptureManager:
+    return pytestconfig.pluginmanager.getplugin("capturemanager")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Run, Run]:
     options = [word for name, value in OPTIONS.items() for word in ("--set", f"{name}={value}")]
     train = ("-m", "fedlas", "train", "--data", "digits", "--loss", "fedlas_ls", *options, "--out")
-    folder, _, error = torchrun(tmp_path_factory.mktemp("processes"), lambda folder: [*train, folder / "two"])
+    folder, _, error = torchrun(tmp_path_factory.mktemp("processes"), capture, lambda folder: [*train, folder / "two"])
     assert "Grad strides" not in error
     recipe = recipe_for("digits", loss="fedlas_ls").with_settings(OPTIONS)
     return Run(folder / "two"), fit(recipe, out=folder / "one")
@@ -121,19 +133,20 @@ def test_two_processes_equal_one(pair):
     assert (two.folder / "environment.json").read_text().count('"processes": 2') == 1
 
 
-def test_two_processes_stop_go_on_bit_for_bit_and_read_images(tmp_path):
+def test_two_processes_stop_go_on_bit_for_bit_and_read_images(tmp_path, capture):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
     images, script = photographs(tmp_path / "images"), tmp_path / "runs.py"
     script.write_text(RUNS)
-    folder, said, _ = torchrun(tmp_path, lambda folder: [script, HERE, folder, images])
+    folder, said, _ = torchrun(tmp_path, capture, lambda folder: [script, HERE, folder, images])
     # Both agree on the highest. A thread that lives on and asks for Python while Python ends aborts the process.
-    assert said.count("stopped by 15 and 0 threads of gloo") == 2
-    assert said.count("in the end 0 threads of gloo") == 2
+    assert said.count("while it trains more threads") == 2
+    assert said.count("stopped by 15 and 0 threads are left") == 2
+    assert said.count("in the end 0 threads are left") == 2
     stopped, unbroken = Run(folder / "stopped"), Run(folder / "unbroken")
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
     assert log_without_times(stopped) == log_without_times(unbroken)
     assert prediction_bytes(stopped) == prediction_bytes(unbroken)
-    for words in ("sync_batchnorm needs GPUs", "holds a run of another recipe"):
+    for words in ("sync_batchnorm needs GPUs", "holds a run of another recipe", "Not a directory"):
         assert said.count(words) == 2  # errors reach both
     # Statistics of batch norm used to be each rank's own, and so predictions of two networks.
     norms = Run(folder / "norms")

@@ -136,7 +136,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         written = path.read_bytes()
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error}") from error
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
     if not intact(written):
         raise RunError(damaged)
     try:

@@ -148,6 +148,7 @@ class Engine:
             capture = not any(looks_at_steps(one) for one in callbacks)
             with downloads(progress) as shown:
                 bench = Bench(recipe, self.device, self.data_root, capture=capture, before=self._bench, progress=shown)
+                stack.callback(bench.close)
                 bench.check()
             self._bench = bench
             onlookers = [*callbacks, *(usual(recipe.tensorboard, progress) if is_first() else [])]
@@ -207,7 +208,6 @@ class _Training:
             for onlooker in self.onlookers:
                 onlooker.ended(self.run)
             self.writer.close()
-            self.bench.close()
             if is_first() and self.run.finished_for(self.recipe):  # also where a signal came with the last file
                 self.run.checkpoint_before.unlink(missing_ok=True)
 

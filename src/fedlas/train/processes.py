@@ -35,7 +35,7 @@ def joined(device: torch.device) -> Iterator[None]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Before there is a group: DistributedDataParallel imports it too, and the group would stay with all its threads.
+    # Before there is a group: DistributedDataParallel comes to import it, and the group would stay with its threads.
     importlib.import_module(KEEPER)
     gc.collect()  # groups of a run that failed; found in a forked process, they would crash it
     room, here, world = _meeting_room()
@@ -48,7 +48,7 @@ def joined(device: torch.device) -> Iterator[None]:
             yield
     finally:
         # Threads of gloo need Python to let go of a tensor: one that asks for it while Python ends aborts the process.
-        # So they end here, with the group, which nobody else may hold any longer.
+        # So they end here, with the group, unless an error remembers the network that holds it.
         gc.collect()
         dist.destroy_process_group()
 
@@ -73,7 +73,7 @@ def is_first() -> bool:
 
 
 def agreed(decide: Callable[[], Value]) -> Value:
-    """Let the first process decide for all; where it fails, all fail with its message."""
+    """Let the first process decide for all; where it fails, all fail with its error."""
     answer: list[Any] = [None, None]
     if is_first():
         try:
@@ -81,11 +81,11 @@ def agreed(decide: Callable[[], Value]) -> Value:
         except (RunError, OSError) as error:
             if ranks.count() == 1:
                 raise
-            answer[1] = str(error)
+            answer[1] = error
     if ranks.count() > 1:
         dist.broadcast_object_list(answer)
     if answer[1] is not None:
-        raise RunError(answer[1])
+        raise answer[1]
     decided: Value = answer[0]
     return decided
 

@@ -248,7 +248,9 @@ def _lock(descriptor: int, folder: Path) -> None:
     except BlockingIOError as error:
         raise RunError(f"another process is working in {folder}") from error
     except OSError as error:
-        raise RunError(f"{folder} cannot be locked ({error}); choose a file system that knows locks") from error
+        raise RunError(
+            f"{folder} cannot be locked ({error.strerror}); choose a file system that knows locks"
+        ) from error
 
 
 def environment(device: str, processes: int) -> dict[str, Any]:
