@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ Value = TypeVar("Value")
 PATIENCE = timedelta(minutes=30)
 _runs = count()
 KEEPER = "torch.distributed.nn.functional"  # its functions keep the group of the moment at which it is imported
+PAUSE = 0.2  # seconds
 LOOK_EVERY = 10  # steps between two looks at the other ranks' signals, where a look makes the host wait
 
 
@@ -48,8 +50,10 @@ def joined(device: torch.device) -> Iterator[None]:
             yield
     finally:
         # Threads of gloo need Python to let go of a tensor: one that asks for it while Python ends aborts the process.
-        # So they end here, with the group, unless an error remembers the network that holds it.
+        # So they end here, with the group, unless an error remembers the network that holds it. With torch 2.6 this
+        # thread keeps Python to itself while it waits for them, so they first get time to let go of what they hold.
         gc.collect()
+        time.sleep(PAUSE)
         dist.destroy_process_group()
 
 
