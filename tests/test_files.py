@@ -111,6 +111,18 @@ class Harm:
         return (exec, ("raise SystemExit('this ran')",))
 
 
+@pytest.mark.parametrize("content", ["text", "a pickle", "objects"])
+def test_nobody_is_told_to_unpickle(tmp_path, content):
+    """numpy calls all of these pickles, and says how to load them nevertheless."""
+    path = tmp_path / "given.npz"
+    if content == "objects":
+        np.savez(path, logits=np.array([{}, []], dtype=object), labels=np.array([0, 1]))
+    else:
+        path.write_bytes(b"hello" if content == "text" else pickle.dumps([1, 2]))
+    with pytest.raises(ValueError, match=r"given\.npz is damaged, or not .*: it holds no arrays of numbers$"):
+        read_predictions(path)
+
+
 def test_nothing_is_unpickled(tmp_path):
     (tmp_path / "p.pt").write_bytes(pickle.dumps({"logits": Harm()}, protocol=2))
     torch.save({"logits": Harm()}, tmp_path / "q.pt")

@@ -676,7 +676,9 @@ def readable(path: str | Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
             raise  # a file that is not there says so itself; a plain one without a number is a reader's word for damage
-        raise ValueError(f"{path} is damaged, or not a file of this kind: {error}") from error
+        # Not numpy's own words about Python objects: they advise to load whatever is in there.
+        reason = "it holds no arrays of numbers" if "allow_pickle" in str(error) else error
+        raise ValueError(f"{path} is damaged, or not a file of this kind: {reason}") from error
 
 
 @contextmanager
