@@ -132,7 +132,7 @@ def intact(content: bytes) -> bool:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint."""
-    damaged = f"{path} cannot be read: it is damaged, or no checkpoint; remove it to begin anew"
+    damaged = f"{path} cannot be read: it is damaged, or no checkpoint; remove its folder to begin anew"
     try:
         written = path.read_bytes()
     except OSError as error:
@@ -157,7 +157,7 @@ def load(path: Path) -> dict[str, Any]:
 def refused(path: Path, reason: object) -> RunError:
     """Make the error about a checkpoint that can be read, and holds what none of ours can hold."""
     words = " ".join(str(reason).split())
-    return RunError(f"{path} is damaged, or no checkpoint of this run: {words}; remove it to begin anew")
+    return RunError(f"{path} is damaged, or no checkpoint of this run: {words}; remove its folder to begin anew")
 
 
 def _fault(content: Mapping[str, Any]) -> str | None:
