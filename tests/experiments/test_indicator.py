@@ -73,8 +73,9 @@ def test_the_paper_s_data_comes_first_and_digits_last(monkeypatch):
         assert one.protocol == "small"
 
 
-def test_data_that_was_trained_on_need_not_be_at_hand(monkeypatch, tmp_path):
-    monkeypatch.setattr(indicator, "_at_hand", lambda recipe: recipe.data == "digits")
+@pytest.mark.parametrize("there", ["digits", "mnist"])  # beside what was trained on, which is neither
+def test_data_that_was_trained_on_need_not_be_at_hand(monkeypatch, tmp_path, there):
+    monkeypatch.setattr(indicator, "_at_hand", lambda recipe: recipe.data == there)
     done = recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small", seed=1)
     (tmp_path / "x.jsonl").write_text(Line(done.name, done, "small", {}, {}).to_json() + "\n")
     (one,) = Indicator().plan(Choice(), Ledger(tmp_path))

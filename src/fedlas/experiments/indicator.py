@@ -79,10 +79,11 @@ class Indicator(AbstractExperiment):
     name = "indicator"
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
-        """List one run, on the first data that was trained on or is at hand; or runs on all data that was asked for."""
+        """List one run, on the first data that was trained on, else that is at hand; or on all that was asked for."""
         recipes = list(_recipes(choice))
         if choice.data is None:
-            recipes = [next(one for one in recipes if ledger.find(one) is not None or _at_hand(one))]
+            known = [one for one in recipes if ledger.find(one) is not None]
+            recipes = known[:1] or [next(one for one in recipes if _at_hand(one))]
         return [Wanted(recipe, PROTOCOL) for recipe in recipes]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:

@@ -50,13 +50,16 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
 
     Args:
         ledger: what was run.
-        like: seeds and changes of the recipes that are looked for, and their data where not all of it is meant.
+        like: seeds and changes of the recipes that are looked for, and their data where not all of the paper is meant.
         name: of the experiment, by default that of the main table.
     """
     experiment, made = experiment_named(name), []
     places = {(line.protocol, line.recipe.data, line.recipe.model) for line in ledger.lines.values()}
+    named = experiment.known_data() if isinstance(experiment, AbstractGrid) else None
+    if like is not None and like.data is not None:
+        named = like.data
     for protocol, data, model in sorted(places):
-        if like is not None and like.data is not None and data not in like.data:
+        if named is not None and data not in named:
             continue
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
         for table in experiment.tables(ledger, choice):
@@ -101,6 +104,8 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
         except ValueError:  # the protocol has no network for this experiment
             continue
         if len(plan.missing) == len(plan.wanted) or any(one.split != split for one in plan.wanted):
+            continue
+        if plan.protocols != protocol:  # it has a protocol of its own, whatever was asked for
             continue
         detail: Detail = "full" if protocol in ("paper", "official") else "both"
         judged = "" if split == TEST else f", {split}"
