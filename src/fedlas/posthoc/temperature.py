@@ -130,7 +130,8 @@ def _reason(samples: Samples, factor: float) -> str:
         return "every one is classified correctly, so no confidence is too high. Fit on more, held-out samples."
     if factor < 1 and scaled_nll(samples, 0.0)[1] >= 0:
         return "the logits point away from the labels. Are they of the same samples, in the same order?"
-    return f"the logits are very {'small' if factor > 1 else 'large'}. Set `{'low' if factor > 1 else 'high'}`."
+    size, bound = ("small", "low") if factor > 1 else ("large", "high")
+    return f"the logits are very {size}. Divide them by a number, or set the keyword `{bound}` of the calibrator."
 
 
 def _standard_error(samples: Samples, factor: float) -> float:

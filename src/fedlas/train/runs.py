@@ -208,7 +208,9 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{file} cannot be read: {error}") from error
+        raise RunError(
+            f"{file} cannot be read: {error}; put back a copy of it, or remove its folder to begin anew"
+        ) from error
 
 
 # Files that are locked by this process. A lock lasts as long as anybody has its file open, and a forked process, such
@@ -246,7 +248,9 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise RunError(f"another process is working in {folder}") from error
+        raise RunError(
+            f"another process is working in {folder}; wait until it has ended, or choose another folder"
+        ) from error
     except OSError as error:
         raise RunError(
             f"{folder} cannot be locked ({error.strerror}); choose a file system that knows locks"
