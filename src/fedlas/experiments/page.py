@@ -15,6 +15,7 @@ from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.report.tables import RANKS, Detail, Table
 from fedlas.train import protocol_named
 
+AS_PRINTED = ("paper", "official")  # protocols whose numbers can be compared with the paper's
 HEAD = """\
 # Reproduction
 
@@ -58,7 +59,7 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
     named = experiment.known_data() if isinstance(experiment, AbstractGrid) else None
     if like is not None and like.data is not None:
         named = like.data
-    for protocol, data, model in sorted(places):
+    for protocol, data, model in sorted(places, key=lambda place: (place[0] not in AS_PRINTED, place)):
         if named is not None and data not in named:
             continue
         choice = replace(like or Choice(), protocol=protocol, data=(data,), models=(model,))
@@ -107,7 +108,7 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
             continue
         if plan.protocols != protocol:  # it has a protocol of its own, whatever was asked for
             continue
-        detail: Detail = "full" if protocol in ("paper", "official") else "both"
+        detail: Detail = "full" if protocol in AS_PRINTED else "both"
         judged = "" if split == TEST else f", {split}"
         written += [f"### {protocol_named(protocol).name} protocol{judged}: {plan}\n"]
         written += [table.markdown(detail) for table in experiment.tables(ledger, choice)]
