@@ -296,6 +296,27 @@ def test_rounded_text_may_miss_one_by_half_a_digit_per_class(tmp_path):
         Predictions.from_csv(table(tmp_path, "prob_a,prob_b,prob_c,label\n0.330,0.330,0.330,a\n"))
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_rounded_numbers_of_other_files_may_miss_one_as_those_of_text_may(tmp_path, kind):
+    rounded = np.array([[0.33, 0.33, 0.33], [0.5, 0.25, 0.25]], dtype=kind)
+    finer = np.array([[0.331, 0.331, 0.331], [0.5, 0.25, 0.25]], dtype=kind)
+    for name, probs in {"rounded": rounded, "finer": finer, "no number": rounded * np.nan}.items():
+        np.savez(tmp_path / f"{name}.npz", probs=probs, labels=[0, 1])
+    assert Predictions.from_npz(tmp_path / "rounded.npz").probs.tolist() == rounded.tolist()
+    for name in ("finer", "no number"):
+        with pytest.raises(ValueError, match="is not a distribution"):
+            Predictions.from_npz(tmp_path / f"{name}.npz")
+    with pytest.raises(ValueError, match="tolerance"):  # who has arrays says so
+        Predictions.from_probs(rounded, [0, 1])
+
+
+def test_rounded_columns_of_a_parquet_file_are_taken(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    columns = {"prob_a": [0.3333, 0.5], "prob_b": [0.3333, 0.25], "prob_c": [0.3333, 0.25], "label": ["a", "b"]}
+    pytest.importorskip("pyarrow.parquet").write_table(pa.table(columns), tmp_path / "p.parquet")
+    assert Predictions.from_parquet(tmp_path / "p.parquet").probs[0].tolist() == [0.3333] * 3
+
+
 @pytest.mark.parametrize(
     ("cell", "named"), {"x": "is 'x'", " ": "is empty; fill it in", "50%": "is '50%'; write 70% as 0.7"}.items()
 )

@@ -417,7 +417,8 @@ class Predictions:
         )
         if kind.startswith("logit"):
             return cls(scores, labels, **rest)
-        return cls.from_probs(scores, labels, tolerance=tolerance, top_only=top_only, **rest)
+        allowed = _decimal_rounding(scores) if tolerance is None else tolerance
+        return cls.from_probs(scores, labels, tolerance=allowed, top_only=top_only, **rest)
 
     @classmethod
     def _from_confidence(cls, columns: Mapping[str, Any], path: str | Path, split: str | None) -> "Predictions":
@@ -1112,6 +1113,28 @@ def _rounding(cells: Sequence[str]) -> float:
     units = {cell: _last_digit(cell) for cell in cells}
     finest = min((unit for unit in units.values() if unit), default=0.0)
     return 0.5 * math.fsum(units[cell] if float(cell) else finest for cell in cells)
+
+
+def _decimal_rounding(scores: Any) -> float | None:
+    """Find how far rounding can move the sum of a row of a table whose numbers all have as few decimals, as in text.
+
+    Nothing where they have more decimals than could be told from their type.
+    """
+    table = scores if isinstance(scores, np.ndarray) else np.empty(0)
+    if table.ndim != 2 or table.dtype not in (np.float32, np.float64) or not np.isfinite(table.sum()):
+        return None
+    precision = float(np.finfo(table.dtype).eps)
+    usual = TOLERANCE[torch.float64 if table.dtype == np.float64 else torch.float32]
+    if bool((np.abs(table.sum(1, dtype=np.float64) - 1) <= usual).all()):
+        return None
+    for digits in range(1, 7):
+        unit = 10.0**digits
+        if precision * unit > 0.01:
+            return None
+        parts = (table[rows : rows + 4096].astype(np.float64) * unit for rows in range(0, len(table), 4096))
+        if all(bool((np.abs(part - np.round(part)) <= precision * unit).all()) for part in parts):
+            return max(usual, 0.5 / unit * table.shape[1] * 1.000002)  # a rounding error more
+    return None
 
 
 def _last_digit(cell: str) -> float:
