@@ -19,7 +19,8 @@ import fedlas
 from fedlas.cli import app
 from fedlas.train import Run
 
-SHORT = ("--set", "epochs=2", "--set", "batch_size=50", "--set", "data_options.train_samples=200")
+SMALL = ("epochs=2", "batch_size=50", "data_options.train_samples=200", "model_options.width=8")
+SHORT = tuple(word for change in SMALL for word in ("--set", change))
 
 
 def call(*words: str) -> Result:

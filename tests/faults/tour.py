@@ -22,6 +22,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "train")]
 import torch  # noqa: E402
 
 NAMES = ("Katze", "köttur", "猫")
+RESAMPLES = 100  # of intervals: some are enough to see whether they are the same
 
 
 ONLY_ASCII: list[bool] = []
@@ -45,7 +46,7 @@ def table(folder: Path) -> dict[str, Any]:
     path = folder / named("from Excel – ü.csv")
     path.write_bytes(("\ufeff" + "\r\n".join(rows) + "\r\n").encode())
     read = fedlas.read_predictions(path)
-    report = fedlas.evaluate(read, seed=0)
+    report = fedlas.evaluate(read, seed=0, resamples=RESAMPLES)
     copies = [folder / named(f"again ü{ending}") for ending in (".csv", ".parquet")]
     for copy in copies:
         fedlas.write_predictions(read, copy)
@@ -68,7 +69,8 @@ def training(folder: Path) -> dict[str, Any]:
     run = fedlas.fit(short("fedlas_ls", epochs=2), out=folder / named("Lauf Nr. 1 – 跑"))
     ledger = Ledger(folder / named("Büro"))
     line = record(run, "small", None, ledger)
-    page = fedlas.save_page(folder / named("Seite ü.html"), {"köttur": run.predictions("best-test")})
+    shown = {"köttur": run.predictions("best-test")}
+    page = fedlas.save_page(folder / named("Seite ü.html"), shown, resamples=RESAMPLES)
     return {
         "predictions": {name: digest(content) for name, content in prediction_bytes(run).items()},
         "log": digest(json.dumps(log_without_times(run)).encode()),
@@ -105,7 +107,7 @@ def command_line(folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     asked = {
-        "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv"))],
+        "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv")), "--resamples", str(RESAMPLES)],
         "missing": ["evaluate", str(folder / named("nicht da ü.csv"))],
         "list": ["list", "losses"],
     }
