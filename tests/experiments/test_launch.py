@@ -47,7 +47,7 @@ def holder(run: Run) -> int | None:
 
 def in_the_middle(run: Run) -> bool:
     """Whether a run has written checkpoints, of which the newest may still be under way, and has yet to go far."""
-    return run.checkpoint.exists() and 4 <= len(run.log) < LONG - 4
+    return run.checkpoint.exists() and 4 <= len(run.log) < run.recipe.epochs - 4
 
 
 def exists(pid: int) -> bool:
