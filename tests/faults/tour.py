@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +64,21 @@ def training(folder: Path) -> dict[str, Any]:
     from runs_of import log_without_times, prediction_bytes, short
 
     import fedlas
-    from fedlas.experiments.kept import problems, record
+    from fedlas.experiments import kept
     from fedlas.experiments.ledger import Ledger
+    from fedlas.metrics.digest import Intervals
 
+    kept.Intervals = partial(Intervals, resamples=RESAMPLES)
     run = fedlas.fit(short("fedlas_ls", epochs=2), out=folder / named("Lauf Nr. 1 – 跑"))
     ledger = Ledger(folder / named("Büro"))
-    line = record(run, "small", None, ledger)
+    line = kept.record(run, "small", None, ledger)
     shown = {"köttur": run.predictions("best-test")}
     page = fedlas.save_page(folder / named("Seite ü.html"), shown, resamples=RESAMPLES)
     return {
         "predictions": {name: digest(content) for name, content in prediction_bytes(run).items()},
         "log": digest(json.dumps(log_without_times(run)).encode()),
         "ece": line.metrics["ece"],
-        "problems": list(problems(ledger)),
+        "problems": list(kept.problems(ledger)),
         "page": "köttur".encode() in page.read_bytes() or b"k\\u00f6ttur" in page.read_bytes(),
     }
 

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from fedlas.evaluation import Report, evaluate
 from fedlas.predictions import Predictions
 from fedlas.report import figures
-from fedlas.report.figures import rank_data, rank_figure, save_figures, saving, style
+from fedlas.report.figures import rank_data, rank_figure, save_figures, saving, style, training
 from fedlas.report.subjects import Model
 from report import pages
 
@@ -235,23 +235,27 @@ def test_many_models_are_spread_over_several_figures():
     assert {name: told for name, (figure, _) in found.items() if (told := complaints(figure))} == {}
 
 
-def of_logs(models):
-    return {name: (figure, data) for name, figure, data in saving._of_logs(models)}
+def gates_of(models):
+    """The figures of gates; those of training, which take longer, are not drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("training_figure", "alpha_figure"):
+            patch.setattr(training, name, lambda _: None)
+        return {name: (figure, data) for name, figure, data in saving._of_logs(models)}
 
 
 def test_the_gate_is_drawn_of_every_log_that_has_one():
     bare = [{word: one[word] for word in ("epoch", "train", "val")} for one in pages.log()]
-    found = of_logs({"plain": Model(log=bare), "gated": Model(log=[{}, *pages.log()])})
+    found = gates_of({"plain": Model(log=bare), "gated": Model(log=[{}, *pages.log()])})
     figure, data = found["gate"]
     assert [one.name for one in data.flip_rate] == ["gated"]
     assert data.positive[0].mean == tuple(one["gate"]["positive"] for one in pages.log())
     assert data.flip_rate[0].epochs == tuple(range(2, 13))
     assert [panel.get_title() for panel in figure.axes] == ["gated", "flip rate"]
-    many = of_logs({f"m{n}, a name of some length": Model(log=pages.log()) for n in range(9)})
+    many = gates_of({f"m{n}, a name of some length": Model(log=pages.log()) for n in range(9)})
     assert [len(many[f"gate-{n}"][1].flip_rate) for n in (1, 2)] == [7, 2]
     assert {name: told for name in ("gate-1", "gate-2") if (told := complaints(many[name][0]))} == {}
-    assert "gate" not in of_logs({"plain": Model(log=bare)})
-    assert of_logs({"short": Model(log=pages.log(1))})["gate"][1].flip_rate[0].mean == ()
+    assert "gate" not in gates_of({"plain": Model(log=bare)})
+    assert gates_of({"short": Model(log=pages.log(1))})["gate"][1].flip_rate[0].mean == ()
 
 
 def test_names_that_make_the_same_file_name_are_numbered():
