@@ -7,6 +7,7 @@ import math
 import pickle
 import tracemalloc
 import warnings
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -61,13 +62,19 @@ def in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
 
 
+@cache
+def in_type(dtype: torch.dtype) -> tuple[Predictions, Report]:
+    given = predictions()
+    given = Predictions(given.logits.to(dtype), given.labels, split="val")
+    return given, evaluate(given, intervals=False)
+
+
 @pytest.mark.usefixtures("in_small_parts")
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_number_is_that_of_the_metric_alone(name: str, dtype: torch.dtype):
-    given = predictions()
-    given = Predictions(given.logits.to(dtype), given.labels, split="val")
-    found, wanted = evaluate(given, intervals=False)[name], ALONE[name](given)
+    given, report = in_type(dtype)
+    found, wanted = report[name], ALONE[name](given)
     assert isinstance(found, Result)
     assert float(found) == pytest.approx(float(wanted), rel=1e-9, abs=1e-12)
     assert found.definition == wanted.definition

@@ -34,7 +34,7 @@ def test_only_a_gpu_or_a_browser_may_be_missing(tmp_path, whole, source, expecte
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no_silent_skips", "-p", "no:cacheprovider", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "FEDLAS_WHOLE": whole},
+        env={**os.environ, "PYTHONPATH": path, "FEDLAS_WHOLE": whole, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         cwd=tmp_path,

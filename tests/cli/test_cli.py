@@ -19,7 +19,8 @@ import fedlas
 from fedlas.cli import app
 from fedlas.train import Run
 
-SHORT = ("--set", "epochs=2", "--set", "batch_size=50", "--set", "data_options.train_samples=200")
+SMALL = ("epochs=2", "batch_size=50", "data_options.train_samples=200", "model_options.width=8")
+SHORT = tuple(word for change in SMALL for word in ("--set", change))
 
 
 def call(*words: str) -> Result:
@@ -186,24 +187,6 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, wrapped):
     assert done.stderr == "fedlas: interrupted\n"
 
 
-def test_warnings_are_one_line(tmp_path):
-    words = [
-        "--set",
-        "schedule=multi_step",
-        "--set",
-        "milestones=5",
-        "--set",
-        "epochs=1",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    few = ["--set", "data_options.train_samples=50"]
-    command = [sys.executable, "-m", "fedlas", "train", "--data", "digits", "--loss", "ce", *few, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr.startswith("fedlas: milestones 5 lie beyond the end of 1 epochs, so the learning rate never")
-    assert done.stderr.count("\n") == 1
-
-
 def test_without_typer_one_line_says_what_to_install():
     """Both ways in: `python -m fedlas`, and the command that pyproject.toml names."""
     command = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["fedlas"]
@@ -224,21 +207,36 @@ def test_a_narrow_terminal_variable_does_not_cut_a_pipe(monkeypatch):
     assert max(map(len, lines)) > 150
 
 
-def test_python_m_fedlas_stops_on_a_signal_and_goes_on(tmp_path):
-    words = ["train", "--data", "digits", "--loss", "ce", "--out", str(tmp_path / "run"), "--set", "epochs=500"]
-    command = [sys.executable, "-m", "fedlas", *words]
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Run]:
+    """A process that begins with a warning and trains until a signal comes: its exit code, its words and its run."""
+    run = Run(tmp_path_factory.mktemp("stopped") / "run")
+    changes = ("epochs=500", "schedule=multi_step", "milestones=600")
+    words = ["--loss", "ce", "--out", str(run.folder), *(word for change in changes for word in ("--set", change))]
+    command = [sys.executable, "-m", "fedlas", "train", "--data", "digits", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         end = time.monotonic() + 120
-        while not (tmp_path / "run" / "checkpoint.pt").exists():
+        while not run.checkpoint.exists():
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
+    return process.returncode, error, run
+
+
+def test_warnings_are_one_line(stopped):
+    warning, ending = stopped[1].splitlines()
+    assert warning.startswith("fedlas: milestones 600 lie beyond the end of 500 epochs, so the learning rate never")
+    assert "milestones" not in ending
+
+
+def test_python_m_fedlas_stops_on_a_signal_and_goes_on(stopped):
+    code, error, run = stopped
+    assert code == 128 + signal.SIGTERM
     assert "continue with --resume" in error
     assert "Traceback" not in error
-    assert 0 < len(Run(tmp_path / "run").log) < 500
+    assert 0 < len(run.log) < 500
 
 
 def test_the_demo_shows_five_losses(tmp_path, monkeypatch):

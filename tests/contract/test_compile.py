@@ -1,6 +1,7 @@
 """Every loss compiles as one graph, once, and computes what it computes uncompiled."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,8 +46,9 @@ def compiled(loss: torch.nn.Module) -> Any:
     return torch.compile(loss, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_compiled_training_equals_eager(name: str) -> None:
+@cache
+def trained(name: str) -> tuple[Any, Any]:
+    """Train a loss compiled and uncompiled for three steps, which are equal, and give both."""
     eager, traced = build(name), build(name)
     step = compiled(traced)
     for number in range(3):
@@ -58,6 +60,12 @@ def test_compiled_training_equals_eager(name: str) -> None:
         expected.backward()
         torch.testing.assert_close(value, expected)
         torch.testing.assert_close(ours["logits"].grad, theirs["logits"].grad)
+    return eager, traced
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_training_equals_eager(name: str) -> None:
+    eager, traced = trained(name)
     for (key, state), expected_state in zip(traced.state_dict().items(), eager.state_dict().values(), strict=True):
         torch.testing.assert_close(state, expected_state, msg=lambda m, key=key: f"{key}: {m}")
     for ours_p, theirs_p in zip(traced.parameters(), eager.parameters(), strict=True):
@@ -66,14 +74,11 @@ def test_compiled_training_equals_eager(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedlas_ls", "fedlas_mbls"])
 def test_diagnostics_are_readable_after_a_compiled_step(name: str) -> None:
-    loss = build(name)
-    compiled(loss)(**batch(0))
-    eager = build(name)
-    eager(**batch(0))
+    eager, loss = trained(name)
     for what in ("psi", "gamma", "alpha_i"):
         assert not getattr(loss, what).requires_grad
         torch.testing.assert_close(getattr(loss, what), getattr(eager, what), equal_nan=True)
-        assert getattr(loss, what).isnan().nonzero().tolist() == [[0]], "only the ignored sample has none"
+        assert getattr(loss, what).isnan().nonzero().tolist() == [[2]], "only the ignored sample has none"
 
 
 @pytest.mark.parametrize("gate", ["soft", "shuffled", "positive", "negative"])

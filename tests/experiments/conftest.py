@@ -1,13 +1,21 @@
 """A small ledger that all tests of experiments read: four trainings of one epoch on digits."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from little_drawn import little_drawn
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import experiment_named
 from fedlas.experiments.reproduce import reproduce
+
+
+@pytest.fixture
+def few_resamples() -> Iterator[None]:
+    with little_drawn():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +25,7 @@ def choice() -> Choice:
         losses=("ce", "ls", "ce+temperature"),
         seeds=(1, 2),
         protocol="small",
-        changes={"epochs": "1", "batch_size": "100"},
+        changes={"epochs": "1", "batch_size": "100", "model_options.width": "8"},
     )
 
 
@@ -25,15 +33,9 @@ def choice() -> Choice:
 def trained(tmp_path_factory: pytest.TempPathFactory, choice: Choice) -> Path:
     """A folder with `runs` and `results`; tests that change something copy it."""
     folder = tmp_path_factory.mktemp("trained")
-    list(
-        reproduce(
-            experiment_named("sota"),
-            choice,
-            ledger=Ledger(folder / "results"),
-            runs=folder / "runs",
-            told=lambda _: None,
-        )
-    )
+    book = Ledger(folder / "results")
+    with little_drawn():
+        list(reproduce(experiment_named("sota"), choice, ledger=book, runs=folder / "runs", told=lambda _: None))
     return folder
 
 

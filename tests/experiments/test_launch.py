@@ -22,14 +22,15 @@ from waiting import until
 
 HERE = Path(__file__).parent
 
-LONG = 60  # epochs of a run that is to be hit in the middle
+LONG = 40  # epochs of a run that is to be hit in the middle
 ENDLESS = 5000  # and of one that nobody waits for
 
 
 def short(loss: str = "ce", **changes: Any) -> Recipe:
-    """A run of 2 epochs with 4 steps each."""
-    usual = {"epochs": 2, "batch_size": 50, "data_options": {"train_samples": 200}, "deterministic": True}
-    return recipe_for("digits", "small_cnn", loss, **{**usual, **changes})
+    """A run of 2 epochs with 4 steps each, of a narrow network."""
+    usual = {"epochs": 2, "batch_size": 50, "deterministic": True}
+    options = {"data_options": {"train_samples": 200}, "model_options": {"width": 8}}
+    return recipe_for("digits", "small_cnn", loss, **{**usual, **options, **changes})
 
 
 def holder(run: Run) -> int | None:
@@ -46,7 +47,7 @@ def holder(run: Run) -> int | None:
 
 def in_the_middle(run: Run) -> bool:
     """Whether a run has written checkpoints, of which the newest may still be under way, and has yet to go far."""
-    return run.checkpoint.exists() and 4 <= len(run.log) < LONG - 4
+    return run.checkpoint.exists() and 4 <= len(run.log) < run.recipe.epochs - 4
 
 
 def exists(pid: int) -> bool:

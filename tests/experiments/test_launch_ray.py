@@ -78,7 +78,8 @@ def test_a_node_dies_in_the_middle_of_a_run(cluster, tmp_path):
     Besides, one run diverges, and one is in the hands of another process for a while.
     """
     bad, elsewhere = short("focal", lr=1e30), short("mbls")
-    recipes = [elsewhere, short(epochs=LONG), short("ls", epochs=LONG), bad]
+    last = 3 * LONG  # long enough for either node to have begun with one of them
+    recipes = [elsewhere, short(epochs=last), short("ls", epochs=last), bad]
     good = [recipe for recipe in recipes if recipe != bad]
     node = cluster.add_node(num_cpus=1)
     hit: list[tuple[Run, list[float]]] = []

@@ -29,6 +29,8 @@ def recipes() -> dict[str, Recipe]:
     """Every recipe that some table wants with seed 1."""
     found = {}
     for name in CATALOG.entries:
+        if name == "indicator":  # it has data of its own, and reads them
+            continue
         for protocol in ("paper", "official", "fast"):
             try:
                 plan = planned(experiment_named(name), Choice(seeds=(1,), protocol=protocol), Ledger("nowhere"))
@@ -100,7 +102,7 @@ def test_all_tables_have_recipes():
 
 @pytest.mark.parametrize("key", [key for key, recipe in RECIPES.items() if recipe.data in ("cifar10", "cifar100")])
 def test_every_recipe_trains_a_small_network(made_up, key):
-    options = {"in_channels": 3}
+    options = {"in_channels": 3, "width": 8}
     trains(RECIPES[key].replace(model="small_cnn", model_options=options, channels_last=False))
 
 

@@ -25,6 +25,7 @@ from fedlas.predictions import Predictions
 from fedlas.train import Run, recipe_for
 from fedlas.train.protocols import list_recipes
 
+pytestmark = pytest.mark.usefixtures("few_resamples")
 PRINTED = json.loads(Path(paper.__file__).with_name("paper.json").read_text())
 
 
@@ -159,9 +160,8 @@ def test_only_trains_the_named_runs(choice, tmp_path):
 
 def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
     rows = ("fedlas_ls", "ls same mean alpha")
-    choice = Choice(
-        data=("digits",), losses=rows, seeds=(1,), protocol="small", changes={"epochs": "1", "batch_size": "100"}
-    )
+    changes = {"epochs": "1", "batch_size": "100", "model_options.width": "8"}
+    choice = Choice(data=("digits",), losses=rows, seeds=(1,), protocol="small", changes=changes)
     experiment, book = experiment_named("ablations"), Ledger(tmp_path / "results")
     assert len(planned(experiment, choice, book).wanted) == 1
     tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs", told=lambda _: None))
@@ -218,6 +218,8 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
         "1",
         "--set",
         "epochs=1",
+        "--set",
+        "model_options.width=8",
         "--out",
         "made",
     ]

@@ -10,7 +10,8 @@ from fedlas.experiments.search import Range, search
 from fedlas.metrics import nll
 from fedlas.train import Run, recipe_for
 
-RECIPE = recipe_for("digits", "small_cnn", "ls", epochs=1, batch_size=100, data_options={"train_samples": 200})
+SMALL = {"epochs": 1, "batch_size": 100, "data_options": {"train_samples": 200}, "model_options": {"width": 8}}
+RECIPE = recipe_for("digits", "small_cnn", "ls", **SMALL)
 
 
 def silent(_: str) -> None:
@@ -115,6 +116,8 @@ def test_the_command_tells_what_to_set(tmp_path):
         "1",
         "--set",
         "epochs=1",
+        "--set",
+        "model_options.width=8",
         "--out",
     ]
     shown = CliRunner().invoke(app, [*arguments, str(tmp_path)])

@@ -1,6 +1,6 @@
 """Short versions of the campaigns in this folder; docs/reliability.md has the long ones.
 
-The campaigns fork children from a process that has trained nothing, so each runs in a process of its own.
+Campaigns that fork children do it from a process that has trained nothing, so each of them runs in one of its own.
 """
 
 import json
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from collectives import outcome
+from nodes import torchrun_campaign
 
 HERE = Path(__file__).parent
 
@@ -61,6 +63,7 @@ from zygote import differences, lines, parts
 from runs_of import short
 from fedlas.train import fit
 folder = Path(sys.argv[2])
+kill.NETWORK["width"] = 8
 for name in ("kills", "ends", "faults", "results"):
     (folder / name).mkdir()
 kills = kill.campaign(2, 3, signal.SIGKILL, folder / "kills")
@@ -102,14 +105,12 @@ def test_short_campaigns_find_nothing_and_would_notice(tmp_path):
     assert "Read-only file system" in said["read-only disk"]
 
 
-def test_a_worker_of_torchrun_dies_and_the_run_goes_on():
+def test_a_worker_of_torchrun_dies_and_the_run_goes_on(tmp_path):
     """Wrong would be a silent end, a worker that is left, or other numbers than those of an unbroken run."""
-    (found,) = campaign("nodes.py", "--kills", "0", "--torchrun", "1", "--torchrun-epochs", "12")["torchrun"]
+    (found,) = torchrun_campaign(1, 1, tmp_path, epochs=12)
     assert found["wrong"] == []
 
 
 def test_two_processes_exchange_numbers_and_end():
     """From a compiled function: what is not compiled is exchanged in tests/train/test_processes.py."""
-    command = [sys.executable, str(HERE / "collectives.py"), "--rounds", "100", "--limit", "200", "--way", "compiled"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "100 rounds, compiled: every round right\n"), done.stderr
+    assert outcome(100, "compiled", limit=200) == "every round right"

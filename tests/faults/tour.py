@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "train")]
 import torch  # noqa: E402
 
 NAMES = ("Katze", "köttur", "猫")
+RESAMPLES = 100  # of intervals: some are enough to see whether they are the same
 
 
 ONLY_ASCII: list[bool] = []
@@ -45,7 +47,7 @@ def table(folder: Path) -> dict[str, Any]:
     path = folder / named("from Excel – ü.csv")
     path.write_bytes(("\ufeff" + "\r\n".join(rows) + "\r\n").encode())
     read = fedlas.read_predictions(path)
-    report = fedlas.evaluate(read, seed=0)
+    report = fedlas.evaluate(read, seed=0, resamples=RESAMPLES)
     copies = [folder / named(f"again ü{ending}") for ending in (".csv", ".parquet")]
     for copy in copies:
         fedlas.write_predictions(read, copy)
@@ -62,18 +64,21 @@ def training(folder: Path) -> dict[str, Any]:
     from runs_of import log_without_times, prediction_bytes, short
 
     import fedlas
-    from fedlas.experiments.kept import problems, record
+    from fedlas.experiments import kept
     from fedlas.experiments.ledger import Ledger
+    from fedlas.metrics.digest import Intervals
 
+    kept.Intervals = partial(Intervals, resamples=RESAMPLES)
     run = fedlas.fit(short("fedlas_ls", epochs=2), out=folder / named("Lauf Nr. 1 – 跑"))
     ledger = Ledger(folder / named("Büro"))
-    line = record(run, "small", None, ledger)
-    page = fedlas.save_page(folder / named("Seite ü.html"), {"köttur": run.predictions("best-test")})
+    line = kept.record(run, "small", None, ledger)
+    shown = {"köttur": run.predictions("best-test")}
+    page = fedlas.save_page(folder / named("Seite ü.html"), shown, resamples=RESAMPLES)
     return {
         "predictions": {name: digest(content) for name, content in prediction_bytes(run).items()},
         "log": digest(json.dumps(log_without_times(run)).encode()),
         "ece": line.metrics["ece"],
-        "problems": list(problems(ledger)),
+        "problems": list(kept.problems(ledger)),
         "page": "köttur".encode() in page.read_bytes() or b"k\\u00f6ttur" in page.read_bytes(),
     }
 
@@ -105,7 +110,7 @@ def command_line(folder: Path) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     asked = {
-        "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv"))],
+        "evaluate": ["evaluate", str(folder / named("from Excel – ü.csv")), "--resamples", str(RESAMPLES)],
         "missing": ["evaluate", str(folder / named("nicht da ü.csv"))],
         "list": ["list", "losses"],
     }

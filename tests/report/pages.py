@@ -1,6 +1,7 @@
 """Models and pages that the tests of the report page share."""
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,10 +64,11 @@ def log(epochs: int = 12) -> list[dict[str, Any]]:
     ]
 
 
-def models(resamples: int = 100) -> dict[str, Model]:
+@cache
+def models() -> dict[str, Model]:
     """Three models on the same samples, the first with everything that a page can show."""
     first, ood = model(class_names=CIFAR10), {"street numbers": foreign(), "noise": foreign(200, spread=0.5)}
-    options: dict[str, Any] = {"resamples": resamples}
+    options: dict[str, Any] = {"resamples": 100}
     recipe = {"data": "cifar10", "loss": "fedlas_ls", "loss_options": {"alpha": 0.05, "beta": 4.0}}
     return {
         "sure": Model(
@@ -89,6 +91,7 @@ def images(n: int = 700) -> torch.Tensor:
     return torch.randint(0, 256, (n, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 
+@cache
 def many_classes() -> Model:
     """Five thousand samples of a thousand classes."""
     random = torch.Generator().manual_seed(0)
@@ -99,6 +102,7 @@ def many_classes() -> Model:
     return Model(predictions=given, report=evaluate(given, intervals=False))
 
 
+@cache
 def hostile() -> tuple[dict[str, Model], dict[str, Any]]:
     """A model, and the options of a page, in which every text is an attack."""
     given = model(300, class_names=HOSTILE, split=HOSTILE[0])

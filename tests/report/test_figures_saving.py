@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from fedlas.evaluation import Report, evaluate
 from fedlas.predictions import Predictions
 from fedlas.report import figures
-from fedlas.report.figures import rank_data, rank_figure, save_figures, saving, style
+from fedlas.report.figures import rank_data, rank_figure, save_figures, saving, style, training
 from fedlas.report.subjects import Model
 from report import pages
 
@@ -43,7 +43,7 @@ def drawn(models, **options):
 
 @pytest.fixture(scope="module")
 def models():
-    return pages.models(resamples=50)
+    return pages.models()
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +92,15 @@ def test_every_figure_that_the_data_allow_is_drawn(several, alone):
     assert alone.keys() == bare | {"scores-street-numbers", "scores-noise"}
 
 
-def test_every_name_is_one_that_nothing_else_is_looked_for_under(models):
+def test_every_name_is_one_that_nothing_else_is_looked_for_under(several, alone):
     """Names of the user's own files are compared with these before anything is drawn."""
     many = {f"{'a/b ö. ' * 9}{number}": Model(predictions=pages.model(30), posthoc=()) for number in range(2)}
     report = evaluate(pages.model(60, features=None), intervals=False)
     logs = {f"{number}": Model(report=report, log=pages.log()) for number in range(8)}
-    for given in (models, models["sure"], many, logs):
-        names = drawn(given, resamples=50)
+    spread = drawn(logs)
+    for names in (several.keys() - {"ranks"}, alone, drawn(many, resamples=50), spread):
         assert all(re.fullmatch(saving.NAMES, name) for name in names)
-    assert {"reliability-2", "gate-2"} <= names.keys()
+    assert {"reliability-2", "gate-2"} <= spread.keys()
 
 
 def test_nothing_is_cut_off_too_small_or_overlaps(several, alone):
@@ -235,23 +235,27 @@ def test_many_models_are_spread_over_several_figures():
     assert {name: told for name, (figure, _) in found.items() if (told := complaints(figure))} == {}
 
 
-def of_logs(models):
-    return {name: (figure, data) for name, figure, data in saving._of_logs(models)}
+def gates_of(models):
+    """The figures of gates; those of training, which take longer, are not drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("training_figure", "alpha_figure"):
+            patch.setattr(training, name, lambda _: None)
+        return {name: (figure, data) for name, figure, data in saving._of_logs(models)}
 
 
 def test_the_gate_is_drawn_of_every_log_that_has_one():
     bare = [{word: one[word] for word in ("epoch", "train", "val")} for one in pages.log()]
-    found = of_logs({"plain": Model(log=bare), "gated": Model(log=[{}, *pages.log()])})
+    found = gates_of({"plain": Model(log=bare), "gated": Model(log=[{}, *pages.log()])})
     figure, data = found["gate"]
     assert [one.name for one in data.flip_rate] == ["gated"]
     assert data.positive[0].mean == tuple(one["gate"]["positive"] for one in pages.log())
     assert data.flip_rate[0].epochs == tuple(range(2, 13))
     assert [panel.get_title() for panel in figure.axes] == ["gated", "flip rate"]
-    many = of_logs({f"m{n}, a name of some length": Model(log=pages.log()) for n in range(9)})
+    many = gates_of({f"m{n}, a name of some length": Model(log=pages.log()) for n in range(9)})
     assert [len(many[f"gate-{n}"][1].flip_rate) for n in (1, 2)] == [7, 2]
     assert {name: told for name in ("gate-1", "gate-2") if (told := complaints(many[name][0]))} == {}
-    assert "gate" not in of_logs({"plain": Model(log=bare)})
-    assert of_logs({"short": Model(log=pages.log(1))})["gate"][1].flip_rate[0].mean == ()
+    assert "gate" not in gates_of({"plain": Model(log=bare)})
+    assert gates_of({"short": Model(log=pages.log(1))})["gate"][1].flip_rate[0].mean == ()
 
 
 def test_names_that_make_the_same_file_name_are_numbered():

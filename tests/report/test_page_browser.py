@@ -98,6 +98,9 @@ class Visit:
     def count(self, selector: str) -> int:
         return int(self.page.locator(selector).count())
 
+    def open_all(self) -> None:
+        self.page.locator("details").evaluate_all("all => all.forEach((one) => { one.open = true; })")
+
     def overflow(self) -> int:
         return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
@@ -125,8 +128,7 @@ def visit(browser: Any) -> Iterator[Any]:
 def test_no_page_is_wider_than_its_window(visit, request, name, width, scheme):
     here = visit(request.getfixturevalue(name), width, scheme)
     assert here.overflow() == 0
-    for details in here.page.locator("details").all():
-        details.evaluate("one => { one.open = true; }")
+    here.open_all()
     here.page.wait_for_timeout(50)
     assert here.overflow() == 0
     wide = here.page.evaluate("""() => [...document.querySelectorAll("body *")].filter((one) => {
@@ -619,8 +621,7 @@ def test_nothing_runs_that_a_file_says(visit, hostile, width):
         here.page.select_option("#model", model)
         for kind in ("over", "under"):
             here.page.check(f"#sample-kind input[value={kind}]")
-        for details in here.page.locator("details").all():
-            details.evaluate("one => { one.open = true; }")
+        here.open_all()
         for row in range(here.count("#class-table tbody tr")):
             here.page.locator("#class-table tbody tr").nth(row).hover()
             here.page.locator("#class-table tbody tr").nth(row).locator("td").first.click()
@@ -712,8 +713,7 @@ def test_small_and_odd_evaluations_make_pages(visit, tmp_path, name):
         for radio in here.page.locator("main input[type=radio]:not([disabled])").all():
             if radio.is_visible():
                 radio.check()
-        for details in here.page.locator("details").all():
-            details.evaluate("one => { one.open = true; }")
+        here.open_all()
         here.page.wait_for_timeout(50)  # tables are filled when they are opened
         assert here.overflow() == 0
         assert not re.search(r"NaN|Infinity|undefined|null|\[object", here.page.inner_text("main"))

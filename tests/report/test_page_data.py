@@ -227,6 +227,6 @@ def test_texts_are_cut_and_can_be_written():
 
 
 def test_everything_is_what_json_knows():
-    for name, one in pages.models(resamples=50).items():
+    for name, one in pages.models().items():
         data = page_data.model_data(name, one.report)
         assert json.loads(json.dumps(data, allow_nan=False)) == data

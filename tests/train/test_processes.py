@@ -19,19 +19,21 @@ from fedlas.train.runs import RunError
 OPTIONS = {
     "epochs": "2",
     "batch_size": "50",
+    "deterministic": "true",
     "model_options.norm": "group",
     "model_options.width": "8",
     "data_options.train_samples": "330",
 }
 HERE = Path(__file__).parent
 PATIENCE = 180  # seconds: six times as long as it takes beside other tests
-# Unbroken, stopped and resumed, all in one start of two processes, which takes longer than the runs.
+# Unbroken by the command line, stopped and resumed: in one start of two processes, which takes longer than the runs.
 RUNS = """
 import faulthandler, os, signal, sys
 from pathlib import Path
 faulthandler.dump_traceback_later(120)  # where it stands still, should it
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import large
+from fedlas.__main__ import main
 from fedlas.train import AbstractCallback, RunError, StoppedError, fit, recipe_for
 
 class Signals(AbstractCallback):
@@ -50,17 +52,21 @@ def say(words):  # at once, lest the other process says something in between
 def threads():
     return len(os.listdir("/proc/self/task"))
 
-folder, before = Path(sys.argv[2]), threads()
-options = {"model_options": {"norm": "group", "width": 8}, "data_options": {"train_samples": 330}}
-recipe = recipe_for("digits", loss="fedlas_ls", epochs=2, batch_size=50, deterministic=True, **options)
-fit(recipe, out=folder / "unbroken")
+folder, images, changes, before = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:], threads()
+recipe = recipe_for("digits", loss="fedlas_ls").with_settings(dict(change.split("=") for change in changes))
+words = ["--data", "digits", "--loss", "fedlas_ls", "--out", str(folder / "unbroken")]
+sys.argv[1:] = ["train", *words, *(word for change in changes for word in ("--set", change))]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
 try:
     fit(recipe, out=folder / "stopped", callbacks=[Signals()])
 except StoppedError as error:
     say(f"stopped by {error.signal_number} and {threads() - before} threads are left")
 fit(recipe, out=folder / "stopped", resume=True)
-fit(recipe.replace(model_options={"width": 8}), out=folder / "norms")
-photographs = large(Path(sys.argv[3]), model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
+fit(recipe.replace(model_options={"width": 8}, deterministic=False), out=folder / "norms")
+photographs = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
 fit(photographs, out=folder / "photographs")
 sync, other = photographs.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
 for wrong, name in ((sync, "sync"), (other, "unbroken"), (recipe, "unbroken/log.jsonl/run")):
@@ -106,17 +112,20 @@ def capture(pytestconfig: pytest.Config) -> CaptureManager:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Run, Run]:
-    options = [word for name, value in OPTIONS.items() for word in ("--set", f"{name}={value}")]
-    train = ("-m", "fedlas", "train", "--data", "digits", "--loss", "fedlas_ls", *options, "--out")
-    folder, _, error = torchrun(tmp_path_factory.mktemp("processes"), capture, lambda folder: [*train, folder / "two"])
+def made(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
+    """The folder of the runs of two processes, what they said, and the images that they have read."""
+    base = tmp_path_factory.mktemp("processes")
+    images, script = photographs(base / "images"), base / "runs.py"
+    script.write_text(RUNS)
+    changes = [f"{name}={value}" for name, value in OPTIONS.items()]
+    folder, said, error = torchrun(base, capture, lambda folder: [script, HERE, folder, images, *changes])
     assert "Grad strides" not in error
+    return folder, said, images
+
+
+def test_two_processes_equal_one(made, tmp_path):
     recipe = recipe_for("digits", loss="fedlas_ls").with_settings(OPTIONS)
-    return Run(folder / "two"), fit(recipe, out=folder / "one")
-
-
-def test_two_processes_equal_one(pair):
-    two, one = pair
+    two, one = Run(made[0] / "unbroken"), fit(recipe, out=tmp_path)
     for mine, theirs in zip(two.log, one.log, strict=True):
         for part in ("train", "val"):
             for name, value in theirs[part].items():
@@ -133,11 +142,9 @@ def test_two_processes_equal_one(pair):
     assert (two.folder / "environment.json").read_text().count('"processes": 2') == 1
 
 
-def test_two_processes_stop_go_on_bit_for_bit_and_read_images(tmp_path, capture):
+def test_two_processes_stop_go_on_bit_for_bit_and_read_images(made):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
-    images, script = photographs(tmp_path / "images"), tmp_path / "runs.py"
-    script.write_text(RUNS)
-    folder, said, _ = torchrun(tmp_path, capture, lambda folder: [script, HERE, folder, images])
+    folder, said, images = made
     # Both agree on the highest. A thread that lives on and asks for Python while Python ends aborts the process.
     assert said.count("while it trains more threads") == 2
     assert said.count("stopped by 15 and 0 threads are left") == 2
