@@ -1120,7 +1120,7 @@ def _decimal_rounding(scores: Any) -> float | None:
 
     Nothing where they have more decimals than could be told from their type.
     """
-    table = scores if isinstance(scores, np.ndarray) else np.empty(0)
+    table: NDArray[Any] = scores if isinstance(scores, np.ndarray) else np.empty(0)
     if table.ndim != 2 or table.dtype not in (np.float32, np.float64) or not np.isfinite(table.sum()):
         return None
     precision = float(np.finfo(table.dtype).eps)
@@ -1133,7 +1133,7 @@ def _decimal_rounding(scores: Any) -> float | None:
             return None
         parts = (table[rows : rows + 4096].astype(np.float64) * unit for rows in range(0, len(table), 4096))
         if all(bool((np.abs(part - np.round(part)) <= precision * unit).all()) for part in parts):
-            return max(usual, 0.5 / unit * table.shape[1] * 1.000002)  # a rounding error more
+            return max(usual, 0.5 / unit * int(table.shape[1]) * 1.000002)  # a rounding error more
     return None
 
 

@@ -110,6 +110,14 @@ def test_digits_need_nothing(tmp_path):
     assert abs(images.std() - data.transform.std[0]) < 1e-3
 
 
+def test_digits_are_those_of_scikit_learn_however_they_are_read(monkeypatch):
+    found = fedlas.build_data("digits").part("train")
+    monkeypatch.setattr("fedlas.data.digits.find_spec", lambda _: None)  # as where its files lie elsewhere
+    asked = fedlas.build_data("digits").part("train")
+    assert torch.equal(found.images, asked.images)
+    assert torch.equal(found.labels, asked.labels)
+
+
 def test_pixels_of_digits_use_all_of_a_byte():
     from sklearn.datasets import load_digits
 

@@ -9,9 +9,12 @@ training split only, so validation and test tell the truth.
 """
 
 from dataclasses import replace
-from typing import ClassVar, Unpack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedlas.data.base import AbstractDataset, Common, Part, Split, as_images, as_labels
 from fedlas.data.base.images import Transform, optional_module
@@ -52,7 +55,7 @@ class Digits(AbstractDataset):
         return tuple("0123456789")
 
     def read(self, part: str) -> Part:
-        pixels, labels = optional_module("sklearn.datasets").load_digits(return_X_y=True)
+        pixels, labels = _embedded()
         index = np.arange(len(labels))
         index = index[:TRAINING] if part == "train" else index[TRAINING:]
         images = np.rint(pixels[index] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
@@ -71,3 +74,15 @@ class Digits(AbstractDataset):
             labels[wrong] = (labels[wrong] + random.integers(1, 10, len(wrong))) % 10
             made = replace(made, labels=as_labels(labels))
         return made
+
+
+def _embedded() -> tuple[NDArray[Any], NDArray[Any]]:
+    """Read the file that comes with scikit-learn, without the package: its import takes as long as a short training."""
+    found = find_spec("sklearn")
+    for folder in [] if found is None else found.submodule_search_locations or []:
+        file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if file.is_file():
+            table = np.loadtxt(file, delimiter=",")
+            return table[:, :-1], table[:, -1].astype(np.int64)
+    pixels, labels = optional_module("sklearn.datasets").load_digits(return_X_y=True)
+    return pixels, labels
