@@ -296,6 +296,13 @@ def test_rounded_text_may_miss_one_by_half_a_digit_per_class(tmp_path):
         Predictions.from_csv(table(tmp_path, "prob_a,prob_b,prob_c,label\n0.330,0.330,0.330,a\n"))
 
 
+def test_a_small_file_cannot_claim_any_number_of_classes(tmp_path):
+    wide = np.zeros((1, 2**20 + 1), np.float16)
+    np.savez_compressed(tmp_path / "wide.npz", logits=wide, labels=np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match=r"wide\.npz: it has 1,048,577 classes; from a file at most 1,048,576"):
+        Predictions.from_npz(tmp_path / "wide.npz")
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_rounded_numbers_of_other_files_may_miss_one_as_those_of_text_may(tmp_path, kind):
     rounded = np.array([[0.33, 0.33, 0.33], [0.5, 0.25, 0.25]], dtype=kind)

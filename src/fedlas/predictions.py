@@ -55,6 +55,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 # How many logits are made probabilities at a time: on a CPU 16 MiB, elsewhere a gigabyte. Smaller parts would fit a
 # cache, but all threads wait for each other after each, which takes far longer where other programs run.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
+MOST_CLASSES = 2**20  # of a file: the metrics of each take a kilobyte, and a small file can claim any number
 ENOUGH = 20  # rows that are not all distributions by chance
 # What rows of logits sum to that are none, and what to do then.
 LOOK_ALIKES = {
@@ -397,6 +398,9 @@ class Predictions:
             scores = _numbers(columns, kind, names, path)
             if len(names) == 1:  # a binary classifier, of which one column says everything
                 names = ["0" if names[0] == "1" else f"not {names[0]}", names[0]]
+        classes = np.shape(scores)[-1] if np.ndim(scores) > 1 else 0
+        if classes > MOST_CLASSES:
+            raise ValueError(f"{path}: it has {classes:,} classes; from a file at most {MOST_CLASSES:,} are read")
         if names is not None and _has_numbers(columns):
             names = _told_apart(names)
         check_distinct(names)

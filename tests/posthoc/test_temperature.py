@@ -150,6 +150,17 @@ def test_logits_that_are_always_wrong_end_at_the_other_bound():
         assert Temperature().fit(logits, logits.argmin(1)).temperature == pytest.approx(1e4)
 
 
+def test_enormous_logits_are_scaled_and_stay_finite():
+    logits = torch.tensor([[1e308, -1e308], [1e308, 1e308]] * 10, dtype=torch.float64)
+    labels = torch.tensor([0, 1] * 10)
+    with pytest.warns(UserWarning, match="every one is classified correctly"):
+        found = Temperature().fit(logits, labels)
+    assert found.temperature == pytest.approx(1e-3)
+    assert found.fitted.after == pytest.approx(math.log(2) / 2)
+    assert found.transform(logits).isfinite().all()
+    assert found.transform(logits.float().clamp(-3e38, 3e38)).isfinite().all()
+
+
 def test_logits_that_say_nothing_keep_their_temperature():
     assert Temperature().fit(torch.zeros(10, 3), torch.arange(10) % 3).temperature == 1.0
 

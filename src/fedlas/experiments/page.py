@@ -33,7 +33,8 @@ fedlas compare cifar10/fast/fedlas_ls cifar10/fast/ls            # paired, on th
 
 A value is the mean over seeds ± its standard deviation. An interval is the mean of the seeds' 95 % bootstrap intervals,
 which is what another test set of the same size would change. A difference to a printed number is "inside" noise if the
-printed number lies in the range of those intervals, or within two standard errors of the mean.
+printed number lies in the range of those intervals, or within two standard errors of the difference of two means, ours
+and one of three seeds with the same spread.
 """
 
 
@@ -82,7 +83,8 @@ def _said(table: Table) -> tuple[str, ...]:
 
 
 def _summary(ledger: Ledger) -> str:
-    lines = [line for line in ledger.lines.values() if line.posthoc is None]
+    # A training may have several lines: after a calibrator, and for each way to look at the test images.
+    lines = list({line.recipe.name: line for line in ledger.lines.values()}.values())
     if not lines:
         return "The ledger is empty: nothing has been run yet.\n"
     hours = sum(line.seconds for line in lines) / 3600

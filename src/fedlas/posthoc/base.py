@@ -51,6 +51,7 @@ FORMAT = "fedlas.calibrator/1"
 CHECKSUM = "sha256"  # of the numbers, among the words of a file; `sealed` adds one of the words too
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
 EXACT_BELOW = 20_000_000  # this many numbers are copied to float64; larger tables keep their type
+ENORMOUS = 1e100
 
 
 class Samples(NamedTuple):
@@ -222,7 +223,8 @@ class AbstractCalibrator(ABC):
         if table.shape[1] != self.fitted.classes:
             raise ValueError(f"logits have {table.shape[1]} classes; {self.name} was fitted on {self.fitted.classes}")
         check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
-        calibrated = _as_given(self.apply(wide(table)), given)
+        largest = torch.finfo(given.dtype).max  # what is enormous stays enormous, and finite
+        calibrated = _as_given(self.apply(wide(table)).clamp(-largest, largest), given)
         return calibrated if isinstance(logits, Tensor) else calibrated.numpy()
 
     def check_names(self, names: Sequence[str] | None) -> None:
@@ -510,7 +512,12 @@ def _samples(
 
 
 def exact(logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
-    """Take logits in float64 where that is affordable and the device has it, in float32 or better elsewhere."""
+    """Take logits in float64 where that is affordable and the device has it, in float32 or better elsewhere.
+
+    Those beyond every float32 are made smaller, so that they can be multiplied; probabilities stay zero and one.
+    """
+    if logits.dtype == torch.float64:
+        logits = logits.clamp(-ENORMOUS, ENORMOUS)
     if logits.numel() > EXACT_BELOW or logits.device.type == "mps":
         return wide(logits)
     return logits.double()

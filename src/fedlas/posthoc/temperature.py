@@ -126,7 +126,8 @@ def _confidence(samples: Samples, temperature: float) -> Float[Tensor, " n"]:
 def _reason(samples: Samples, factor: float) -> str:
     """Say why there is no optimum between the bounds."""
     prediction, labels = samples.logits.argmax(1), samples.shares.argmax(1)
-    if factor > 1 and bool((prediction == labels).all()):
+    first, second = samples.logits.topk(2, dim=1).values.unbind(1)
+    if factor > 1 and bool(((prediction == labels) | (first == second)).all()):  # a draw is sure of nothing
         return "every one is classified correctly, so no confidence is too high. Fit on more, held-out samples."
     if factor < 1 and scaled_nll(samples, 0.0)[1] >= 0:
         return "the logits point away from the labels. Are they of the same samples, in the same order?"
