@@ -243,8 +243,8 @@ def evaluations(most: int, patience: float) -> Iterator[Point]:
         yield from series("evaluate", name, "C", [*CLASSES], partial(one, 100), patience)
 
 
-def training(epochs: int) -> list[dict[str, float]]:
-    """Train on digits and note memory and open files after each epoch."""
+def training(epochs: int, **options: Any) -> list[dict[str, float]]:
+    """Train on digits and note memory and open files after each epoch; options are those of a recipe."""
     from fedlas.train.callbacks import AbstractCallback
 
     class Watch(AbstractCallback):
@@ -254,6 +254,7 @@ def training(epochs: int) -> list[dict[str, float]]:
             self.seen: list[dict[str, float]] = []
 
         def epoch_ended(self, record: Any) -> None:
+            ctypes.CDLL(None).malloc_trim(0)  # what is free is not held
             text = Path("/proc/self/status").read_text(encoding="ascii")
             held = int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmRSS"))) / 1024
             self.seen.append(
@@ -261,9 +262,14 @@ def training(epochs: int) -> list[dict[str, float]]:
             )
 
     watch = Watch()
-    recipe = fedlas.Recipe(
-        data="digits", model="small_cnn", loss="fedlas_ls", epochs=epochs, batch_size=256, compile=False
-    )
+    common: dict[str, Any] = {
+        "data": "digits",
+        "model": "small_cnn",
+        "loss": "fedlas_ls",
+        "batch_size": 256,
+        "compile": False,
+    }
+    recipe = fedlas.Recipe(epochs=epochs, **common | options)
     with tempfile.TemporaryDirectory() as folder:
         fedlas.fit(recipe, out=Path(folder) / "run", callbacks=[watch], device="cpu", progress=False)
     return watch.seen

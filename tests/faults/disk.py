@@ -6,6 +6,7 @@
 Every attempt is compared with an unbroken run of the same recipe, as in `kill.py`, whose four losses take turns. The
 full disk and the one that can only be read are file systems of their own in memory, because no permission keeps root
 from writing. Mounting them takes root, or a namespace in which one is: `unshare -rm python tests/faults/disk.py`.
+At least half of the full disks have to have been full.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from fedlas.experiments import kept
 from fedlas.train import Recipe, Run
 
 ENOUGH = 64 * 2**20
+NO_ROOM = "No space left on device"
 YEARS = 10 * 365.25 * 86400  # in seconds
 
 
@@ -132,7 +134,7 @@ def full_disk(bench: Bench, dice: random.Random) -> Trial:
     with mounted(bench.folder / "disk", size) as disk:
         code = finish(bench.start(disk / "run"))
         trial = Trial(f"{size:,} bytes", bench.said() if code else "it was enough")
-        if code and not ("No space left on device" in trial.said and str(disk) in trial.said):
+        if code and not (NO_ROOM in trial.said and str(disk) in trial.said):
             trial.wrong.append(f"it ended with {code} and does not name the file that found no room: {trial.said}")
         trial.wrong += [f"{path} was left" for path in disk.rglob(".*.part")]
         mount("-o", f"remount,size={ENOUGH}", str(disk))
@@ -316,6 +318,16 @@ def rows(found: dict[str, list[Trial]]) -> list[dict[str, Any]]:
     ]
 
 
+def wrongs(found: dict[str, list[Trial]], asked: int) -> list[str]:
+    """Name all that is wrong, also that a fault was tried too rarely, or that too few of the full disks were full."""
+    wrong = [f"{name}, {trial.about}: {word}" for name, held in found.items() for trial in held for word in trial.wrong]
+    for name, held in found.items():
+        wrong += [f"{name} was tried {len(held)} times, and should have been {asked} times"] * (len(held) != asked)
+    disks = found.get("full disk", [])
+    full = sum(NO_ROOM in trial.said for trial in disks)
+    return wrong + [f"only {full} of {len(disks)} disks were full"] * (2 * full < len(disks))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100, help="of each fault")
@@ -331,7 +343,9 @@ def main() -> int:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         told = {name: [asdict(trial) for trial in trials] for name, trials in found.items()}
         given.json.write_text(json.dumps(told, indent=1) + "\n")
-    return int(any(trial.wrong for trials in found.values() for trial in trials))
+    wrong = wrongs(found, given.runs)
+    print(*wrong, sep="\n", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Every run has a recipe of its own and is trained twice: unbroken, and with a kil
 time that the unbroken run took; every fifth kill aims at a checkpoint that is being written, which else few would hit.
 A run that ends before its kill comes is thrown away, and another moment is drawn. Then the run is resumed, and compared
 with the unbroken one: weights and all else that a checkpoint holds, predictions, log, ledger, temporary files, steps.
+At least a tenth of the kills have to have come while a checkpoint was being written.
 """
 
 import argparse
@@ -153,6 +154,14 @@ def rows(kills: list[Kill]) -> list[dict[str, Any]]:
     return found
 
 
+def wrongs(kills: list[Kill], asked: int) -> list[str]:
+    """Name all that is wrong, also that too few kills came, or too few while a checkpoint was being written."""
+    wrong = [f"run {kill.run}: {word}" for kill in kills for word in kill.wrong]
+    wrong += [f"{len(kills)} runs were killed, and {asked} should have been"] * (len(kills) != asked)
+    writing = sum(kill.phase == "checkpoint writing" for kill in kills)
+    return wrong + [f"only {writing} of {len(kills)} kills came during checkpoint writing"] * (writing < asked // 10)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=100)
@@ -167,7 +176,9 @@ def main() -> int:
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps([asdict(kill) for kill in kills], indent=1) + "\n")
-    return int(any(kill.wrong for kill in kills))
+    wrong = wrongs(kills, given.runs)
+    print(*wrong, sep="\n", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

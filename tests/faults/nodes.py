@@ -6,7 +6,8 @@
 A head without processors, two nodes with one each, and `fedlas reproduce` as the driver, which makes a table of 12
 runs. Whenever some run is being trained, a node or the driver is killed after up to three seconds: the raylet of a
 node, whose workers end with it, or the driver's process. A node is replaced, a driver started again with the same
-words, as a user would. At the end the table has to be complete, and every run has to stand in the ledger once.
+words, as a user would. At the end the table has to be complete, and every run has to stand in the ledger once; and as
+many must have been killed as were asked for.
 """
 
 import argparse
@@ -242,6 +243,15 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
+def wrongs(found: dict[str, Any], kills: int, workers: int) -> list[str]:
+    """Name all that is wrong, also that less was killed than asked for."""
+    cluster, held = found.get("cluster", {"kills": [], "wrong": []}), found.get("torchrun", [])
+    wrong = [*cluster["wrong"], *(word for one in held for word in one["wrong"])]
+    for what, done, asked in (("nodes and drivers", len(cluster["kills"]), kills), ("workers", len(held), workers)):
+        wrong += [f"{done} {what} were killed, and {asked} should have been"] * (done != asked)
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
@@ -263,9 +273,7 @@ def main() -> int:
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(found, indent=1) + "\n")
-    wrong = found.get("cluster", {}).get("wrong", []) + [
-        word for one in found.get("torchrun", []) for word in one["wrong"]
-    ]
+    wrong = wrongs(found, given.kills, given.torchrun)
     print(*wrong, sep="\n", file=sys.stderr)
     return int(bool(wrong))
 

@@ -31,23 +31,23 @@ BLOCK, CLASSES = 100_000, 5
 STREAMS: tuple[Any, ...] = (ECE, ClasswiseECE, MCE, SignedECE, OverUnder, Accuracy, NLL, Brier, AECE, AURC, SmoothECE)
 
 
-def block(number: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
+def block(number: int, n: int, seed: int, length: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Draw the probabilities and labels of one block."""
     draw = torch.Generator().manual_seed(1_000_003 * seed + number)
-    size = min(BLOCK, n - number * BLOCK)
+    size = min(length, n - number * length)
     logits = 3 * torch.randn(size, CLASSES, generator=draw)
     return logits.softmax(1), torch.randint(CLASSES, (size,), generator=draw)
 
 
-def blocks(n: int) -> range:
-    return range(-(-n // BLOCK))
+def blocks(n: int, length: int = BLOCK) -> range:
+    return range(-(-n // length))
 
 
-def chunks(numbers: range, n: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def chunks(numbers: range, n: int, seed: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Give the samples of some blocks in pieces of any length, which know nothing of the blocks."""
     draw = torch.Generator().manual_seed(seed + numbers.start)
     for number in numbers:
-        probs, labels = block(number, n, seed)
+        probs, labels = block(number, n, seed, length)
         place = 0
         while place < len(labels):
             step = int(10 ** (5 * float(torch.rand((), generator=draw)))) + 1
@@ -55,7 +55,7 @@ def chunks(numbers: range, n: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]
             place += step
 
 
-def part(given: tuple[range, int, int], kinds: tuple[Any, ...] = STREAMS) -> tuple[bytes, int]:
+def part(given: tuple[range, int, int, int], kinds: tuple[Any, ...] = STREAMS) -> tuple[bytes, int]:
     """Feed all streams with one process's share, and give them as bytes: as tensors each would need an open file."""
     torch.set_num_threads(1)
     made, seen = [kind() for kind in kinds], 0
@@ -66,13 +66,15 @@ def part(given: tuple[range, int, int], kinds: tuple[Any, ...] = STREAMS) -> tup
     return pickle.dumps(made), seen
 
 
-def campaign(n: int, processes: int, seed: int, kinds: tuple[Any, ...] = STREAMS) -> dict[str, Any]:
+def campaign(
+    n: int, processes: int, seed: int, kinds: tuple[Any, ...] = STREAMS, length: int = BLOCK
+) -> dict[str, Any]:
     """Compare streams over processes, merged in an order that depends on the seed, with one pass."""
     start = time.monotonic()
-    every = blocks(n)
+    every = blocks(n, length)
     shares = [range(k * len(every) // processes, (k + 1) * len(every) // processes) for k in range(processes)]
     with multiprocessing.get_context("spawn").Pool(min(processes, len(every))) as pool:
-        found = pool.map(partial(part, kinds=kinds), [(share, n, seed) for share in shares], chunksize=1)
+        found = pool.map(partial(part, kinds=kinds), [(share, n, seed, length) for share in shares], chunksize=1)
     order = torch.randperm(processes, generator=torch.Generator().manual_seed(seed)).tolist()
     merged = pickle.loads(found[order[0]][0])
     for place in order[1:]:
@@ -81,7 +83,7 @@ def campaign(n: int, processes: int, seed: int, kinds: tuple[Any, ...] = STREAMS
     rows = []
     whole = [kind() for kind in kinds]
     for number in every:
-        probs, labels = block(number, n, seed)
+        probs, labels = block(number, n, seed, length)
         for stream in whole:
             stream.update(probs, labels)
     for mine, other in zip(merged, whole, strict=True):

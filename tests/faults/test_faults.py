@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import disk
+import kill
+import nodes
 import pytest
 from collectives import outcome
 from nodes import torchrun_campaign
@@ -103,6 +106,38 @@ def test_short_campaigns_find_nothing_and_would_notice(tmp_path):
     if "full disk" not in faults:
         pytest.skip("no file system can be mounted here, which takes root or unshare -rm: no full or read-only disk")
     assert "Read-only file system" in said["read-only disk"]
+    assert disk.NO_ROOM in said["full disk"]
+
+
+def test_too_few_kills_are_wrong():
+    cluster = {"kills": [{"what": "driver", "after": 1.0}] * 19, "wrong": []}
+    found = {"cluster": cluster, "torchrun": [{"wrong": []}] * 5}
+    assert nodes.wrongs(found, 19, 5) == []
+    assert nodes.wrongs(found, 20, 5) == ["19 nodes and drivers were killed, and 20 should have been"]
+    assert nodes.wrongs({"cluster": cluster}, 19, 5) == ["0 workers were killed, and 5 should have been"]
+    assert nodes.wrongs({"torchrun": [{"wrong": ["it is late"]}]}, 0, 1) == ["it is late"]
+
+
+def test_too_few_kills_while_a_checkpoint_is_written_are_wrong():
+    def made(writing, rest):
+        phases = ["checkpoint writing"] * writing + ["step"] * rest
+        return [kill.Kill(number, phase, -9, 28) for number, phase in enumerate(phases)]
+
+    assert kill.wrongs(made(10, 90), 100) == []
+    assert kill.wrongs(made(9, 91), 100) == ["only 9 of 100 kills came during checkpoint writing"]
+    assert kill.wrongs(made(10, 89), 100) == ["99 runs were killed, and 100 should have been"]
+    assert kill.wrongs([kill.Kill(3, "step", -9, 28, ["its log is another"])], 1) == ["run 3: its log is another"]
+
+
+def test_disks_that_were_not_full_are_wrong():
+    full, enough = disk.Trial("9 bytes", f"OSError: {disk.NO_ROOM}: 'x'"), disk.Trial("99 bytes", "it was enough")
+    assert disk.wrongs({"full disk": [full, full, enough]}, 3) == []
+    assert disk.wrongs({"full disk": [full, enough, enough]}, 3) == ["only 1 of 3 disks were full"]
+    assert disk.wrongs({"full disk": [enough]}, 1) == ["only 0 of 1 disks were full"]
+    assert disk.wrongs({"clock that jumps": [disk.Trial("x", wrong=["it failed"])]}, 1) == [
+        "clock that jumps, x: it failed"
+    ]
+    assert disk.wrongs({"full disk": []}, 1) == ["full disk was tried 0 times, and should have been 1 times"]
 
 
 def test_a_worker_of_torchrun_dies_and_the_run_goes_on(tmp_path):

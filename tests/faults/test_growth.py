@@ -1,14 +1,19 @@
-"""Growth is read off as it should be: the slope of a few points, and nothing that grows while a run trains."""
+"""Growth is read off as it should be, counted work grows as it may, and nothing grows while a run trains."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import fedlas
 from fedlas import metrics
 
 
@@ -75,12 +80,78 @@ def test_what_one_point_has_freed_does_not_hide_what_the_next_takes():
         assert 4 * n <= memory < 4 * n + 4 * growth.LITTLE  # with libraries that were not loaded before
 
 
-def test_a_stream_of_sums_keeps_no_samples():
-    stream, (logits, labels, *_) = metrics.ECE(), growth.problem(100_000, 10)
+class Work(TorchDispatchMode):
+    """Counts the numbers that torch reads and writes, which are the same on every machine."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            given = tree_leaves((args, kwargs, found))
+            self.numbers += sum(one.numel() for one in given if isinstance(one, torch.Tensor))
+        return found
+
+
+def counted(kind, name, against, make):
+    """Measure at three sizes, with counted work in place of seconds."""
+    found = []
+    for size in {"N": (500, 1000, 2000), "C": (100, 200, 400)}[against]:
+        call = make(size)
+        with Work() as seen:
+            call()
+        found.append(growth.Point(kind, name, against, size, seen.numbers, 0))
+    return found
+
+
+@pytest.mark.parametrize("against", ["N", "C"])
+def test_work_grows_as_it_may(against):
+    fixed = {"classes": 10} if against == "N" else {"n": 64}
+
+    def series_of(kind, name, make):
+        return counted(kind, name, against, lambda size: make(**{"n": size, "classes": size, **fixed}))
+
+    points = [
+        point
+        for record in fedlas.list_losses()
+        for point in series_of("loss", record.name, partial(growth.loss_step, record.name))
+    ]
+    for name, function in growth.metric_functions().items():
+        points += series_of("metric", name, partial(growth.metric_call, function))
+    assert growth.excesses(points) == []
+    assert all(point.seconds > point.size for point in points)
+
+
+def _all_pairs(probs, labels):
+    return torch.cdist(probs, probs).mean() + metrics.ece(probs, labels)
+
+
+def _one_by_one(probs, labels):
+    return sum(float((probs[:, 0] - row[0]).abs().sum()) for row in probs)
+
+
+@pytest.mark.parametrize("function", [_all_pairs, _one_by_one])
+def test_quadratic_work_is_found(function):
+    points = counted("metric", "x", "N", lambda n: growth.metric_call(function, n, 10))
+    assert growth.exponent(points) > 1.9
+    assert len(growth.excesses(points)) == 1
+
+
+def bytes_kept(kind):
+    """Say what a further sample adds to a stream, from two numbers of updates."""
+    stream, (logits, labels, *_), updates = kind(), growth.problem(20_000, 10), (20, 120)
     probs = logits.softmax(1)
     stream.update(probs, labels)
-    _, memory = growth.apart(lambda n: lambda: [stream.update(probs, labels) for _ in range(n)], 20)
-    assert memory < 64 * 2**20
+    few, many = (growth.apart(lambda n: lambda: [stream.update(probs, labels) for _ in range(n)], n) for n in updates)
+    return (many[1] - few[1]) / (20_000 * (updates[1] - updates[0]))
+
+
+def test_a_stream_of_sums_keeps_no_samples():
+    """Half a byte is less than any sample takes; one that keeps samples is measured in the same way, and found."""
+    assert bytes_kept(metrics.ECE) < growth.SUMS
+    assert bytes_kept(metrics.AURC) > 4 * growth.SUMS
 
 
 def test_a_process_that_dies_is_named():
@@ -88,8 +159,11 @@ def test_a_process_that_dies_is_named():
         growth.apart(lambda n: lambda: os._exit(1), 7)
 
 
-@pytest.mark.parametrize("epochs", [6, pytest.param(40, marks=pytest.mark.slow)])
-def test_training_holds_no_more_with_every_epoch(epochs):
-    seen = growth.training(epochs)
+SHORT = {"data_options": {"train_samples": 100}, "model_options": {"width": 8}, "batch_size": 50}
+
+
+@pytest.mark.parametrize(("epochs", "options"), [(30, SHORT), pytest.param(40, {}, marks=pytest.mark.slow)])
+def test_training_holds_no_more_with_every_epoch(epochs, options):
+    seen = growth.training(epochs, **options)
     assert seen[-1]["files"] == seen[2]["files"]
-    assert seen[-1]["mib"] - seen[4]["mib"] < 30
+    assert seen[-1]["mib"] - seen[9]["mib"] < 4

@@ -1,0 +1,241 @@
+"""A search for what could run what a stranger wrote: whatever looks as if it loaded something has to be known.
+
+Names are resolved through imports. A module that unpickles, or runs code, may be imported where `ADMITTED` says so; a
+name with a word such as "load" in it has to be our own or one of `SAFE`, or to carry what `GUARDED` asks for; and a
+module whose name is computed is imported nowhere but in the calls of `ADMITTED`.
+"""
+
+import ast
+import re
+
+# Parts of a name that belong to modules which run what they read.
+PICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "runpy", "yaml"}
+PICKLING |= {"ruamel", "jsonpickle", "hickle"}
+MODULES = (
+    "builtins",
+    "importlib.machinery",
+    "multiprocessing.connection",
+    "multiprocessing.managers",
+    "torch.distributed.checkpoint",
+    "torch.hub",
+    "torch.jit",
+    "torch.package",
+    "torch.serialization",
+    "torchvision.datasets",
+    "zipimport",
+)
+WORDS = {"load", "loads", "unpickle", "unpickler", "pickle", "deserialize", "recv", "hdf", "exec"}
+NAMES = {"run_path", "run_module", "NpzFile", "read_array", "add_safe_globals", "safe_globals"}
+NAMES |= {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "recv_object_list"}
+BUILT_IN = {"exec", "eval", "compile", "__import__", "__builtins__", "os.system", "os.popen"}
+# Calls that are safe with one word, which has to be written out.
+GUARDED = {
+    "torch.load": ("weights_only", True),
+    "numpy.load": ("allow_pickle", False),
+    "numpy.lib.format.read_array": ("allow_pickle", False),
+    "timm.create_model": ("pretrained", False),
+}
+SAFE = {
+    "huggingface_hub.try_to_load_from_cache",
+    "json.load",
+    "json.loads",
+    "safetensors.torch.load",
+    "safetensors.torch.load_file",
+    "sklearn.datasets.load_digits",
+    "tomllib.load",
+    "tomllib.loads",
+    "triton.language.load",
+}
+SAFE_METHODS = {"load_state_dict"}  # takes what has been read already
+IMPORTERS = {"import_module", "optional_module", "library", "_brought"}  # take the name of a module
+# What single files may import, name or call.
+ADMITTED = {
+    # the one unpickler, behind a checksum and with three names of its own; tests/data/test_data_formats.py attacks it
+    "data/base/formats.py": {"import pickle", "pickle.Unpickler", "_PlainUnpickler", "_PlainUnpickler().load"},
+    # the one reader of programs, which loads nothing but tensors (`test_a_program_is_not_unpickled`)
+    "integrations/export.py": {"torch.export.load", "optional_module(package, 'integrations')"},
+    # an error, and stand-ins for two functions of numpy
+    "integrations/official.py": {"import pickle", "pickle.UnpicklingError", "torch.serialization.safe_globals"},
+    "train/checkpoint.py": {"import pickle", "pickle.UnpicklingError"},
+    # a type
+    "predictions.py": {"numpy.lib.npyio.NpzFile", "importlib.import_module(name)"},
+    # what our own processes tell each other
+    "experiments/crews.py": {
+        "import multiprocessing.connection.Connection",
+        "import multiprocessing.connection.wait",
+        "multiprocessing.connection.Connection",
+        "multiprocessing.connection.wait",
+        "pipe.recv",
+        "place.pipe.recv",
+    },
+    "integrations/base.py": {"torch.distributed.all_gather_object"},
+    "metrics/stores.py": {"torch.distributed.all_gather_object"},
+    "train/processes.py": {
+        "torch.distributed.all_gather_object",
+        "torch.distributed.broadcast_object_list",
+        "importlib.import_module(KEEPER)",
+    },
+    # where weights are kept, and bytes fetched; timm draws a network with the settings of a recipe
+    "models/pretrained.py": {
+        "torch.hub.download_url_to_file",
+        "torch.hub.get_dir",
+        "importlib.import_module(name)",
+    },
+    "models/timm.py": {"timm.create_model"},
+    # modules of our own, and optional packages
+    "__init__.py": {"import_module(home)"},
+    "catalog.py": {
+        "importlib.import_module(self.package)",
+        "importlib.import_module(f'{self.package}.{file.name}')",
+    },
+    "report/figures/__init__.py": {"import_module(f'{__name__}.{_HOMES[name]}')"},
+    "data/base/images.py": {"importlib.import_module(name)"},
+    "integrations/lightning.py": {"import_module(name)"},
+    "integrations/trackers.py": {"importlib.import_module(name)"},
+}
+SHORT = {"np": "numpy", "pd": "pandas"}  # as everybody calls them
+
+
+class Search:
+    """What one file says."""
+
+    def __init__(self, text: str, where: str) -> None:
+        self.tree, self.where, self.found = ast.parse(text), where, []
+        self.nodes = list(ast.walk(self.tree))
+        self.names = dict(SHORT)
+        self.own = {one.name for one in self.nodes if isinstance(one, ast.FunctionDef | ast.ClassDef)} | {"self", "cls"}
+        self.calls = {id(one.func): one for one in self.nodes if isinstance(one, ast.Call)}
+        self.parts = {id(one.value) for one in self.nodes if isinstance(one, ast.Attribute)}
+
+    def report(self, node: ast.AST, words: str) -> None:
+        self.found.append(f"{self.where}:{node.lineno} {words}")
+
+    def full(self, node: ast.expr) -> str:
+        """Say what a name stands for; what has no name is a question mark."""
+        if isinstance(node, ast.Attribute):
+            return f"{self.full(node.value)}.{node.attr}"
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, node.id)
+        if isinstance(node, ast.Call):
+            return self.imported(node) or f"{self.full(node.func)}()"
+        return "?"
+
+    def imported(self, node: ast.Call) -> str | None:
+        """Give the module that a call imports."""
+        if self.full(node.func).rpartition(".")[2] not in IMPORTERS or not node.args:
+            return None
+        return text_of(node.args[0])
+
+    def admitted(self, name: str) -> bool:
+        return name in ADMITTED.get(self.where, set())
+
+    def imports(self) -> None:
+        """Look at what is imported."""
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for one in node.names:
+                    top = one.name.partition(".")[0]
+                    self.names[one.asname or top] = one.name if one.asname else top
+                    self.module(node, one.name)
+            elif isinstance(node, ast.ImportFrom):
+                for one in node.names:
+                    full = f"{node.module}.{one.name}"
+                    self.names[one.asname or one.name] = full
+                    if one.name == "*":
+                        self.report(node, f"everything from {node.module}")
+                    self.module(node, full)
+
+    def module(self, node: ast.AST, name: str) -> None:
+        """Look at a module, or a name from one."""
+        if suspect(name) and not self.admitted(f"import {name}"):
+            self.report(node, f"imports {name}")
+
+    def look(self) -> list[str]:
+        """Name all that is not known to be safe."""
+        self.imports()
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                self.call(node)
+            if isinstance(node, ast.Subscript) and risky(text_of(node.slice) or ""):
+                self.report(node, ast.unparse(node))
+            outermost = id(node) not in self.parts
+            if isinstance(node, ast.Attribute | ast.Name) and outermost and isinstance(node.ctx, ast.Load):
+                self.name(node)
+        return self.found
+
+    def call(self, node: ast.Call) -> None:
+        """Look at what a call is given."""
+        name = self.full(node.func)
+        last = name.rpartition(".")[2]
+        if last in IMPORTERS and node.args:
+            if (module := self.imported(node)) is not None:
+                self.module(node, module)
+            elif not of_ours(node.args[0]) and not self.admitted(ast.unparse(node)):
+                self.report(node, f"imports what is computed: {ast.unparse(node)}")
+        if last in {"getattr", "attrgetter", "methodcaller"}:
+            words = [text_of(one) for one in node.args[:2]]
+            if any(word and risky(word) for word in words):
+                self.report(node, f"{name} of {words}")
+            if len(words) == 2 and words[1] is None and self.module_name(node.args[0]):
+                self.report(node, f"{name} of a module, computed")
+        for word, value in dict(GUARDED.values()).items():
+            for given in node.keywords:
+                if given.arg == word and word != "pretrained" and not is_constant(given.value, value):
+                    self.report(node, f"{name} without {word}={value}")
+
+    def module_name(self, node: ast.expr) -> bool:
+        """Whether something is a module from elsewhere."""
+        return isinstance(node, ast.Name) and self.names.get(node.id, "") in {"torch", "numpy", "pandas", "os"}
+
+    def name(self, node: ast.Attribute | ast.Name) -> None:
+        """Look at a name, whether it is called or only handed on."""
+        name = self.full(node)
+        if self.admitted(name):
+            return
+        if name in GUARDED:
+            word, value = GUARDED[name]
+            given = self.calls[id(node)].keywords if id(node) in self.calls else []
+            if not any(one.arg == word and is_constant(one.value, value) for one in given):
+                self.report(node, f"{name} without {word}={value}")
+        elif name in BUILT_IN or suspect(name):
+            self.report(node, name)
+        elif risky(name) and not self.known(name):
+            self.report(node, f"{name}, which nobody knows")
+
+    def known(self, name: str) -> bool:
+        """Whether something that looks like loading is our own, or known to be safe."""
+        first, *rest = name.split(".")
+        ours = first == "fedlas" or (first in self.own and len(rest) <= 1)
+        ours = ours and "Unpickler" not in name and {"torch", "np"}.isdisjoint(rest)
+        return ours or name in SAFE or name.rpartition(".")[2] in SAFE_METHODS
+
+
+def suspect(name: str) -> bool:
+    """Whether a name belongs to a module that runs what it reads."""
+    within = any(name == module or name.startswith(f"{module}.") for module in MODULES)
+    return within or not PICKLING.isdisjoint(name.split("."))
+
+
+def risky(name: str) -> bool:
+    """Whether the last part of a name sounds like loading."""
+    last = name.rpartition(".")[2]
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", last)}
+    return last in NAMES or not WORDS.isdisjoint(words)
+
+
+def text_of(node: ast.expr) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def is_constant(node: ast.expr, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def of_ours(node: ast.expr) -> bool:
+    """Whether a computed name begins with that of this package."""
+    return isinstance(node, ast.JoinedStr) and (text_of(node.values[0]) or "").startswith("fedlas.")
+
+
+def dangers(text: str, where: str) -> list[str]:
+    """Name what in a file could run what a stranger wrote, now or when it is called later."""
+    return Search(text, where).look()
