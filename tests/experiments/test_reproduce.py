@@ -196,15 +196,15 @@ def test_changed_recipes_are_not_called_the_protocols(name, protocol, data):
     assert f"{summary}, but for what is changed" in " ".join(after.notes)
 
 
-def test_changed_recipes_are_not_compared_with_printed_numbers(monkeypatch):
+def test_changed_recipes_are_not_compared_with_printed_numbers():
     """Neither are the mean ranks of another protocol."""
     usual = Choice(data=("cifar10",), models=("resnet50_cifar",), losses=("ce", "ls"), seeds=(1,))
-    sota, measures = experiment_named("sota"), {name: (0.5, 0.4, 0.6) for name in ("accuracy", "ece", "aece")}
+    sota, measures = experiment_named("sota"), dict.fromkeys(("accuracy", "ece", "aece"), (0.5, 0.4, 0.6))
 
     def full(choice):
         book = Ledger("nowhere")
         for one in sota.plan(choice, book):
-            book.lines[one.recipe.name] = Line(one.recipe.name, one.recipe, choice.protocol, {}, measures)
+            book.lines[one.recipe.name] = Line(one.recipe.name, one.recipe, choice.protocol, measures, {})
         (table,) = sota.tables(book, choice)
         return table
 
@@ -248,10 +248,9 @@ def test_rows_of_the_ablations_are_told_apart_in_latex():
 def test_an_interrupted_command_says_how_to_go_on(tmp_path):
     """It named --resume, which `reproduce` does not have."""
     words = "reproduce sota --data digits --protocol small --losses ce --seeds 1 --set epochs=2000 --device cpu"
-    command = [sys.executable, "-m", "fedlas", *words.split()]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
+    places = ["--runs", str(tmp_path / "runs"), "--ledger", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "fedlas", *words.split(), *places]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         until(lambda: list(tmp_path.glob("runs/*/checkpoint.pt")) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
