@@ -1,6 +1,7 @@
 """The documents hold together: links lead somewhere, generated parts are what they are made from, the site builds."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -103,6 +104,22 @@ def test_every_loss_has_its_place_on_the_page():
         assert f"\n## {record.name}\n" in page
         assert record.citation in page
         assert f"[`{record.name}`](docs/losses.md#{record.name}) | {record.summary} |" in readme
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_the_slurm_script_starts_ray_on_every_node(nodes, tmp_path):
+    """On one node it asked for `--nodes=0`."""
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    (script,) = [code for code in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "#SBATCH" in code]
+    said = "\n".join(f'{name}() {{ echo {name} "$@" >> said; }}' for name in ("srun", "fedlas"))
+    other = "source() { :; }\nsleep() { wait; }\nscontrol() { printf 'first\\nsecond\\n'; }\n"
+    surroundings = {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NODELIST": "x"}
+    command = ["bash", "-euc", f"{said}\n{other}{script}"]
+    subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"], **surroundings}, check=True)
+    *started, last = (tmp_path / "said").read_text().splitlines()
+    asked = [int(number) for line in started for number in re.findall(r"--nodes=(\d+)", line)]
+    assert asked == ([1] if nodes == 1 else [1, nodes - 1])
+    assert last.startswith("fedlas reproduce")
 
 
 def test_parts_are_written_anew_and_the_rest_stays():

@@ -93,6 +93,7 @@ def test_the_table_has_first_and_last_epochs_of_each_seed(ledger):
     assert cells["psi = -sign(gamma) %, last epoch"].values == pytest.approx((0.3, 0.9))
     assert [(len(cell.values), cell.planned) for cell in one.cells] == [(1, 2)] * len(headings)
     assert "(1/2)" in table.text()
+    assert table.notes[0] == "Protocol: as the paper prints it."
 
 
 def test_without_runs_cells_are_empty_and_nothing_is_drawn(tmp_path):

@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fedlas.cli import app
 from fedlas.experiments import indicator
 from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.indicator import Indicator
@@ -67,7 +69,7 @@ def read(folder, name):
 def test_the_paper_s_data_comes_first_and_digits_last(monkeypatch):
     plan = Indicator().plan
     for missing, wanted in (((), "mnist"), (("mnist",), "fashion_mnist"), (("mnist", "fashion_mnist"), "digits")):
-        monkeypatch.setattr(indicator, "_at_hand", lambda recipe, away=missing: recipe.data not in away)
+        monkeypatch.setattr(indicator, "_at_hand", lambda recipe, _, away=missing: recipe.data not in away)
         (one,) = plan(Choice(), Ledger("nowhere"))
         assert one.recipe == recipe_for(wanted, "small_cnn", "ce", protocol="small", seed=1)
         assert one.protocol == "small"
@@ -75,7 +77,7 @@ def test_the_paper_s_data_comes_first_and_digits_last(monkeypatch):
 
 @pytest.mark.parametrize("there", ["digits", "mnist"])  # beside what was trained on, which is neither
 def test_data_that_was_trained_on_need_not_be_at_hand(monkeypatch, tmp_path, there):
-    monkeypatch.setattr(indicator, "_at_hand", lambda recipe: recipe.data == there)
+    monkeypatch.setattr(indicator, "_at_hand", lambda recipe, _: recipe.data == there)
     done = recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small", seed=1)
     (tmp_path / "x.jsonl").write_text(Line(done.name, done, "small", {}, {}).to_json() + "\n")
     (one,) = Indicator().plan(Choice(), Ledger(tmp_path))
@@ -94,6 +96,27 @@ def test_data_is_at_hand_only_if_it_need_not_be_fetched(monkeypatch, tmp_path):
     assert one.recipe.data == "digits"
     assert "download" not in one.recipe.data_options
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_data_is_looked_for_where_the_user_says(monkeypatch, tmp_path):
+    """Only $FEDLAS_DATA was looked at when data was chosen."""
+    from fedlas.data.digits import Digits
+    from fedlas.data.mnist import MNIST
+
+    def found(data, part):
+        if data.root != tmp_path:
+            raise FileNotFoundError(data.root)
+        return Digits().read(part)
+
+    monkeypatch.setattr(MNIST, "read", found)
+    monkeypatch.setattr(MNIST, "check", lambda *_: None)
+    monkeypatch.setenv("FEDLAS_DATA", str(tmp_path / "empty"))
+    (one,) = Indicator().plan(Choice(data_root=tmp_path), Ledger("nowhere"))
+    assert one.recipe.data == "mnist"
+    words = ["reproduce", "indicator", "--dry-run", "--data-root", str(tmp_path), "--ledger", str(tmp_path)]
+    shown = CliRunner().invoke(app, words)
+    assert "mnist-small_cnn-ce" in shown.output
+    assert "fashion" not in shown.output
 
 
 def test_a_user_may_ask_for_data_and_changes():

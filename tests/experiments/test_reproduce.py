@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from fedlas.cli import app
 from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
 from fedlas.experiments.kept import Kept, kept_of
-from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import drawn, reproduce
@@ -23,7 +26,8 @@ from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration import ece
 from fedlas.predictions import Predictions
 from fedlas.train import Run, recipe_for
-from fedlas.train.protocols import list_recipes
+from fedlas.train.protocols import list_recipes, protocol_named
+from waiting import until
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 PRINTED = json.loads(Path(paper.__file__).with_name("paper.json").read_text())
@@ -158,6 +162,109 @@ def test_only_trains_the_named_runs(choice, tmp_path):
     assert [one.recipe.loss for one in plan.missing] == ["ls", "ls"]
 
 
+def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):
+    for minutes in (-1, 0, float("nan")):
+        with pytest.raises(ValueError, match="limit_minutes must be a positive number"):
+            list(
+                reproduce(
+                    experiment_named("sota"), choice, ledger=Ledger(tmp_path), runs=tmp_path, told=print,
+                    limit_minutes=minutes,
+                )
+            )  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_no_run_has_is_answered_with_some_that_are_there(choice, tmp_path):
+    with pytest.raises(ValueError, match=r"'zzzz'; there are (digits-small_cnn-\S+, ){2}digits-\S+ and 1 more$"):
+        planned(experiment_named("sota"), choice, Ledger(tmp_path), "zzzz")
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol", "data"),
+    [("sota", "paper", "cifar10"), ("sota", "small", "digits"), ("gate_stability", "fast", "cifar10"),
+     ("ablations", "fast", "cifar10")],
+)  # fmt: skip
+def test_changed_recipes_are_not_called_the_protocols(name, protocol, data):
+    """A table of one epoch said that it was as the paper prints it."""
+    usual = Choice(data=(data,), protocol=protocol)
+    (before,) = experiment_named(name).tables(Ledger("nowhere"), usual)
+    (after,) = experiment_named(name).tables(Ledger("nowhere"), replace(usual, changes={"epochs": "1", "lr": "0.2"}))
+    assert "Changed" not in " ".join(before.notes)
+    assert "Changed: epochs=1, lr=0.2." in after.notes
+    summary = protocol_named(protocol).summary
+    assert summary in " ".join(before.notes)
+    assert f"{summary}, but for what is changed" in " ".join(after.notes)
+
+
+def test_changed_recipes_are_not_compared_with_printed_numbers():
+    """Neither are the mean ranks of another protocol."""
+    usual = Choice(data=("cifar10",), models=("resnet50_cifar",), losses=("ce", "ls"), seeds=(1,))
+    sota, measures = experiment_named("sota"), dict.fromkeys(("accuracy", "ece", "aece"), (0.5, 0.4, 0.6))
+
+    def full(choice):
+        book = Ledger("nowhere")
+        for one in sota.plan(choice, book):
+            book.lines[one.recipe.name] = Line(one.recipe.name, one.recipe, choice.protocol, measures, {})
+        (table,) = sota.tables(book, choice)
+        return table
+
+    assert "outside" in full(usual).text("full")
+    for other in (replace(usual, changes={"epochs": "1"}), replace(usual, protocol="fast", models=None)):
+        table = full(other)
+        assert not any(column.compared for column in table.columns)
+        assert all(cell.values for row in table.rows for cell in row.cells)
+        for word in ("difference", "inside", "outside"):
+            assert word not in table.text("full")
+        assert all(line.endswith(",,") for line in table.csv().splitlines()[1:])
+        assert "for orientation, not for comparison" in " ".join(table.notes)
+
+
+def test_printed_numbers_are_marked_among_all_rows_of_the_paper():
+    """1.29 was bold in a table of few rows, though the paper's best is 1.12."""
+    kept = Ledger(Path(__file__).parents[2] / "results")
+    few = Choice(data=("cifar10",), losses=("ce", "fedlas_ls"), protocol="fast", seeds=(1,))
+    (asked,) = experiment_named("sota").tables(Ledger("nowhere"), few)
+    small = next(t for t in results_tables(kept, few) if t.title.startswith("CIFAR-10, resnet18"))
+    (whole,) = experiment_named("sota").tables(kept, replace(few, losses=None))
+    place = next(n for n, column in enumerate(whole.columns) if column.name == "ECE %")
+    best = {whole.rows[n].name for n in whole.marks()[place].printed.best}
+    assert "fedlas_ls" not in best
+    for table in (asked, small):
+        assert [row.name for row in table.rows] == ["ce", "fedlas_ls"]
+        assert table.marks()[place].printed.best == ()
+        assert "**1.29**" not in table.markdown("both")
+        assert "marked among all of the paper's rows" in table.markdown("both")
+        assert "marked among all" not in table.markdown("ours")
+
+
+def test_rows_of_the_ablations_are_told_apart_in_latex():
+    (table,) = experiment_named("ablations").tables(Ledger("nowhere"), Choice(protocol="fast"))
+    labels = [line.partition(" & ")[0] for line in table.latex().splitlines() if " & " in line]
+    assert len(set(labels)) == len(labels)
+    assert "gate without the sign (fedlas\\_mbls gate=soft)" in labels
+    assert "L2 norm" in labels
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path):
+    """It named --resume, which `reproduce` does not have."""
+    words = "reproduce sota --data digits --protocol small --losses ce --seeds 1 --set epochs=2000 --device cpu"
+    places = ["--runs", str(tmp_path / "runs"), "--ledger", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "fedlas", *words.split(), *places]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: list(tmp_path.glob("runs/*/checkpoint.pt")) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "; start the same command again to go on (" in error
+    assert "--resume" not in error
+
+
+def test_a_figure_says_how_it_is_drawn(tmp_path):
+    shown = CliRunner().invoke(app, ["reproduce", "smoothing_curve", "--ledger", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "--out DIR draws it" in shown.output
+
+
 def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
     rows = ("fedlas_ls", "ls same mean alpha")
     changes = {"epochs": "1", "batch_size": "100", "model_options.width": "8"}
@@ -242,6 +349,14 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
         ("reproduce sota --seeds 1,1", "a seed that counts twice"),
         ("reproduce sota --data cifar10,cifar10", "cifar10: named twice"),
         ("reproduce sota --protocol fast --split val", "nothing is judged on 'val'"),
+        ("reproduce sota --dry-run --model nosuch --data cifar10", "no network is called 'nosuch'; "),
+        ("reproduce gate_stability --dry-run --model nosuch", "no network is called 'nosuch'; "),
+        ("reproduce sota --dry-run --set loss=nosuch", "no loss is called 'nosuch'"),
+        ("reproduce sota --limit-minutes -1", "limit_minutes must be a positive number, not -1"),
+        ("reproduce sota --limit-minutes 0 --dry-run", "limit_minutes must be a positive number, not 0"),
+        ("reproduce sota --limit-minutes nan", "limit_minutes must be a positive number, not nan"),
+        ("reproduce sota --data cifar10 --only zzzz", "'zzzz'; there are cifar10-resnet50_cifar-"),
+        ("reproduce smoothing_curve --only zzzz", "'zzzz'; none is planned"),
         ("compare a b --metrics ,", "names nothing"),
         ("reproduce sota --data digits --protocol fast", "has no network for 'digits'"),
         ("reproduce sota --set epoch=3", "has no field 'epoch'"),

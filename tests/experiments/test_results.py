@@ -26,6 +26,9 @@ def test_a_page_shows_what_was_run_and_what_was_not(ledger):
     page = reproduction_page(ledger)
     assert "4 trainings" in page
     assert "Nothing of it has been run yet." in page
+    curve = page.partition("## smoothing_curve")[2].partition("\n## ")[0]
+    assert "needs no run" in curve
+    assert "Nothing of it" not in curve
 
 
 def test_the_short_tables_hold_what_was_run_and_nothing_else(ledger, choice, tmp_path):
@@ -34,6 +37,7 @@ def test_the_short_tables_hold_what_was_run_and_nothing_else(ledger, choice, tmp
     assert [row.name for row in table.rows] == list(choice.losses)
     assert [column.name for column in table.columns] == ["accuracy %", "ECE %", "AECE %"]
     assert all(len(cell.values) == 2 for row in table.rows for cell in row.cells)
+    assert table.notes == choice.changed
     assert results_tables(ledger) == [], "runs with other settings are no results of the protocol"
     assert results_tables(Ledger(tmp_path)) == []
 

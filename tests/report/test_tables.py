@@ -5,6 +5,7 @@ import io
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
@@ -168,6 +169,16 @@ def test_what_looks_equal_shares_a_mark() -> None:
 def test_ours_and_printed_are_marked_apart() -> None:
     table = one_column(Cell((0.01,), (), 0.02), Cell((0.02,), (), 0.01), Cell((), (), 0.015), Cell((math.nan,)))
     assert table.marks()[0] == (Mark((0,), (1,)), Mark((1,), (2,)))
+
+
+def test_the_papers_marks_are_those_of_all_its_rows() -> None:
+    table = one_column(Cell((0.3,), (), 0.3), Cell((0.2,), (), 0.2), Cell((0.1,), (), 0.1))
+    few = replace(table, rows=table.rows[:2], left_out=table.rows[2:])
+    assert few.marks()[0] == (Mark((1,), (0,)), Mark((), (1,)))
+    ranked = mean_rank_columns(few, ["ECE %"])
+    assert ranked.marks()[0] == few.marks()[0]
+    with pytest.raises(ValueError, match="has 1 cells for 2 columns"):
+        replace(ranked, left_out=few.left_out)
 
 
 def test_nothing_is_marked_that_stands_alone_or_is_not_ranked() -> None:

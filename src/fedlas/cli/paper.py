@@ -83,15 +83,16 @@ def reproduce_experiment(
         from fedlas.experiments.base import Choice
         from fedlas.experiments.ledger import Ledger
         from fedlas.experiments.planning import HEAD, experiment_named, planned
-        from fedlas.experiments.reproduce import drawn, reproduce
+        from fedlas.experiments.reproduce import check_limit, drawn, reproduce
 
+        check_limit(limit_minutes)
         chosen = experiment_named(experiment)
         check_places([], out)
         refuse_other_tables(out, chosen.file_names)
         refuse_other_figures(out, chosen.file_names)
         choice = Choice(
             data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
-            seeds=numbers(seeds), split=split,
+            seeds=numbers(seeds), split=split, data_root=data_root,
         )  # fmt: skip
         book = Ledger(ledger)
         plan = planned(chosen, choice, book, only)
@@ -109,8 +110,11 @@ def reproduce_experiment(
             ):
                 for table in tables:
                     typer.echo(table.text(detail.value), err=True)
-        for table in chosen.tables(book, choice):
+        made = chosen.tables(book, choice)
+        for table in made:
             typer.echo(table.text(detail.value))
+        if out is None and not made:
+            typer.echo(f"{experiment} is a figure: --out DIR draws it", err=True)
         if out is not None:
             where = {"data_root": data_root, "device": device}
             for path in drawn(chosen, choice, ledger=book, runs=runs, folder=out, **where):

@@ -17,11 +17,12 @@ from typing import ClassVar
 from fedlas.catalog import nearest
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.report.tables import Table
+from fedlas.train import protocol_named
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run
 
 FOR = "For "  # how a note begins that says what stands for the data of a heading
-
+CHANGED = "Changed: "  # and one that says what is not as the protocol has it
 
 LOOKS = (TEST, f"{TEST}-published")  # at test images: ours, and that of the published code
 
@@ -38,6 +39,7 @@ class Choice:
         protocol: "paper", "official", "fast" or "small".
         changes: fields of all recipes that shall be otherwise, as on the command line.
         split: what is judged: "test", or "test-published", normalised as in the published code.
+        data_root: where data lies; experiments that take what is at hand look there.
     """
 
     data: tuple[str, ...] | None = None
@@ -47,10 +49,22 @@ class Choice:
     protocol: str = "paper"
     changes: Mapping[str, str] = field(default_factory=dict)
     split: str = TEST
+    data_root: Path | None = None
 
     def __post_init__(self) -> None:
         if self.split not in LOOKS:
             raise ValueError(f"nothing is judged on {self.split!r}; {nearest(self.split, list(LOOKS))}")
+
+    @property
+    def summary(self) -> str:
+        """The protocol in a sentence, which says whether something is otherwise."""
+        return protocol_named(self.protocol).summary + (", but for what is changed" if self.changes else "")
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """A note on what is not as the protocol has it, where something is."""
+        said = ", ".join(f"{name}={value}" for name, value in self.changes.items())
+        return (f"{CHANGED}{said}.",) if said else ()
 
     def of(self, known: Iterable[str], asked: Sequence[str] | None, kind: str) -> list[str]:
         """Give what was asked for of what is known, in the order of the known."""
@@ -108,6 +122,7 @@ class AbstractExperiment(ABC):
     """One table or figure of the paper, or one of our own."""
 
     name: ClassVar[str]
+    needs_runs: ClassVar[bool] = True
 
     @property
     def file_names(self) -> str:

@@ -86,6 +86,8 @@ class GateStability(AbstractExperiment):
             for loss, paper in losses.items()
         )
         notes = (
+            f"Protocol: {choice.summary}.",
+            *choice.changed,
             "psi = +1: more smoothing for larger feature norms. Flip rate: share of samples whose psi differs from the"
             " epoch before. psi = -sign(gamma) makes alpha_i smaller than alpha, which lowers the loss of samples that"
             " the network fits.",
@@ -103,7 +105,8 @@ class GateStability(AbstractExperiment):
             recipe = there[0].recipe
             milestones = recipe.milestones if recipe.schedule == "multi_step" else ()
             curves = {_counted(name, lines): [line.curve for line in lines] for name, lines in found.items() if lines}
-            data = gate_data(curves, f"{_heading(choice, place)}, {choice.protocol} protocol", milestones)
+            title = f"{_heading(choice, place)}, {choice.protocol} protocol{', changed' if choice.changes else ''}"
+            data = gate_data(curves, title, milestones)
             name = f"{self.name}-{choice.protocol}-{recipe.data}-{recipe.model}"
             files += save_with_data(gate_figure(data), data, drawing.folder, name)
         return files

@@ -133,10 +133,10 @@ class AbstractGrid(AbstractExperiment):
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         places, rows = self.places(choice), self.rows(choice)
+        asked = [(place, one) for place in places for one in self.measured(place.data, choice)]
+        compared = choice.protocol in PUBLISHED and not choice.changes
         columns = [
-            Column(one.heading, _heading(place), one.higher_is_better, compared=choice.protocol in PUBLISHED)
-            for place in places
-            for one in self.measured(place.data, choice)
+            Column(one.heading, _heading(place), one.higher_is_better, compared=compared) for place, one in asked
         ]
         filled = [
             Row(
@@ -146,7 +146,13 @@ class AbstractGrid(AbstractExperiment):
             )
             for row in rows
         ]
-        table = Table(f"{self.name}-{choice.protocol}", self.title, tuple(columns), tuple(filled), self.notes(choice))
+        others = tuple(
+            Row(row, about, tuple(self._cell((), choice, place, row, one) for place, one in asked))
+            for row, about in self.methods.items()
+            if row not in rows
+        )
+        name, notes = f"{self.name}-{choice.protocol}", self.notes(choice)
+        table = Table(name, self.title, tuple(columns), tuple(filled), notes, others)
         return [mean_rank_columns(table, self.ranked) if len(rows) > 1 and self.ranked else table]
 
     def notes(self, choice: Choice) -> tuple[str, ...]:
@@ -157,11 +163,13 @@ class AbstractGrid(AbstractExperiment):
             if choice.split == TEST
             else ("Test images are seen as by the published code, where it sees them otherwise.",)
         )
+        theirs = "Printed numbers are the paper's own, {}: for orientation, not for comparison."
         if choice.protocol in PUBLISHED:
-            return (f"Protocol: {protocol.summary}.", *test)
-        short = f"The {protocol.name} protocol ({protocol.summary}): a short version of the comparison."
-        theirs = " Printed numbers are the paper's own, of its network and its many epochs: for orientation, not for"
-        return (*test, f"{short}{theirs} comparison." if self.compared else short)
+            beside = (theirs.format("without the changes"),) if choice.changes and self.compared else ()
+            return (f"Protocol: {choice.summary}.", *choice.changed, *beside, *test)
+        short = f"The {protocol.name} protocol ({choice.summary}): a short version of the comparison."
+        long = f"{short} {theirs.format('of its network and its many epochs')}"
+        return (*test, long if self.compared else short, *choice.changed)
 
     def _cells(self, ledger: Ledger, choice: Choice, place: Place, row: str) -> list[Cell]:
         """Give the cells of a row at one place: one for each number that is measured there."""

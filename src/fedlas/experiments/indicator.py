@@ -83,7 +83,7 @@ class Indicator(AbstractExperiment):
         recipes = list(_recipes(choice))
         if choice.data is None:
             known = [one for one in recipes if ledger.find(one) is not None]
-            recipes = known[:1] or [next(one for one in recipes if _at_hand(one))]
+            recipes = known[:1] or [next(one for one in recipes if _at_hand(one, choice.data_root))]
         return [Wanted(recipe, PROTOCOL) for recipe in recipes]
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
@@ -110,14 +110,14 @@ def _recipes(choice: Choice) -> Iterator[Recipe]:
         yield made.with_settings(choice.changes)
 
 
-def _at_hand(recipe: Recipe) -> bool:
+def _at_hand(recipe: Recipe, data_root: Path | None) -> bool:
     """Say whether the data can be read without fetching it."""
     # A bench is the way to data from here; this variant of the recipe, which may not fetch, is never trained.
     offline = recipe.replace(data_options={**recipe.data_options, "download": False})
     cpu = torch.device("cpu")
     try:
         with machine(offline, cpu):
-            Bench(offline, cpu, capture=False).evaluation("test")
+            Bench(offline, cpu, data_root, capture=False).evaluation("test")
     except FileNotFoundError:
         return False
     return True

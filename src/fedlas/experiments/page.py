@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from fedlas.experiments.base import FOR, Choice
+from fedlas.experiments.base import CHANGED, FOR, Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
@@ -68,18 +68,20 @@ def results_tables(ledger: Ledger, like: Choice | None = None, name: str = "sota
             shown = [n for n, column in enumerate(table.columns) if column.group != RANKS]
             if not shown:  # the experiment says nothing about such data
                 continue
-            rows = [replace(row, cells=tuple(row.cells[n] for n in shown)) for row in table.rows]
-            rows = [row for row in rows if any(cell.values for cell in row.cells)]
+            every = [replace(row, cells=tuple(row.cells[n] for n in shown)) for row in (*table.rows, *table.left_out)]
+            rows = tuple(row for row in every if any(cell.values for cell in row.cells))
+            others = tuple(row for row in every if row not in rows)
             columns = tuple(replace(table.columns[n], group="") for n in shown)
             title = f"{table.columns[0].group}, {protocol} protocol"
             if rows:
-                made.append(replace(table, title=title, columns=columns, rows=tuple(rows), notes=_said(table)))
+                small = replace(table, title=title, columns=columns, rows=rows, left_out=others, notes=_said(table))
+                made.append(small)
     return made
 
 
 def _said(table: Table) -> tuple[str, ...]:
-    """Keep the notes that name what was measured; what a protocol is stands elsewhere."""
-    return tuple(note for note in table.notes if note.startswith(FOR))
+    """Keep the notes that name what was measured, and what was changed; what a protocol is stands elsewhere."""
+    return tuple(note for note in table.notes if note.startswith((FOR, CHANGED)))
 
 
 def _summary(ledger: Ledger) -> str:
@@ -115,4 +117,6 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
         written += [f"### {protocol_named(protocol).name} protocol{judged}: {plan}\n"]
         written += [table.markdown(detail) for table in experiment.tables(ledger, choice)]
     about = (type(experiment).__doc__ or "").split("\n", 1)[0]
-    return [f"## {name}\n", f"{about}\n", *(written or ["Nothing of it has been run yet.\n"])]
+    if experiment.needs_runs and not written:
+        written = ["Nothing of it has been run yet.\n"]
+    return [f"## {name}\n", f"{about}\n", *written]

@@ -8,7 +8,10 @@ from typing import Any
 from fedlas.catalog import Catalog, summary
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import Ledger
+from fedlas.train import check_names
 from fedlas.train.recipe import Recipe
+
+NAMED = 3  # folders in an error message
 
 CATALOG = Catalog("fedlas.experiments", AbstractExperiment, "experiment")  # type: ignore[type-abstract]
 
@@ -83,7 +86,13 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
         judged = (*before.posthoc, *one.posthoc) if before else one.posthoc
         wanted[one.recipe.name] = Wanted(one.recipe, one.protocol, tuple(dict.fromkeys(judged)), one.split)
     meant = tuple(one for name, one in wanted.items() if only is None or only in name)
+    if only is not None and not meant:
+        more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
+        there = f"there are {', '.join(list(wanted)[:NAMED])}{more}" if wanted else "none is planned"
+        raise ValueError(f"no planned run has a folder whose name contains {only!r}; {there}")
     missing = tuple(one for one in meant if one.missing(ledger))
+    for one in missing:
+        check_names(one.recipe)
     return Plan(meant, missing, *_minutes(missing, ledger))
 
 

@@ -44,6 +44,7 @@ def reproduce(
         limit_minutes: when to stop; the rest is done next time.
         launch: where to train, as for `launched`.
     """
+    check_limit(limit_minutes)
     clock = _Clock(limit_minutes)
     tried: set[str] = set()
     failed: dict[str, str] = {}
@@ -65,6 +66,12 @@ def reproduce(
             failed |= error.failed
     if failed:
         raise LaunchError(failed)
+
+
+def check_limit(minutes: float | None) -> None:
+    """Refuse a limit in which nothing could be done."""
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"limit_minutes must be a positive number, not {minutes:g}")
 
 
 class _Clock:

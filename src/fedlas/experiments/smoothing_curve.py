@@ -29,6 +29,7 @@ class SmoothingCurve(AbstractExperiment):
     """Smoothing against the indicator, as the library computes it; needs no run."""
 
     name = "smoothing_curve"
+    needs_runs = False
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
         """List no runs."""

@@ -16,6 +16,7 @@ __all__ = [
     "WithFeatures",
     "WithLoss",
     "build_model",
+    "check_model",
     "list_models",
 ]
 
@@ -59,6 +60,11 @@ def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:
         options = {word: value for word, value in options.items() if word in known}
         options["settings"] = {**options.get("settings", {}), **settings}
     return CATALOG.build(entry, num_classes=num_classes, **library, **options).build()
+
+
+def check_model(name: str) -> None:
+    """Refuse a name that no network has, neither here nor in a library that is installed."""
+    _entry(name)
 
 
 def list_models() -> list[ModelRecord]:

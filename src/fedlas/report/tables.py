@@ -159,6 +159,10 @@ class Mark(NamedTuple):
     best: tuple[int, ...] = ()
     second: tuple[int, ...] = ()
 
+    def within(self, count: int) -> "Mark":
+        """Leave out all but the first rows."""
+        return Mark(*(tuple(row for row in rows if row < count) for rows in self))
+
 
 class Marks(NamedTuple):
     """The marks of a column, among our numbers and among the paper's."""
@@ -222,6 +226,7 @@ class Table:
         columns: their headings.
         rows: one for each method.
         notes: sentences below.
+        left_out: rows that are not shown; what the paper marks among all of its rows is marked among them too.
     """
 
     name: str
@@ -229,19 +234,24 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    left_out: tuple[Row, ...] = ()
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.+-]*", self.name, re.ASCII):
             raise ValueError(f"a table is named like a file, in letters, digits and any of ._+-; this is {self.name!r}")
-        for row in self.rows:
+        for row in (*self.rows, *self.left_out):
             if len(row.cells) != len(self.columns):
                 raise ValueError(f"{row.name} has {len(row.cells)} cells for {len(self.columns)} columns")
 
     def marks(self) -> tuple[Marks, ...]:
         """Say for each column which rows are best and second, as rounded; a number alone is neither."""
-        columns = [(column, [row.cells[place] for row in self.rows]) for place, column in enumerate(self.columns)]
+        count, every = len(self.rows), (*self.rows, *self.left_out)
+        columns = [(column, [row.cells[place] for row in every]) for place, column in enumerate(self.columns)]
         return tuple(
-            Marks(_mark(column, [cell.mean for cell in cells]), _mark(column, [cell.printed for cell in cells]))
+            Marks(
+                _mark(column, [cell.mean for cell in cells[:count]]),
+                _mark(column, [cell.printed for cell in cells]).within(count),
+            )
             for column, cells in columns
         )
 
@@ -337,9 +347,11 @@ class Table:
         if any(len(held) > 1 for held in parts):
             heads.append([(part, 1) for held in parts for part in held])
         heads = [[*((label if level is heads[-1] else "", 1) for label in style.labels), *level] for level in heads]
-        marks, lines = self.marks(), []
+        marks, lines, papers = self.marks(), [], [row.paper for row in self.rows]
         for number, row in enumerate(self.rows):
-            words = (row.paper, row.name) if len(style.labels) > 1 else (row.paper or row.name,)
+            twice = papers.count(row.paper) > 1 and row.name != row.paper
+            alone = f"{row.paper} ({row.name})" if row.paper and twice else row.paper or row.name
+            words = (row.paper, row.name) if len(style.labels) > 1 else (alone,)
             places = zip(parts, self.columns, row.cells, marks, strict=True)
             entries = [_entry(part, a, b, c, row=number, style=style) for held, a, b, c in places for part in held]
             lines.append([*map(style.escape, words), *entries])
@@ -356,13 +368,16 @@ class Table:
         """Explain the signs that occur."""
         cells, full = [cell for row in self.rows for cell in row.cells], detail == "full"
         around = "+-" if style is TEXT else "±"
+        compared = [row.cells[place] for row in self.rows for place, one in enumerate(self.columns) if one.compared]
+        theirs = [cell for row in self.left_out for cell in row.cells if cell.printed is not None]
         sentences = {
-            style.marks: any(mark.ours.best or (mark.printed.best and detail != "ours") for mark in self.marks()),
+            style.marks: any(mark.ours.best or (any(mark.printed) and detail != "ours") for mark in self.marks()),
+            "Printed values are marked among all of the paper's rows.": bool(theirs) and detail != "ours",
             f"{around}: standard deviation over seeds.": any(cell.spread is not None for cell in cells),
             "(n/m): n of m planned seeds were run.": any(0 < len(cell.values) < cell.planned for cell in cells),
             "interval: mean of the seeds' bootstrap intervals.": full and any(cell.intervals for cell in cells),
             "difference: ours minus printed; inside: the printed value is within the seeds' intervals or two standard "
-            "errors; outside: it is not.": full and any(cell.inside_noise is not None for cell in cells),
+            "errors; outside: it is not.": full and any(cell.inside_noise is not None for cell in compared),
         }
         return [sentence for sentence, occurs in sentences.items() if occurs]
 
@@ -395,13 +410,15 @@ def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
             printed[number] = [_signed(c, cell.printed) for c, cell in held]
         first, second = _ranks(ours), _ranks(printed)
         same = first.keys() == second.keys()
-        columns.append(Column(metric.removesuffix(" %"), RANKS, percent=False, compared=same))
+        compared = same and all(table.columns[place].compared for place in places)
+        columns.append(Column(metric.removesuffix(" %"), RANKS, percent=False, compared=compared))
         added.append([Cell((first[n],) if n in first else (), (), second.get(n)) for n in range(len(table.rows))])
         notes.append(f"Mean rank of {metric} (columns ranked: {len(places)}): equal values share the smallest rank.")
         if first and second and not same:
             notes[-1] += f" Ours are of {len(first)} rows, the printed ones of {len(second)} that are not the same."
     rows = [replace(row, cells=(*row.cells, *(held[n] for held in added))) for n, row in enumerate(table.rows)]
-    return replace(table, columns=tuple(columns), rows=tuple(rows), notes=tuple(notes))
+    others = [replace(row, cells=(*row.cells, *(Cell() for _ in added))) for row in table.left_out]
+    return replace(table, columns=tuple(columns), rows=tuple(rows), notes=tuple(notes), left_out=tuple(others))
 
 
 def _ranks(table: dict[int, list[float]]) -> dict[int, float]:

@@ -152,7 +152,7 @@ class Engine:
                 bench.check()
             self._bench = bench
             onlookers = [*callbacks, *(usual(recipe.tensorboard, progress) if is_first() else [])]
-            _Training(run, bench, onlookers).go()
+            _Training(run, bench, onlookers, resume=resume).go()
         return run
 
 
@@ -183,8 +183,9 @@ def _prepared(run: Run, recipe: Recipe, resume: bool, device: torch.device) -> s
 class _Training:
     """One run, from where it stands to its end."""
 
-    def __init__(self, run: Run, bench: Bench, onlookers: Sequence[AbstractCallback]) -> None:
+    def __init__(self, run: Run, bench: Bench, onlookers: Sequence[AbstractCallback], *, resume: bool) -> None:
         self.run, self.bench, self.recipe, self.onlookers = run, bench, bench.recipe, onlookers
+        self.to_go_on = "start the same command again to go on" if resume else "continue with --resume"
         self.writer = checkpoint.Writer()
         self.signals = StopSignals(patient=ranks.count() > 1)
         self.best: dict[str, Tensor] = {}
@@ -273,7 +274,7 @@ class _Training:
         """Stop, if a signal asked for it; what there is to go on from was saved before."""
         if number is not None:
             self.writer.wait()
-            raise StoppedError(f"stopped {where}; continue with --resume ({self.run.folder})", number)
+            raise StoppedError(f"stopped {where}; {self.to_go_on} ({self.run.folder})", number)
 
     def _record(self, epoch: int, trained: dict[str, float], validation: Predictions) -> dict[str, Any]:
         """Make the line of the log, and remember the weights of the best epoch."""

@@ -21,7 +21,7 @@ from fedlas.data import CATALOG as DATA
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import CATALOG as MODELS
-from fedlas.models import AbstractNetwork
+from fedlas.models import AbstractNetwork, check_model
 from fedlas.train.recipe import Plain, Recipe
 from fedlas.train.validation import learns_from_validation
 
@@ -229,6 +229,13 @@ def protocol_named(name: str) -> Protocol:
     if name not in by_name:
         raise ValueError(f"no protocol is called {name!r}; {nearest(name, list(by_name))}")
     return by_name[name]
+
+
+def check_names(recipe: Recipe) -> None:
+    """Refuse a recipe whose data set, network or loss nobody knows, before anything is read or built."""
+    DATA.find(recipe.data)
+    check_model(recipe.model)
+    LOSSES.find(recipe.loss)
 
 
 def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
