@@ -53,6 +53,14 @@ def test_a_name_means_a_network(name, cls):
         assert WithFeatures(model)(torch.empty(2, 3, 160, 160)).logits.shape == (2, 5)
 
 
+@pytest.mark.parametrize("name", ["timm:test_vit", "torchvision:resnet18", "vit_base_patch16_384"])
+@pytest.mark.parametrize("word", ["checkpoint_path", "pretrained_cfg", "weights_backbone"])
+def test_a_library_loads_no_weights_by_itself(name, word):
+    """A recipe may come from a stranger, and a library may unpickle the file that it names."""
+    with pytest.raises(ValueError, match=f"the setting '{word}' is not passed on"):
+        build_model(name, num_classes=5, settings={word: "stranger.pth"})
+
+
 def test_what_we_do_not_know_goes_to_the_library():
     model = build_model("timm:test_vit", num_classes=5, in_channels=1, drop_rate=0.3, settings={"depth": 1})
     assert model.head_drop.p == 0.3

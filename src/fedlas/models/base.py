@@ -156,6 +156,17 @@ class WithLoss(nn.Module):
         return self.loss(output.logits, labels, features=output.features, index=index), output
 
 
+LOADING = ("checkpoint", "pretrained", "weights", "cache_dir")  # how words of libraries begin that read files
+
+
+def without_weights(settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Refuse settings by which a library would load weights by itself, which may run code that a file brings along."""
+    for word in settings or {}:
+        if word.startswith(LOADING):
+            raise ValueError(f"the setting {word!r} is not passed on; weights are loaded by pretrained=... alone")
+    return dict(settings or {})
+
+
 class Common(TypedDict, total=False):
     """Keywords that every network takes."""
 
@@ -233,7 +244,7 @@ class AbstractLibrary(AbstractNetwork):
         super().__init__(num_classes, **common)
         if not self.has(network):
             raise ValueError(f"{self.name} has no network {network!r}{closest(network, self.networks())}")
-        self.network, self.settings = network, dict(settings or {})
+        self.network, self.settings = network, without_weights(settings)
 
     @classmethod
     def is_installed(cls) -> bool:

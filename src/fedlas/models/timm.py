@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from fedlas.models.base import AbstractLibrary, AbstractNetwork, Common, Head, Source, library
+from fedlas.models.base import AbstractLibrary, AbstractNetwork, Common, Head, Source, library, without_weights
 
 
 class ViTBasePatch16At384(AbstractNetwork):
@@ -41,7 +41,7 @@ class ViTBasePatch16At384(AbstractNetwork):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_classes, **common)
-        self.pre_norm, self.tag, self.settings = pre_norm, tag, dict(settings or {})
+        self.pre_norm, self.tag, self.settings = pre_norm, tag, without_weights(settings)
 
     def drawn(self) -> nn.Module:
         model = _drawn(self.name, self.num_classes, self.in_channels, self.settings)
