@@ -210,7 +210,7 @@ def test_a_header_of_many_columns_takes_no_time(tmp_path):
 @pytest.mark.parametrize("ending", [".csv", ".npz", ".json", ".pt"])
 def test_a_device_is_no_file(tmp_path, ending):
     (tmp_path / f"p{ending}").symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match="is a device or a pipe"):
+    with pytest.raises(ValueError, match="is a device, not a file"):
         fedlas.read_predictions(tmp_path / f"p{ending}")
 
 
@@ -277,7 +277,7 @@ def test_a_link_does_not_lead_out_of_a_ledger(tmp_path):
     assert Ledger(folder).file_of(line).is_relative_to(folder)
     (tmp_path / "mine.txt").write_text("mine")
     (folder / line.predictions["file"]).symlink_to(tmp_path / "mine.txt")
-    with pytest.raises(ValueError, match="is a link to elsewhere"):
+    with pytest.raises(ValueError, match="is a link; a ledger's own files are never links"):
         Ledger(folder).file_of(line)
 
 
