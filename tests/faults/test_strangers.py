@@ -161,8 +161,6 @@ def test_no_hostile_file_does_anything(tmp_path, copies, big, many):
     assert len({one["kind"] for one in records}) == len(strangers.readers())
     assert [one for one in records if one["outcome"] == "BAD"] == []
     assert [one for one in records if one["what"] == "sound" and one["outcome"] != "read"] == []
-    assert max(one["mib"] for one in records) < 1500
-    assert max(one["seconds"] for one in records) < strangers.PATIENCE
 
 
 def test_the_canary_sings(tmp_path):

@@ -139,8 +139,12 @@ class Run:
         """Say whether everything is there that a recipe asks for, which may name other splits and foreign data."""
         if sum("diverged" not in record for record in self.log) < recipe.epochs:
             return False
+        return all(path.exists() for path in self._asked(recipe))
+
+    def _asked(self, recipe: Recipe) -> list[Path]:
+        """Say where all predictions lie that a recipe asks for."""
         splits = [*recipe.splits, *(f"ood-{name}" for name in recipe.ood)]
-        return all(self.predictions_file(f"{state}-{split}").exists() for state in STATES for split in splits)
+        return [self.predictions_file(f"{state}-{split}") for state in STATES for split in splits]
 
     def holds(self, recipe: Recipe) -> bool:
         """Say whether a recipe was carried out here, to its end."""
@@ -158,6 +162,7 @@ class Run:
 
         Another recipe in the folder is an error, and so is a run that stands still and nobody asked to continue.
         """
+        self._asked(recipe)  # an error about a link comes before all training
         if self.recipe_file.exists() and self.begun:
             others = differences(self.recipe, recipe)
             if others:
