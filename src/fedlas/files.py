@@ -30,6 +30,7 @@ import torch
 from fedlas.predictions import (
     NUMBERS,
     Predictions,
+    check_file,
     check_unpacked,
     named,
     optional_module,
@@ -55,8 +56,7 @@ def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch
         inside = sorted(file for folder in (path, path / "predictions") for file in folder.glob("*.safetensors"))
         there = f"such as {some_of(map(str, inside), 4)}" if inside else ", ".join(READERS)
         raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({there})")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is a device or a pipe, which may have no end; a file of predictions is needed")
+    check_file(path)
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(f"{path}: predictions are read from {', '.join(READERS)}, not from {path.suffix or 'this'}")
@@ -184,7 +184,7 @@ def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
     with readable(path):
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
-        except OSError:
+        except (OSError, MemoryError):
             raise
         except Exception:
             # torch's own advice is to load it without a check, which runs whatever the file says.

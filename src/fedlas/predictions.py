@@ -26,6 +26,7 @@ import shutil
 import stat
 import tempfile
 import warnings
+import zipfile
 import zlib
 from array import array
 from collections import Counter
@@ -321,6 +322,7 @@ class Predictions:
             if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
                 raise ValueError("it holds one array alone; named ones are expected (numpy.savez)")
             check_unpacked(path, sum(int(entry.file_size) for entry in file.zip.infolist()))
+            check_arrays(file.zip)
             columns = dict(file)
         return cls.from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
 
@@ -335,6 +337,7 @@ class Predictions:
             split: where the samples come from.
             watch: called now and then with the share of the file that has been read.
         """
+        check_file(path)
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             lines = read_lines(file, path, watch)
             first = next(lines, "")
@@ -673,11 +676,46 @@ def needed(name: str, extra: str, error: ImportError) -> str:
     return f"{package}{why} is needed for this: pip install 'fedlas[{extra}]'"
 
 
+def check_file(path: str | Path) -> None:
+    """Refuse what is there and no file: a pipe keeps who reads it waiting, and a device may have no end."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return  # who opens it says why it cannot
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+        raise ValueError(f"{path} is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")
+
+
+def own_file(folder: Path, name: str | Path, whose: str) -> Path:
+    """Give the path of a file that belongs to a folder, and refuse what leads elsewhere: `..`, or a link on the way.
+
+    Whoever made the folder could have any file read, or written over. The folder itself may be a link.
+
+    Args:
+        folder: a run folder, say.
+        name: of the file, in the folder or below it.
+        whose: what the folder is, for errors.
+    """
+    parts = Path(name).parts
+    if Path(name).is_absolute() or ".." in parts:
+        raise ValueError(f"{folder / name} lies outside of {folder}")
+    path = folder
+    for part in parts:
+        path /= part
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link; {whose}'s own files are never links: remove it, or copy what it names")
+    return path
+
+
 @contextmanager
 def readable(path: str | Path) -> Iterator[None]:
-    """Name the file in whatever error a reader raises about it."""
+    """Refuse what is no file, and name the file in whatever error a reader raises about it."""
+    check_file(path)
     try:
         yield
+    except MemoryError:
+        raise  # which is no fault of the file
     except Exception as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
             raise  # a file that is not there says so itself; a plain one without a number is a reader's word for damage
@@ -696,7 +734,7 @@ def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None
     """
     try:
         yield
-    except (OSError, ImportError):
+    except (OSError, ImportError, MemoryError):
         raise
     except Exception as given:
         error = given.at_line(lines) if isinstance(given, RowError) and lines is not None else given
@@ -714,6 +752,22 @@ def check_unpacked(path: str | Path, size: int) -> None:
     there = Path(path).stat().st_size
     if size > max(MOST_UNPACKED, MOST_TIMES * there):
         raise ValueError(f"its {there:,} bytes would unpack to {size:,}, which no predictions do")
+
+
+def check_arrays(folder: zipfile.ZipFile) -> None:
+    """Refuse arrays that announce more numbers than are there; numpy takes the memory before it looks."""
+    for entry in folder.infolist():
+        with folder.open(entry) as file:
+            if file.read(6) != np.lib.format.MAGIC_PREFIX:
+                continue
+            file.seek(0)
+            version = np.lib.format.read_magic(file)
+            if version not in {(1, 0), (2, 0)}:
+                raise ValueError(f"{entry.filename} is no array of numbers")
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, kind = read(file)
+            if math.prod(shape) * kind.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
 
 
 def read_lines(file: TextIO, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:

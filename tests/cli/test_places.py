@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from fedlas.cli import app
-from fedlas.cli.endings import plain_warning
+from fedlas.cli.endings import one_line_errors, plain_warning
 from fedlas.cli.places import beginning
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
@@ -225,3 +226,13 @@ def test_two_results_need_two_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(["evaluate", "a.csv", "--html", "same.out", "--json", "./same.out"], "named for two results")
     assert not Path("same.out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("", "memory ran out\n"), ("Unable to allocate", "memory ran out (Unable")]
+)
+def test_memory_that_runs_out_is_one_line(capsys, given, said):
+    with pytest.raises(typer.Exit) as ended, one_line_errors():
+        raise MemoryError(given)
+    assert ended.value.exit_code == 1
+    assert f"fedlas: {said}" in capsys.readouterr().err

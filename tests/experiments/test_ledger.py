@@ -1,5 +1,6 @@
 """The ledger: complete, computed again, and hard to fool."""
 
+import dataclasses
 import json
 import multiprocessing
 import shutil
@@ -176,6 +177,32 @@ def test_foreign_data_that_comes_later_completes_the_line(copy):
     book = Ledger(copy / "results")
     assert len(book.lines) == 6
     assert list(problems(book)) == []
+
+
+@pytest.mark.parametrize("name", ["digits-small.jsonl", ".lock", "predictions"])
+def test_a_link_in_a_ledger_is_not_followed(ledger, tmp_path, name):
+    """What it led to was written over, or emptied."""
+    line, victim = next(iter(ledger.lines.values())), tmp_path / "mine"
+    folder = tmp_path / "results"
+    folder.mkdir()
+    if name == "predictions":
+        victim.mkdir()
+    else:
+        victim.write_text("")
+    (folder / name.replace("small", line.protocol)).symlink_to(victim)
+    victim.touch()
+    stood = victim.stat().st_mtime_ns
+    with pytest.raises(ValueError, match="is a link; a ledger's own files are never links: remove it"):
+        Ledger(folder).add(line, b"content")
+    assert victim.stat().st_mtime_ns == stood
+
+
+def test_a_name_of_data_does_not_lead_out_of_a_ledger(ledger, tmp_path):
+    line = next(iter(ledger.lines.values()))
+    climbing = dataclasses.replace(line, recipe=line.recipe.replace(data="../mine"))
+    with pytest.raises(ValueError, match="lies outside of"):
+        Ledger(tmp_path / "results").add(climbing, b"content")
+    assert not list(tmp_path.glob("mine*"))
 
 
 def test_ids_name_recipe_and_calibrator():

@@ -4,14 +4,16 @@
     python tests/faults/strangers.py --copies 5   a short one
 
 Files are made from a seed and opened one after the other in a process of their own, which may not take more than
-`ROOM` beyond what the libraries need, nor more than `PATIENCE` seconds of a processor for one. An audit hook of Python
-reports every class that a pickle names, every program that is started and every file that is opened for writing; a
-payload in each pickle would leave a file behind. What is refused must be an error that a caller expects, and name the
-file.
+`ROOM` beyond what the libraries need, nor more than `PATIENCE` seconds of a processor for one; memory that runs out is
+no refusal. An audit hook of Python reports every class that a pickle names, every program that is started and every
+file that is opened for writing; a payload in each pickle would leave a file behind, and what links lead to must stay as
+it is. What is refused must be an error that a caller expects, and name the file.
 """
 
 import argparse
 import contextlib
+import dataclasses
+import faulthandler
 import gzip
 import io
 import json
@@ -34,11 +36,23 @@ from pathlib import Path
 from typing import Any
 
 ROOM = 2 * 2**30  # bytes of address space beyond what imports took
+MOST = 1500  # MiB that one file may take
 PATIENCE, WAIT = 60, 600  # seconds of a processor for one file, and on the clock, on however busy a machine
 CLEAR = (ValueError, TypeError, OSError)
 BIG = 2**31  # bytes that a bomb unpacks to
 MANY = 1_000_000  # columns, or names
 PICTURES = (".png", ".bmp", ".tiff", ".gif", ".jpg", ".webp")
+# The kinds that are no predictions or images, and how their files end.
+OTHERS = {
+    "calibrator": ".safetensors", "checkpoint": ".pt", "weights": ".pth", "official": ".pth", "report": ".json",
+    "recipe": ".json", "log": ".jsonl", "ledger": ".jsonl", "idx": ".gz", "kept": ".npz", "program": ".pt2",
+    "cifar": "", "archive.tar.gz": ".tar.gz", "archive.zip": ".zip",
+}  # fmt: skip
+# Files inside of a run folder or a ledger: links there are refused, whatever they lead to.
+OWN = ("recipe", "log", "ledger", "kept", "run", "results")
+LINK = "a link to somebody's file"
+RUN_FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "checkpoint-before.pt", ".lock")
+RUN_FILES += ("predictions/best-test.safetensors", "predictions/last-val.safetensors")
 # What Python reports when a file makes something happen; the unpickler of CIFAR looks its few classes up by itself.
 FORBIDDEN = {"pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect"}
 
@@ -82,21 +96,28 @@ def sound(folder: Path) -> dict[str, Path]:
     recipe = fedlas.Recipe(data="digits", model="small_cnn", loss="ce")
     (folder / "run" / "recipe.json").write_text(json.dumps(recipe.to_dict()))
     _train(folder / "trained")
+    _copied(folder / "trained", folder / "again")
     (folder / "ledger").mkdir(exist_ok=True)
-    (folder / "ledger" / "digits-x.jsonl").write_text(_ledger_line(recipe) + "\n")
+    (folder / "ledger" / "digits-x.jsonl").write_text(_ledger_line(recipe).to_json() + "\n")
+    (folder / "results").mkdir(exist_ok=True)
     (folder / "images.gz").write_bytes(gzip.compress(b"\x00\x00\x08\x01" + struct.pack(">I", 5) + bytes(5)))
     (folder / "kept.npz").write_bytes(_kept(given))
     for ending in PICTURES:
         (folder / f"picture{ending}").write_bytes(picture(ending))
     (folder / "data.tar.gz").write_bytes(tar_of({"inside/a.txt": b"hello"}))
     (folder / "data.zip").write_bytes(zip_of({"inside/a.txt": b"hello"}))
-    return found | {
+    return found | sound_files(folder)
+
+
+def sound_files(folder: Path) -> dict[str, Path]:
+    """Where `sound` writes all but predictions."""
+    return {
         "calibrator": folder / "calibrator.safetensors", "checkpoint": folder / "trained" / "checkpoint.pt",
         "weights": folder / "weights.pth", "official": folder / "weights.pth", "report": folder / "report.json",
         "recipe": folder / "run" / "recipe.json", "ledger": folder / "ledger" / "digits-x.jsonl",
         "log": folder / "trained" / "log.jsonl",
         "idx": folder / "images.gz", "kept": folder / "kept.npz", "archive.tar.gz": folder / "data.tar.gz",
-        "archive.zip": folder / "data.zip",
+        "archive.zip": folder / "data.zip", "run": folder / "again", "results": folder / "results",
     } | {f"image{ending}": folder / f"picture{ending}" for ending in PICTURES}  # fmt: skip
 
 
@@ -117,12 +138,17 @@ def _train(folder: Path) -> None:
     fedlas.fit(fedlas.recipe_for("digits", loss="fedlas_ls", epochs=2, **options), out=folder, progress=False)
 
 
-def _ledger_line(recipe: Any) -> str:
+def _copied(trained: Path, folder: Path) -> Path:
+    """Copy a finished run without its predictions, which are made again when it goes on."""
+    return Path(shutil.copytree(trained, folder, ignore=lambda *_: ["predictions", ".lock"]))
+
+
+def _ledger_line(recipe: Any) -> Any:
     from fedlas.experiments.ledger import Line, line_id
 
     name = line_id(recipe, None)
     held = {"file": f"predictions/{name}.npz", "sha256": "0" * 64}
-    return Line(id=name, recipe=recipe, protocol="x", metrics={"ece": (0.1, None, None)}, predictions=held).to_json()
+    return Line(id=name, recipe=recipe, protocol="x", metrics={"ece": (0.1, None, None)}, predictions=held)
 
 
 def _kept(given: Any) -> bytes:
@@ -178,14 +204,19 @@ def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> lis
         add(kind, "a pickle", ending, pickle.dumps({"logits": Payload(canary)}, 2))
         add(kind, "a pickle, protocol 4", ending, pickle.dumps(Payload(canary), 4))
         add(kind, "another kind of file", ending, zip_of({"a": b"b"}) if ending != ".npz" else b"PAR1" + bytes(99))
-        link = folder / f"{len(found):03d}" / f"f{ending}"
-        link.parent.mkdir()
-        link.symlink_to("/dev/zero")
-        found.append((kind, "a link to a device without end", link))
-        pipe = folder / f"{len(found):03d}" / f"f{ending}"
-        pipe.parent.mkdir()
-        os.mkfifo(pipe)
-        found.append((kind, "a pipe that nobody writes to", pipe))
+    kinds = {f"predictions{one}": one for one in endings} | {f"image{one}": one for one in PICTURES} | OTHERS
+    good = sound_files(folder.parent / "sound")
+    for kind, ending in kinds.items():
+        for what, make in _no_files(good.get(kind)).items():
+            path = folder / f"{len(found):03d}" / f"f{ending}"
+            path.parent.mkdir()
+            make(path)
+            found.append((kind, what, path))
+    for kind, what, make in _folders(folder.parent / "sound", folder.parent / "victims"):
+        path = folder / f"{len(found):03d}" / "f"
+        path.parent.mkdir()
+        make(path)
+        found.append((kind, what, path))
     _text_files(add, many)
     _arrays(add, canary, big, many)
     _tensors(add, canary, many)
@@ -194,6 +225,58 @@ def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> lis
     _archives(add, big)
     _images(add)
     return found
+
+
+def _no_files(good: Path | None) -> dict[str, Callable[[Path], None]]:
+    """What may stand in the place of any file, and how it is made."""
+    return {
+        "a link to a device without end": lambda path: path.symlink_to("/dev/zero"),
+        "a pipe that nobody writes to": os.mkfifo,
+        "a link to itself": lambda path: path.symlink_to(path),
+        "a folder": Path.mkdir,
+    } | ({} if good is None else {LINK: lambda path: path.symlink_to(good)})
+
+
+def _folders(sound: Path, victims: Path) -> list[tuple[str, str, Callable[[Path], None]]]:
+    """Run folders and ledgers in which something is a link to a victim's file or folder, or a pipe."""
+    victims.mkdir()
+
+    def victim(name: str, copy: Path | None) -> Path:
+        made = victims / f"{len(list(victims.iterdir()))}-{name}"
+        if copy is not None and copy.is_file():
+            shutil.copyfile(copy, made)
+        else:
+            made.write_text("mine")
+        return made
+
+    def make(kind: str, name: str, how: str, path: Path) -> None:
+        copy = sound / "trained" / name if kind == "run" else next((sound / "ledger").glob(name), None)
+        if kind == "run":
+            _copied(sound / "trained", path)
+        place = path / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        if how == "pipe":
+            os.mkfifo(place)
+        elif how == "folder":
+            there = victims / f"{len(list(victims.iterdir()))}-folder"
+            there.mkdir()
+            (there / ".mine.part").write_text("mine")
+            place.symlink_to(there)
+        else:
+            place.symlink_to(victim(place.name, copy) if how == "file" else victims / f"new-{place.name}")
+
+    held = next(iter(json.loads(line) for line in (sound / "ledger" / "digits-x.jsonl").read_text().splitlines()))
+    files = {"run": RUN_FILES, "results": ("digits-x.jsonl", ".lock", held["predictions"]["file"])}
+    chosen = [
+        (kind, name, how) for kind, names in files.items() for name in names for how in ("file", "nothing", "pipe")
+    ]
+    chosen += [(kind, "predictions", "folder") for kind in files]
+    said = {"file": LINK, "folder": LINK, "nothing": "a link to nothing", "pipe": "a pipe"}
+    return [
+        (kind, f"{said[how]}: {name}", lambda path, given=(kind, name, how): make(*given, path))
+        for kind, name, how in chosen
+    ]
 
 
 def _text_files(add: Callable[..., Path], many: int) -> None:
@@ -522,11 +605,11 @@ def damaged(kind: str, path: Path, folder: Path, copies: int) -> list[tuple[str,
 def readers() -> dict[str, Callable[[Path], Any]]:
     """What opens a file of each kind, as a user's program would."""
     import fedlas
-    from fedlas.data.base.fetching import Source, md5_of, unpack
+    from fedlas.data.base.fetching import Source, checked_bytes, md5_of, unpack
     from fedlas.data.base.formats import plain_unpickled, read_idx
     from fedlas.data.base.images import Transform, decode
     from fedlas.evaluation import Report
-    from fedlas.experiments.kept import Kept
+    from fedlas.experiments.kept import kept_of
     from fedlas.experiments.ledger import Ledger
     from fedlas.files import READERS
     from fedlas.integrations.export import load_program
@@ -564,10 +647,20 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         run, trained = Path(tempfile.mkdtemp(dir=path.parent)), path.parents[2] / "sound" / "trained"
         for name in ("recipe.json", "environment.json", "checkpoint.pt"):
             shutil.copyfile(trained / name, run / name)
-        shutil.copyfile(path, run / "log.jsonl")
+        if path.is_symlink() or not path.is_file():
+            path.rename(run / "log.jsonl")
+        else:
+            shutil.copyfile(path, run / "log.jsonl")
         found = Run(run).log
         fedlas.fit(Run(run).recipe, out=run, resume=True, progress=False)
         return found
+
+    def kept(path: Path) -> Any:
+        line = _ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce"))
+        return kept_of(dataclasses.replace(line, predictions={"file": path.name}), Ledger(path.parent))
+
+    def added(path: Path) -> Any:
+        return Ledger(path).add(_ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce")), b"content")
 
     def archive(path: Path) -> Any:
         if path.name.startswith("."):
@@ -583,8 +676,8 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         "official": read_official, "report": Report.load, "recipe": recipe,
         "log": logged, "ledger": lambda path: Ledger(path.parent).lines, "idx": read_idx, "archive.tar.gz": archive,
         "archive.zip": archive, "program": load_program,
-        "kept": lambda path: Kept.unpack(path.read_bytes(), str(path)),
-        "cifar": lambda path: plain_unpickled(path.read_bytes(), path),
+        "kept": kept, "cifar": lambda path: plain_unpickled(checked_bytes(path, None), path),
+        "run": lambda path: fedlas.fit(Run(path).recipe, out=path, resume=True, progress=False), "results": added,
     } | {f"image{ending}": lambda path: decode(path, seen) for ending in PICTURES}  # fmt: skip
 
 
@@ -638,6 +731,7 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
         seen.clear()
         before = forget_peak()
         signal.alarm(WAIT)
+        faulthandler.dump_traceback_later(WAIT + PATIENCE, exit=True)  # where no handler of Python is asked
         signal.setitimer(signal.ITIMER_PROF, PATIENCE)
         record: dict[str, Any] = {"kind": kind, "what": what}
         with warnings.catch_warnings():
@@ -655,6 +749,7 @@ def open_all(cases: list[list[str]], canary: Path, own: Path) -> None:
                 record |= {"outcome": "BAD", "message": f"{type(error).__name__}: {str(error)[:300]}"}
             finally:
                 signal.alarm(0)
+                faulthandler.cancel_dump_traceback_later()
                 signal.setitimer(signal.ITIMER_PROF, 0)
         found = None
         record |= {"seconds": time.process_time() - start, "mib": (peak() - before) / 2**20, "events": [*seen]}
@@ -677,8 +772,10 @@ def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> lis
     cases = [(kind, "sound", path) for kind, path in good.items()]
     cases += hostile(folder / "hostile", canary, big, many)
     for kind, path in good.items():
+        if path.is_dir():
+            continue
         cases += damaged(kind, path, folder / "damaged", copies)
-    before = set(folder.parent.iterdir())
+    before, mine = set(folder.parent.iterdir()), _content(folder / "victims")
     listed = folder / "cases.json"
     listed.write_text(json.dumps([[kind, what, str(path)] for kind, what, path in cases]))
     command = [sys.executable, __file__, "--open", str(listed)]
@@ -689,13 +786,32 @@ def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> lis
         kind, what, _ = cases[len(records)]
         died = f"the process died: {ran.stderr[-500:]}"
         records.append({"kind": kind, "what": what, "outcome": "BAD", "message": died, "seconds": 0.0, "mib": 0.0})
+    for one in records:
+        one.update(judged(one))
     strays = [str(path) for path in folder.parent.iterdir() if path not in before]
     strays += [str(path) for path in folder.rglob("climbed*")] + [str(path) for path in Path("/tmp").glob("climbed*")]
+    strays += [str(path) for path, _ in mine ^ _content(folder / "victims")]
     if strays:
         records.append(
             {"kind": "all", "what": "strays", "outcome": "BAD", "message": str(strays), "seconds": 0.0, "mib": 0.0}
         )
     return records
+
+
+def judged(record: dict[str, Any]) -> dict[str, Any]:
+    """Say what is bad about a case besides its error: too much memory or time, or a link that was followed."""
+    if record["mib"] >= MOST:
+        return {"outcome": "BAD", "message": f"took {record['mib']:.0f} MiB; {record['message']}"}
+    if record["seconds"] >= PATIENCE:
+        return {"outcome": "BAD", "message": f"took {record['seconds']:.0f} s; {record['message']}"}
+    special = record["what"].startswith((LINK, "a link to nothing", "a pipe"))
+    if record["kind"] in OWN and special and record["outcome"] == "read":
+        return {"outcome": "BAD", "message": f"was followed; {record['message']}"}
+    return {}
+
+
+def _content(folder: Path) -> set[tuple[Path, bytes]]:
+    return {(path, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
 def table(records: list[dict[str, Any]]) -> str:

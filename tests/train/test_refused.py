@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import warnings
 from typing import Any
 
@@ -14,7 +15,7 @@ import fedlas
 from fedlas.predictions import write_whole
 from fedlas.train import AbstractCallback, Recipe, Run, RunError, checkpoint, fit
 from fedlas.train.bench import Bench
-from fedlas.train.callbacks import HOOKS
+from fedlas.train.callbacks import HOOKS, write_board
 from fedlas.train.trained import predict_with
 
 CPU = torch.device("cpu")
@@ -260,3 +261,44 @@ def test_the_board_shows_gamma_also_of_a_finished_run(finished):
     (shown,) = events.Histograms("gate/gamma")
     assert shown.histogram_value.num == 50
     assert Run(finished.folder).finished
+
+
+FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "checkpoint-before.pt", ".lock")
+
+
+@pytest.mark.parametrize("name", [*FILES, "predictions", "predictions/best-test.safetensors"])
+def test_a_link_in_a_run_folder_is_not_followed(finished, tmp_path, name):
+    """What it led to was written over."""
+    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    recipe, place, victim = run.recipe, run.folder / name, tmp_path / "mine"
+    place.parent.mkdir(exist_ok=True)
+    place.unlink(missing_ok=True)
+    victim.write_text("mine")
+    place.symlink_to(victim)
+    with pytest.raises(RunError, match=rf"{name} is a link; a run's own files are never links: remove it"):
+        fit(recipe, out=run.folder, resume=True, progress=False)
+    assert victim.read_text() == "mine"
+
+
+def test_the_run_folder_itself_may_be_a_link(finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert fit(finished.recipe, out=tmp_path / "link", resume=True, progress=False).finished
+
+
+def test_the_board_is_not_written_through_a_link(finished, tmp_path):
+    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["tensorboard"]))
+    (tmp_path / "elsewhere").mkdir()
+    (run.folder / "tensorboard").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="tensorboard is a link"):
+        write_board(run)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_a_run_folder_is_not_waited_for(finished, tmp_path, name):
+    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    recipe = run.recipe
+    (run.folder / name).unlink(missing_ok=True)
+    os.mkfifo(run.folder / name)
+    with pytest.raises(RunError, match=rf"{name} is a pipe, not a file"):
+        fit(recipe, out=run.folder, resume=True, progress=False)

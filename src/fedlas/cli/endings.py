@@ -34,6 +34,11 @@ def one_line_errors() -> Iterator[None]:
             raise
         show(f"fedlas: {' '.join(_said(error).split())}", err=True)
         raise typer.Exit(1) from None
+    except MemoryError as error:
+        if os.environ.get("FEDLAS_DEBUG"):
+            raise
+        show(f"fedlas: memory ran out{f' ({error})' if str(error) else ''}", err=True)
+        raise typer.Exit(1) from None
     except Exception as error:
         number = getattr(error, "signal_number", None)
         if number is None and from_interrupt(error):

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
-from fedlas.data.base.fetching import DamagedFileError, Source, checked_bytes
+from fedlas.data.base.fetching import DamagedFileError, Source, checked_bytes, regular
 from fedlas.data.base.images import CIFAR, Transform, optional_module
 
 # No address with TLS is known.
@@ -83,7 +83,7 @@ class SVHN(AbstractDataset):
 
 def _rebuilt(path: Path, md5: str) -> Part:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(regular(path), allow_pickle=False) as file:
             size = sum(entry.file_size for entry in file.zip.infolist())
             if size > LARGEST_REBUILT:
                 raise ValueError(f"it would unpack to {size:,} bytes")  # noqa: TRY301

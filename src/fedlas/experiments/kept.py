@@ -32,7 +32,7 @@ from fedlas.metrics.result import Result
 from fedlas.ood.detection import detect_scores
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import build_calibrator
-from fedlas.predictions import Predictions, readable
+from fedlas.predictions import Predictions, check_arrays, readable
 from fedlas.train.runs import MACHINE, Run
 
 FEW_CLASSES = 10
@@ -141,6 +141,7 @@ class Kept:
             size = sum(entry.file_size for entry in folder.infolist())
             if size > LARGEST_FILE:
                 raise ValueError(f"it would unpack to {size:,} bytes; kept predictions are small")
+            check_arrays(folder)
             arrays = {
                 entry.filename.removesuffix(".npy"): np.lib.format.read_array(
                     io.BytesIO(folder.read(entry)), allow_pickle=False

@@ -10,6 +10,7 @@ has one line; one process writes at a time.
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedlas.predictions import clear_parts, write_whole
+from fedlas.predictions import check_file, clear_parts, own_file, write_whole
 from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
@@ -109,7 +110,7 @@ class Ledger:
         """All lines by their id."""
         found: dict[str, Line] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
-            for number, text in enumerate(_text_of(path).splitlines(), start=1):
+            for number, text in enumerate(_text_of(self.own(path.name)).splitlines(), start=1):
                 line = Line.from_json(text, f"{path}:{number}")
                 if line.id in found:
                     raise ValueError(f"{path}:{number}: the run {line.id} is in the ledger twice")
@@ -130,9 +131,10 @@ class Ledger:
             there = self.lines.get(line.id)
             if there is not None and set(line.ood) <= set(there.ood):
                 return there
-            write_whole(self.file_of(line), content)
-            file = self.folder / f"{line.recipe.data}-{line.protocol}.jsonl"
-            held = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+            predictions = self.file_of(line)
+            file = self.own(f"{line.recipe.data}-{line.protocol}.jsonl")
+            write_whole(predictions, content)
+            held = _text_of(file).splitlines() if file.exists() else []
             before = [text for text in held if Line.from_json(text, str(file)).id != line.id]
             write_whole(file, "".join(f"{text}\n" for text in [*before, line.to_json()]).encode())
             self.__dict__.pop("lines", None)
@@ -143,17 +145,21 @@ class Ledger:
         name = Path(line.predictions["file"])
         if name.is_absolute() or ".." in name.parts:
             raise ValueError(f"{line.id}: predictions lie outside of the ledger ({name})")
-        path = self.folder / name
-        if not path.resolve().is_relative_to(self.folder.resolve()):
-            raise ValueError(f"{line.id}: predictions lie outside of the ledger ({name} is a link to elsewhere)")
+        return self.own(name)
+
+    def own(self, name: str | Path) -> Path:
+        """Give the path of one of the ledger's files; one that is a link, a pipe or a device is refused."""
+        path = own_file(self.folder, name, "a ledger")
+        check_file(path)
         return path
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as file:
+        descriptor = os.open(self.own(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        with os.fdopen(descriptor, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            for folder in (self.folder, self.folder / "predictions"):
+            for folder in (self.folder, self.own("predictions/any").parent):
                 clear_parts(folder)
             yield
 

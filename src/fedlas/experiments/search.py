@@ -14,7 +14,7 @@ from typing import Any
 
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.scoring import accuracy, brier, nll
-from fedlas.predictions import optional_module, write_whole
+from fedlas.predictions import optional_module, own_file, write_whole
 from fedlas.train import DivergedError, Engine
 from fedlas.train.recipe import Recipe
 
@@ -178,7 +178,9 @@ def search(
             study.tell(asked, trial.mean)
         versions = {"optuna": optuna.__version__}
         found = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(done), versions)
-        write_whole(folder / KEPT, (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode())
+        write_whole(
+            own_file(folder, KEPT, "a search"), (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode()
+        )
         words = " ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()
         )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.predictions import check_file
 from fedlas.web import staying_secure
 
 # Where people put the weights in a checkpoint that holds more than them.
@@ -81,6 +82,7 @@ class Source:
         """Find the file on this machine, or fetch it."""
         if not self.path.exists():
             return self._in_cache() or self._download()
+        check_file(self.path)
         if self.checksum is not None:
             with self.path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -128,12 +130,13 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"there is no file of weights at {path}")
+    check_file(path)
     try:
         if path.suffix == ".safetensors":
             content = library("safetensors.torch").load_file(str(path))
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except ImportError:
+    except (ImportError, MemoryError):
         raise
     except Exception as error:  # each format has errors of its own, none of which names the file
         # torch's own advice is to load it without a check, which runs whatever the file says.

@@ -5,6 +5,7 @@ import sys
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlas.catalog import nearest
@@ -99,7 +100,7 @@ class TensorBoard(AbstractCallback):
         self._board: Board | None = None
 
     def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
-        self._board = Board(run.folder / "tensorboard", first=epoch + 1)
+        self._board = Board(_board_folder(run), first=epoch + 1)
 
     def epoch_ended(self, record: Mapping[str, Any]) -> None:
         assert self._board is not None
@@ -112,12 +113,16 @@ class TensorBoard(AbstractCallback):
 
 def write_board(run: Run) -> None:
     """Write what the log of a finished run tells, where nobody has written it for TensorBoard yet."""
-    if (run.folder / "tensorboard").exists():
+    if _board_folder(run).exists():
         return
-    board = Board(run.folder / "tensorboard", first=1)
+    board = Board(_board_folder(run), first=1)
     for record in run.log:
         board.record(record)
     board.close()
+
+
+def _board_folder(run: Run) -> Path:
+    return run.own("tensorboard/any").parent
 
 
 def usual(tensorboard: bool, progress: bool | None) -> list[AbstractCallback]:

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedlas.predictions import also_called, write_whole
+from fedlas.predictions import also_called, check_file, write_whole
 from fedlas.train.runs import Run, RunError
 
 FORMAT = "fedlas.checkpoint/1"
@@ -133,6 +133,10 @@ def intact(content: bytes) -> bool:
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint."""
     damaged = f"{path} cannot be read: it is damaged, or no checkpoint; remove its folder to begin anew"
+    try:
+        check_file(path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
     try:
         written = path.read_bytes()
     except OSError as error:

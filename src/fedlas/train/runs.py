@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from fedlas.predictions import Predictions, clear_parts, write_whole
+from fedlas.predictions import Predictions, check_file, clear_parts, own_file, write_whole
 from fedlas.train.recipe import Recipe, differences
 
 STATES = ("best", "last")
@@ -48,6 +48,15 @@ class Run:
 
     folder: Path
 
+    def own(self, name: str) -> Path:
+        """Give the path of one of the run's files; one that is a link, a pipe or a device is refused."""
+        try:
+            path = own_file(self.folder, name, "a run")
+            check_file(path)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        return path
+
     @property
     def recipe(self) -> Recipe:
         """What was asked for."""
@@ -59,7 +68,7 @@ class Run:
     @property
     def recipe_file(self) -> Path:
         """Where the recipe lies."""
-        return self.folder / "recipe.json"
+        return self.own("recipe.json")
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -75,22 +84,22 @@ class Run:
     @property
     def environment_file(self) -> Path:
         """Where that lies."""
-        return self.folder / "environment.json"
+        return self.own("environment.json")
 
     @property
     def checkpoint(self) -> Path:
         """Where the checkpoint lies."""
-        return self.folder / "checkpoint.pt"
+        return self.own("checkpoint.pt")
 
     @property
     def checkpoint_before(self) -> Path:
         """Where the checkpoint lies that is taken if the newest one is damaged."""
-        return self.folder / "checkpoint-before.pt"
+        return self.own("checkpoint-before.pt")
 
     @property
     def log_file(self) -> Path:
         """Where the log lies."""
-        return self.folder / "log.jsonl"
+        return self.own("log.jsonl")
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -111,7 +120,7 @@ class Run:
 
     def predictions_file(self, name: str) -> Path:
         """Where predictions lie, such as "best-test"."""
-        return self.folder / "predictions" / f"{name}.safetensors"
+        return self.own(f"predictions/{name}.safetensors")
 
     def predictions(self, name: str = "best-test") -> Predictions:
         """Read predictions."""
@@ -130,8 +139,12 @@ class Run:
         """Say whether everything is there that a recipe asks for, which may name other splits and foreign data."""
         if sum("diverged" not in record for record in self.log) < recipe.epochs:
             return False
+        return all(path.exists() for path in self._asked(recipe))
+
+    def _asked(self, recipe: Recipe) -> list[Path]:
+        """Say where all predictions lie that a recipe asks for."""
         splits = [*recipe.splits, *(f"ood-{name}" for name in recipe.ood)]
-        return all(self.predictions_file(f"{state}-{split}").exists() for state in STATES for split in splits)
+        return [self.predictions_file(f"{state}-{split}") for state in STATES for split in splits]
 
     def holds(self, recipe: Recipe) -> bool:
         """Say whether a recipe was carried out here, to its end."""
@@ -149,6 +162,7 @@ class Run:
 
         Another recipe in the folder is an error, and so is a run that stands still and nobody asked to continue.
         """
+        self._asked(recipe)  # an error about a link comes before all training
         if self.recipe_file.exists() and self.begun:
             others = differences(self.recipe, recipe)
             if others:
@@ -233,7 +247,8 @@ def locked(folder: Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor, owner = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644), os.getpid()
+    lock = Run(folder).own(".lock")
+    descriptor, owner = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), os.getpid()
     _locks.add(descriptor)
     try:
         _lock(descriptor, folder)

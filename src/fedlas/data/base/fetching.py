@@ -65,13 +65,26 @@ class Source:
         return _fault(self.md5, self.sha256, lambda kind: _digest_of(path, kind))
 
 
+def regular(path: Path, *, ours: bool = False) -> Path:
+    """Refuse pipes, devices and folders in the place of a file; data may be links, but no lock or part of ours."""
+    from fedlas.predictions import check_file, own_file  # noqa: PLC0415  the chain of imports would be too long
+
+    try:
+        if ours:
+            own_file(path.parent, path.name, "a download")
+        check_file(path)
+    except ValueError as error:
+        raise DamagedFileError(str(error)) from error
+    return path
+
+
 def md5_of(path: Path) -> str:
     """Hash a file."""
     return _digest_of(path, "md5")
 
 
 def _digest_of(path: Path, kind: str) -> str:
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
 
 
@@ -85,7 +98,7 @@ def _fault(md5: str | None, sha256: str | None, found: Callable[[str], str]) -> 
 def checked_bytes(path: Path, md5: str | None, sha256: str | None = None) -> bytes:
     """Read a file, once, and make sure of its checksums."""
     try:
-        content = path.read_bytes()
+        content = regular(path).read_bytes()
     except FileNotFoundError:
         raise MissingFileError(f"{path} is not there: remove {path.parent} and unpack it again") from None
     fault = _fault(md5, sha256, lambda kind: hashlib.new(kind, content, usedforsecurity=False).hexdigest())
@@ -98,7 +111,7 @@ def checked_bytes(path: Path, md5: str | None, sha256: str | None = None) -> byt
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock that belongs to a path, waiting for whoever has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{path.name}.lock").open("w") as file:
+    with regular(path.parent / f".{path.name}.lock", ours=True).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -159,7 +172,7 @@ def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
 
     if not url.startswith(("https://", "http://")):
         raise ValueError(f"{url} is no web address")
-    part = path.with_name(f"{path.name}.part")
+    part = regular(path.with_name(f"{path.name}.part"), ours=True)
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310
     try:
@@ -226,6 +239,8 @@ def _named(archive: Path) -> Iterator[None]:
     """Name the archive in whatever error is about it; one about the disk stays what it is."""
     try:
         yield
+    except MemoryError:
+        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno not in {None, errno.EINVAL}:
             raise

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlas.data.base.fetching import DamagedFileError, MissingFileError, checked_bytes
+from fedlas.data.base.fetching import DamagedFileError, MissingFileError, checked_bytes, regular
 
 Bytes = NDArray[np.uint8]
 LARGEST_IDX = 2**28  # unpacked; the training images of MNIST are 47 million bytes
@@ -22,7 +22,7 @@ LARGEST_IDX = 2**28  # unpacked; the training images of MNIST are 47 million byt
 def lines_of(path: Path) -> list[str]:
     """Read the lines of a text file that belongs to a data set, without empty ones."""
     try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line.strip() for line in regular(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except FileNotFoundError:
         raise MissingFileError(f"{path} is not there: remove {path.parent} and unpack it again") from None
     except UnicodeDecodeError as error:
@@ -36,7 +36,7 @@ def read_idx(path: Path, md5: str | None = None) -> Bytes:
         path: the file; a name that ends in `.gz` is decompressed.
         md5: of the decompressed content, which has one MD5 while compressed files have many.
     """
-    if path.suffix != ".gz":
+    if regular(path).suffix != ".gz":
         content = path.read_bytes()
     else:
         try:
@@ -121,6 +121,8 @@ def plain_unpickled(content: bytes, path: Path) -> Any:
         made = _PlainUnpickler(io.BytesIO(content), encoding="latin1").load()
     except DamagedFileError as error:
         raise DamagedFileError(f"{path} {error}") from None
+    except MemoryError:
+        raise
     except Exception as error:  # a broken pickle may fail in any way at all
         raise DamagedFileError(f"{path} cannot be unpickled: {error!r}") from error
     waiting, seen = [made], set()

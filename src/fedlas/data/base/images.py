@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import io
 import os
-import stat
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from jaxtyping import Float, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.data.base.fetching import DamagedFileError, locked
+from fedlas.data.base.fetching import DamagedFileError, locked, regular
 
 _filters = threading.Lock()  # those of warnings are the whole process's, and files are decoded in many threads
 MOST_UNPACKED, MOST_TIMES = 2**28, 100  # bytes; of a file that unpacks to more than both, also times its own
@@ -139,9 +138,8 @@ def _fitted(images: Tensor, transform: Transform) -> Tensor:
 def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored stored"]:
     """Read an image file and bring it to the size and channels that a transform starts from."""
     pillow = optional_module("PIL.Image")
+    regular(path)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep us waiting, and a device has no end
-            raise ValueError("it is a folder, a device or a pipe")  # noqa: TRY301
         content = path.read_bytes()
         with _opened(content) as picture:
             if 3 * picture.width * picture.height > max(MOST_UNPACKED, MOST_TIMES * len(content)):
@@ -204,6 +202,7 @@ def decoded(
                     _decode_into(images, paths, transform, workers)
                     images.flush()
     try:
+        regular(kept)
         # Copy on write: torch wants memory that may be written to, and the file stays as it is.
         images = np.load(kept, mmap_mode="c", allow_pickle=False)
         if images.shape != shape or images.dtype != np.uint8:
@@ -233,6 +232,7 @@ def _fingerprint(paths: Sequence[Path], transform: Transform) -> str:
 def _written_whole(path: Path) -> Iterator[Path]:
     """Give a temporary name to write under; the file gets its own name when all of it is on disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # also a link
     try:
         yield temporary
         with temporary.open("rb") as file:
