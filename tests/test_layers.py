@@ -30,8 +30,8 @@ ROOMS: dict[str, set[str]] = {
     "posthoc": {"predictions", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
     "evaluation": {"predictions", "catalog", "metrics", "posthoc", "ood"},
-    "data": {"predictions", "catalog", "web"},
-    "models": {"predictions", "catalog", "web"},
+    "data": {"catalog", "web"},
+    "models": {"catalog", "web"},
     "train": {
         "predictions", "files", "catalog", "ranks", "records", "losses", "metrics", "posthoc", "ood", "evaluation",
         "data", "models",

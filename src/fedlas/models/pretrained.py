@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlas.predictions import check_file
 from fedlas.web import staying_secure
 
 # Where people put the weights in a checkpoint that holds more than them.
@@ -82,7 +81,7 @@ class Source:
         """Find the file on this machine, or fetch it."""
         if not self.path.exists():
             return self._in_cache() or self._download()
-        check_file(self.path)
+        _check_file(self.path)
         if self.checksum is not None:
             with self.path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -125,12 +124,17 @@ def library(name: str) -> Any:
         raise ImportError(f"{package}{why} is needed for this: pip install 'fedlas[train]'") from error
 
 
+def _check_file(path: Path) -> None:
+    if not path.is_file():  # a pipe would keep us waiting, and a device has no end
+        raise ValueError(f"{path} is a folder, a pipe or a device, not a file of weights")
+
+
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """Read the weights in a safetensors file or in one that `torch.save` wrote."""
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"there is no file of weights at {path}")
-    check_file(path)
+    _check_file(path)
     try:
         if path.suffix == ".safetensors":
             content = library("safetensors.torch").load_file(str(path))
