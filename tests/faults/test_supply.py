@@ -425,6 +425,17 @@ def test_the_real_requirements_can_be_compared():
     assert not any(one.endswith('extra == "all"') and one.startswith("atheris") for one in asked)
 
 
+def test_an_environment_gets_what_is_asked_for_and_nothing_else(tmp_path):
+    asked = release.requirements(["safetensors>=0.4", "jaxtyping; python_version > '3'", "pytest; extra == 'dev'"])
+    assert {"safetensors", "jaxtyping", "wadler-lindig"} <= asked
+    assert not {"pytest", "torch", "numpy"} & asked  # of safetensors, only its extras ask for the last two
+    assert "numpy" in release.requirements(["safetensors[numpy]"])
+    release.link(asked, tmp_path)
+    there = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert {"safetensors", "jaxtyping"} <= there
+    assert not {"pytest", "torch"} & there
+
+
 def test_a_build_tool_that_is_not_pinned_ends_the_check():
     assert release.pin("hatchling") == supply.pins()["hatchling"]
     assert release.pins.__module__ == "supply"  # what a pin looks like is said once
