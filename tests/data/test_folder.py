@@ -139,8 +139,8 @@ def test_a_pipe_is_no_image(tmp_path):
     (tmp_path / "images" / "b" / "link.png").symlink_to(tmp_path / "images" / "a" / "0.png")
     data = fedlas.build_data("folder", path=tmp_path / "images", image_size=16)
     assert len(data.split("all")) == 5  # with the link to an image
-    for path, kind in {pipe: "pipe", tmp_path / "images" / "b" / "endless.png": "device", tmp_path: "folder"}.items():
-        with pytest.raises(DamagedFileError, match=f"{path} is a {kind}, not a file"):
+    for path in (pipe, tmp_path / "images" / "b" / "endless.png", tmp_path):
+        with pytest.raises(DamagedFileError, match=f"{path} is a folder, a pipe or a device, not a file"):
             decode(path, data.transform)
     (tmp_path / "t.csv").write_text("path,label\nimages/a/0.png,a\nimages/a/p.png,a\n")
     with pytest.raises(DamagedFileError, match=r"1 images of .*t\.csv are folders, devices or pipes, such as .*p\.png"):
