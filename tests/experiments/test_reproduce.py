@@ -351,7 +351,7 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
         ("reproduce sota --protocol fast --split val", "nothing is judged on 'val'"),
         ("reproduce sota --dry-run --model nosuch --data cifar10", "no network is called 'nosuch'; "),
         ("reproduce gate_stability --dry-run --model nosuch", "no network is called 'nosuch'; "),
-        ("reproduce sota --dry-run --set loss=nosuch", "no loss is called 'nosuch'"),
+        ("reproduce sota --dry-run --set loss=nosuch", "loss names a row"),
         ("reproduce sota --limit-minutes -1", "limit_minutes must be a positive number, not -1"),
         ("reproduce sota --limit-minutes 0 --dry-run", "limit_minutes must be a positive number, not 0"),
         ("reproduce sota --limit-minutes nan", "limit_minutes must be a positive number, not nan"),
@@ -498,3 +498,18 @@ def test_a_checksum_names_the_data(ledger):
     assert len(tests) == 1  # the same for every seed
     assert len(checksums) == 2  # each seed has its own training split
     assert all(re.fullmatch("[0-9a-f]{64}", value) for value in tests)
+
+
+@pytest.mark.parametrize("change", ["loss=ls", "data=cifar10", "model=resnet18_cifar", "seed=1"])
+def test_what_names_a_row_a_column_or_a_seed_is_no_setting(change):
+    """A table showed one loss under the name of another, and one run as three seeds without a spread."""
+    name, _, value = change.partition("=")
+    with pytest.raises(ValueError, match=f"{name} names a row, a column or a seed of the table: choose it with --"):
+        Choice(changes={name: value})
+
+
+def test_a_ledger_that_is_a_file_is_noticed_before_anything_is_trained(tmp_path):
+    (tmp_path / "ledger").write_text("")
+    asked = CliRunner().invoke(app, ["reproduce", "sota", "--data", "digits", "--ledger", str(tmp_path / "ledger")])
+    assert asked.exit_code == 1
+    assert "is no folder; a ledger is one" in asked.output

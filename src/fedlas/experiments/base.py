@@ -24,6 +24,8 @@ from fedlas.train.runs import Run
 FOR = "For "  # how a note begins that says what stands for the data of a heading
 CHANGED = "Changed: "  # and one that says what is not as the protocol has it
 
+# Fields of a recipe that say what a number of a table is of; changed, it would stand under another's name.
+NAMING = {"data": "--data", "model": "--model", "loss": "--losses", "seed": "--seeds"}
 LOOKS = (TEST, f"{TEST}-published")  # at test images: ours, and that of the published code
 
 
@@ -54,6 +56,9 @@ class Choice:
     def __post_init__(self) -> None:
         if self.split not in LOOKS:
             raise ValueError(f"nothing is judged on {self.split!r}; {nearest(self.split, list(LOOKS))}")
+        for name, option in NAMING.items():
+            if name in self.changes:
+                raise ValueError(f"{name} names a row, a column or a seed of the table: choose it with {option}")
 
     @property
     def summary(self) -> str:

@@ -104,6 +104,8 @@ class Ledger:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is no folder; a ledger is one")
 
     @cached_property
     def lines(self) -> dict[str, Line]:
