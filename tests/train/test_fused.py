@@ -102,6 +102,18 @@ def with_reflected_borders() -> nn.Module:
     return model
 
 
+def with_padding_by_name() -> nn.Module:
+    model = narrow()
+    model.layer1[0].conv1.padding = "same"
+    return model
+
+
+def with_a_block_twice() -> nn.Module:
+    model = narrow()
+    model.layer1.append(model.layer1[0])
+    return model
+
+
 def with_a_stem_of_two_layers() -> nn.Module:
     model = narrow()
     model.conv1 = nn.Sequential(model.conv1, nn.Identity())
@@ -142,6 +154,8 @@ def in_float64() -> nn.Module:
         with_another_activation,
         with_dropout_aside,
         with_reflected_borders,
+        with_padding_by_name,
+        with_a_block_twice,
         with_a_stem_of_two_layers,
         without_a_stage,
         of_another_kind,

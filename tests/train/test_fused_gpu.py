@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from fused_case import compared, network, outcome
 from test_train_gpu import pytestmark, tensors, trained
 
+from fedlas.train import fused as fused_module
 from fedlas.train import kernels
 from fedlas.train.fused import FusedResNet, fuse
 
@@ -80,6 +81,20 @@ def test_equal_inputs_give_equal_bits():
     for part, values in first.items():
         for name, value in values.items():
             assert torch.equal(value, again[part][name]), (part, name)
+
+
+@pytest.mark.parametrize("name", ["resnet18_cifar", "resnet50_cifar"])
+def test_gradients_of_weights_beside_the_rest_are_those_after_it(name, monkeypatch):
+    model = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
+    assert fuse(model)
+    images = images_of(128)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        monkeypatch.setattr(fused_module, "BESIDE", 0)  # the first stream waits for each of them
+        one_by_one = in_bf16(copy.deepcopy(model), images)["gradients"]
+        monkeypatch.undo()
+        for _ in range(5):
+            for part, value in in_bf16(copy.deepcopy(model), images)["gradients"].items():
+                assert torch.equal(value, one_by_one[part]), part
 
 
 def test_more_rows_than_an_axis_has_programs():

@@ -5,13 +5,16 @@
      └──────────── skip ──────────────────────┘
 
 What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
-in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another.
+in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another;
+on a GPU those gradients are computed on a second stream, beside the passes of the norms.
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from fedlas.train import kernels
 
 Pair = tuple[Tensor, Tensor]
 HEAD = ("avgpool", "fc")  # what computes as it always did
+BESIDE = 4  # gradients of weights that may be under way on the second stream; each keeps what it reads
 
 
 def fuse(model: Any) -> bool:
@@ -43,6 +47,9 @@ def fuse(model: Any) -> bool:
 def fits(model: Any) -> bool:
     """Say whether a network is a residual one of torchvision's kind, with the layers that the kernels stand for."""
     if type(model) is not ResNet or any(one.dtype != torch.float32 for one in model.parameters()):
+        return False
+    layers = [layer for _, layer in model.named_modules(remove_duplicate=False)]
+    if len(layers) != len(set(layers)):  # gradients of a weight that is used twice would meet before both are there
         return False
     stages = (model.layer1, model.layer2, model.layer3, model.layer4)
     if any(type(stage) is not nn.Sequential for stage in stages):
@@ -73,7 +80,9 @@ def _is_usual_norm(norm: Any) -> bool:
 
 
 def _is_usual_convolution(layer: Any) -> bool:
-    return type(layer) is nn.Conv2d and layer.bias is None and layer.padding_mode == "zeros"
+    if type(layer) is not nn.Conv2d or isinstance(layer.padding, str):
+        return False
+    return layer.bias is None and layer.padding_mode == "zeros"
 
 
 class FusedResNet(ResNet):  # type: ignore[misc]
@@ -139,18 +148,15 @@ def _narrow_weights(model: nn.Module, images: Tensor) -> Iterator[None]:
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     kind = images.device.type
     narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-    weights = [layer.weight for layer in layers]
-    if narrow == torch.float32:  # what is assigned to a layer must not be a parameter, or it would be one of its own
-        copies = [weight.view_as(weight) for weight in weights]
-    else:
-        copies = _Narrow.apply(narrow, *weights)
+    beside = _Beside(images.device)
+    copies = _Narrow.apply(narrow, beside, *(layer.weight for layer in layers))
     try:
         for layer, copy in zip(layers, copies, strict=True):
-            layer.narrow = copy
+            layer.narrow, layer.beside = copy, beside
         yield
     finally:
         for layer in layers:
-            layer.narrow = None
+            layer.narrow = layer.beside = None
 
 
 def _count_batch(model: nn.Module) -> None:
@@ -161,9 +167,8 @@ def _count_batch(model: nn.Module) -> None:
 
 
 def _convolve(layer: Any, images: Tensor) -> Tensor:
-    weight = layer.narrow
-    images = images.to(weight.dtype)
-    found = functional.conv2d(images, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
+    about = layer.stride, layer.padding, layer.dilation, layer.groups
+    found: Tensor = _Convolution.apply(images.to(layer.narrow.dtype), layer.narrow, about, layer.beside)
     return found.contiguous(memory_format=torch.channels_last)  # as it is already, but for convolutions without cuDNN
 
 
@@ -174,12 +179,48 @@ def _norm(y: Tensor, norm: nn.BatchNorm2d, skip: Tensor | None = None, skip_norm
     return pair
 
 
+class _Beside:
+    """A second stream of the device, for results that are needed late.
+
+    A convolution's backward pass gives two gradients. The one of its images is waited for by the layer before; the one
+    of its weights by nobody until the end, so it is computed while passes of norms wait for memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _second_stream(device) if device.type == "cuda" else None
+        self.under_way: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+
+    def run(self, work: Callable[[], Tensor], *read: Tensor) -> Tensor:
+        """Begin to work; what it reads is kept until it is done, the result is there after `join`."""
+        if self.stream is None:
+            return work()
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            found = work()
+            self.under_way.append((self.stream.record_event(), read))
+        self.join(BESIDE)
+        return found
+
+    def join(self, left: int = 0) -> None:
+        """Let the first stream wait until no more than this is under way."""
+        while len(self.under_way) > left:
+            done, read = self.under_way.popleft()
+            torch.cuda.current_stream(read[0].device).wait_event(done)
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class _Narrow(torch.autograd.Function):
     """Weights in a narrower type, and their gradients in a wider one, one kernel each."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        del ctx
+    def forward(ctx: Any, dtype: torch.dtype, beside: _Beside, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.beside = beside
+        if dtype == torch.float32:
+            return tuple(weight.detach() for weight in weights)
         copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
         torch._foreach_copy_(copies, list(weights))
         return tuple(copies)
@@ -187,10 +228,36 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        del ctx
+        ctx.beside.join()
+        if gradients[0].dtype == torch.float32:
+            return None, None, *gradients
         copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
         torch._foreach_copy_(copies, list(gradients))
-        return None, *copies
+        return None, None, *copies
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution whose two gradients are computed beside each other."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, about: tuple[Any, ...], beside: _Beside) -> Tensor:
+        ctx.save_for_backward(images, weight)
+        ctx.about, ctx.beside = about, beside
+        return functional.conv2d(images, weight, None, *about)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        images, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.about
+
+        def found(*wanted: bool) -> list[Tensor]:
+            about = None, stride, padding, dilation, False, [0, 0], groups
+            return torch.ops.aten.convolution_backward(gradient, images, weight, *about, wanted)  # type: ignore[no-any-return]
+
+        of_weight = ctx.beside.run(lambda: found(False, True, False)[1], gradient, images)
+        of_images = found(True, False, False)[0] if ctx.needs_input_grad[0] else None
+        return of_images, of_weight, None, None
 
 
 class _NormAddReLU(torch.autograd.Function):
