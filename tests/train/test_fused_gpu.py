@@ -115,7 +115,7 @@ def test_more_rows_than_an_axis_has_programs():
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp16"}])
 def test_a_captured_step_equals_one_that_is_not_bit_for_bit(changes):
     same = {"deterministic": True, "channels_last": True, "compile": True, "precision": "bf16"} | changes
-    recipe = short("ce", model="resnet18_cifar", epochs=2, **same)
+    recipe = short("ce", model="resnet18_cifar", model_options={}, epochs=2, **same)
     captured, eager = trained(recipe, capture=True), trained(recipe, capture=False)
     for bench in (captured, eager):
         assert isinstance(bench.net.model, FusedResNet)
