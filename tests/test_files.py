@@ -326,7 +326,7 @@ def test_classes_that_nobody_named_are_not_counted(tmp_path, monkeypatch):
     assert (found.named_classes, found.num_classes) == (2, 51)
     assert evaluate(found, intervals=False).classes == 2
     assert some().named_classes == 3
-    monkeypatch.setattr("fedlas.predictions.MOST_FILLED", 100)
+    monkeypatch.setattr("fedlas.columns.MOST_FILLED", 100)
     with pytest.raises(ValueError, match=r"2 rows with a confidence of 0\.02 .* need a table of 51 classes each"):
         read_predictions(tmp_path / "p.csv")
 

@@ -20,26 +20,35 @@ SOURCE = Path(__file__).parents[1] / "src" / HOUSE
 # What each room may import besides itself. The front door (`fedlas/__init__.py`) and `cli` may import anything;
 # `__main__` only calls `cli`.
 ROOMS: dict[str, set[str]] = {
-    "predictions": set(),
+    "extras": set(),
+    "storage": {"extras"},
+    "columns": {"extras", "storage"},
+    "predictions": {"columns", "storage"},
     "catalog": set(),
     "ranks": set(),
     "web": set(),
-    "records": {"predictions"},
+    "records": {"extras"},
     "losses": {"predictions", "catalog", "ranks", "metrics.bins"},
-    "metrics": {"predictions", "ranks"},
-    "posthoc": {"predictions", "catalog", "metrics"},
+    "metrics": {"extras", "columns", "predictions", "ranks"},
+    "posthoc": {"extras", "storage", "predictions", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
-    "evaluation": {"predictions", "catalog", "metrics", "posthoc", "ood"},
-    "data": {"catalog", "web"},
-    "models": {"catalog", "web"},
+    "evaluation": {"storage", "predictions", "catalog", "metrics", "posthoc", "ood"},
+    "data": {"extras", "catalog", "web"},
+    "models": {"extras", "storage", "catalog", "web"},
     "train": {
-        "predictions", "files", "catalog", "ranks", "records", "losses", "metrics", "posthoc", "ood", "evaluation",
-        "data", "models",
+        "extras", "storage", "predictions", "files", "catalog", "ranks", "records", "losses", "metrics", "posthoc",
+        "ood", "evaluation", "data", "models",
     },
-    "files": {"predictions"},
-    "report": {"predictions", "files", "metrics", "evaluation", "ood"},
-    "experiments": {"catalog", "predictions", "files", "metrics", "posthoc", "ood", "train", "evaluation", "report"},
-    "integrations": {"predictions", "losses", "metrics", "posthoc", "models.base", "evaluation", "report", "records"},
+    "files": {"extras", "storage", "columns", "predictions"},
+    "report": {"extras", "storage", "predictions", "files", "metrics", "evaluation", "ood"},
+    "experiments": {
+        "extras", "storage", "catalog", "predictions", "files", "metrics", "posthoc", "ood", "train", "evaluation",
+        "report",
+    },
+    "integrations": {
+        "extras", "storage", "predictions", "losses", "metrics", "posthoc", "models.base", "evaluation", "report",
+        "records",
+    },
 }  # fmt: skip
 CATALOGUES = {"losses", "data", "models", "posthoc", "integrations"}
 DRAWERS = {"util", "utils", "helper", "helpers", "common", "misc", "core", "tool", "tools"}

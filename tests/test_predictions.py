@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from fedlas.extras import optional_module
 from fedlas.metrics import ece, nll
-from fedlas.predictions import ENOUGH, Predictions, RowError, as_tensor, least_prob, optional_module, write_whole
+from fedlas.predictions import ENOUGH, Predictions, as_tensor, least_prob
+from fedlas.storage import RowError, write_whole
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -35,7 +35,8 @@ from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_o
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import checked_number, checked_text, with_logits
 from fedlas.posthoc.leakage import samples_in_both
-from fedlas.predictions import Array, Predictions, readable, slices_of, write_whole
+from fedlas.predictions import Array, Predictions, slices_of
+from fedlas.storage import readable, write_whole
 
 FORMAT = "fedlas.report/1"
 AS_GIVEN = "as given"

@@ -27,18 +27,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from fedlas.predictions import (
-    NUMBERS,
-    Predictions,
-    check_file,
-    check_unpacked,
-    named,
-    optional_module,
-    read_lines,
-    readable,
-    some_of,
-    write_whole,
-)
+from fedlas.columns import NUMBERS, some_of
+from fedlas.extras import optional_module
+from fedlas.predictions import Predictions
+from fedlas.storage import check_file, check_unpacked, named, read_lines, readable, write_whole
 
 Watch = Callable[[float], None]
 

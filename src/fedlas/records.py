@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedlas.predictions import optional_module
+from fedlas.extras import optional_module
 
 
 class Histogram(NamedTuple):

@@ -33,7 +33,7 @@ from fedlas.integrations.export import load_program
 from fedlas.integrations.official import read_official
 from fedlas.models.pretrained import Source as Weights
 from fedlas.models.pretrained import read_weights
-from fedlas.predictions import named, readable
+from fedlas.storage import named, readable
 from fedlas.train import checkpoint
 from fedlas.train.runs import Run, RunError
 from fedlas.train.trained import predict_with

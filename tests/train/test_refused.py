@@ -12,7 +12,7 @@ import torch
 from runs_of import large, photographs, short
 
 import fedlas
-from fedlas.predictions import write_whole
+from fedlas.storage import write_whole
 from fedlas.train import AbstractCallback, Recipe, Run, RunError, checkpoint, fit
 from fedlas.train.bench import Bench
 from fedlas.train.callbacks import HOOKS, write_board
@@ -212,7 +212,7 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("fedlas.predictions.os.fsync", full)
+    monkeypatch.setattr("fedlas.storage.os.fsync", full)
     with pytest.raises(OSError, match=r"No space left on device: .*log\.jsonl"):
         write_whole(tmp_path / "log.jsonl", b"line")
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedlas
-from fedlas.predictions import CHECKSUM
+from fedlas.storage import CHECKSUM
 from fedlas.train import Run, RunError, StoppedError, fit
 from fedlas.train.runs import locked
 from fedlas.train.trained import predict_with

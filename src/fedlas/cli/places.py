@@ -29,7 +29,7 @@ def write_text(place: str, text: str) -> None:
     if place == "-":
         typer.echo(text)
     else:
-        from fedlas.predictions import write_whole
+        from fedlas.storage import write_whole
 
         write_whole(Path(place), text.encode())
 

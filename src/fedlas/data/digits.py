@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlas.data.base import AbstractDataset, Common, Part, Split, as_images, as_labels
-from fedlas.data.base.images import Transform, optional_module
+from fedlas.data.base.images import Transform
+from fedlas.extras import optional_module
 
 TRAINING = 1000
 
@@ -84,5 +85,5 @@ def _embedded() -> tuple[NDArray[Any], NDArray[Any]]:
         if file.is_file():
             table = np.loadtxt(file, delimiter=",")
             return table[:, :-1], table[:, -1].astype(np.int64)
-    pixels, labels = optional_module("sklearn.datasets").load_digits(return_X_y=True)
+    pixels, labels = optional_module("sklearn.datasets", "train").load_digits(return_X_y=True)
     return pixels, labels

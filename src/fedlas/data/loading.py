@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fedlas.data.base import Images, Sample, Split, share_of_batch
 from fedlas.data.base.fetching import DamagedFileError
-from fedlas.data.base.images import Transform, decode, fitted, normalised, optional_module
+from fedlas.data.base.images import Transform, decode, fitted, normalised
 from fedlas.data.base.keyed import crops, order
+from fedlas.extras import optional_module
 
 Place = tuple[int, int]  # epoch, position in the split: what a worker is asked for
 
@@ -179,7 +180,7 @@ class _Crops(Dataset[Any]):
         return images, self.split.labels[index], index if self.train else self.split.index[index]
 
     def _cropped(self, place: int, top: int, left: int, mirrored: bool) -> UInt8[Tensor, "channels size size"]:
-        tools = optional_module("torchvision.transforms.v2.functional")
+        tools = optional_module("torchvision.transforms.v2.functional", "train")
         images, place = self.images, int(self.places[place])
         if isinstance(images, Tensor):
             image = fitted(images[place : place + 1], self.transform)[0]

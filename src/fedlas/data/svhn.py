@@ -14,7 +14,8 @@ import numpy as np
 
 from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
 from fedlas.data.base.fetching import DamagedFileError, Source, checked_bytes, regular
-from fedlas.data.base.images import CIFAR, Transform, optional_module
+from fedlas.data.base.images import CIFAR, Transform
+from fedlas.extras import optional_module
 
 # No address with TLS is known.
 ADDRESS = "http://ufldl.stanford.edu/housenumbers"
@@ -73,7 +74,7 @@ class SVHN(AbstractDataset):
         path = self.first_file(self._places(part), source, "svhn")
         content = io.BytesIO(checked_bytes(path, source.md5, source.sha256))
         try:
-            arrays = optional_module("scipy.io").loadmat(content, variable_names=["X", "y"])
+            arrays = optional_module("scipy.io", "train").loadmat(content, variable_names=["X", "y"])
             images, labels = arrays["X"].transpose(3, 2, 0, 1), arrays["y"].reshape(-1).astype(np.int64)
         except Exception as error:  # what SciPy raises for a damaged file is not written down anywhere
             raise DamagedFileError(f"{path} is damaged: {error!r}") from error

@@ -32,7 +32,8 @@ from fedlas.metrics.result import Result
 from fedlas.ood.detection import detect_scores
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import build_calibrator
-from fedlas.predictions import Predictions, check_arrays, readable
+from fedlas.predictions import Predictions
+from fedlas.storage import check_arrays, readable
 from fedlas.train.runs import MACHINE, Run
 
 FEW_CLASSES = 10

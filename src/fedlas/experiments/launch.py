@@ -24,7 +24,7 @@ import torch
 
 from fedlas.experiments.cluster import VISIBLE_AFTER, Share, Tasks
 from fedlas.experiments.crews import LOOK_EVERY, AbstractCrew, Alone, Outcome, Processes
-from fedlas.predictions import optional_module
+from fedlas.extras import optional_module
 from fedlas.train import Recipe, Run, RunError
 from fedlas.train.recipe import differences
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedlas.predictions import check_file, clear_parts, own_file, write_whole
+from fedlas.storage import check_file, clear_parts, own_file, write_whole
 from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"

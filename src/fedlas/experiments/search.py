@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedlas.extras import optional_module
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.scoring import accuracy, brier, nll
-from fedlas.predictions import optional_module, own_file, write_whole
+from fedlas.storage import own_file, write_whole
 from fedlas.train import DivergedError, Engine
 from fedlas.train.recipe import Recipe
 

@@ -27,10 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedlas.extras import optional_module
 from fedlas.models.base import WithFeatures
 from fedlas.posthoc import AbstractCalibrator, FeatureClipping
 from fedlas.posthoc.base import wide
-from fedlas.predictions import optional_module, readable, two_columns, write_whole
+from fedlas.predictions import two_columns
+from fedlas.storage import readable, write_whole
 
 FORMAT = "fedlas.exported/1"
 ABOUT = "fedlas"

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.extras import needed
 from fedlas.integrations.base import Gate, Numbers, learns_between_epochs
 from fedlas.losses.base import IGNORE_INDEX, AbstractLoss
 from fedlas.models.base import WithFeatures
-from fedlas.predictions import Predictions, needed
+from fedlas.predictions import Predictions
 
 try:
     from transformers import TrainerCallback

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.extras import needed
 from fedlas.integrations.base import Gate, Numbers, learns_between_epochs
 from fedlas.losses.base import AbstractLoss
-from fedlas.predictions import Predictions, needed
+from fedlas.predictions import Predictions
 
 PAIR = {"logits", "labels"}
 

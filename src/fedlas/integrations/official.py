@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlas.models.base import WithFeatures
-from fedlas.predictions import readable
+from fedlas.storage import readable
 
 PLACE = "state_dict"
 SHOWN = 4

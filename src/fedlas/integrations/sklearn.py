@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedlas.extras import optional_module
 from fedlas.metrics.calibration import ece
 from fedlas.metrics.scoring import accuracy, top_k
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
-from fedlas.predictions import Predictions, optional_module
+from fedlas.predictions import Predictions
 
 base = optional_module("sklearn.base", "train")
 validation = optional_module("sklearn.utils.validation", "train")

@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
 import torch
 from torch import Tensor
 
+from fedlas.extras import needed
 from fedlas.metrics import streaming
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.presets import Compat
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.stores import AbstractHistogram, BinStore, MassStore, PairStore
 from fedlas.metrics.streaming import AbstractStream
-from fedlas.predictions import needed
 
 try:
     from torchmetrics import Metric

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlas.evaluation import Report, State
+from fedlas.extras import optional_module
 from fedlas.metrics.result import Result
-from fedlas.predictions import optional_module
 from fedlas.records import Board, Histogram, histograms_in, numbers_in
 
 AT_ONCE = 1000  # MLflow takes no more numbers in one request, and no more than a tenth of it in settings

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from fedlas.columns import FILLING, some_of
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
 from fedlas.metrics.interval import Metric, brier_values, check_level, check_mean, gaps_of, nll_values
@@ -31,7 +32,7 @@ from fedlas.metrics.resampling import (
 )
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.samples import pairs
-from fedlas.predictions import FILLING, Array, Predictions, as_tensor, some_of
+from fedlas.predictions import Array, Predictions, as_tensor
 
 METHOD = "paired bootstrap"
 

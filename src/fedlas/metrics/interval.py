@@ -34,6 +34,7 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
+from fedlas.extras import optional_module
 from fedlas.metrics import calibration, scoring, selective
 from fedlas.metrics.bins import EdgeRule, exact
 from fedlas.metrics.class_gaps import ClassGaps
@@ -42,7 +43,7 @@ from fedlas.metrics.presets import Binning, Compat, Kind
 from fedlas.metrics.resampling import RARE, AbstractGaps, Bounds, Gaps, Part, World, few_range, mean_interval
 from fedlas.metrics.result import Interval, Result
 from fedlas.metrics.samples import Given, Scope, pairs, rows
-from fedlas.predictions import Array, optional_module
+from fedlas.predictions import Array
 
 Metric = Callable[..., Any]
 PARTS: tuple[Part, Part] = ("over", "under")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlas.predictions import optional_module
+from fedlas.extras import optional_module
 
 Floats = NDArray[np.float64]
 

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fedlas.catalog import nearest
-from fedlas.models.pretrained import Source, library, load_weights, misfit, read_weights
+from fedlas.models.pretrained import Source, load_weights, misfit, read_weights
 
 __all__ = [
     "AbstractLibrary",
@@ -37,7 +37,6 @@ __all__ = [
     "WithFeatures",
     "WithLoss",
     "closest",
-    "library",
 ]
 
 # Words in attribute names by which libraries and people call the part that ends in the logits.

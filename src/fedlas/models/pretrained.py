@@ -7,7 +7,6 @@ then stays as it was drawn.
 """
 
 import hashlib
-import importlib
 import os
 import re
 import sys
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.extras import optional_module
+from fedlas.storage import check_file
 from fedlas.web import staying_secure
 
 # Where people put the weights in a checkpoint that holds more than them.
@@ -44,7 +45,7 @@ class Source:
     @classmethod
     def of_torchvision(cls, network: str, tag: str | None = None) -> "Source":
         """Say where torchvision publishes the weights of a network; the default tag is torchvision's own."""
-        known = library("torchvision.models").get_model_weights(network)
+        known = optional_module("torchvision.models", "train").get_model_weights(network)
         names = [weights.name for weights in known]
         if not names:
             raise ValueError(f"torchvision has no weights for {network!r}")
@@ -56,7 +57,7 @@ class Source:
     @classmethod
     def of_timm(cls, network: str) -> "Source":
         """Say where timm publishes the weights of a network; a tag may follow the name after a dot."""
-        about = library("timm").get_pretrained_cfg(network)
+        about = optional_module("timm", "train").get_pretrained_cfg(network)
         if about is not None and about.hf_hub_id:
             name = about.hf_hub_filename or "model.safetensors"
             hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
@@ -81,7 +82,7 @@ class Source:
         """Find the file on this machine, or fetch it."""
         if not self.path.exists():
             return self._in_cache() or self._download()
-        _check_file(self.path)
+        check_file(self.path)
         if self.checksum is not None:
             with self.path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -96,7 +97,9 @@ class Source:
         if self.repository is None:
             return None
         try:
-            cached = library("huggingface_hub").try_to_load_from_cache(self.repository, self.url.rsplit("/", 1)[-1])
+            cached = optional_module("huggingface_hub", "train").try_to_load_from_cache(
+                self.repository, self.url.rsplit("/", 1)[-1]
+            )
         except ImportError:
             return None
         return Path(cached) if isinstance(cached, str) else None
@@ -114,30 +117,15 @@ class Source:
         return self.path
 
 
-def library(name: str) -> Any:
-    """Import a library that only some networks need, or say how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package, missing = name.partition(".")[0], (error.name or name).partition(".")[0]
-        why = "" if missing == package else f", which needs {missing},"
-        raise ImportError(f"{package}{why} is needed for this: pip install 'fedlas[train]'") from error
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():  # a pipe would keep us waiting, and a device has no end
-        raise ValueError(f"{path} is a folder, a pipe or a device, not a file of weights")
-
-
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """Read the weights in a safetensors file or in one that `torch.save` wrote."""
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"there is no file of weights at {path}")
-    _check_file(path)
+    check_file(path)
     try:
         if path.suffix == ".safetensors":
-            content = library("safetensors.torch").load_file(str(path))
+            content = optional_module("safetensors.torch", "train").load_file(str(path))
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except (ImportError, MemoryError):

@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Unpack
 
 from torch import nn
 
-from fedlas.models.base import AbstractNetwork, Common, Head, Source, library
+from fedlas.extras import optional_module
+from fedlas.models.base import AbstractNetwork, Common, Head, Source
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
@@ -31,7 +32,7 @@ class AbstractResNet(AbstractNetwork):
     depth: ClassVar[int]
 
     def _torchvision(self) -> Any:
-        resnet = library("torchvision.models.resnet")
+        resnet = optional_module("torchvision.models.resnet", "train")
         block = resnet.Bottleneck if self.depth >= 50 else resnet.BasicBlock
         model = resnet.ResNet(block, BLOCKS[self.depth], num_classes=self.num_classes)
         if self.in_channels != 3:

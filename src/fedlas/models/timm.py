@@ -13,7 +13,8 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from fedlas.models.base import AbstractLibrary, AbstractNetwork, Common, Head, Source, library, without_weights
+from fedlas.extras import optional_module
+from fedlas.models.base import AbstractLibrary, AbstractNetwork, Common, Head, Source, without_weights
 
 
 class ViTBasePatch16At384(AbstractNetwork):
@@ -71,12 +72,12 @@ class Timm(AbstractLibrary):
 
     @classmethod
     def networks(cls) -> Collection[str]:
-        names: list[str] = library("timm").list_models()
+        names: list[str] = optional_module("timm", "train").list_models()
         return names
 
     @classmethod
     def has(cls, network: str) -> bool:
-        return bool(library("timm").is_model(network))  # understands the tag in NAME.TAG too
+        return bool(optional_module("timm", "train").is_model(network))  # understands the tag in NAME.TAG too
 
     def drawn(self) -> nn.Module:
         model: nn.Module = _drawn(self.network, self.num_classes, self.in_channels, self.settings)
@@ -91,7 +92,7 @@ class Timm(AbstractLibrary):
 
 def _drawn(network: str, num_classes: int, in_channels: int, settings: Mapping[str, Any]) -> Any:
     channels = {} if in_channels == 3 else {"in_chans": in_channels}  # not every network takes it
-    return library("timm").create_model(network, num_classes=num_classes, **channels, **settings)
+    return optional_module("timm", "train").create_model(network, num_classes=num_classes, **channels, **settings)
 
 
 def _converted(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

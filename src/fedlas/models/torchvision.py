@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from fedlas.models.base import AbstractLibrary, Source, library
+from fedlas.extras import optional_module
+from fedlas.models.base import AbstractLibrary, Source
 
 
 class Torchvision(AbstractLibrary):
@@ -16,12 +17,12 @@ class Torchvision(AbstractLibrary):
 
     @classmethod
     def networks(cls) -> Collection[str]:
-        models = library("torchvision.models")
+        models = optional_module("torchvision.models", "train")
         names: list[str] = models.list_models(module=models)  # without those for detection, video and the like
         return names
 
     def drawn(self) -> nn.Module:
-        models = library("torchvision.models")
+        models = optional_module("torchvision.models", "train")
         model: nn.Module = models.get_model(self.network, num_classes=self.num_classes, **self.settings)
         if self.in_channels != 3:
             _take_channels(model, self.in_channels)

@@ -7,7 +7,7 @@ from typing import Any
 from fedlas.catalog import Catalog, keywords, summary
 from fedlas.posthoc.base import AbstractCalibrator, Fit, read
 from fedlas.posthoc.feature_clipping import FeatureClipping
-from fedlas.predictions import readable
+from fedlas.storage import readable
 
 __all__ = [
     "AbstractCalibrator",

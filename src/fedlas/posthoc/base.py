@@ -38,17 +38,13 @@ from fedlas.predictions import (
     as_tensor,
     check_labels,
     check_rows,
-    optional_module,
-    read_safetensors,
-    readable,
-    sealed,
     slices_of,
     two_columns,
-    write_whole,
 )
+from fedlas.storage import read_safetensors, readable, to_safetensors, write_whole
 
 FORMAT = "fedlas.calibrator/1"
-CHECKSUM = "sha256"  # of the numbers, among the words of a file; `sealed` adds one of the words too
+CHECKSUM = "sha256"  # of the numbers, among the words of a file; `to_safetensors` adds one of the words too
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
 EXACT_BELOW = 20_000_000  # this many numbers are copied to float64; larger tables keep their type
 ENORMOUS = 1e100
@@ -248,7 +244,7 @@ class AbstractCalibrator(ABC):
         about = {"format": FORMAT, "name": self.name, "options": self.options, "fitted": asdict(self.fitted)}
         tensors = {key: value.cpu().contiguous() for key, value in self.learned.items()}
         words = {key: json.dumps(value) for key, value in (about | {CHECKSUM: _checksum(tensors)}).items()}
-        write_whole(Path(path), optional_module("safetensors.torch").save(tensors, metadata=sealed(words, tensors)))
+        write_whole(Path(path), to_safetensors(words, tensors))
 
     @classmethod
     def load(cls: type[Kind], path: str | Path) -> Kind:

@@ -11,8 +11,8 @@ from jaxtyping import Float, Float64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.extras import optional_module
 from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
-from fedlas.predictions import optional_module
 
 
 class Isotonic(AbstractCalibrator):

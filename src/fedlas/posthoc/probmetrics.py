@@ -16,8 +16,8 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.extras import optional_module
 from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
-from fedlas.predictions import optional_module
 
 
 class Probmetrics(AbstractCalibrator):

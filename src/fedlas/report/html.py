@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.evaluation import SHOWN, Report, evaluate
+from fedlas.extras import optional_module
 from fedlas.metrics.result import Result
-from fedlas.predictions import Predictions, optional_module, write_whole
+from fedlas.predictions import Predictions
 from fedlas.report.duels import duels
 from fedlas.report.page_data import (
     Plain,
@@ -41,6 +42,7 @@ from fedlas.report.page_data import (
 from fedlas.report.subjects import Model
 from fedlas.report.thumbnails import picture_of
 from fedlas.report.words import direction, in_words, sentences
+from fedlas.storage import write_whole
 
 FOLDER = Path(__file__).parent / "page"
 CLASS_DIAGRAMS = 3_000  # of all models together

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 from fedlas.metrics.mean_rank import mean_ranks
 from fedlas.metrics.result import aligned
-from fedlas.predictions import write_whole
+from fedlas.storage import write_whole
 
 Detail = Literal["ours", "both", "full"]
 

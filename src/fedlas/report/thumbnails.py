@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlas.predictions import Array, as_tensor, optional_module
+from fedlas.extras import optional_module
+from fedlas.predictions import Array, as_tensor
 
 SIDE = 96  # pixels of the longer side
 MOST_PIXELS = 64_000_000  # of a file that is opened

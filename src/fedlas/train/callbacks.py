@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedlas.catalog import nearest
-from fedlas.predictions import optional_module
+from fedlas.extras import optional_module
 from fedlas.records import Board
 from fedlas.train.runs import Run
 

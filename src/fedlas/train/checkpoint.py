@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedlas.predictions import also_called, check_file, write_whole
+from fedlas.storage import also_called, check_file, write_whole
 from fedlas.train.runs import Run, RunError
 
 FORMAT = "fedlas.checkpoint/1"

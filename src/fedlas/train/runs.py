@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from fedlas.predictions import Predictions, check_file, clear_parts, own_file, write_whole
+from fedlas.predictions import Predictions
+from fedlas.storage import check_file, clear_parts, own_file, write_whole
 from fedlas.train.recipe import Recipe, differences
 
 STATES = ("best", "last")

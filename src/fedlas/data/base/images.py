@@ -6,7 +6,6 @@ Everything up to "stored" depends on the image alone and may be kept; the rest i
 """
 
 import hashlib
-import importlib
 import io
 import os
 import threading
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.data.base.fetching import DamagedFileError, locked, regular
+from fedlas.extras import optional_module
 
 _filters = threading.Lock()  # those of warnings are the whole process's, and files are decoded in many threads
 MOST_UNPACKED, MOST_TIMES = 2**28, 100  # bytes; of a file that unpacks to more than both, also times its own
@@ -33,16 +33,6 @@ CHUNK = 512  # images at a time, where a whole split would need too much memory
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-
-
-def optional_module(name: str) -> Any:
-    """Import a package that only some functions need, or say how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package, missing = name.partition(".")[0], (error.name or name).partition(".")[0]
-        why = "" if missing == package else f", which needs {missing},"
-        raise ImportError(f"{package}{why} is needed for this: pip install 'fedlas[train]'") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +118,16 @@ def _fitted(images: Tensor, transform: Transform) -> Tensor:
         if images.shape[1] == 1:
             images = images.expand(-1, transform.channels, -1, -1)
         else:
-            images = optional_module("torchvision.transforms.v2.functional").rgb_to_grayscale(images)
+            images = optional_module("torchvision.transforms.v2.functional", "train").rgb_to_grayscale(images)
     if images.shape[2:] != (transform.stored, transform.stored):
-        resize = optional_module("torchvision.transforms.v2.functional").resize
+        resize = optional_module("torchvision.transforms.v2.functional", "train").resize
         images = resize(images, [transform.stored, transform.stored], antialias=transform.antialias)
     return images
 
 
 def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored stored"]:
     """Read an image file and bring it to the size and channels that a transform starts from."""
-    pillow = optional_module("PIL.Image")
+    pillow = optional_module("PIL.Image", "train")
     regular(path)
     try:
         content = path.read_bytes()
@@ -158,7 +148,7 @@ def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored s
 
 def _opened(content: bytes) -> Any:
     """Read the head of an image; whether it is too large is for us to say, and not for a warning without a name."""
-    pillow = optional_module("PIL.Image")
+    pillow = optional_module("PIL.Image", "train")
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
         return pillow.open(io.BytesIO(content))
@@ -170,7 +160,7 @@ def _in_bytes(picture: Any) -> Any:
         pixels = np.asarray(picture).astype(np.int64)
         if pixels.size and not 0 <= pixels.min() <= pixels.max() < 1 << 16:
             raise ValueError("its pixels are neither of 8 nor of 16 bits; save it as one of both")
-        return optional_module("PIL.Image").fromarray((pixels >> 8).astype(np.uint8))
+        return optional_module("PIL.Image", "train").fromarray((pixels >> 8).astype(np.uint8))
     if picture.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of which nobody knows the white; save it in 8 bits")
     return picture

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedlas.extras import optional_module
 from fedlas.metrics.bins import exact
 from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Given, pairs
-from fedlas.predictions import Predictions, optional_module
+from fedlas.predictions import Predictions
 from fedlas.report import page_data
 from fedlas.report.figures.style import (
     COLUMN,

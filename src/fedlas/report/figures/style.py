@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from fedlas.predictions import optional_module, write_whole
+from fedlas.extras import optional_module
+from fedlas.storage import write_whole
 
 COLUMN, PAGE = 3.3, 6.9  # inches
 FONT = "DejaVu Sans"  # comes with matplotlib, so it is there on every machine

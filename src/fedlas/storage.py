@@ -1,0 +1,256 @@
+"""Files, read as if a stranger had made them, and written whole or not at all.
+
+Whoever reads a file here learns in one line what is wrong with it and which file it is; no reader waits for a pipe,
+fills the memory for a small file, or runs what a file brings along. Whoever writes one never leaves half of it.
+"""
+
+import json
+import math
+import os
+import shutil
+import stat
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlas.extras import optional_module
+
+# Names a CRC-32 among the words of a file. It finds every single flipped bit, as a SHA-256 would; that takes three
+# times as long, and would not keep out somebody who can write it anew either.
+CHECKSUM = "fedlas.crc32"
+PART = ".part"  # ends the name of a file that is being written
+# A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
+MOST_UNPACKED, MOST_TIMES = 2**28, 100
+
+
+class RowError(ValueError):
+    """An error about one row, which is counted from 0; who reads a text file says which line that is.
+
+    Args:
+        before: what is said before the row.
+        row: which one.
+        after: what is said after it.
+    """
+
+    def __init__(self, before: str, row: int, after: str) -> None:
+        super().__init__(f"{before}row {row}{after}")
+        self.before, self.row, self.after = before, row, after
+
+    def __reduce__(self) -> tuple[type["RowError"], tuple[str, int, str]]:
+        return type(self), (self.before, self.row, self.after)  # an error is copied and pickled by its words otherwise
+
+    def at_line(self, lines: Sequence[int]) -> ValueError:
+        """Make the same error that names the line of the file, as editors count them."""
+        return ValueError(f"{self.before}line {lines[self.row]}{self.after}")
+
+
+def check_file(path: str | Path) -> None:
+    """Refuse what is there and no file: a pipe keeps who reads it waiting, and a device may have no end."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (OSError, ValueError):
+        return  # who opens it says why it cannot
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+        raise ValueError(f"{path} is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")
+
+
+def own_file(folder: Path, name: str | Path, whose: str) -> Path:
+    """Give the path of a file that belongs to a folder, and refuse what leads elsewhere: `..`, or a link on the way.
+
+    Whoever made the folder could have any file read, or written over. The folder itself may be a link.
+
+    Args:
+        folder: a run folder, say.
+        name: of the file, in the folder or below it.
+        whose: what the folder is, for errors.
+    """
+    parts = Path(name).parts
+    if Path(name).is_absolute() or ".." in parts:
+        raise ValueError(f"{folder / name} lies outside of {folder}")
+    path = folder
+    for part in parts:
+        path /= part
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link; {whose}'s own files are never links: remove it, or copy what it names")
+    return path
+
+
+@contextmanager
+def readable(path: str | Path) -> Iterator[None]:
+    """Refuse what is no file, and name the file in whatever error a reader raises about it."""
+    check_file(path)
+    try:
+        yield
+    except MemoryError:
+        raise  # which is no fault of the file
+    except Exception as error:
+        if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
+            raise  # a file that is not there says so itself; a plain one without a number is a reader's word for damage
+        # Not numpy's own words about Python objects: they advise to load whatever is in there.
+        reason = "it holds no arrays of numbers" if "allow_pickle" in str(error) else error
+        raise ValueError(f"{path} is damaged, or not a file of this kind: {reason}") from error
+
+
+@contextmanager
+def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None]:
+    """Name the file in an error about what it holds; what a stranger's file can break is an error about its values.
+
+    Args:
+        path: the file.
+        lines: of a text file, the line of each row.
+    """
+    try:
+        yield
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as given:
+        error = given.at_line(lines) if isinstance(given, RowError) and lines is not None else given
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        if isinstance(error, kind) and str(path) in str(error):
+            if error is given:
+                raise
+            raise error from given
+        plain = isinstance(error, ValueError | TypeError)
+        raise kind(f"{path}: {error if plain else repr(error)}") from given
+
+
+def check_unpacked(path: str | Path, size: int) -> None:
+    """Refuse a small file that would fill the memory."""
+    there = Path(path).stat().st_size
+    if size > max(MOST_UNPACKED, MOST_TIMES * there):
+        raise ValueError(f"its {there:,} bytes would unpack to {size:,}, which no predictions do")
+
+
+def check_arrays(folder: zipfile.ZipFile) -> None:
+    """Refuse arrays that announce more numbers than are there; numpy takes the memory before it looks."""
+    for entry in folder.infolist():
+        with folder.open(entry) as file:
+            if file.read(6) != np.lib.format.MAGIC_PREFIX:
+                continue
+            file.seek(0)
+            version = np.lib.format.read_magic(file)
+            if version not in {(1, 0), (2, 0)}:
+                raise ValueError(f"{entry.filename} is no array of numbers")
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, kind = read(file)
+            if math.prod(shape) * kind.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
+
+
+def read_lines(file: TextIO, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:
+    """Read the lines of a text, and tell now and then what share of it has been read."""
+    size = max(1, Path(path).stat().st_size)
+    try:
+        for count, line in enumerate(file):
+            if watch is not None and count % 4096 == 0:
+                watch(min(1.0, file.buffer.tell() / size))
+            yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error
+
+
+def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Read the words and the tensors of a safetensors file, and compare them with their checksum if they have one."""
+    opened = optional_module("safetensors").safe_open
+    with readable(path), opened(str(path), framework="pt") as file:
+        words, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    written = words.pop(CHECKSUM, None)  # older files, and those of others, have none
+    if written is not None and written != _checksum(words, tensors):
+        raise ValueError(f"{path} is damaged: what it holds does not have the checksum that was written with it")
+    return words, tensors
+
+
+def to_safetensors(words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
+    """Give the content of a safetensors file, with its checksum; equal contents make equal bytes."""
+    content = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    return _in_order(optional_module("safetensors.torch").save(content, metadata=sealed(words, content)))
+
+
+def sealed(words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Add to the words of a safetensors file the checksum of all that it holds."""
+    return {**words, CHECKSUM: _checksum(words, tensors)}
+
+
+def write_whole(path: Path, *content: bytes | memoryview, before: Path | None = None) -> None:
+    """Write a file so that a reader, or a crash, never meets half of it.
+
+    Args:
+        path: where.
+        content: what, in one piece or several.
+        before: how the file that was there is called from then on; by default it is gone.
+    """
+    try:
+        _write_whole(path, content, before)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # A full disk does not say whose file it was.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def _write_whole(path: Path, content: Sequence[bytes | memoryview], before: Path | None) -> None:
+    if path.is_symlink():
+        path = path.resolve()  # the link stays, and what it points to is replaced
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(b"".join(content))  # a pipe or a device is no file that could be replaced
+        return
+    mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o644
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(mode)
+        if before is not None and path.is_file():
+            also_called(path, before)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def also_called(path: Path, other: Path) -> None:
+    """Give a file a second name, which may have been that of another file; at any moment both names have a file."""
+    link = other.with_name(f".{other.name}{PART}")
+    link.unlink(missing_ok=True)
+    try:
+        link.hardlink_to(path)
+    except OSError:  # not every file system has links
+        shutil.copyfile(path, link)
+    link.replace(other)
+
+
+def clear_parts(folder: Path) -> None:
+    """Remove parts of files that a killed process has left in a folder; for who holds the folder's lock."""
+    for part in folder.glob(f".*{PART}"):
+        part.unlink(missing_ok=True)
+
+
+def _in_order(content: bytes) -> bytes:
+    """Put the words of a safetensors file in order, so that equal predictions make equal bytes; it has them in none."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    head = json.loads(content[8:end])
+    head["__metadata__"] = dict(sorted(head["__metadata__"].items()))
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text + content[end:]
+
+
+def _checksum(words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Give the CRC-32 of all that a safetensors file holds, whatever its order there."""
+    shapes = [(name, str(tensors[name].dtype), tuple(tensors[name].shape)) for name in sorted(tensors)]
+    found = zlib.crc32(json.dumps([sorted(words.items()), shapes]).encode())
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
