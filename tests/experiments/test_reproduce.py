@@ -73,7 +73,7 @@ def test_printed_numbers_are_found_where_they_were_printed():
             c.printed is not None
             for r in table.rows
             for c, col in zip(r.cells, table.columns, strict=False)
-            if col.group != "Mean rank"
+            if col.group != "Mean rank" and col.name != "mean accuracy %"
         )
     assert used == sum(not row.get("commented_out") for row in PRINTED["numbers"])
 
@@ -85,6 +85,59 @@ def test_mean_ranks_of_printed_numbers_are_the_printed_mean_ranks():
             for metric in ("ECE", "AECE"):
                 found = cell(table, method, metric, "Mean rank").printed
                 assert found == pytest.approx(stated[f"mean_rank_{metric}"], abs=0.006), (name, method, metric)
+
+
+def test_printed_mean_accuracies_stand_in_the_whole_tables_in_every_format(tmp_path):
+    for name, method in (("sota", "fedlas_ls"), ("finegrained", "mbls")):
+        (table,) = experiment_named(name).tables(Ledger("nowhere"), Choice())
+        stated = {one: held["mean_Acc"] / 100 for one, held in paper.printed_summaries(name).items()}
+        assert {row.name: cell(table, row.name, "mean accuracy %").printed for row in table.rows} == stated
+        number = f"{100 * stated[method]:.2f}"
+        for path in table.save(tmp_path, ("md", "tex", "html", "txt")):
+            assert number in path.read_text(), path
+        (line,) = [one for one in table.csv().splitlines() if one.startswith(f"{method},") and "mean acc" in one]
+        assert float(line.split(",")[-3]) == stated[method]
+        (note,) = [one for one in table.notes if one.startswith("Mean accuracy")]
+        assert f"over the {len(paper.places(name))} pairs of data set and network" in note
+        assert ("cannot be checked" in note) == (name == "sota")
+
+
+def test_printed_mean_accuracies_are_means_of_the_places_that_they_are_said_to_cover():
+    """The paper cuts its means to two digits."""
+    places = paper.places("finegrained")
+    for method, mean in paper.mean_accuracies("finegrained").items():
+        single = [paper.printed("finegrained", method, *place, metric="accuracy") for place in places]
+        assert 0 <= sum(single) / len(single) - mean + 1e-9 < 1e-4, method
+
+
+def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
+    places = paper.places("sota")
+    done = [(place, seed) for place in places for seed in (1, 2, 3) if (place, seed) != (places[-1], 3)]
+    values = {(place, seed): 0.7 + 0.01 * n for n, (place, seed) in enumerate(done)}
+    recipes = {
+        one: recipe_for(*one[0], "ls", protocol="paper", seed=one[1]).replace(
+            ood=experiment_named("sota").foreign(one[0][0], Choice())
+        )
+        for one in done
+    }
+    lines = [
+        Line(recipes[one].name, recipes[one], "paper", {"accuracy": (values[one], None, None)}, {}) for one in done
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(line.to_json() + "\n" for line in lines))
+    book, sota = Ledger(tmp_path), experiment_named("sota")
+    found = cell(sota.tables(book, Choice())[0], "ls", "mean accuracy %")
+    means = [sum(values[place, seed] for place in places) / len(places) for seed in (1, 2)]
+    assert found.values == pytest.approx(means)
+    assert (found.planned, found.intervals) == (3, ())
+    assert found.inside_noise is False
+    assert cell(sota.tables(book, Choice())[0], "ce", "mean accuracy %").values == ()
+    assert cell(sota.tables(book, Choice(seeds=(3,)))[0], "ls", "mean accuracy %").values == ()
+
+
+@pytest.mark.parametrize("part", [{"data": ("cifar10",)}, {"models": ("resnet50_cifar",)}, {"protocol": "fast"}])
+def test_a_mean_accuracy_stands_in_no_table_of_other_places(part):
+    (table,) = experiment_named("sota").tables(Ledger("nowhere"), Choice(**part))
+    assert "mean accuracy %" not in {column.name for column in table.columns}
 
 
 def test_plans_have_the_published_recipes():
