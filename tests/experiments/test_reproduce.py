@@ -363,6 +363,27 @@ def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", sorted(CATALOG.entries))
+def test_planned_runs_say_what_tells_them_apart(name):
+    plan = planned(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))
+    without_folders = [tuple(row[:-1]) for row in plan.rows()]
+    assert len(set(without_folders)) == len(without_folders)
+
+
+def test_the_plan_of_the_ablations_has_the_names_of_the_rows(tmp_path):
+    words = "reproduce ablations --protocol fast --seeds 1 --dry-run --ledger"
+    shown = CliRunner().invoke(app, [*words.split(), str(tmp_path)])
+    planned_runs = shown.stdout.partition("What each part")[0]
+    for row in ("ls half", "fedlas_ls gate=shuffled", "fedlas_ls theta=0.1", "fedlas_mbls gate=shuffled"):
+        assert (row in planned_runs) == (row in experiment_named("ablations").methods), row
+
+
+def test_a_run_that_two_rows_share_has_both_their_names():
+    choice = Choice(data=("cifar10",), losses=("ce", "ce+temperature"), seeds=(1,), protocol="fast")
+    (row,) = planned(experiment_named("sota"), choice, Ledger("nowhere")).rows()
+    assert row[2:4] == ["ce, ce+temperature", "as trained, temperature"]
+
+
 def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = [
@@ -386,6 +407,8 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert len(Ledger("results").lines) == 1
+    assert shown.output.count("Accuracy and calibration of all losses") == 1, "the last table comes once"
+    assert "Accuracy and calibration of all losses" in shown.stdout
     assert Path("made/sota-small.md").exists()
     again = CliRunner().invoke(app, arguments)
     assert "small protocol: 1 run, 1 in the ledger, 0 to train" in again.output

@@ -125,7 +125,7 @@ class AbstractGrid(AbstractExperiment):
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
         return [
-            Wanted(recipe, choice.protocol, (calibrator_of(row),), judged(recipe, choice))
+            Wanted(recipe, choice.protocol, (calibrator_of(row),), judged(recipe, choice), (row,))
             for place in self.places(choice)
             for row in self.rows(choice)
             for seed in choice.seeds
