@@ -73,7 +73,7 @@ def test_printed_numbers_are_found_where_they_were_printed():
             c.printed is not None
             for r in table.rows
             for c, col in zip(r.cells, table.columns, strict=False)
-            if col.group != "Mean rank"
+            if col.group != "Mean rank" and col.name != "mean accuracy %"
         )
     assert used == sum(not row.get("commented_out") for row in PRINTED["numbers"])
 
@@ -85,6 +85,59 @@ def test_mean_ranks_of_printed_numbers_are_the_printed_mean_ranks():
             for metric in ("ECE", "AECE"):
                 found = cell(table, method, metric, "Mean rank").printed
                 assert found == pytest.approx(stated[f"mean_rank_{metric}"], abs=0.006), (name, method, metric)
+
+
+def test_printed_mean_accuracies_stand_in_the_whole_tables_in_every_format(tmp_path):
+    for name, method in (("sota", "fedlas_ls"), ("finegrained", "mbls")):
+        (table,) = experiment_named(name).tables(Ledger("nowhere"), Choice())
+        stated = {one: held["mean_Acc"] / 100 for one, held in paper.printed_summaries(name).items()}
+        assert {row.name: cell(table, row.name, "mean accuracy %").printed for row in table.rows} == stated
+        number = f"{100 * stated[method]:.2f}"
+        for path in table.save(tmp_path, ("md", "tex", "html", "txt")):
+            assert number in path.read_text(), path
+        (line,) = [one for one in table.csv().splitlines() if one.startswith(f"{method},") and "mean acc" in one]
+        assert float(line.split(",")[-3]) == stated[method]
+        (note,) = [one for one in table.notes if one.startswith("Mean accuracy")]
+        assert f"over the {len(paper.places(name))} pairs of data set and network" in note
+        assert ("cannot be checked" in note) == (name == "sota")
+
+
+def test_printed_mean_accuracies_are_means_of_the_places_that_they_are_said_to_cover():
+    """The paper cuts its means to two digits."""
+    places = paper.places("finegrained")
+    for method, mean in paper.mean_accuracies("finegrained").items():
+        single = [paper.printed("finegrained", method, *place, metric="accuracy") for place in places]
+        assert 0 <= sum(single) / len(single) - mean + 1e-9 < 1e-4, method
+
+
+def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
+    places = paper.places("sota")
+    done = [(place, seed) for place in places for seed in (1, 2, 3) if (place, seed) != (places[-1], 3)]
+    values = {(place, seed): 0.7 + 0.01 * n for n, (place, seed) in enumerate(done)}
+    recipes = {
+        one: recipe_for(*one[0], "ls", protocol="paper", seed=one[1]).replace(
+            ood=experiment_named("sota").foreign(one[0][0], Choice())
+        )
+        for one in done
+    }
+    lines = [
+        Line(recipes[one].name, recipes[one], "paper", {"accuracy": (values[one], None, None)}, {}) for one in done
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(line.to_json() + "\n" for line in lines))
+    book, sota = Ledger(tmp_path), experiment_named("sota")
+    found = cell(sota.tables(book, Choice())[0], "ls", "mean accuracy %")
+    means = [sum(values[place, seed] for place in places) / len(places) for seed in (1, 2)]
+    assert found.values == pytest.approx(means)
+    assert (found.planned, found.intervals) == (3, ())
+    assert found.inside_noise is False
+    assert cell(sota.tables(book, Choice())[0], "ce", "mean accuracy %").values == ()
+    assert cell(sota.tables(book, Choice(seeds=(3,)))[0], "ls", "mean accuracy %").values == ()
+
+
+@pytest.mark.parametrize("part", [{"data": ("cifar10",)}, {"models": ("resnet50_cifar",)}, {"protocol": "fast"}])
+def test_a_mean_accuracy_stands_in_no_table_of_other_places(part):
+    (table,) = experiment_named("sota").tables(Ledger("nowhere"), Choice(**part))
+    assert "mean accuracy %" not in {column.name for column in table.columns}
 
 
 def test_plans_have_the_published_recipes():
@@ -310,6 +363,27 @@ def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", sorted(CATALOG.entries))
+def test_planned_runs_say_what_tells_them_apart(name):
+    plan = planned(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))
+    without_folders = [tuple(row[:-1]) for row in plan.rows()]
+    assert len(set(without_folders)) == len(without_folders)
+
+
+def test_the_plan_of_the_ablations_has_the_names_of_the_rows(tmp_path):
+    words = "reproduce ablations --protocol fast --seeds 1 --dry-run --ledger"
+    shown = CliRunner().invoke(app, [*words.split(), str(tmp_path)])
+    planned_runs = shown.stdout.partition("What each part")[0]
+    for row in ("ls half", "fedlas_ls gate=shuffled", "fedlas_ls theta=0.1", "fedlas_mbls gate=shuffled"):
+        assert (row in planned_runs) == (row in experiment_named("ablations").methods), row
+
+
+def test_a_run_that_two_rows_share_has_both_their_names():
+    choice = Choice(data=("cifar10",), losses=("ce", "ce+temperature"), seeds=(1,), protocol="fast")
+    (row,) = planned(experiment_named("sota"), choice, Ledger("nowhere")).rows()
+    assert row[2:4] == ["ce, ce+temperature", "as trained, temperature"]
+
+
 def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = [
@@ -333,6 +407,8 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert len(Ledger("results").lines) == 1
+    assert shown.output.count("Accuracy and calibration of all losses") == 1, "the last table comes once"
+    assert "Accuracy and calibration of all losses" in shown.stdout
     assert Path("made/sota-small.md").exists()
     again = CliRunner().invoke(app, arguments)
     assert "small protocol: 1 run, 1 in the ledger, 0 to train" in again.output

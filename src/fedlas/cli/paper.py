@@ -108,8 +108,9 @@ def reproduce_experiment(
             for tables in reproduce(
                 chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes, **options
             ):
-                for table in tables:
-                    typer.echo(table.text(detail.value), err=True)
+                if planned(chosen, choice, book, only).missing:  # the last one comes below
+                    for table in tables:
+                        typer.echo(table.text(detail.value), err=True)
         made = chosen.tables(book, choice)
         for table in made:
             typer.echo(table.text(detail.value))

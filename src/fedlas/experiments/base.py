@@ -89,12 +89,14 @@ class Wanted:
         protocol: the recipe's protocol, by name.
         posthoc: how it is judged: as trained (None), or after a calibrator that is fitted on the validation split.
         split: on what it is judged.
+        rows: the rows of the table that it fills, by name; without any, the loss says what it is.
     """
 
     recipe: Recipe
     protocol: str
     posthoc: tuple[str | None, ...] = (None,)
     split: str = TEST
+    rows: tuple[str, ...] = ()
 
     def missing(self, ledger: Ledger) -> bool:
         """Say whether the ledger lacks one of the lines, or their foreign data."""
