@@ -93,6 +93,8 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
     missing = tuple(one for one in meant if one.missing(ledger))
     for one in missing:
         check_names(one.recipe)
+    for line in (line for one in meant for line in one.lines(ledger) if line is not None):
+        ledger.check(line)
     return Plan(meant, missing, *_minutes(missing, ledger))
 
 

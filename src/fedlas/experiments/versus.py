@@ -34,7 +34,7 @@ from fedlas.metrics.comparison import (
 )
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.posthoc import build_calibrator
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, named
 from fedlas.report.duels import RESAMPLES, WHOLE, paired_with
 from fedlas.train import recipe_for
 from fedlas.train.runs import Run
@@ -152,9 +152,10 @@ def side(text: str, ledger: Ledger) -> Side:
         if line.seed in found:
             several = ", ".join(one.id for one in lines if one.seed == line.seed)
             raise ValueError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
-        found[line.seed] = _predictions(line, ledger)
-        if found[line.seed].top_only:
-            each[line.seed] = kept_of(line, ledger).of_each_sample()
+        with named(ledger.file_of(line)):
+            found[line.seed] = _predictions(line, ledger)
+            if found[line.seed].top_only:
+                each[line.seed] = kept_of(line, ledger).of_each_sample()
     return Side(text, found, each)
 
 
