@@ -25,7 +25,7 @@ from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration import ece
 from fedlas.predictions import Predictions
-from fedlas.train import Run, recipe_for
+from fedlas.train import Run, check_parts, recipe_for
 from fedlas.train.protocols import list_recipes, protocol_named
 from waiting import until
 
@@ -498,6 +498,46 @@ def test_a_checksum_names_the_data(ledger):
     assert len(tests) == 1  # the same for every seed
     assert len(checksums) == 2  # each seed has its own training split
     assert all(re.fullmatch("[0-9a-f]{64}", value) for value in tests)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--set loss_options.alpah=0.1", "loss 'ls' takes no 'alpah'; did you mean 'alpha'?"),
+        ("--set loss_options.alpha=7", "alpha must lie between 0 and 1, not 7"),
+        ("--set loss_options.alpha=x", "alpha of loss 'ls' must be a number, not 'x'"),
+        ("--set loss_options.weight=[1,2]", "weight has 2 entries for 10 classes"),
+        ("--set model_options.widht=3", "network 'small_cnn' takes no 'widht'; did you mean 'width'?"),
+        ("--set data_options.label_noise=3", "label_noise must lie between 0 and 1, not 3"),
+        ("--set alpha=0.1", "a keyword of the loss 'ls': set loss_options.alpha"),
+        ("--workers 0", "workers must be at least 1, not 0"),
+        ("--workers -2", "workers must be at least 1, not -2"),
+        ("--gpus-per-run 2", "gpus_per_run must be from 0 to 1, not 2"),
+        ("--cpus-per-run -1", "cpus_per_run must be at least 0, not -1"),
+        ("--address auto", "an address is that of a Ray cluster"),
+        ("--runs file", "file is no folder; run folders lie in one: name another for them (--runs)"),
+        ("--runs file/below", "file is no folder; run folders lie in one: name another for them (--runs)"),
+    ],
+)
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "real"])
+def test_what_no_run_could_do_is_refused_before_anything_is_planned(words, message, dry, tmp_path, monkeypatch):
+    """A dry run showed a plan and a table for it, and a real one failed run by run, or twice."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    options = ["--data", "digits", "--losses", "ls", "--seeds", "1", "--protocol", "small", *words.split(), *dry]
+    shown = CliRunner().invoke(app, ["reproduce", "sota", *options])
+    assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (1, "", 1), shown.output
+    assert message in shown.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_looking_at_the_parts_of_recipes_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    folder = {"data_options": {"path": "nowhere"}, "loss_options": {"weight": [1.0, 2.0, 3.0]}}  # of unknown classes
+    for name in LOSSES.entries:
+        check_parts(recipe_for("digits", loss=name))
+        check_parts(recipe_for("folder", "small_cnn", name, protocol="small", **folder))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("change", ["loss=ls", "data=cifar10", "model=resnet18_cifar", "seed=1"])

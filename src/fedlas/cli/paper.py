@@ -81,11 +81,17 @@ def reproduce_experiment(
     """Make a table or figure of the paper again: run what is missing, and lay it beside the printed numbers."""
     with one_line_errors():
         from fedlas.experiments.base import Choice
+        from fedlas.experiments.launch import check_launch
         from fedlas.experiments.ledger import Ledger
         from fedlas.experiments.planning import HEAD, experiment_named, planned
         from fedlas.experiments.reproduce import check_limit, drawn, reproduce
 
         check_limit(limit_minutes)
+        where = {
+            "how": launch.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
+            "cpus_per_run": cpus_per_run,
+        }  # fmt: skip
+        check_launch(folder=runs, **where)
         chosen = experiment_named(experiment)
         check_places([], out)
         refuse_other_tables(out, chosen.file_names)
@@ -100,10 +106,7 @@ def reproduce_experiment(
         if dry_run and plan.missing:
             show_table(HEAD, plan.rows())
         if not dry_run:
-            options = {
-                "how": launch.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
-                "cpus_per_run": cpus_per_run, "device": device, "data_root": data_root,
-            }  # fmt: skip
+            options = {**where, "device": device, "data_root": data_root}
             told = partial(typer.echo, err=True)
             for tables in reproduce(
                 chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes, **options
@@ -116,8 +119,8 @@ def reproduce_experiment(
         if out is None and not made:
             typer.echo(f"{experiment} is a figure: --out DIR draws it", err=True)
         if out is not None:
-            where = {"data_root": data_root, "device": device}
-            for path in drawn(chosen, choice, ledger=book, runs=runs, folder=out, **where):
+            places = {"data_root": data_root, "device": device}
+            for path in drawn(chosen, choice, ledger=book, runs=runs, folder=out, **places):
                 typer.echo(path)
 
 
