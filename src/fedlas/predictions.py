@@ -310,9 +310,12 @@ class Predictions:
         """Read a file that `save` wrote."""
         words, tensors = read_safetensors(path)
         columns: dict[str, Any] = dict(tensors)
+        kind = words.get("format", "")
+        if kind.startswith('"fedlas.') and kind != json.dumps(FORMAT):
+            raise ValueError(f"{path} holds no predictions: it is a file of another kind ({kind[:80]})")
         with readable(path):
-            about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
-        columns |= {name: about.get(name) for name in ("class_names", *WORDS)}
+            about = {k: json.loads(v) for k, v in words.items()} if kind == json.dumps(FORMAT) else {}
+        columns |= {name: about[name] for name in ("class_names", *WORDS) if about.get(name) is not None}
         return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False))
 
     @classmethod
