@@ -69,6 +69,7 @@ LOOK_ALIKES = {
 
 LABELS = ("label", "labels")  # what the truth is called in a file
 WORDS = ("ids", "paths")  # words for each sample
+ALLOCATOR = "DefaultCPUAllocator: "  # who in torch says that there is no memory
 PART = ".part"  # ends the name of a file that is being written
 FILLING = "(other"  # begins the name of a class that only fills a row up to one
 MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
@@ -711,12 +712,31 @@ def own_file(folder: Path, name: str | Path, whose: str) -> Path:
     return path
 
 
+def no_memory(error: BaseException) -> str | None:
+    """Give what torch says in a RuntimeError about the machine's memory that ran out; None where it did not."""
+    _, allocator, said = str(error).partition(ALLOCATOR)
+    return said.strip() if allocator and isinstance(error, RuntimeError) else None
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise a MemoryError where torch says in a RuntimeError that the machine's memory ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = no_memory(error)
+        if said is None:
+            raise
+        raise MemoryError(said) from error
+
+
 @contextmanager
 def readable(path: str | Path) -> Iterator[None]:
     """Refuse what is no file, and name the file in whatever error a reader raises about it."""
     check_file(path)
     try:
-        yield
+        with memory_errors():
+            yield
     except MemoryError:
         raise  # which is no fault of the file
     except Exception as error:
@@ -736,7 +756,8 @@ def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None
         lines: of a text file, the line of each row.
     """
     try:
-        yield
+        with memory_errors():
+            yield
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as given:
