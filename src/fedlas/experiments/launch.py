@@ -27,6 +27,7 @@ from fedlas.experiments.crews import LOOK_EVERY, AbstractCrew, Alone, Outcome, P
 from fedlas.predictions import optional_module
 from fedlas.train import Recipe, Run, RunError
 from fedlas.train.recipe import differences
+from fedlas.train.runs import run_in
 
 How: TypeAlias = Literal["local", "ray"]
 
@@ -89,7 +90,7 @@ def launched(
         folder=folder, how=how, address=address, gpus_per_run=gpus_per_run, cpus_per_run=cpus_per_run, workers=workers,
         limit_minutes=limit_minutes,
     )  # fmt: skip
-    jobs = [_Job(recipe, Run(Path(folder).resolve() / recipe.name)) for recipe in _neighbours(recipes)]
+    jobs = [_Job(recipe, run_in(Path(folder).resolve(), recipe)) for recipe in _neighbours(recipes)]
     ray = optional_module("ray", "cluster") if how == "ray" else None
     places = _places(device, gpus_per_run, workers) if how == "local" else []
 
