@@ -20,7 +20,8 @@ from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import drawn, reproduce
-from fedlas.experiments.versus import Side, lines_of, side, versus
+from fedlas.experiments.versus import Side, lines_of, side, twins, versus
+from fedlas.files import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration import ece
@@ -390,6 +391,44 @@ def test_run_folders_and_files_can_be_compared(trained, ledger):
     shown = CliRunner().invoke(app, ["compare", str(folders[0]), str(run.predictions_file("last-test"))])
     assert shown.exit_code == 0, shown.output
     assert re.search(r"accuracy % +\S+ +\S+ +\S+ +\+0", shown.output)
+
+
+@pytest.mark.parametrize("second", ["one.csv", "copy.npz", "other.csv"])
+def test_the_same_predictions_on_both_sides_are_noted(tmp_path, monkeypatch, second):
+    """A name that was typed twice, or a copy, looked like two models that are equally good."""
+    monkeypatch.chdir(tmp_path)
+    given = Predictions(torch.randn(50, 3, dtype=torch.float64), torch.arange(50) % 3, class_names=["a", "b", "c"])
+    write_predictions(given, Path("one.csv"))
+    write_predictions(given, Path("copy.npz"))
+    write_predictions(Predictions(2 * given.logits, given.labels, class_names=["a", "b", "c"]), Path("other.csv"))
+    shown = CliRunner().invoke(app, ["compare", "one.csv", second])
+    assert shown.exit_code == 0, shown.output
+    assert ("note: both sides are the same predictions, so nothing differs" in shown.stderr) == (second != "other.csv")
+
+
+def test_seeds_that_are_the_same_on_both_sides_are_named(ledger):
+    ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
+    assert twins(ce, ls) is None
+    assert twins(ce, ce) == "both sides are the same predictions, so nothing differs; was another one meant?"
+    assert "the same predictions of seed 2, so" in twins(ce, Side("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
+
+
+@pytest.mark.parametrize(
+    ("ours", "names", "message"),
+    [
+        ("abc", "bac", "both models have the same classes in another order"),
+        ("210", "012", "both models have the same classes in another order"),  # taken for numbers of columns before
+        ("abc", "abx", "the models know other classes: 'c' in the first alone; 'x' in the second alone"),
+    ],
+)
+def test_classes_that_differ_are_refused_by_the_command(tmp_path, monkeypatch, ours, names, message):
+    monkeypatch.chdir(tmp_path)
+    logits, labels = torch.randn(50, 3), torch.arange(50) % 3
+    Predictions(logits, labels, class_names=list(ours)).save("one.safetensors")
+    Predictions(-logits, labels, class_names=list(names)).save("two.safetensors")
+    shown = CliRunner().invoke(app, ["compare", "one.safetensors", "two.safetensors"])
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert f"fedlas: {message}" in shown.stderr
 
 
 def test_what_a_temperature_made_can_be_compared():

@@ -140,7 +140,7 @@ def compare_models(
     """Say whether one model is better than another on the same samples, and how sure that is."""
     with one_line_errors():
         from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.versus import HEAD, side, versus
+        from fedlas.experiments.versus import HEAD, side, twins, versus
 
         kept = None if json in {None, "-"} else Path(str(json))
         check_places([kept])
@@ -148,12 +148,15 @@ def compare_models(
         refuse_other_kind(kept, "answer of `fedlas compare`", partial(has_format, COMPARISON))
         book, asked = Ledger(ledger), words(metrics)
         options = {"level": level, "resamples": resamples, "seed": seed}
-        found = versus(side(first, book), side(second, book), asked, **options)
+        sides = side(first, book), side(second, book)
+        found = versus(*sides, asked, **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         seeds = any(one.standard_error is not None for one in found)
         typer.echo(
             f"Difference: first minus second{'; ±: standard error over seeds' if seeds else ''}.", err=json == "-"
         )
+        if (note := twins(*sides)) is not None:
+            typer.echo(f"note: {note}", err=True)
         if json is not None:
             from json import dumps
 
