@@ -3,7 +3,7 @@
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -87,7 +87,7 @@ def reproduce_experiment(
         from fedlas.experiments.reproduce import check_limit, drawn, reproduce
 
         check_limit(limit_minutes)
-        where = {
+        where: dict[str, Any] = {
             "how": launch.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
             "cpus_per_run": cpus_per_run,
         }  # fmt: skip
@@ -148,14 +148,14 @@ def compare_models(
         refuse_other_kind(kept, "answer of `fedlas compare`", partial(has_format, COMPARISON))
         book, asked = Ledger(ledger), words(metrics)
         options = {"level": level, "resamples": resamples, "seed": seed}
-        sides = side(first, book), side(second, book)
-        found = versus(*sides, asked, **options)
+        ours, theirs = side(first, book), side(second, book)
+        found = versus(ours, theirs, asked, **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         seeds = any(one.standard_error is not None for one in found)
         typer.echo(
             f"Difference: first minus second{'; ±: standard error over seeds' if seeds else ''}.", err=json == "-"
         )
-        if (note := twins(*sides)) is not None:
+        if (note := twins(ours, theirs)) is not None:
             typer.echo(f"note: {note}", err=True)
         if json is not None:
             from json import dumps
