@@ -32,6 +32,7 @@ from fedlas.predictions import (
     Predictions,
     check_file,
     check_unpacked,
+    memory_errors,
     named,
     optional_module,
     read_lines,
@@ -183,7 +184,8 @@ def _jsonl(path: Path, split: str | None, watch: Watch | None) -> Predictions:
 def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
     with readable(path):
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            with memory_errors():
+                found = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
         except Exception:

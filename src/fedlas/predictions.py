@@ -71,6 +71,7 @@ FROM_FILE: ContextVar[bool] = ContextVar("from_file", default=False)  # whether 
 
 LABELS = ("label", "labels")  # what the truth is called in a file
 WORDS = ("ids", "paths")  # words for each sample
+ALLOCATOR = "DefaultCPUAllocator: "  # who in torch says that there is no memory
 PART = ".part"  # ends the name of a file that is being written
 FILLING = "(other"  # begins the name of a class that only fills a row up to one
 MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
@@ -314,9 +315,12 @@ class Predictions:
         """Read a file that `save` wrote."""
         words, tensors = read_safetensors(path)
         columns: dict[str, Any] = dict(tensors)
+        kind = words.get("format", "")
+        if kind.startswith('"fedlas.') and kind != json.dumps(FORMAT):
+            raise ValueError(f"{path} holds no predictions: it is a file of another kind ({kind[:80]})")
         with readable(path):
-            about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
-        columns |= {name: about.get(name) for name in ("class_names", *WORDS)}
+            about = {k: json.loads(v) for k, v in words.items()} if kind == json.dumps(FORMAT) else {}
+        columns |= {name: about[name] for name in ("class_names", *WORDS) if about.get(name) is not None}
         return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False))
 
     @classmethod
@@ -733,12 +737,31 @@ def own_file(folder: Path, name: str | Path, whose: str) -> Path:
     return path
 
 
+def no_memory(error: BaseException) -> str | None:
+    """Give what torch says in a RuntimeError about the machine's memory that ran out; None where it did not."""
+    _, allocator, said = str(error).partition(ALLOCATOR)
+    return said.strip() if allocator and isinstance(error, RuntimeError) else None
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise a MemoryError where torch says in a RuntimeError that the machine's memory ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = no_memory(error)
+        if said is None:
+            raise
+        raise MemoryError(said) from error
+
+
 @contextmanager
 def readable(path: str | Path) -> Iterator[None]:
     """Refuse what is no file, and name the file in whatever error a reader raises about it."""
     check_file(path)
     try:
-        yield
+        with memory_errors():
+            yield
     except MemoryError:
         raise  # which is no fault of the file
     except Exception as error:
@@ -759,7 +782,8 @@ def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None
     """
     before = FROM_FILE.set(True)
     try:
-        yield
+        with memory_errors():
+            yield
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as given:

@@ -20,12 +20,13 @@ from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import drawn, reproduce
-from fedlas.experiments.versus import Side, lines_of, side, versus
+from fedlas.experiments.versus import Side, lines_of, side, twins, versus
+from fedlas.files import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration import ece
 from fedlas.predictions import Predictions
-from fedlas.train import Run, recipe_for
+from fedlas.train import Run, check_parts, recipe_for
 from fedlas.train.protocols import list_recipes, protocol_named
 from waiting import until
 
@@ -468,6 +469,44 @@ def test_run_folders_and_files_can_be_compared(trained, ledger):
     assert re.search(r"accuracy % +\S+ +\S+ +\S+ +\+0", shown.output)
 
 
+@pytest.mark.parametrize("second", ["one.csv", "copy.npz", "other.csv"])
+def test_the_same_predictions_on_both_sides_are_noted(tmp_path, monkeypatch, second):
+    """A name that was typed twice, or a copy, looked like two models that are equally good."""
+    monkeypatch.chdir(tmp_path)
+    given = Predictions(torch.randn(50, 3, dtype=torch.float64), torch.arange(50) % 3, class_names=["a", "b", "c"])
+    write_predictions(given, Path("one.csv"))
+    write_predictions(given, Path("copy.npz"))
+    write_predictions(Predictions(2 * given.logits, given.labels, class_names=["a", "b", "c"]), Path("other.csv"))
+    shown = CliRunner().invoke(app, ["compare", "one.csv", second])
+    assert shown.exit_code == 0, shown.output
+    assert ("note: both sides are the same predictions, so nothing differs" in shown.stderr) == (second != "other.csv")
+
+
+def test_seeds_that_are_the_same_on_both_sides_are_named(ledger):
+    ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
+    assert twins(ce, ls) is None
+    assert twins(ce, ce) == "both sides are the same predictions, so nothing differs; was another one meant?"
+    assert "the same predictions of seed 2, so" in twins(ce, Side("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
+
+
+@pytest.mark.parametrize(
+    ("ours", "names", "message"),
+    [
+        ("abc", "bac", "both models have the same classes in another order"),
+        ("210", "012", "both models have the same classes in another order"),  # taken for numbers of columns before
+        ("abc", "abx", "the models know other classes: 'c' in the first alone; 'x' in the second alone"),
+    ],
+)
+def test_classes_that_differ_are_refused_by_the_command(tmp_path, monkeypatch, ours, names, message):
+    monkeypatch.chdir(tmp_path)
+    logits, labels = torch.randn(50, 3), torch.arange(50) % 3
+    Predictions(logits, labels, class_names=list(ours)).save("one.safetensors")
+    Predictions(-logits, labels, class_names=list(names)).save("two.safetensors")
+    shown = CliRunner().invoke(app, ["compare", "one.safetensors", "two.safetensors"])
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert f"fedlas: {message}" in shown.stderr
+
+
 def test_what_a_temperature_made_can_be_compared():
     """The ledger keeps no logits of it, but those before it and the temperature."""
     kept = Ledger(Path(__file__).parents[2] / "results")
@@ -574,6 +613,46 @@ def test_a_checksum_names_the_data(ledger):
     assert len(tests) == 1  # the same for every seed
     assert len(checksums) == 2  # each seed has its own training split
     assert all(re.fullmatch("[0-9a-f]{64}", value) for value in tests)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--set loss_options.alpah=0.1", "loss 'ls' takes no 'alpah'; did you mean 'alpha'?"),
+        ("--set loss_options.alpha=7", "alpha must lie between 0 and 1, not 7"),
+        ("--set loss_options.alpha=x", "alpha of loss 'ls' must be a number, not 'x'"),
+        ("--set loss_options.weight=[1,2]", "weight has 2 entries for 10 classes"),
+        ("--set model_options.widht=3", "network 'small_cnn' takes no 'widht'; did you mean 'width'?"),
+        ("--set data_options.label_noise=3", "label_noise must lie between 0 and 1, not 3"),
+        ("--set alpha=0.1", "a keyword of the loss 'ls': set loss_options.alpha"),
+        ("--workers 0", "workers must be at least 1, not 0"),
+        ("--workers -2", "workers must be at least 1, not -2"),
+        ("--gpus-per-run 2", "gpus_per_run must be from 0 to 1, not 2"),
+        ("--cpus-per-run -1", "cpus_per_run must be at least 0, not -1"),
+        ("--address auto", "an address is that of a Ray cluster"),
+        ("--runs file", "file is no folder; run folders lie in one: name another for them (--runs)"),
+        ("--runs file/below", "file is no folder; run folders lie in one: name another for them (--runs)"),
+    ],
+)
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "real"])
+def test_what_no_run_could_do_is_refused_before_anything_is_planned(words, message, dry, tmp_path, monkeypatch):
+    """A dry run showed a plan and a table for it, and a real one failed run by run, or twice."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    options = ["--data", "digits", "--losses", "ls", "--seeds", "1", "--protocol", "small", *words.split(), *dry]
+    shown = CliRunner().invoke(app, ["reproduce", "sota", *options])
+    assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (1, "", 1), shown.output
+    assert message in shown.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_looking_at_the_parts_of_recipes_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    folder = {"data_options": {"path": "nowhere"}, "loss_options": {"weight": [1.0, 2.0, 3.0]}}  # of unknown classes
+    for name in LOSSES.entries:
+        check_parts(recipe_for("digits", loss=name))
+        check_parts(recipe_for("folder", "small_cnn", name, protocol="small", **folder))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("change", ["loss=ls", "data=cifar10", "model=resnet18_cifar", "seed=1"])

@@ -75,8 +75,8 @@ def calibrate_apply(
         refuse_own_input([calibrator, file], [out])
         refuse_other_kind(out, "file of predictions", held_at)
         with progress() as watch:
-            given = read_file(file, watch)
             learned = load_calibrator(calibrator)
+            given = read_file(file, watch)
             repaired = learned.transform(given)
             # A table of probabilities becomes another one.
             write_again(repaired, out, held_at(out), probs=probs or given.given_probs is not None)

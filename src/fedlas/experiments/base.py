@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fedlas.catalog import nearest
-from fedlas.experiments.ledger import TEST, Ledger
+from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.report.tables import Table
 from fedlas.train import protocol_named
 from fedlas.train.recipe import Recipe
@@ -100,8 +100,11 @@ class Wanted:
 
     def missing(self, ledger: Ledger) -> bool:
         """Say whether the ledger lacks one of the lines, or their foreign data."""
-        lines = [ledger.find(self.recipe, one, self.split) for one in self.posthoc]
-        return any(line is None or not set(self.recipe.ood) <= set(line.ood) for line in lines)
+        return any(line is None or not set(self.recipe.ood) <= set(line.ood) for line in self.lines(ledger))
+
+    def lines(self, ledger: Ledger) -> list[Line | None]:
+        """Look up the line of each way to judge it."""
+        return [ledger.find(self.recipe, one, self.split) for one in self.posthoc]
 
 
 @dataclass(frozen=True)

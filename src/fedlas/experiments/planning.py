@@ -8,7 +8,7 @@ from typing import Any
 from fedlas.catalog import Catalog, summary
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import Ledger
-from fedlas.train import check_names
+from fedlas.train import check_parts
 from fedlas.train.recipe import Recipe
 
 NAMED = 3  # folders in an error message
@@ -94,7 +94,9 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
         raise ValueError(f"no planned run has a folder whose name contains {only!r}; {there}")
     missing = tuple(one for one in meant if one.missing(ledger))
     for one in missing:
-        check_names(one.recipe)
+        check_parts(one.recipe)
+    for line in (line for one in meant for line in one.lines(ledger) if line is not None):
+        ledger.check(line)
     return Plan(meant, missing, *_minutes(missing, ledger))
 
 

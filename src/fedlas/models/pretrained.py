@@ -143,6 +143,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # each format has errors of its own, none of which names the file
+        if "DefaultCPUAllocator: " in str(error):  # torch has no error of its own for memory that ran out
+            raise MemoryError(str(error).partition("DefaultCPUAllocator: ")[2]) from error
         # torch's own advice is to load it without a check, which runs whatever the file says.
         said = "which is never loaded" if "weights_only" in str(error) else error
         raise ValueError(f"{path} is damaged, or holds more than tensors: {said}") from error
