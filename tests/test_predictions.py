@@ -543,6 +543,20 @@ def test_a_row_that_is_no_distribution_says_what_it_sums_to():
         Predictions.from_probs([[0.5, 0.5], [0.75, 0.75]], [0, 1])
 
 
+def test_percentages_whose_rounding_adds_up_are_called_so():
+    """Of a row that sums to 94 it was said that logits enter elsewhere."""
+    rows = [[90.0, 1.0, 1.0, 1.0, 1.0], [95.0, 1.0, 1.0, 1.0, 0.0], [50.0, 48.0, 0.0, 0.0, 0.0]]
+    with pytest.raises(ValueError, match="sums to 94; these look like percentages: divide them by 100"):
+        Predictions.from_probs(rows, [0, 1, 2])
+    with pytest.raises(ValueError, match="sums to 94; logits enter by"):
+        Predictions.from_probs([[94.0, 0.0], [0.5, 0.5], [0.5, 0.5]], [0, 1, 1])
+
+
+def test_soft_labels_that_are_no_distribution_are_not_taken_for_logits():
+    with pytest.raises(ValueError, match=r"labels: row 0 .* it sums to 1\.5: "):
+        Predictions(torch.zeros(1, 2), [[0.75, 0.75]])
+
+
 def test_equal_predictions_are_equal_bytes(tmp_path):
     given = Predictions(torch.eye(3), [0, 1, 2], class_names=("a", "b", "ä"), split="test", index=[5, 6, 7])
     written = set()

@@ -109,8 +109,12 @@ class Catalog(Generic[Entry]):
 
     def build(self, name: str, **options: object) -> Entry:
         """Build an entry, with errors that name the keywords it takes."""
-        cls = self.find(name)
-        known = _annotations(cls)
+        self.check(name, **options)
+        return self.find(name)(**options)
+
+    def check(self, name: str, **options: object) -> None:
+        """Refuse keywords that an entry does not take, or not of that type, and what lacks one that it needs."""
+        known = _annotations(self.find(name))
         for option, value in options.items():
             if option not in known:
                 raise TypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, list(known))}")
@@ -122,7 +126,6 @@ class Catalog(Generic[Entry]):
         for option, (_, needed) in known.items():
             if needed and option not in options:
                 raise TypeError(f"{self.kind} {name!r} needs {option!r}: {option}=...")
-        return cls(**options)
 
     def class_called(self, name: str) -> type[Entry]:
         """Look an entry up by the name of its class, for a room's `__getattr__`."""

@@ -30,7 +30,7 @@ import torch
 from fedlas.columns import NUMBERS, some_of
 from fedlas.extras import optional_module
 from fedlas.predictions import Predictions
-from fedlas.storage import check_file, check_unpacked, named, read_lines, readable, write_whole
+from fedlas.storage import check_file, check_unpacked, memory_errors, named, read_lines, readable, write_whole
 
 Watch = Callable[[float], None]
 
@@ -175,7 +175,8 @@ def _jsonl(path: Path, split: str | None, watch: Watch | None) -> Predictions:
 def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
     with readable(path):
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            with memory_errors():
+                found = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, MemoryError):
             raise
         except Exception:

@@ -43,11 +43,11 @@ AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 ENOUGH = 20  # rows that are not all distributions by chance
 # What rows of logits sum to that are none, and what to do then.
 LOOK_ALIKES = {
-    1: "If these are probabilities, their softmax says nothing: give them as such, by Predictions.from_probs or as "
-    "probs in a file",
-    100: "If these are percentages, their softmax says nothing: divide them by 100, and give them as probabilities, by "
-    "Predictions.from_probs or as probs in a file",
+    1: "If these are probabilities, their softmax says nothing: give them as such, ",
+    100: "If these are percentages, their softmax says nothing: divide them by 100, and give them as probabilities, ",
 }
+CALLED = "as an array called {} or columns called {}..."  # in a file
+PERCENTAGES = "these look like percentages: divide them by 100"
 WORDS = ("ids", "paths")  # words for each sample
 
 
@@ -97,8 +97,10 @@ class Predictions:
             # The first rows tell nearly all tables.
             if _look_like_shares(scores[:ENOUGH], total) and _look_like_shares(scores, total):
                 about = f"{total}" if total == 1 else f"about {total}"  # percentages are rounded
+                way = _advice("by Predictions.from_probs or as probs in a file", CALLED.format("probs", "prob_"))
                 warnings.warn(
-                    f"every row of the logits lies between 0 and {total} and sums to {about}. {advice}", stacklevel=2
+                    f"every row of the logits lies between 0 and {total} and sums to {about}. {advice}{way}",
+                    stacklevel=2,
                 )
         self._fill(scores, labels, rest)
 
@@ -266,9 +268,12 @@ class Predictions:
 
         words, tensors = read_safetensors(path)
         columns: dict[str, Any] = dict(tensors)
+        kind = words.get("format", "")
+        if kind.startswith('"fedlas.') and kind != json.dumps(FORMAT):
+            raise ValueError(f"{path} holds no predictions: it is a file of another kind ({kind[:80]})")
         with readable(path):
-            about = {k: json.loads(v) for k, v in words.items()} if words.get("format") == json.dumps(FORMAT) else {}
-        columns |= {name: about.get(name) for name in ("class_names", *WORDS)}
+            about = {k: json.loads(v) for k, v in words.items()} if kind == json.dumps(FORMAT) else {}
+        columns |= {name: about[name] for name in ("class_names", *WORDS) if about.get(name) is not None}
         return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False))
 
     @classmethod
@@ -366,7 +371,9 @@ def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
     """Take an array as a tensor of floating-point numbers; other numbers are no logits, probabilities or features."""
     tensor = as_tensor(values, name)
     if not tensor.is_floating_point():
-        raise TypeError(f"{name} holds {tensor.dtype}; floating-point numbers are expected")
+        advice = f"; {PERCENTAGES}" if name in {"probs", "logits"} and _are_percentages(tensor) else ""
+        advice += ", and give them as probs" if advice and name == "logits" else ""
+        raise TypeError(f"{name} holds {tensor.dtype}; floating-point numbers are expected{advice}")
     if tensor.ndim == 0:
         raise ValueError(f"{name} is a single number; one row per sample is expected")
     return tensor
@@ -481,11 +488,32 @@ def check_probs(
         return
     place = tuple(int(i) for i in (~good).nonzero()[0]) if good.numel() else ()
     found = float(_row_sums(probs)[place]) if place else 1.0
-    total = f"it sums to {found:.6g}"
-    advice = "logits enter by Predictions(logits=...), rounded probabilities by from_probs(..., tolerance=...)"
-    if abs(found - 100) < 2 or _is_percentage(probs, place):
-        advice = "these look like percentages: divide them by 100"
-    check_rows(name, probs, good, f"is not a distribution (no negative entry, sum 1): {total}; {advice}")
+    advice = ""
+    if name == "probs":
+        advice = "; " + _advice(
+            "logits enter by Predictions(logits=...), rounded probabilities by from_probs(..., tolerance=...)",
+            f"give logits {CALLED.format('logits', 'logit_')}, and rounded probabilities with more digits",
+        )
+    if abs(found - 100) < 2 or _is_percentage(probs, place) or _are_percentages(probs):
+        advice = f"; {PERCENTAGES}"
+    check_rows(name, probs, good, f"is not a distribution (no negative entry, sum 1): it sums to {found:.6g}{advice}")
+
+
+def _advice(in_python: str, in_file: str) -> str:
+    """Choose what to do by where numbers come from: who gives a file need not know Python."""
+    from fedlas.storage import FROM_FILE
+
+    return in_file if FROM_FILE.get() else in_python
+
+
+def _are_percentages(table: Tensor) -> bool:
+    """Say whether rows are percentages; whole ones of many classes miss 100 by their rounding."""
+    if table.ndim != 2 or not table.numel() or table.is_complex():
+        return False
+    numbers = table.double()
+    if bool((numbers.amin() < 0) | (numbers.amax() > 100)):
+        return False
+    return bool((numbers.sum(dim=1).median() - 100).abs() <= 10)
 
 
 def _is_percentage(probs: Tensor, place: tuple[int, ...]) -> bool:

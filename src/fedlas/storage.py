@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +27,8 @@ from fedlas.extras import optional_module
 # Names a CRC-32 among the words of a file. It finds every single flipped bit, as a SHA-256 would; that takes three
 # times as long, and would not keep out somebody who can write it anew either.
 CHECKSUM = "fedlas.crc32"
+ALLOCATOR = "DefaultCPUAllocator: "  # who in torch says that there is no memory
+FROM_FILE: ContextVar[bool] = ContextVar("from_file", default=False)  # whether arrays come from a file that is read
 PART = ".part"  # ends the name of a file that is being written
 # A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
 MOST_UNPACKED, MOST_TIMES = 2**28, 100
@@ -84,12 +87,31 @@ def own_file(folder: Path, name: str | Path, whose: str) -> Path:
     return path
 
 
+def no_memory(error: BaseException) -> str | None:
+    """Give what torch says in a RuntimeError about the machine's memory that ran out; None where it did not."""
+    _, allocator, said = str(error).partition(ALLOCATOR)
+    return said.strip() if allocator and isinstance(error, RuntimeError) else None
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise a MemoryError where torch says in a RuntimeError that the machine's memory ran out."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = no_memory(error)
+        if said is None:
+            raise
+        raise MemoryError(said) from error
+
+
 @contextmanager
 def readable(path: str | Path) -> Iterator[None]:
     """Refuse what is no file, and name the file in whatever error a reader raises about it."""
     check_file(path)
     try:
-        yield
+        with memory_errors():
+            yield
     except MemoryError:
         raise  # which is no fault of the file
     except Exception as error:
@@ -108,8 +130,10 @@ def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None
         path: the file.
         lines: of a text file, the line of each row.
     """
+    before = FROM_FILE.set(True)
     try:
-        yield
+        with memory_errors():
+            yield
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as given:
@@ -121,6 +145,8 @@ def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None
             raise error from given
         plain = isinstance(error, ValueError | TypeError)
         raise kind(f"{path}: {error if plain else repr(error)}") from given
+    finally:
+        FROM_FILE.reset(before)
 
 
 def check_unpacked(path: str | Path, size: int) -> None:

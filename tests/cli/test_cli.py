@@ -54,6 +54,13 @@ def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
     [
         (["train", "--data", "digits", "--loss", "ce", "--set", "epohs=3"], "did you mean 'epochs'"),
         (["train", "--data", "digits", "--loss", "ce", "--set", "epochs"], "--set takes FIELD=VALUE"),
+        (["train", "--data", "digits", "--loss", "ls", "--set", "alpha=0.1"], "'ls': set loss_options.alpha"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "alpha=0.1"], "a recipe has no field 'alpha'; Known"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "width=8"], "'small_cnn': set model_options.width"),
+        (
+            ["search", "--data", "digits", "--loss", "ls", "--over", "alpha=0:1", "--set", "train_samples=50"],
+            "'digits': set data_options.train_samples",
+        ),
         (["train", "--data", "digitz", "--loss", "ce"], "did you mean 'digits'"),
         (["train", "--data", "digits", "--loss", "fedlas"], "no loss is called 'fedlas'"),
         (["train", "--data", "digits", "--loss", "ce", "--model", "small_cnm"], "did you mean 'small_cnn'"),

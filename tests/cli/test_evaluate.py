@@ -7,10 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -438,7 +441,91 @@ def test_labels_of_probability_zero_are_said_to_decide_the_fit(tmp_path):
     done = call("calibrate", "fit", tmp_path / "zeros.csv", "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0
     assert "warning: 1 label has probability zero, which decides what is learned" in done.stderr
+    assert "give logits, or probabilities with more digits" in done.stderr
     assert "standard error of its logarithm" in done.stderr
+
+
+def test_a_temperature_that_zeros_spoil_is_said_to_do_harm(tmp_path):
+    """It made a calibrated model useless, and "had nothing to repair that is shown"."""
+    rows = {"0.9,0.1,a": 1800, "0.9,0.1,b": 200, "1.00,0.00,a": 40, "1.00,0.00,b": 4}
+    text = "prob_a,prob_b,label\n" + "".join(f"{row}\n" * count for row, count in rows.items())
+    (tmp_path / "zeros.csv").write_text(text)
+    done = call("evaluate", tmp_path / "zeros.csv")
+    assert "does harm where nothing was to be repaired: the ECE goes from" in done.stdout
+    assert "zero decided what it learned: give logits, or probabilities with more digits." in done.stdout
+    assert "nothing to repair that is shown" not in done.stdout
+    (tmp_path / "more.csv").write_text(text + "1.00,0.00,b\n" * 40)
+    fitted = call("calibrate", "fit", tmp_path / "more.csv", "--out", tmp_path / "t.safetensors")
+    assert "labels of probability zero decide it. Give logits" in fitted.stderr
+    assert "point away" not in fitted.stderr
+
+
+def test_logits_of_the_wrong_sign_have_one_explanation(tmp_path):
+    """The temperature "repaired most of it", and was not to be relied on."""
+    made = drawn(1)
+    write_predictions(Predictions(-made.logits, made.labels), tmp_path / "turned.csv")
+    with pytest.warns(UserWarning, match="point away from the labels"):
+        done = call("evaluate", tmp_path / "turned.csv")
+    assert done.stdout.count("point away from the labels") == 1
+    assert "do larger logits stand for likelier classes?\n" in done.stdout
+    assert "cannot be relied on" in done.stdout.splitlines()[0]
+    assert "repairs" not in done.stdout
+
+
+@pytest.mark.parametrize(("scale", "option"), [(1e-6, "--set low=NUMBER"), (1e9, "--set high=NUMBER")])
+def test_a_bound_that_is_too_near_names_the_option(tmp_path, scale, option):
+    made = drawn(1)
+    write_predictions(Predictions(scale * made.logits, made.labels), tmp_path / "odd.csv")
+    done = call("calibrate", "fit", tmp_path / "odd.csv", "--out", tmp_path / "t.safetensors")
+    assert option in done.stderr
+
+
+def test_advice_about_a_file_names_no_python(tmp_path):
+    rows = [line.split(",") for line in ZEROS.splitlines()[1:40]]
+    files = {
+        "logits.csv": "prob_a,prob_b,label\n" + "2.5,-1.5,a\n" * 30,
+        "probs.csv": "logit_a,logit_b,label\n" + "".join(f"{a},{b},{label}\n" for a, b, label in rows),
+        "shares.csv": "logit_a,logit_b,label\n" + "70,30,a\n" * 30,
+    }
+    said = {}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            done = call("evaluate", tmp_path / name, "--posthoc", "")
+        said[name] = done.stderr + " ".join(str(one.message) for one in seen)
+    assert "give logits as an array called logits or columns called logit_..." in said["logits.csv"]
+    assert "give them as such, as an array called probs or columns called prob_..." in said["probs.csv"]
+    assert "give them as probabilities, as an array called probs or columns called prob_..." in said["shares.csv"]
+    for name, words in said.items():
+        assert "Predictions" not in words, name
+        assert "from_probs" not in words, name
+
+
+@pytest.mark.parametrize("kind", ["npz", "parquet", "jsonl", "csv"])
+@pytest.mark.parametrize("name", ["probs", "logits"])
+def test_whole_percentages_are_refused_as_such(tmp_path, kind, name):
+    rows = np.array([[70, 20, 10], [33, 33, 33], [1, 98, 1], [97, 1, 1]] * 5)
+    labels, single = np.array([0, 1, 1, 0] * 5), name.removesuffix("s")
+    path = tmp_path / f"p.{kind}"
+    flat = {f"{single}_{k}": rows[:, k] for k in range(3)} | {"label": labels}
+    if kind == "npz":
+        np.savez(path, **{name: rows}, labels=labels)
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table(flat), path)
+    elif kind == "jsonl":
+        lines = [json.dumps({name: r, "label": y}) for r, y in zip(rows.tolist(), labels.tolist(), strict=True)]
+        path.write_text("\n".join(lines))
+    else:
+        lines = [",".join(map(str, row)) for row in zip(*flat.values(), strict=True)]
+        path.write_text("\n".join([",".join(flat), *lines]))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        done = call("evaluate", path, "--posthoc", "")
+    said = done.stderr + " ".join(str(one.message) for one in seen)
+    assert "percentages" in said
+    assert "divide them by 100" in said
+    assert done.exit_code == (1 if name == "probs" or kind == "npz" else 0)
 
 
 def test_the_same_classes_in_another_order_are_called_so(tmp_path):

@@ -229,10 +229,26 @@ def test_two_results_need_two_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [("", "memory ran out\n"), ("Unable to allocate", "memory ran out (Unable")]
+    ("given", "said"),
+    [
+        (MemoryError(""), "memory ran out\n"),
+        (MemoryError("Unable to allocate"), "memory ran out (Unable to allocate)\n"),
+        (
+            RuntimeError("alloc.cpp:1 DefaultCPUAllocator: not enough memory:\n9 B"),
+            "ran out (not enough memory: 9 B)\n",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), "memory ran out (CUDA out of memory)\n"),
+    ],
 )
 def test_memory_that_runs_out_is_one_line(capsys, given, said):
     with pytest.raises(typer.Exit) as ended, one_line_errors():
-        raise MemoryError(given)
+        raise given
     assert ended.value.exit_code == 1
-    assert f"fedlas: {said}" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.startswith("fedlas: memory ran out")
+    assert shown.endswith(said)
+
+
+def test_other_errors_of_torch_are_no_memory_that_ran_out():
+    with pytest.raises(RuntimeError, match="a bug"), one_line_errors():
+        raise RuntimeError("a bug")

@@ -4,10 +4,11 @@ import json
 import re
 
 import pytest
+from little_drawn import bare_line
 
 from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.gate_stability import GateStability
-from fedlas.experiments.ledger import Ledger, Line
+from fedlas.experiments.ledger import Ledger
 from fedlas.train.protocols import recipe_for
 
 CHOICE = Choice(seeds=(1, 2))
@@ -31,7 +32,7 @@ def curve(start, epochs=3):
 
 def ledger_of(folder, found):
     """A ledger with a line for each recipe, which holds a curve."""
-    lines = [Line(recipe.name, recipe, "paper", {}, {}, curve=held) for recipe, held in found]
+    lines = [bare_line(recipe, "paper", curve=held) for recipe, held in found]
     folder.mkdir()
     (folder / "cifar10-paper.jsonl").write_text("".join(f"{line.to_json()}\n" for line in lines))
     return Ledger(folder)

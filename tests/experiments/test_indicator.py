@@ -5,13 +5,14 @@ import re
 
 import pytest
 import torch
+from little_drawn import bare_line
 from typer.testing import CliRunner
 
 from fedlas.cli import app
 from fedlas.experiments import indicator
 from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.indicator import Indicator
-from fedlas.experiments.ledger import Ledger, Line
+from fedlas.experiments.ledger import Ledger
 from fedlas.predictions import Predictions
 from fedlas.train import Run, RunError, fit, recipe_for
 from fedlas.train.checkpoint import load
@@ -79,7 +80,7 @@ def test_the_paper_s_data_comes_first_and_digits_last(monkeypatch):
 def test_data_that_was_trained_on_need_not_be_at_hand(monkeypatch, tmp_path, there):
     monkeypatch.setattr(indicator, "_at_hand", lambda recipe, _: recipe.data == there)
     done = recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small", seed=1)
-    (tmp_path / "x.jsonl").write_text(Line(done.name, done, "small", {}, {}).to_json() + "\n")
+    (tmp_path / "x.jsonl").write_text(bare_line(done, "small").to_json() + "\n")
     (one,) = Indicator().plan(Choice(), Ledger(tmp_path))
     assert one.recipe == done
 

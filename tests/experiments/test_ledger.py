@@ -5,16 +5,20 @@ import json
 import multiprocessing
 import shutil
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from little_drawn import little_drawn
+from typer.testing import CliRunner
 
+from fedlas.cli import app
 from fedlas.evaluation import evaluate
 from fedlas.experiments.kept import Kept, problems, record
 from fedlas.experiments.ledger import Ledger, Line, line_id
+from fedlas.experiments.planning import experiment_named, planned
 from fedlas.metrics import accuracy, ece, nll
 from fedlas.predictions import Predictions
 from fedlas.train import Recipe, Run, fit
@@ -128,6 +132,71 @@ def test_a_damaged_line_is_named(tmp_path, text):
     (tmp_path / "a-b.jsonl").write_text(f"{text}\n")
     with pytest.raises(ValueError, match=r"a-b.jsonl:1 is no line of a ledger"):
         _ = Ledger(tmp_path).lines
+
+
+def changed(copy, change):
+    """A ledger whose second line is changed."""
+    path = copy / "results" / "digits-small.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    change(lines[1])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return copy / "results"
+
+
+NO_MEASURE = "ece of its metrics must be a finite number and the two ends of its interval, not"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: line.pop("metrics"), "it has no metrics"),
+        (lambda line: line.update(metrics={}), "its metrics lack accuracy, ece, aece"),
+        (lambda line: line["metrics"].pop("ece"), "its metrics lack ece"),
+        (lambda line: line["metrics"].update(ece=[float("nan"), None, None]), f"{NO_MEASURE} [nan, None, None]"),
+        (lambda line: line["metrics"].update(ece=["0.5", None, None]), f"{NO_MEASURE} ['0.5', None, None]"),
+        (lambda line: line["metrics"].update(ece=[None, None, None]), f"{NO_MEASURE} [None, None, None]"),
+        (lambda line: line["metrics"].update(ece=[0.5, 0.4, float("inf")]), NO_MEASURE),
+        (lambda line: line["metrics"].update(ece=[0.5]), f"{NO_MEASURE} [0.5]"),
+        (lambda line: line["metrics"].update(ece=0.5), f"{NO_MEASURE} 0.5"),
+        (lambda line: line["metrics"].update(ece=[10**400, None, None]), NO_MEASURE),
+        (lambda line: line.update(ood={"svhn": {}}), "ood of svhn lack every number"),
+        (lambda line: line.update(ood={"svhn": {"entropy": 0.5}}), "entropy of ood of svhn must be"),
+        (lambda line: line.update(predictions={}), "file of predictions must be a text"),
+        (lambda line: line.update(posthoc={"temperature": 1.5}), "name of posthoc must be a text"),
+        (lambda line: line.update(seconds="1 h"), "seconds must be a number, at least 0, not '1 h'"),
+        (lambda line: line.update(curve=[1]), "an epoch of its curve must be an object with names, not 1"),
+        (lambda line: line["curve"][0].update(lr=float("nan")), "every number must be finite, not ['NaN']"),
+        (lambda line: line.update(id=3), "id must be a text, not 3"),
+    ],
+)
+def test_a_line_that_lacks_something_is_named_with_what_to_do(copy, change, message):
+    """Cells were empty or nan, or Python's own words came from a table that was half done."""
+    folder = changed(copy, change)
+    options = ["--data", "digits", "--protocol", "small", "--dry-run", "--ledger"]
+    for words in (["reproduce", "sota", *options], ["compare", "digits/ce", "digits/ls", "--ledger"]):
+        done = CliRunner().invoke(app, [*words, str(folder)])
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
+        assert f"digits-small.jsonl:2 is no line of a ledger: {message}" in done.stderr
+        assert "put back a copy of the file, or remove the line" in done.stderr
+
+
+@pytest.mark.parametrize("damage", ["cut off", "other numbers", "away"])
+def test_predictions_of_a_line_that_are_damaged_are_named_with_its_line(copy, ledger, choice, damage):
+    """Those of another run were taken without a word, and a file that was cut off had no line."""
+    line = next(iter(ledger.lines.values()))
+    path = Ledger(copy / "results").file_of(line)
+    content = {"cut off": path.read_bytes()[:-100], "other numbers": Kept.of(made(10)).pack()}.get(damage)
+    path.unlink() if content is None else path.write_bytes(content)
+    done = CliRunner().invoke(app, ["compare", line.id, line.id, "--ledger", str(copy / "results")])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
+    what = "are not there" if content is None else "are damaged, or others"
+    assert f"digits-small.jsonl:1: its predictions {path} {what}" in done.stderr
+    plan = partial(planned, experiment_named("sota"), choice, Ledger(copy / "results"))
+    if content is None:
+        assert not plan().missing, "the numbers of a line are enough for a table"
+    else:
+        with pytest.raises(ValueError, match=f"digits-small.jsonl:1: its predictions .* {what}"):
+            plan()
 
 
 def test_a_run_that_is_in_twice_is_named(copy):

@@ -20,12 +20,13 @@ from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import drawn, reproduce
-from fedlas.experiments.versus import Side, lines_of, side, versus
+from fedlas.experiments.versus import Side, lines_of, side, twins, versus
+from fedlas.files import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration import ece
 from fedlas.predictions import Predictions
-from fedlas.train import Run, recipe_for
+from fedlas.train import Run, check_parts, recipe_for
 from fedlas.train.protocols import list_recipes, protocol_named
 from waiting import until
 
@@ -73,7 +74,7 @@ def test_printed_numbers_are_found_where_they_were_printed():
             c.printed is not None
             for r in table.rows
             for c, col in zip(r.cells, table.columns, strict=False)
-            if col.group != "Mean rank"
+            if col.group != "Mean rank" and col.name != "mean accuracy %"
         )
     assert used == sum(not row.get("commented_out") for row in PRINTED["numbers"])
 
@@ -85,6 +86,59 @@ def test_mean_ranks_of_printed_numbers_are_the_printed_mean_ranks():
             for metric in ("ECE", "AECE"):
                 found = cell(table, method, metric, "Mean rank").printed
                 assert found == pytest.approx(stated[f"mean_rank_{metric}"], abs=0.006), (name, method, metric)
+
+
+def test_printed_mean_accuracies_stand_in_the_whole_tables_in_every_format(tmp_path):
+    for name, method in (("sota", "fedlas_ls"), ("finegrained", "mbls")):
+        (table,) = experiment_named(name).tables(Ledger("nowhere"), Choice())
+        stated = {one: held["mean_Acc"] / 100 for one, held in paper.printed_summaries(name).items()}
+        assert {row.name: cell(table, row.name, "mean accuracy %").printed for row in table.rows} == stated
+        number = f"{100 * stated[method]:.2f}"
+        for path in table.save(tmp_path, ("md", "tex", "html", "txt")):
+            assert number in path.read_text(), path
+        (line,) = [one for one in table.csv().splitlines() if one.startswith(f"{method},") and "mean acc" in one]
+        assert float(line.split(",")[-3]) == stated[method]
+        (note,) = [one for one in table.notes if one.startswith("Mean accuracy")]
+        assert f"over the {len(paper.places(name))} pairs of data set and network" in note
+        assert ("cannot be checked" in note) == (name == "sota")
+
+
+def test_printed_mean_accuracies_are_means_of_the_places_that_they_are_said_to_cover():
+    """The paper cuts its means to two digits."""
+    places = paper.places("finegrained")
+    for method, mean in paper.mean_accuracies("finegrained").items():
+        single = [paper.printed("finegrained", method, *place, metric="accuracy") for place in places]
+        assert 0 <= sum(single) / len(single) - mean + 1e-9 < 1e-4, method
+
+
+def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
+    places = paper.places("sota")
+    done = [(place, seed) for place in places for seed in (1, 2, 3) if (place, seed) != (places[-1], 3)]
+    values = {(place, seed): 0.7 + 0.01 * n for n, (place, seed) in enumerate(done)}
+    recipes = {
+        one: recipe_for(*one[0], "ls", protocol="paper", seed=one[1]).replace(
+            ood=experiment_named("sota").foreign(one[0][0], Choice())
+        )
+        for one in done
+    }
+    lines = [
+        Line(recipes[one].name, recipes[one], "paper", {"accuracy": (values[one], None, None)}, {}) for one in done
+    ]
+    (tmp_path / "x.jsonl").write_text("".join(line.to_json() + "\n" for line in lines))
+    book, sota = Ledger(tmp_path), experiment_named("sota")
+    found = cell(sota.tables(book, Choice())[0], "ls", "mean accuracy %")
+    means = [sum(values[place, seed] for place in places) / len(places) for seed in (1, 2)]
+    assert found.values == pytest.approx(means)
+    assert (found.planned, found.intervals) == (3, ())
+    assert found.inside_noise is False
+    assert cell(sota.tables(book, Choice())[0], "ce", "mean accuracy %").values == ()
+    assert cell(sota.tables(book, Choice(seeds=(3,)))[0], "ls", "mean accuracy %").values == ()
+
+
+@pytest.mark.parametrize("part", [{"data": ("cifar10",)}, {"models": ("resnet50_cifar",)}, {"protocol": "fast"}])
+def test_a_mean_accuracy_stands_in_no_table_of_other_places(part):
+    (table,) = experiment_named("sota").tables(Ledger("nowhere"), Choice(**part))
+    assert "mean accuracy %" not in {column.name for column in table.columns}
 
 
 def test_plans_have_the_published_recipes():
@@ -310,6 +364,27 @@ def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", sorted(CATALOG.entries))
+def test_planned_runs_say_what_tells_them_apart(name):
+    plan = planned(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))
+    without_folders = [tuple(row[:-1]) for row in plan.rows()]
+    assert len(set(without_folders)) == len(without_folders)
+
+
+def test_the_plan_of_the_ablations_has_the_names_of_the_rows(tmp_path):
+    words = "reproduce ablations --protocol fast --seeds 1 --dry-run --ledger"
+    shown = CliRunner().invoke(app, [*words.split(), str(tmp_path)])
+    planned_runs = shown.stdout.partition("What each part")[0]
+    for row in ("ls half", "fedlas_ls gate=shuffled", "fedlas_ls theta=0.1", "fedlas_mbls gate=shuffled"):
+        assert (row in planned_runs) == (row in experiment_named("ablations").methods), row
+
+
+def test_a_run_that_two_rows_share_has_both_their_names():
+    choice = Choice(data=("cifar10",), losses=("ce", "ce+temperature"), seeds=(1,), protocol="fast")
+    (row,) = planned(experiment_named("sota"), choice, Ledger("nowhere")).rows()
+    assert row[2:4] == ["ce, ce+temperature", "as trained, temperature"]
+
+
 def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = [
@@ -333,6 +408,8 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert len(Ledger("results").lines) == 1
+    assert shown.output.count("Accuracy and calibration of all losses") == 1, "the last table comes once"
+    assert "Accuracy and calibration of all losses" in shown.stdout
     assert Path("made/sota-small.md").exists()
     again = CliRunner().invoke(app, arguments)
     assert "small protocol: 1 run, 1 in the ledger, 0 to train" in again.output
@@ -390,6 +467,44 @@ def test_run_folders_and_files_can_be_compared(trained, ledger):
     shown = CliRunner().invoke(app, ["compare", str(folders[0]), str(run.predictions_file("last-test"))])
     assert shown.exit_code == 0, shown.output
     assert re.search(r"accuracy % +\S+ +\S+ +\S+ +\+0", shown.output)
+
+
+@pytest.mark.parametrize("second", ["one.csv", "copy.npz", "other.csv"])
+def test_the_same_predictions_on_both_sides_are_noted(tmp_path, monkeypatch, second):
+    """A name that was typed twice, or a copy, looked like two models that are equally good."""
+    monkeypatch.chdir(tmp_path)
+    given = Predictions(torch.randn(50, 3, dtype=torch.float64), torch.arange(50) % 3, class_names=["a", "b", "c"])
+    write_predictions(given, Path("one.csv"))
+    write_predictions(given, Path("copy.npz"))
+    write_predictions(Predictions(2 * given.logits, given.labels, class_names=["a", "b", "c"]), Path("other.csv"))
+    shown = CliRunner().invoke(app, ["compare", "one.csv", second])
+    assert shown.exit_code == 0, shown.output
+    assert ("note: both sides are the same predictions, so nothing differs" in shown.stderr) == (second != "other.csv")
+
+
+def test_seeds_that_are_the_same_on_both_sides_are_named(ledger):
+    ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
+    assert twins(ce, ls) is None
+    assert twins(ce, ce) == "both sides are the same predictions, so nothing differs; was another one meant?"
+    assert "the same predictions of seed 2, so" in twins(ce, Side("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
+
+
+@pytest.mark.parametrize(
+    ("ours", "names", "message"),
+    [
+        ("abc", "bac", "both models have the same classes in another order"),
+        ("210", "012", "both models have the same classes in another order"),  # taken for numbers of columns before
+        ("abc", "abx", "the models know other classes: 'c' in the first alone; 'x' in the second alone"),
+    ],
+)
+def test_classes_that_differ_are_refused_by_the_command(tmp_path, monkeypatch, ours, names, message):
+    monkeypatch.chdir(tmp_path)
+    logits, labels = torch.randn(50, 3), torch.arange(50) % 3
+    Predictions(logits, labels, class_names=list(ours)).save("one.safetensors")
+    Predictions(-logits, labels, class_names=list(names)).save("two.safetensors")
+    shown = CliRunner().invoke(app, ["compare", "one.safetensors", "two.safetensors"])
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert f"fedlas: {message}" in shown.stderr
 
 
 def test_what_a_temperature_made_can_be_compared():
@@ -498,6 +613,46 @@ def test_a_checksum_names_the_data(ledger):
     assert len(tests) == 1  # the same for every seed
     assert len(checksums) == 2  # each seed has its own training split
     assert all(re.fullmatch("[0-9a-f]{64}", value) for value in tests)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--set loss_options.alpah=0.1", "loss 'ls' takes no 'alpah'; did you mean 'alpha'?"),
+        ("--set loss_options.alpha=7", "alpha must lie between 0 and 1, not 7"),
+        ("--set loss_options.alpha=x", "alpha of loss 'ls' must be a number, not 'x'"),
+        ("--set loss_options.weight=[1,2]", "weight has 2 entries for 10 classes"),
+        ("--set model_options.widht=3", "network 'small_cnn' takes no 'widht'; did you mean 'width'?"),
+        ("--set data_options.label_noise=3", "label_noise must lie between 0 and 1, not 3"),
+        ("--set alpha=0.1", "a keyword of the loss 'ls': set loss_options.alpha"),
+        ("--workers 0", "workers must be at least 1, not 0"),
+        ("--workers -2", "workers must be at least 1, not -2"),
+        ("--gpus-per-run 2", "gpus_per_run must be from 0 to 1, not 2"),
+        ("--cpus-per-run -1", "cpus_per_run must be at least 0, not -1"),
+        ("--address auto", "an address is that of a Ray cluster"),
+        ("--runs file", "file is no folder; run folders lie in one: name another for them (--runs)"),
+        ("--runs file/below", "file is no folder; run folders lie in one: name another for them (--runs)"),
+    ],
+)
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "real"])
+def test_what_no_run_could_do_is_refused_before_anything_is_planned(words, message, dry, tmp_path, monkeypatch):
+    """A dry run showed a plan and a table for it, and a real one failed run by run, or twice."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    options = ["--data", "digits", "--losses", "ls", "--seeds", "1", "--protocol", "small", *words.split(), *dry]
+    shown = CliRunner().invoke(app, ["reproduce", "sota", *options])
+    assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (1, "", 1), shown.output
+    assert message in shown.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_looking_at_the_parts_of_recipes_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    folder = {"data_options": {"path": "nowhere"}, "loss_options": {"weight": [1.0, 2.0, 3.0]}}  # of unknown classes
+    for name in LOSSES.entries:
+        check_parts(recipe_for("digits", loss=name))
+        check_parts(recipe_for("folder", "small_cnn", name, protocol="small", **folder))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("change", ["loss=ls", "data=cifar10", "model=resnet18_cifar", "seed=1"])

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from little_drawn import bare_line
 
 from fedlas.experiments.kept import problems
-from fedlas.experiments.ledger import Ledger, Line
+from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.page import reproduction_page, results_tables
 from fedlas.train import recipe_for
 
@@ -45,13 +46,13 @@ def test_the_short_tables_hold_what_was_run_and_nothing_else(ledger, choice, tmp
 def test_an_experiment_with_a_protocol_of_its_own_stands_on_the_page_once(tmp_path):
     """And in no table about the paper's data, though its run could be a row there."""
     done = [recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small"), recipe_for("cifar10", protocol="fast")]
-    lines = [Line(one.name, one, name, {}, {}) for one, name in zip(done, ("small", "fast"), strict=True)]
+    lines = [bare_line(one, name) for one, name in zip(done, ("small", "fast"), strict=True)]
     (tmp_path / "x.jsonl").write_text("".join(line.to_json() + "\n" for line in lines))
     page = reproduction_page(Ledger(tmp_path))
     section = page.partition("## indicator")[2].partition("\n## ")[0]
     assert re.findall("### .*", section) == ["### small protocol: 1 run, 1 in the ledger, 0 to train"]
     assert "Fashion" not in page.replace(section, "")
-    assert results_tables(Ledger(tmp_path)) == []
+    assert [table.title for table in results_tables(Ledger(tmp_path))] == ["CIFAR-10, resnet18_cifar, fast protocol"]
 
 
 def test_an_empty_ledger_makes_a_page_that_says_so(tmp_path):

@@ -237,16 +237,34 @@ def test_pipes_and_devices_are_read_by_nobody(tmp_path, opened, kind, ending):
         opened(path)
 
 
-def test_memory_that_runs_out_is_no_damaged_file(tmp_path):
+def no_memory_of_torch():
+    """What torch raises where there is no memory, in one of its wordings."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    return raised.value
+
+
+OTHER_WORDS = RuntimeError(
+    "[enforce fail at alloc.cpp:9] err == 0. DefaultCPUAllocator: can't allocate memory: 9 bytes."
+)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), no_memory_of_torch(), OTHER_WORDS], ids=["python", "torch", "other"])
+def test_memory_that_runs_out_is_no_damaged_file(tmp_path, error):
+    """Where torch says it, in a RuntimeError, a file was called damaged, and the advice was to remove it."""
     for guard in (readable, named):
         with pytest.raises(MemoryError), guard(tmp_path / "p.npz"):
-            raise MemoryError
+            raise error
     torch.save({"a": torch.ones(1)}, tmp_path / "p.pt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
-        for opened in (fedlas.read_predictions, read_weights, read_official):
+        patch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(error))
+        for opened in (fedlas.read_predictions, read_weights, read_official, checkpoint.load):
             with pytest.raises(MemoryError):
                 opened(tmp_path / "p.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: (_ for _ in ()).throw(error))
+        with pytest.raises(MemoryError):
+            checkpoint.restore_module(torch.nn.Linear(1, 1), {})
 
 
 def test_an_array_that_announces_more_than_it_holds_takes_no_memory(tmp_path):

@@ -154,8 +154,28 @@ def test_a_file_of_another_calibrator_is_refused(tmp_path: Path):
         posthoc.Platt.load(tmp_path / "one")
     logits, labels = problem(10)
     Predictions(logits, labels).save(tmp_path / "two")
-    with pytest.raises(ValueError, match="not a calibrator that fedlas saved"):
+    with pytest.raises(
+        ValueError, match=r"two is no calibrator but holds predictions; a calibrator is .* `fedlas calibrate fit`"
+    ):
         posthoc.load_calibrator(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(b"prob_a,prob_b\n0.3,0.7\n", "is no calibrator"), (b"", "is empty"), (b"PK\3\4", "is no cal")],
+)
+def test_a_file_of_another_kind_is_told_from_a_calibrator(tmp_path: Path, content: bytes, what: str):
+    """The reader's own words came through: "header too large"."""
+    (tmp_path / "one.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=f"one.csv {what}.*; a calibrator is .* `fedlas calibrate fit`") as told:
+        posthoc.load_calibrator(tmp_path / "one.csv")
+    assert "header" not in str(told.value)
+
+
+def test_a_calibrator_is_told_from_predictions(tmp_path: Path):
+    fitted("temperature").save(tmp_path / "one.safetensors")
+    with pytest.raises(ValueError, match=r"holds no predictions: it is a file of another kind .*fedlas.calibrator/1"):
+        Predictions.load(tmp_path / "one.safetensors")
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
@@ -12,8 +13,9 @@ import torch
 from runs_of import large, photographs, short
 
 import fedlas
+from fedlas.experiments.launch import launched
 from fedlas.storage import write_whole
-from fedlas.train import AbstractCallback, Recipe, Run, RunError, checkpoint, fit
+from fedlas.train import AbstractCallback, Recipe, Run, RunError, checkpoint, fit, fit_many
 from fedlas.train.bench import Bench
 from fedlas.train.callbacks import HOOKS, write_board
 from fedlas.train.trained import predict_with
@@ -284,6 +286,20 @@ def test_the_run_folder_itself_may_be_a_link(finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     assert fit(finished.recipe, out=tmp_path / "link", resume=True, progress=False).finished
+
+
+def test_a_run_folder_that_nobody_named_is_no_link(finished, tmp_path, monkeypatch):
+    """What it led to was continued, and written over."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished.folder, tmp_path / "elsewhere", ignore=lambda *_: ["predictions"])
+    Path("runs").mkdir()
+    Path("runs", finished.recipe.name).symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    launches = (lambda: fit(finished.recipe), lambda: list(fit_many([finished.recipe])))
+    for go in (*launches, lambda: list(launched([finished.recipe], folder=Path("runs"), device="cpu"))):
+        with pytest.raises(RunError, match=rf"{finished.recipe.name} is a link, and followed only where you name it"):
+            go()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_board_is_not_written_through_a_link(finished, tmp_path):

@@ -34,15 +34,14 @@ def one_line_errors() -> Iterator[None]:
             raise
         show(f"fedlas: {' '.join(_said(error).split())}", err=True)
         raise typer.Exit(1) from None
-    except MemoryError as error:
-        if os.environ.get("FEDLAS_DEBUG"):
-            raise
-        show(f"fedlas: memory ran out{f' ({error})' if str(error) else ''}", err=True)
-        raise typer.Exit(1) from None
     except Exception as error:
         number = getattr(error, "signal_number", None)
         if number is None and from_interrupt(error):
             raise typer.Exit(interrupted()) from None
+        if number is None and not os.environ.get("FEDLAS_DEBUG") and (said := _memory_words(error)) is not None:
+            words = " ".join(said.split())
+            show(f"fedlas: memory ran out{f' ({words})' if words else ''}", err=True)
+            raise typer.Exit(1) from None
         if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib, before Python 3.13
             show(f"fedlas: {error}", err=True)
             raise typer.Exit(1) from None
@@ -52,6 +51,16 @@ def one_line_errors() -> Iterator[None]:
         raise typer.Exit(128 + number) from None
     except KeyboardInterrupt:
         raise typer.Exit(interrupted()) from None
+
+
+def _memory_words(error: Exception) -> str | None:
+    """Give what is said about memory that ran out, of the machine or of a GPU; None where it did not."""
+    if not isinstance(error, RuntimeError):
+        return str(error) if isinstance(error, MemoryError) else None
+    from fedlas.storage import no_memory
+
+    of_gpu = type(error).__name__ == "OutOfMemoryError"
+    return str(error).partition(". ")[0] if of_gpu else no_memory(error)  # what follows is advice for programmers
 
 
 def _said(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -81,11 +81,17 @@ def reproduce_experiment(
     """Make a table or figure of the paper again: run what is missing, and lay it beside the printed numbers."""
     with one_line_errors():
         from fedlas.experiments.base import Choice
+        from fedlas.experiments.launch import check_launch
         from fedlas.experiments.ledger import Ledger
         from fedlas.experiments.planning import HEAD, experiment_named, planned
         from fedlas.experiments.reproduce import check_limit, drawn, reproduce
 
         check_limit(limit_minutes)
+        where: dict[str, Any] = {
+            "how": launch.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
+            "cpus_per_run": cpus_per_run,
+        }  # fmt: skip
+        check_launch(folder=runs, **where)
         chosen = experiment_named(experiment)
         check_places([], out)
         refuse_other_tables(out, chosen.file_names)
@@ -100,24 +106,22 @@ def reproduce_experiment(
         if dry_run and plan.missing:
             show_table(HEAD, plan.rows())
         if not dry_run:
-            options = {
-                "how": launch.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
-                "cpus_per_run": cpus_per_run, "device": device, "data_root": data_root,
-            }  # fmt: skip
+            options = {**where, "device": device, "data_root": data_root}
             told = partial(typer.echo, err=True)
             for tables in reproduce(
                 chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes, **options
             ):
-                for table in tables:
-                    typer.echo(table.text(detail.value), err=True)
+                if planned(chosen, choice, book, only).missing:  # the last one comes below
+                    for table in tables:
+                        typer.echo(table.text(detail.value), err=True)
         made = chosen.tables(book, choice)
         for table in made:
             typer.echo(table.text(detail.value))
         if out is None and not made:
             typer.echo(f"{experiment} is a figure: --out DIR draws it", err=True)
         if out is not None:
-            where = {"data_root": data_root, "device": device}
-            for path in drawn(chosen, choice, ledger=book, runs=runs, folder=out, **where):
+            places = {"data_root": data_root, "device": device}
+            for path in drawn(chosen, choice, ledger=book, runs=runs, folder=out, **places):
                 typer.echo(path)
 
 
@@ -137,7 +141,7 @@ def compare_models(
     """Say whether one model is better than another on the same samples, and how sure that is."""
     with one_line_errors():
         from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.versus import HEAD, side, versus
+        from fedlas.experiments.versus import HEAD, side, twins, versus
 
         kept = None if json in {None, "-"} else Path(str(json))
         check_places([kept])
@@ -145,12 +149,15 @@ def compare_models(
         refuse_other_kind(kept, "answer of `fedlas compare`", partial(has_format, COMPARISON))
         book, asked = Ledger(ledger), words(metrics)
         options = {"level": level, "resamples": resamples, "seed": seed}
-        found = versus(side(first, book), side(second, book), asked, **options)
+        ours, theirs = side(first, book), side(second, book)
+        found = versus(ours, theirs, asked, **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         seeds = any(one.standard_error is not None for one in found)
         typer.echo(
             f"Difference: first minus second{'; ±: standard error over seeds' if seeds else ''}.", err=json == "-"
         )
+        if (note := twins(ours, theirs)) is not None:
+            typer.echo(f"note: {note}", err=True)
         if json is not None:
             from json import dumps
 

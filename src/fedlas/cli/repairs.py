@@ -49,9 +49,8 @@ def calibrate_fit(
         zeros = int(loss_of(given).details["floored"])
         if zeros:
             few = f"{zeros:,} {'label has' if zeros == 1 else 'labels have'} probability zero"
-            show(
-                f"warning: {few}, which decides what is learned; keep more digits of probabilities, or logits", err=True
-            )
+            advice = "give logits, or probabilities with more digits"
+            show(f"warning: {few}, which decides what is learned and can make confidence worse: {advice}", err=True)
         fit = calibrator.fitted
         nll = [] if fit is None else [f"NLL {fit.before:.4g} before, {fit.after:.4g} after, on {fit.n:,} samples"]
         show(f"{method}: {', '.join([*learned, *nll])}", err=True)
@@ -76,8 +75,8 @@ def calibrate_apply(
         refuse_own_input([calibrator, file], [out])
         refuse_other_kind(out, "file of predictions", held_at)
         with progress() as watch:
-            given = read_file(file, watch)
             learned = load_calibrator(calibrator)
+            given = read_file(file, watch)
             repaired = learned.transform(given)
             # A table of probabilities becomes another one.
             write_again(repaired, out, held_at(out), probs=probs or given.given_probs is not None)

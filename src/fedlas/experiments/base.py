@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fedlas.catalog import nearest
-from fedlas.experiments.ledger import TEST, Ledger
+from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.report.tables import Table
 from fedlas.train import protocol_named
 from fedlas.train.recipe import Recipe
@@ -89,17 +89,22 @@ class Wanted:
         protocol: the recipe's protocol, by name.
         posthoc: how it is judged: as trained (None), or after a calibrator that is fitted on the validation split.
         split: on what it is judged.
+        rows: the rows of the table that it fills, by name; without any, the loss says what it is.
     """
 
     recipe: Recipe
     protocol: str
     posthoc: tuple[str | None, ...] = (None,)
     split: str = TEST
+    rows: tuple[str, ...] = ()
 
     def missing(self, ledger: Ledger) -> bool:
         """Say whether the ledger lacks one of the lines, or their foreign data."""
-        lines = [ledger.find(self.recipe, one, self.split) for one in self.posthoc]
-        return any(line is None or not set(self.recipe.ood) <= set(line.ood) for line in lines)
+        return any(line is None or not set(self.recipe.ood) <= set(line.ood) for line in self.lines(ledger))
+
+    def lines(self, ledger: Ledger) -> list[Line | None]:
+        """Look up the line of each way to judge it."""
+        return [ledger.find(self.recipe, one, self.split) for one in self.posthoc]
 
 
 @dataclass(frozen=True)

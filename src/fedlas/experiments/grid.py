@@ -5,7 +5,8 @@ from ledger lines, a value for each seed, with the paper's number beside them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import ClassVar, NamedTuple
 
 from fedlas.experiments import paper
@@ -124,7 +125,7 @@ class AbstractGrid(AbstractExperiment):
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
         return [
-            Wanted(recipe, choice.protocol, (calibrator_of(row),), judged(recipe, choice))
+            Wanted(recipe, choice.protocol, (calibrator_of(row),), judged(recipe, choice), (row,))
             for place in self.places(choice)
             for row in self.rows(choice)
             for seed in choice.seeds
@@ -153,7 +154,49 @@ class AbstractGrid(AbstractExperiment):
         )
         name, notes = f"{self.name}-{choice.protocol}", self.notes(choice)
         table = Table(name, self.title, tuple(columns), tuple(filled), notes, others)
+        if paper.mean_accuracies(self.name) and set(places) >= set(paper.places(self.name)):
+            table = self._with_mean_accuracy(table, ledger, choice)
         return [mean_rank_columns(table, self.ranked) if len(rows) > 1 and self.ranked else table]
+
+    def _with_mean_accuracy(self, table: Table, ledger: Ledger, choice: Choice) -> Table:
+        """Add the mean accuracy over the paper's places; ours has the seeds that were run at each of them."""
+        places = [Place(*place) for place in paper.places(self.name)]
+        printed = paper.mean_accuracies(self.name)
+
+        def extended(row: Row, *, shown: bool) -> Row:
+            values = [self._mean_accuracy(ledger, choice, places, row.name, seed) for seed in choice.seeds if shown]
+            known = tuple(value for value in values if value is not None)
+            cell = Cell(known, (), printed.get(row.name), planned=len(choice.seeds))
+            return replace(row, cells=(*row.cells, cell))
+
+        group = f"All {len(places)} pairs of data and network"
+        column = Column("mean accuracy %", group, higher_is_better=True, compared=table.columns[0].compared)
+        note = (
+            f"Mean accuracy: over the {len(places)} pairs of data set and network that the paper has, seed by seed; "
+            "empty until a seed of the row was run at all of them."
+        )
+        single = [paper.printed(self.name, row, *place, metric="accuracy") for row in printed for place in places]
+        if not any(single):
+            note += " The paper prints no single accuracies, so its means cannot be checked."
+        return replace(
+            table,
+            columns=(*table.columns, column),
+            rows=tuple(extended(row, shown=True) for row in table.rows),
+            left_out=tuple(extended(row, shown=False) for row in table.left_out),
+            notes=(*table.notes, note),
+        )
+
+    def _mean_accuracy(
+        self, ledger: Ledger, choice: Choice, places: Sequence[Place], row: str, seed: int
+    ) -> float | None:
+        """Give the mean accuracy of one seed; None as long as a place is missing."""
+        recipes = [self.recipe(place, row, seed, choice, ledger) for place in places]
+        found = [
+            None if recipe is None else ledger.find(recipe, calibrator_of(row), judged(recipe, choice))
+            for recipe in recipes
+        ]
+        known = [line.metrics["accuracy"][0] for line in found if line is not None and "accuracy" in line.metrics]
+        return fmean(known) if len(known) == len(places) else None
 
     def notes(self, choice: Choice) -> tuple[str, ...]:
         """Say below a table what has to be known about it."""

@@ -187,8 +187,7 @@ def _halves(logits: Tensor) -> NDArray[np.float16]:
 
 def kept_of(line: Line, ledger: Ledger) -> Kept:
     """Read the predictions of a line."""
-    path = ledger.file_of(line)
-    return Kept.unpack(path.read_bytes(), str(path))
+    return Kept.unpack(ledger.content_of(line), str(ledger.file_of(line)))
 
 
 def record(run: Run, protocol: str, posthoc: str | None, ledger: Ledger, split: str = TEST) -> Line:

@@ -27,6 +27,7 @@ from fedlas.experiments.crews import LOOK_EVERY, AbstractCrew, Alone, Outcome, P
 from fedlas.extras import optional_module
 from fedlas.train import Recipe, Run, RunError
 from fedlas.train.recipe import differences
+from fedlas.train.runs import run_in
 
 How: TypeAlias = Literal["local", "ray"]
 
@@ -85,8 +86,11 @@ def launched(
         told: gets a line when something happens.
     """
     until = time.monotonic() + 60 * limit_minutes if limit_minutes is not None else float("inf")
-    _check(how, address, gpus_per_run, workers, limit_minutes)
-    jobs = [_Job(recipe, Run(Path(folder).resolve() / recipe.name)) for recipe in _neighbours(recipes)]
+    check_launch(
+        folder=folder, how=how, address=address, gpus_per_run=gpus_per_run, cpus_per_run=cpus_per_run, workers=workers,
+        limit_minutes=limit_minutes,
+    )  # fmt: skip
+    jobs = [_Job(recipe, run_in(Path(folder).resolve(), recipe)) for recipe in _neighbours(recipes)]
     ray = optional_module("ray", "cluster") if how == "ray" else None
     places = _places(device, gpus_per_run, workers) if how == "local" else []
 
@@ -101,9 +105,30 @@ def launched(
     return _Launch(jobs, crew, until, told).runs()
 
 
-def _check(
-    how: str, address: str | None, gpus_per_run: float | None, workers: int | None, limit_minutes: float | None
+def check_launch(
+    *,
+    folder: Path,
+    how: str = "local",
+    address: str | None = None,
+    gpus_per_run: float | None = None,
+    cpus_per_run: float = 1,
+    workers: int | None = None,
+    limit_minutes: float | None = None,
 ) -> None:
+    """Refuse what `launched` could not do, before anything is planned.
+
+    Args:
+        folder: as for `launched`, like all others.
+        how: local or ray.
+        address: of the cluster.
+        gpus_per_run: share of a GPU.
+        cpus_per_run: processors.
+        workers: processes.
+        limit_minutes: time.
+    """
+    there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is no folder; run folders lie in one: name another for them (--runs)")
     if how not in ("local", "ray"):
         raise ValueError(f"launch must be local or ray, not {how!r}")
     if how == "local" and address is not None:
@@ -114,6 +139,8 @@ def _check(
         raise ValueError(f"workers must be at least 1, not {workers}")
     if gpus_per_run is not None and not 0 <= gpus_per_run <= 1:
         raise ValueError(f"gpus_per_run must be from 0 to 1, not {gpus_per_run}; one run on many GPUs is for torchrun")
+    if not cpus_per_run >= 0:
+        raise ValueError(f"cpus_per_run must be at least 0, not {cpus_per_run}")
     if limit_minutes is not None and not limit_minutes >= 0:
         raise ValueError(f"limit_minutes must be at least 0, not {limit_minutes}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -9,11 +9,15 @@ has one line; one process writes at a time.
 """
 
 import fcntl
+import hashlib
 import json
+import math
 import os
+import reprlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +27,8 @@ from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
 TEST = "test"
+SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece")  # metrics that tables show: no line is without them
+ADVICE = "put back a copy of the file, or remove the line, and `fedlas reproduce` writes it anew"
 Measure: TypeAlias = tuple[float, float | None, float | None]  # value, and the ends of its interval
 
 
@@ -82,17 +88,24 @@ class Line:
     @classmethod
     def from_json(cls, text: str, where: str) -> "Line":
         """Read what `to_json` wrote; `where` is named in errors."""
+        strange: list[str] = []
+
+        def no_number(word: str) -> float:
+            strange.append(word)
+            return math.nan
+
         try:
-            values = _fields(json.loads(text))
+            values = _fields(json.loads(text, parse_constant=no_number))
             values["recipe"] = Recipe.from_dict(values["recipe"])
-            values["metrics"] = {name: tuple(measure) for name, measure in values["metrics"].items()}
-            values["ood"] = {
-                place: {score: tuple(measure) for score, measure in held.items()}
-                for place, held in values["ood"].items()
-            }
-            return cls(**values | {"curve": tuple(values["curve"])})
+            values["metrics"] = _measures(values["metrics"], "its metrics", SHOWN)
+            held = _table(values.get("ood", {}), "ood")
+            values["ood"] = {place: _measures(scores, f"ood of {place}") for place, scores in held.items()}
+            values["curve"] = tuple(values.get("curve", ()))
+            _check_rest(values)
+            _check(not strange, "every number", strange, "finite")
+            return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{where} is no line of a ledger: {error}") from error
+            raise ValueError(f"{where} is no line of a ledger: {error}; {ADVICE}") from error
 
 
 class Ledger:
@@ -111,13 +124,18 @@ class Ledger:
     def lines(self) -> dict[str, Line]:
         """All lines by their id."""
         found: dict[str, Line] = {}
+        for where, text in self._texts():
+            line = Line.from_json(text, where)
+            if line.id in found:
+                raise ValueError(f"{where}: the run {line.id} is in the ledger twice; remove one of its lines")
+            found[line.id] = line
+        return found
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """Go through all lines as they are written, with file and number of each."""
         for path in sorted(self.folder.glob("*.jsonl")):
             for number, text in enumerate(_text_of(self.own(path.name)).splitlines(), start=1):
-                line = Line.from_json(text, f"{path}:{number}")
-                if line.id in found:
-                    raise ValueError(f"{path}:{number}: the run {line.id} is in the ledger twice")
-                found[line.id] = line
-        return found
+                yield f"{path}:{number}", text
 
     def find(self, recipe: Recipe, posthoc: str | None = None, split: str = TEST) -> Line | None:
         """Look up the line of a recipe."""
@@ -149,6 +167,29 @@ class Ledger:
             raise ValueError(f"{line.id}: predictions lie outside of the ledger ({name})")
         return self.own(name)
 
+    def content_of(self, line: Line) -> bytes:
+        """Read the file of a line's predictions; one that is not what was written with the line is refused."""
+        path = self.file_of(line)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise ValueError(f"{self._where(line)}: its predictions {path} are not there; {ADVICE}") from None
+        if hashlib.sha256(content).hexdigest() != line.predictions["sha256"]:
+            raise ValueError(
+                f"{self._where(line)}: its predictions {path} are damaged, or others: they do not have the checksum "
+                f"that the line names; {ADVICE}"
+            )
+        return content
+
+    def check(self, line: Line) -> None:
+        """Refuse a line whose predictions are there and damaged; a copy of the numbers alone is enough for tables."""
+        if self.file_of(line).exists():
+            self.content_of(line)
+
+    def _where(self, line: Line) -> str:
+        """Give file and number of a line, for errors."""
+        return next((where for where, text in self._texts() if Line.from_json(text, where).id == line.id), line.id)
+
     def own(self, name: str | Path) -> Path:
         """Give the path of one of the ledger's files; one that is a link, a pipe or a device is refused."""
         path = own_file(self.folder, name, "a ledger")
@@ -179,11 +220,61 @@ def _text_of(path: Path) -> str:
         raise ValueError(f"{path} is no text in UTF-8 ({error})") from error
 
 
-def _fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Check that a line has our format, and no field that we do not know."""
-    if values.pop("format") != FORMAT:
+def _fields(values: Any) -> dict[str, Any]:
+    """Check that a line has our format, all fields that it needs, and none that we do not know."""
+    found = dict(_table(values, "line"))
+    if found.pop("format", None) != FORMAT:
         raise ValueError("it has another format")
-    unknown = set(values) - {one.name for one in fields(Line)}
+    known = fields(Line)
+    unknown = set(found) - {one.name for one in known}
     if unknown:
         raise ValueError(f"it has unknown fields: {', '.join(sorted(unknown))}")
-    return values
+    needed = [one.name for one in known if one.default is MISSING and one.default_factory is MISSING]
+    if lacking := [name for name in needed if name not in found]:
+        raise ValueError(f"it has no {', '.join(lacking)}")
+    return found
+
+
+def _table(value: Any, name: str) -> dict[str, Any]:
+    _check(isinstance(value, dict), name, value, "an object with names")
+    return dict(value)
+
+
+def _measures(given: Any, name: str, needed: tuple[str, ...] = ()) -> dict[str, Measure]:
+    """Check that each is a number and the ends of its interval, which may be null."""
+    found = _table(given, name)
+    lacking = [word for word in needed if word not in found]
+    if lacking or not found:
+        raise ValueError(f"{name} lack {', '.join(lacking) or 'every number'}")
+    for word, measure in found.items():
+        right = isinstance(measure, list) and len(measure) == 3 and _is_number(measure[0])
+        right = right and all(end is None or _is_number(end) for end in measure[1:])
+        _check(right, f"{word} of {name}", measure, "a finite number and the two ends of its interval")
+    return {word: tuple(measure) for word, measure in found.items()}
+
+
+def _check_rest(values: Mapping[str, Any]) -> None:
+    """Check the types of whatever else is read from a line."""
+    for name in ("id", "protocol", "split", "date"):
+        _check(isinstance(values.get(name, ""), str), name, values.get(name), "a text")
+    for name in ("best_epoch", "seconds", "images_per_second"):
+        value = values.get(name, 0)
+        _check(_is_number(value) and value >= 0, name, value, "a number, at least 0")
+    for name in ("environment", "data"):
+        _table(values.get(name, {}), name)
+    words = {"predictions": ("file", "sha256")} | ({} if values.get("posthoc") is None else {"posthoc": ("name",)})
+    for name, needed in words.items():
+        held = _table(values[name], name)
+        for word in needed:
+            _check(isinstance(held.get(word), str), f"{word} of {name}", held.get(word), "a text")
+    for record in values["curve"]:
+        _table(record, "an epoch of its curve")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _check(good: bool, name: str, value: Any, wanted: str) -> None:
+    if not good:
+        raise ValueError(f"{name} must be {wanted}, not {reprlib.repr(value)}")

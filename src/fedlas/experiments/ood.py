@@ -9,7 +9,7 @@ from fedlas.experiments.grid import AbstractGrid, Measured
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.report.tables import Table
 from fedlas.train import seen_otherwise
-from fedlas.train.bench import PUBLISHED
+from fedlas.train.recipe import PUBLISHED
 
 
 class OutOfDistribution(AbstractGrid):

@@ -57,6 +57,17 @@ def data_sets(table: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["data"] for row in _paper()["numbers"] if row["table"] == table))
 
 
+def places(table: str) -> tuple[tuple[str, str], ...]:
+    """List the data sets of a table with their networks; what is printed about a method as a whole is about them."""
+    return tuple(dict.fromkeys((row["data"], row["model"]) for row in _paper()["numbers"] if row["table"] == table))
+
+
+def mean_accuracies(table: str) -> dict[str, float]:
+    """Give the mean accuracy over all places of a table that the paper prints for a method, as a fraction."""
+    found = printed_summaries(table)
+    return {method: held["mean_Acc"] / 100 for method, held in found.items() if "mean_Acc" in held}
+
+
 def foreign_data(table: str, data: str) -> tuple[str, ...]:
     """List the foreign data sets that a table holds against a data set."""
     rows = (row for row in _paper()["numbers"] if row["table"] == table and row["data"] == data and "ood" in row)

@@ -1,14 +1,14 @@
 """What an experiment wants, and what of it is missing: the plan, and how long it will take."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 from fedlas.catalog import Catalog, summary
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import Ledger
-from fedlas.train import check_names
+from fedlas.train import check_parts
 from fedlas.train.recipe import Recipe
 
 NAMED = 3  # folders in an error message
@@ -49,16 +49,17 @@ class Plan:
         return ", ".join(dict.fromkeys(one.protocol for one in self.wanted))
 
     def rows(self) -> list[list[str]]:
-        """List the runs that are missing: data, network, loss, how it is judged, seed, epochs, folder."""
-        return [_row(one.recipe, one.posthoc) for one in self.missing]
+        """List the runs that are missing: data, network, row, how it is judged, seed, epochs, folder."""
+        return [_row(one.recipe, one) for one in self.missing]
 
 
-HEAD = ("data", "model", "loss", "judged", "seed", "epochs", "folder")
+HEAD = ("data", "model", "row", "judged", "seed", "epochs", "folder")
 
 
-def _row(recipe: Recipe, posthoc: Sequence[str | None]) -> list[str]:
-    judged = ", ".join(one or "as trained" for one in posthoc)
-    return [recipe.data, recipe.model, recipe.loss, judged, str(recipe.seed), str(recipe.epochs), recipe.name]
+def _row(recipe: Recipe, wanted: Wanted) -> list[str]:
+    row = ", ".join(wanted.rows) or recipe.loss
+    judged = ", ".join(one or "as trained" for one in wanted.posthoc)
+    return [recipe.data, recipe.model, row, judged, str(recipe.seed), str(recipe.epochs), recipe.name]
 
 
 def experiment_named(name: str) -> AbstractExperiment:
@@ -84,7 +85,8 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
     for one in experiment.plan(choice, ledger):
         before = wanted.get(one.recipe.name)
         judged = (*before.posthoc, *one.posthoc) if before else one.posthoc
-        wanted[one.recipe.name] = Wanted(one.recipe, one.protocol, tuple(dict.fromkeys(judged)), one.split)
+        rows = (*before.rows, *one.rows) if before else one.rows
+        wanted[one.recipe.name] = replace(one, posthoc=tuple(dict.fromkeys(judged)), rows=tuple(dict.fromkeys(rows)))
     meant = tuple(one for name, one in wanted.items() if only is None or only in name)
     if only is not None and not meant:
         more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
@@ -92,7 +94,9 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
         raise ValueError(f"no planned run has a folder whose name contains {only!r}; {there}")
     missing = tuple(one for one in meant if one.missing(ledger))
     for one in missing:
-        check_names(one.recipe)
+        check_parts(one.recipe)
+    for line in (line for one in meant for line in one.lines(ledger) if line is not None):
+        ledger.check(line)
     return Plan(meant, missing, *_minutes(missing, ledger))
 
 

@@ -18,6 +18,7 @@ from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.storage import own_file, write_whole
 from fedlas.train import DivergedError, Engine
 from fedlas.train.recipe import Recipe
+from fedlas.train.runs import run_in
 
 FORMAT = "fedlas.search/1"
 KEPT = "search.json"
@@ -197,7 +198,7 @@ def _tried(
     values: list[float | None] = []
     for variant in variants:
         try:
-            run = engine.fit(variant, out=folder / "runs" / variant.name, resume=True)
+            run = engine.fit(variant, out=run_in(folder / "runs", variant).folder, resume=True)
             values.append(float(metric(run.predictions("best-val"))))
         except DivergedError:
             values.append(None)

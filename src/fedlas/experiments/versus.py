@@ -36,6 +36,7 @@ from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
 from fedlas.report.duels import RESAMPLES, WHOLE, paired_with
+from fedlas.storage import named
 from fedlas.train import recipe_for
 from fedlas.train.runs import Run
 
@@ -152,9 +153,10 @@ def side(text: str, ledger: Ledger) -> Side:
         if line.seed in found:
             several = ", ".join(one.id for one in lines if one.seed == line.seed)
             raise ValueError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
-        found[line.seed] = _predictions(line, ledger)
-        if found[line.seed].top_only:
-            each[line.seed] = kept_of(line, ledger).of_each_sample()
+        with named(ledger.file_of(line)):
+            found[line.seed] = _predictions(line, ledger)
+            if found[line.seed].top_only:
+                each[line.seed] = kept_of(line, ledger).of_each_sample()
     return Side(text, found, each)
 
 
@@ -223,6 +225,30 @@ def _known(ledger: Ledger) -> list[str]:
     return sorted({f"{line.recipe.data}/{line.protocol}/{line.method}" for line in ledger.lines.values()})
 
 
+def _paired_seeds(first: Side, second: Side) -> dict[int | None, int | None]:
+    """Say which run of the second side belongs to each of the first."""
+    if len(first.runs) == len(second.runs) == 1:
+        return dict(zip(first.runs, second.runs, strict=True))
+    seeds: dict[int | None, int | None] = {seed: seed for seed in first.runs if seed in second.runs}
+    if not seeds:
+        raise ValueError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
+    return seeds
+
+
+def twins(first: Side, second: Side) -> str | None:
+    """Say so where both sides are the same predictions, of all seeds or of some; None where they are not."""
+    same = []
+    seeds = _paired_seeds(first, second)
+    for seed, other in seeds.items():
+        ours, theirs = first.runs[seed].logits, second.runs[other].logits
+        if ours.dtype == theirs.dtype and torch.equal(ours, theirs):
+            same.append(seed)
+    if not same:
+        return None
+    which = "" if len(same) == len(seeds) else f" of seed {', '.join(map(str, same))}"
+    return f"both sides are the same predictions{which}, so nothing differs; was another one meant?"
+
+
 def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **options: Any) -> list[Versus]:
     """Compare two sides, seed by seed; by default in what is usual and can be known of both."""
     sides = (first, second)
@@ -237,11 +263,7 @@ def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **op
                 f"{name} needs the probabilities of all classes, and of {tops[0]} only the largest are kept; "
                 f"compare {', '.join(one for one in METRICS if one not in WHOLE)}, or name run folders"
             )
-    seeds = {seed: seed for seed in first.runs if seed in second.runs}
-    if len(first.runs) == len(second.runs) == 1:
-        seeds = dict(zip(first.runs, second.runs, strict=True))
-    if not seeds:
-        raise ValueError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
+    seeds = _paired_seeds(first, second)
     pairs = {
         seed: (first.runs[seed], paired_with(first.runs[seed], second.runs[other])) for seed, other in seeds.items()
     }

@@ -238,10 +238,11 @@ def _check_classes(first: Predictions, second: Predictions) -> None:
     """Refuse models that know other classes, and say which."""
     if first.top_only or second.top_only:
         return  # such a file knows the classes that it mentions, and nothing of others
+    ours, theirs = first.class_names, second.class_names
+    if ours is not None and theirs is not None and ours != theirs and sorted(ours) == sorted(theirs):
+        raise ValueError("both models have the same classes in another order; give both the same order")
     ours, theirs = _class_names(first), _class_names(second)
     if ours is not None and theirs is not None and ours != theirs:
-        if sorted(ours) == sorted(theirs):
-            raise ValueError("both models have the same classes in another order; give both the same order")
         alone = {"first": sorted(set(ours) - set(theirs)), "second": sorted(set(theirs) - set(ours))}
         said = [f"{some_of(map(repr, names), 5)} in the {which} alone" for which, names in alone.items() if names]
         raise ValueError(f"the models know other classes: {'; '.join(said)}")

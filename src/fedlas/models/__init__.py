@@ -62,9 +62,17 @@ def build_model(name: str, num_classes: int, **options: Any) -> nn.Module:
     return CATALOG.build(entry, num_classes=num_classes, **library, **options).build()
 
 
-def check_model(name: str) -> None:
-    """Refuse a name that no network has, neither here nor in a library that is installed."""
-    _entry(name)
+def check_model(name: str, **options: Any) -> None:
+    """Refuse a name that no network has, neither here nor in a library that is installed, and wrong keywords.
+
+    Args:
+        name: as for `build_model`.
+        options: likewise; those of a library's network that this package does not know are the library's own matter.
+    """
+    entry, library = _entry(name)
+    known = keywords(CATALOG.find(entry))
+    own = {word: value for word, value in options.items() if word in known or "settings" not in known}
+    CATALOG.check(entry, **{"num_classes": 2, **library, **own})
 
 
 def list_models() -> list[ModelRecord]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlas.extras import optional_module
-from fedlas.storage import check_file
+from fedlas.storage import check_file, memory_errors
 from fedlas.web import staying_secure
 
 # Where people put the weights in a checkpoint that holds more than them.
@@ -124,10 +124,11 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"there is no file of weights at {path}")
     check_file(path)
     try:
-        if path.suffix == ".safetensors":
-            content = optional_module("safetensors.torch", "train").load_file(str(path))
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with memory_errors():
+            if path.suffix == ".safetensors":
+                content = optional_module("safetensors.torch", "train").load_file(str(path))
+            else:
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # each format has errors of its own, none of which names the file

@@ -41,9 +41,10 @@ from fedlas.predictions import (
     slices_of,
     two_columns,
 )
-from fedlas.storage import read_safetensors, readable, to_safetensors, write_whole
+from fedlas.storage import check_file, read_safetensors, readable, to_safetensors, write_whole
 
 FORMAT = "fedlas.calibrator/1"
+KIND = "a calibrator is a .safetensors file that `fedlas calibrate fit` or its own save() wrote"
 CHECKSUM = "sha256"  # of the numbers, among the words of a file; `to_safetensors` adds one of the words too
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
 EXACT_BELOW = 20_000_000  # this many numbers are copied to float64; larger tables keep their type
@@ -270,9 +271,15 @@ class AbstractCalibrator(ABC):
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read what a calibrator's file says about it, and its numbers."""
+    check_file(path)
+    with Path(path).open("rb") as file:
+        start = file.read(9)
+    if start[8:] != b"{":  # behind the length of its words
+        raise ValueError(f"{path} is {'no calibrator' if start else 'empty'}; {KIND}")
     words, tensors = read_safetensors(path)
     if words.get("format") != json.dumps(FORMAT):
-        raise ValueError(f"{path} is not a calibrator that fedlas saved")
+        what = " but holds predictions" if {"logits", "probs"} & set(tensors) else ""
+        raise ValueError(f"{path} is no calibrator{what}; {KIND}")
     with readable(path):
         about = {key: json.loads(value) for key, value in words.items()}
     if about.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # older files have none

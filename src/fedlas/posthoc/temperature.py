@@ -20,7 +20,7 @@ from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition
 from fedlas.metrics.samples import Pairs
 from fedlas.posthoc.base import AbstractCalibrator, Samples, best_inverse_temperature, scaled_nll
-from fedlas.predictions import slices_of
+from fedlas.predictions import TOLERANCE, least_log_prob, slices_of
 
 Objective = Literal["nll", "ece"]
 Search = Literal["solve", "grid"]
@@ -129,10 +129,24 @@ def _reason(samples: Samples, factor: float) -> str:
     first, second = samples.logits.topk(2, dim=1).values.unbind(1)
     if factor > 1 and bool(((prediction == labels) | (first == second)).all()):  # a draw is sure of nothing
         return "every one is classified correctly, so no confidence is too high. Fit on more, held-out samples."
+    if factor < 1 and _has_zeros(samples, labels):
+        return "labels of probability zero decide it. Give logits, or probabilities with more digits."
     if factor < 1 and scaled_nll(samples, 0.0)[1] >= 0:
-        return "the logits point away from the labels. Are they of the same samples, in the same order?"
+        return (
+            "the logits point away from the labels. Are both of the same samples, in the same order, and do larger "
+            "logits stand for likelier classes?"
+        )
     size, bound = ("small", "low") if factor > 1 else ("large", "high")
-    return f"the logits are very {size}. Divide them by a number, or set the keyword `{bound}` of the calibrator."
+    further = f"give the calibrator another bound, {bound}=NUMBER (fedlas calibrate fit --set {bound}=NUMBER)"
+    return f"the logits are very {size}. Divide them by a number, or {further}."
+
+
+def _has_zeros(samples: Samples, labels: Tensor) -> bool:
+    """Say whether logits are logarithms of probabilities, and a label has the one that stands for zero."""
+    if bool((samples.logits.logsumexp(1).abs() > 0.1).any()):
+        return False
+    own = samples.logits.gather(1, labels[:, None])
+    return any(bool(torch.isclose(own, own.new_tensor(least_log_prob(kind)), rtol=1e-4).any()) for kind in TOLERANCE)
 
 
 def _standard_error(samples: Samples, factor: float) -> float:

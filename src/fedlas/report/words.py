@@ -103,7 +103,8 @@ def in_words(report: "Report") -> str:
             "worse": "makes it worse",
             "harm": "is no repair",
         }
-        said.append(f"{_called(done)} {effect[repair(state, done)]}")
+        doubted = any(fit.doubt for fit in done.fits)
+        said.append(f"{_called(done)} {'cannot be relied on' if doubted else effect[repair(state, done)]}")
     return "; ".join(said)
 
 
@@ -133,7 +134,6 @@ def sentences(report: "Report") -> tuple[str, ...]:
     said += _floored(state)
     said += [_repair_sentence(state, after, way) for after in report.after.values()]
     said += sorted({_fitted(after) for after in report.after.values() if after.fits})
-    said += [_doubt(after) for after in report.after.values() if any(fit.doubt for fit in after.fits)]
     return tuple(said)
 
 
@@ -173,6 +173,15 @@ def _direction_sentences(state: "State", way: Direction, samples: str) -> list[s
 def _repair_sentence(before: "State", after: "State", way: Direction) -> str:
     was, now = before["ece"], after["ece"]
     change = f"the ECE goes from {_percent(float(was))} to {_share(now)}{_chance(now)}"
+    if any(fit.doubt for fit in after.fits):
+        return _doubt(after)  # whatever it seems to repair
+    harms = _harms(before, after)
+    but = f"; but {' and '.join(harms)}" if harms else ""
+    shown = was.interval is not None and now.interval is not None and now.interval.low > was.interval.high
+    zeros = " Labels of probability zero decided what it learned: give logits, or probabilities with more digits."
+    why = zeros if _zeros(before) and (harms or float(now) > float(was)) else ""
+    if way == "none" and (shown or harms):
+        return f"{_subject(after, brief=True)} does harm where nothing was to be repaired: {change}{but}.{why}"
     if way == "none":
         return f"{_subject(after, brief=True)} has nothing to repair that is shown: {change}."
     verdict = {
@@ -184,9 +193,7 @@ def _repair_sentence(before: "State", after: "State", way: Direction) -> str:
         "worse": "makes it worse",
         "harm": "is no repair",
     }
-    harms = _harms(before, after)
-    but = f"; but {' and '.join(harms)}" if harms else ""
-    return f"{_subject(after)} {verdict[repair(before, after)]}: {change}{but}."
+    return f"{_subject(after)} {verdict[repair(before, after)]}: {change}{but}.{why}"
 
 
 def _harms(before: "State", after: "State") -> list[str]:
@@ -204,9 +211,14 @@ def _harms(before: "State", after: "State") -> list[str]:
     return said
 
 
+def _zeros(state: "State") -> int:
+    """Count the labels whose probability was given as zero."""
+    return int(state["nll"].details.get("floored", 0)) if "nll" in state.results else 0
+
+
 def _floored(state: "State") -> list[str]:
     """Say where the NLL is not what it looks like."""
-    count = state["nll"].details.get("floored", 0) if "nll" in state.results else 0
+    count = _zeros(state)
     if not count:
         return []
     labels = "label has" if count == 1 else "labels have"
@@ -228,7 +240,8 @@ def _doubt(after: "State") -> str:
     """Say why a calibrator should not be relied on, although it was fitted."""
     doubts = [fit.doubt for fit in after.fits if fit.doubt]
     parts = f" in {len(doubts)} of {len(after.fits)} parts" if len(after.fits) > 1 else ""
-    return f"Do not rely on {_name(after.name)}{parts}: {doubts[0].rstrip('.')}."
+    end = "" if doubts[0].endswith((".", "?")) else "."
+    return f"Do not rely on {_name(after.name)}{parts}: {doubts[0]}{end}"
 
 
 def _spoken_of(report: "Report") -> "State | None":

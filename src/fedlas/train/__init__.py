@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fedlas.train.loop import Engine as Engine
     from fedlas.train.loop import fit as fit
     from fedlas.train.loop import fit_many as fit_many
-    from fedlas.train.protocols import check_names as check_names
+    from fedlas.train.protocols import check_parts as check_parts
     from fedlas.train.protocols import list_recipes as list_recipes
     from fedlas.train.protocols import protocol_named as protocol_named
     from fedlas.train.protocols import published_models as published_models
@@ -31,7 +31,7 @@ _HOMES = {
     "RunError": "runs",
     "StopSignals": "checkpoint",
     "StoppedError": "checkpoint",
-    "check_names": "protocols",
+    "check_parts": "protocols",
     "fit": "loop",
     "fit_many": "loop",
     "list_recipes": "protocols",

@@ -32,14 +32,13 @@ from fedlas.train.mixing import Mixer
 from fedlas.train.optim import build_optimizer, clear_memory, lr_table, memory_of, restore_memory
 from fedlas.train.precision import seed_everything
 from fedlas.train.predict import Source, evaluation_source, images_dtype, rank
-from fedlas.train.recipe import Recipe
+from fedlas.train.recipe import PUBLISHED, Recipe
 from fedlas.train.runs import RunError
 from fedlas.train.step import Parts, TrainStep
 from fedlas.train.validation import learns_from_validation
 
 # What a captured step does not depend on: it finds these in tensors that can be refilled.
 REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
-PUBLISHED = "-published"  # a test split as the published code looks at it
 COMPILER = {"combo_kernels": True}  # casts of all weights in one kernel, and the like
 NETWORK = ("model", "model_options", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic")
 

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedlas.storage import also_called, check_file, write_whole
+from fedlas.storage import also_called, check_file, memory_errors, write_whole
 from fedlas.train.runs import Run, RunError
 
 FORMAT = "fedlas.checkpoint/1"
@@ -50,7 +50,8 @@ def on_host(value: Any) -> Any:
 
 def restore_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Put a module's state back, in place."""
-    module.load_state_dict(dict(state))
+    with memory_errors():
+        module.load_state_dict(dict(state))
 
 
 def check_stand(saved: Mapping[str, Any], path: Path, epochs: int, steps: int | None = None) -> None:
@@ -144,7 +145,7 @@ def load(path: Path) -> dict[str, Any]:
     if not intact(written):
         raise RunError(damaged)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), memory_errors():
             warnings.simplefilter("ignore")  # about files that no checkpoint of ours can be
             content: dict[str, Any] = torch.load(io.BytesIO(written), map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:

@@ -31,7 +31,7 @@ from fedlas.train.precision import machine, many_compilations, on_stream, random
 from fedlas.train.predict import Source, predictions_of, rank
 from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all, share_buffers
 from fedlas.train.recipe import Recipe
-from fedlas.train.runs import MACHINE, Run, locked
+from fedlas.train.runs import MACHINE, Run, locked, run_in
 from fedlas.train.validation import judged
 
 NO_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # what torch calls processors that compute bfloat16 step by step
@@ -98,8 +98,9 @@ def fit_many(
     """
     engine = Engine(**options)
     for recipe in recipes:
-        out = Path(folder) / recipe.name
-        yield engine.fit(recipe, out=out, resume=resume, callbacks=callbacks, progress=progress)
+        yield engine.fit(
+            recipe, out=run_in(folder, recipe).folder, resume=resume, callbacks=callbacks, progress=progress
+        )
 
 
 class Engine:
@@ -128,7 +129,7 @@ class Engine:
         if not isinstance(recipe, Recipe):
             raise TypeError(f"fit takes a Recipe, such as fedlas.recipe_for gives, not a {type(recipe).__name__}")
         callbacks = checked_callbacks(callbacks)
-        run = Run(Path("runs") / recipe.name if out is None else Path(out))
+        run = run_in("runs", recipe) if out is None else Run(Path(out))
         with ExitStack() as stack:
             stack.enter_context(joined(self.device))
             if agreed(lambda: run.holds(recipe)):  # without a lock: the folder may be one that can only be read

@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fedlas.catalog import keywords, nearest
 from fedlas.data import CATALOG as DATA
+from fedlas.data import build_data
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import CATALOG as MODELS
 from fedlas.models import AbstractNetwork, check_model
-from fedlas.train.recipe import Plain, Recipe
+from fedlas.train.recipe import PUBLISHED, Plain, Recipe
 from fedlas.train.validation import learns_from_validation
 
 Values = dict[str, Plain]
@@ -231,11 +234,17 @@ def protocol_named(name: str) -> Protocol:
     return by_name[name]
 
 
-def check_names(recipe: Recipe) -> None:
-    """Refuse a recipe whose data set, network or loss nobody knows, before anything is read or built."""
-    DATA.find(recipe.data)
-    check_model(recipe.model)
-    LOSSES.find(recipe.loss)
+def check_parts(recipe: Recipe) -> None:
+    """Refuse a recipe whose data sets, network or loss nobody knows, or take no such keywords, before data is read."""
+    build_data(recipe.data, seed=recipe.seed, **recipe.data_options)
+    for name in recipe.ood:
+        DATA.find(name.removesuffix(PUBLISHED))
+    check_model(recipe.model, **recipe.model_options)
+    classes, weight = getattr(DATA.find(recipe.data), "num_classes", None), recipe.loss_options.get("weight")
+    if not isinstance(classes, int):  # of a folder, which is counted when it is read
+        classes = len(weight) if isinstance(weight, list) else 2
+    with torch.random.fork_rng(devices=[]):
+        build_loss(recipe.loss, num_classes=classes, **recipe.loss_options)
 
 
 def _protocol(data: str, model: str | None, name: str | None) -> Protocol:

@@ -16,14 +16,15 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from fedlas.catalog import nearest
+from fedlas.catalog import Catalog, keywords, nearest
 
 Plain: TypeAlias = Any  # what JSON knows: None, bool, int, float, str, list, dict
 Optimizer: TypeAlias = Literal["sgd", "adamw"]
 Schedule: TypeAlias = Literal["constant", "multi_step", "cosine", "one_cycle", "triangle"]
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
-SPLITS = ("train", "val", "test", "test-published")
+PUBLISHED = "-published"  # a test split as the published code looks at it
+SPLITS = ("train", "val", "test", f"test{PUBLISHED}")
 OPTIONS = ("data_options", "model_options", "loss_options")
 # Keywords that a run fills in by itself, and who decides them.
 FILLED_IN: Mapping[str, Mapping[str, str]] = {
@@ -241,9 +242,23 @@ class Recipe:
             if dot and first in OPTIONS:
                 changes[first] = {**changes.get(first, getattr(self, first)), option: value_of(text)}
                 continue
-            _known([name])
+            self._check_field(name)
             changes[name] = _parsed(name, _types()[name], text)
         return self.replace(**changes)
+
+    def _check_field(self, name: str) -> None:
+        """Refuse a setting that is no field; a keyword of the loss, the network or the data has a field before it."""
+        from fedlas.data import CATALOG as DATA  # noqa: PLC0415 - a recipe is made and read without data sets
+        from fedlas.losses import CATALOG as LOSSES  # noqa: PLC0415
+        from fedlas.models import CATALOG as MODELS  # noqa: PLC0415
+
+        catalogues: dict[str, Catalog[Any]] = {"loss": LOSSES, "model": MODELS, "data": DATA}
+        for kind, catalog in catalogues.items() if name not in _types() else ():
+            called = getattr(self, kind)
+            if called in catalog.entries and name in keywords(catalog.entries[called]):
+                of = f"a keyword of the {catalog.kind} {called!r}"
+                raise ValueError(f"a recipe has no field {name!r}, which is {of}: set {kind}_options.{name}")
+        _known([name])
 
     def deciding(self) -> dict[str, Plain]:
         """Give the values that a result depends on, where they are not the default."""

@@ -217,6 +217,17 @@ class Run:
             os.fsync(file.fileno())
 
 
+def run_in(folder: str | Path, recipe: Recipe) -> Run:
+    """Give the run folder of a recipe in a folder of many; one that is a link was named by nobody, and is refused."""
+    place = Path(folder) / recipe.name
+    if place.is_symlink():
+        raise RunError(
+            f"{place} is a link, and followed only where you name it yourself (--out); put the folder itself there, or "
+            "remove the link"
+        )
+    return Run(place)
+
+
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     """Name a file of a run that does not hold what it should."""
