@@ -47,7 +47,7 @@ SAFE = {
     "triton.language.load",
 }
 SAFE_METHODS = {"load_state_dict"}  # takes what has been read already
-IMPORTERS = {"import_module", "optional_module", "library", "_brought"}  # take the name of a module
+IMPORTERS = {"import_module", "optional_module", "_brought"}  # take the name of a module
 # What single files may import, name or call.
 ADMITTED = {
     # the one unpickler, behind a checksum and with three names of its own; tests/data/test_data_formats.py attacks it
@@ -58,7 +58,7 @@ ADMITTED = {
     "integrations/official.py": {"import pickle", "pickle.UnpicklingError", "torch.serialization.safe_globals"},
     "train/checkpoint.py": {"import pickle", "pickle.UnpicklingError"},
     # a type
-    "predictions.py": {"numpy.lib.npyio.NpzFile", "importlib.import_module(name)"},
+    "columns.py": {"numpy.lib.npyio.NpzFile"},
     # what our own processes tell each other
     "experiments/crews.py": {
         "import multiprocessing.connection.Connection",
@@ -79,7 +79,6 @@ ADMITTED = {
     "models/pretrained.py": {
         "torch.hub.download_url_to_file",
         "torch.hub.get_dir",
-        "importlib.import_module(name)",
     },
     "models/timm.py": {"timm.create_model"},
     # modules of our own, and optional packages
@@ -89,7 +88,7 @@ ADMITTED = {
         "importlib.import_module(f'{self.package}.{file.name}')",
     },
     "report/figures/__init__.py": {"import_module(f'{__name__}.{_HOMES[name]}')"},
-    "data/base/images.py": {"importlib.import_module(name)"},
+    "extras.py": {"importlib.import_module(name)"},
     "integrations/lightning.py": {"import_module(name)"},
     "integrations/trackers.py": {"importlib.import_module(name)"},
 }
