@@ -28,7 +28,7 @@ LABELS = ("label", "labels")  # what the truth is called in a file
 FILLING = "(other"  # begins the name of a class that only fills a row up to one
 MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
 MOST_CLASSES = 2**20  # of a file: the metrics of each take a kilobyte, and a small file can claim any number
-ENOUGH = 20  # rows that are not all alike by chance
+FEWEST = 20  # confidences of two classes of which one is below a half
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")  # of a class that is called by one
 LONGEST_WHOLE = 40  # digits of a number with leading zeros
 WHOLE = re.compile(r"[+-]?\d+")  # a number as text
@@ -156,7 +156,7 @@ def _confidences(columns: Mapping[str, Any], path: str | Path, names: Sequence[s
     """Take the column of confidences, one row each, if they can be what they are called."""
     confidence = torch.from_numpy(np.array(_numbers(columns, "", ["confidence"], path)))
     good = (confidence[:, 0] >= 0.001) & (confidence[:, 0] <= 1)
-    if len(names) == 2 and len(confidence) >= ENOUGH and bool((confidence < 0.5).any()):
+    if len(names) == 2 and len(confidence) >= FEWEST and bool((confidence < 0.5).any()):
         warnings.warn(
             f"{path}: the larger of two probabilities is never below 0.5, and some confidences are; if they are "
             f"probabilities of one class, call their column prob_NAME after it, such as prob_{names[1]}",

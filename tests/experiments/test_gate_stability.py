@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from little_drawn import bare_line
+from little_drawn import bare_ledger, bare_line
 
 from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.gate_stability import GateStability
@@ -33,9 +33,7 @@ def curve(start, epochs=3):
 def ledger_of(folder, found):
     """A ledger with a line for each recipe, which holds a curve."""
     lines = [bare_line(recipe, "paper", curve=held) for recipe, held in found]
-    folder.mkdir()
-    (folder / "cifar10-paper.jsonl").write_text("".join(f"{line.to_json()}\n" for line in lines))
-    return Ledger(folder)
+    return bare_ledger(folder, lines)
 
 
 def recipe(loss, seed, model="resnet50_cifar", data="cifar10"):

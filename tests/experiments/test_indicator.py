@@ -2,10 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from little_drawn import bare_line
+from little_drawn import bare_ledger, bare_line
 from typer.testing import CliRunner
 
 from fedlas.cli import app
@@ -13,6 +15,7 @@ from fedlas.experiments import indicator
 from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.indicator import Indicator
 from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.reproduce import drawn
 from fedlas.predictions import Predictions
 from fedlas.train import Run, RunError, fit, recipe_for
 from fedlas.train.checkpoint import load
@@ -80,9 +83,45 @@ def test_the_paper_s_data_comes_first_and_digits_last(monkeypatch):
 def test_data_that_was_trained_on_need_not_be_at_hand(monkeypatch, tmp_path, there):
     monkeypatch.setattr(indicator, "_at_hand", lambda recipe, _: recipe.data == there)
     done = recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small", seed=1)
-    (tmp_path / "x.jsonl").write_text(bare_line(done, "small").to_json() + "\n")
-    (one,) = Indicator().plan(Choice(), Ledger(tmp_path))
+    (one,) = Indicator().plan(Choice(), bare_ledger(tmp_path, [bare_line(done, "small")]))
     assert one.recipe == done
+
+
+def test_a_network_that_only_the_ledger_knows_is_trained_again_for_its_figures(tmp_path, monkeypatch):
+    """Nothing was drawn, and nothing said."""
+    pytest.importorskip("matplotlib")
+    few = replace(CHOICE, changes={**CHANGES, "epochs": "1"})
+    (wanted,) = Indicator().plan(few, Ledger("nowhere"))
+    book = bare_ledger(tmp_path / "results", [bare_line(wanted.recipe, "small")])
+    words = ["reproduce", "indicator", "--data", "digits", "--seeds", "4,5", "--ledger", str(book.folder)]
+    words += ["--device", "cpu", "--runs", str(tmp_path / "runs")]
+    words += [word for setting in few.changes.items() for word in ("--set", "=".join(setting))]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0, told.output
+    assert "1 run, 1 in the ledger, 0 to train" in told.stderr
+    before = (book.folder / "x.jsonl").read_bytes()
+    out = tmp_path / "figures"
+    monkeypatch.setattr(indicator, "save_with_data", lambda _, data, folder, name: [folder / f"{name}.json"])
+    drawn = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert drawn.exit_code == 0, drawn.output
+    assert "1 run, 1 in the ledger, 1 to train, 1 of them again" in drawn.stderr
+    names = [Path(line).stem for line in drawn.stdout.splitlines()]
+    assert names == ["indicator-digits", "indicator-activations-digits", "indicator-theorem-digits"]
+    assert (book.folder / "x.jsonl").read_bytes() == before, "what was measured stays as it is"
+    (tmp_path / "runs" / wanted.recipe.name / "checkpoint.pt").unlink()
+    nothing = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert nothing.exit_code == 1
+    assert "nothing is drawn" in nothing.stderr
+
+
+def test_figures_are_drawn_of_no_run_that_a_link_leads_to(tmp_path):
+    (wanted,) = Indicator().plan(CHOICE, Ledger("nowhere"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / wanted.recipe.name).symlink_to(tmp_path / "elsewhere")
+    options = {"ledger": Ledger("nowhere"), "runs": tmp_path / "runs", "folder": tmp_path / "figures"}
+    with pytest.raises(RunError, match="is a link"):
+        drawn(Indicator(), CHOICE, **options)
 
 
 def test_data_is_at_hand_only_if_it_need_not_be_fetched(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from little_drawn import bare_ledger, bare_line
 from typer.testing import CliRunner
 
 from fedlas.cli import app
@@ -121,11 +122,8 @@ def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
         )
         for one in done
     }
-    lines = [
-        Line(recipes[one].name, recipes[one], "paper", {"accuracy": (values[one], None, None)}, {}) for one in done
-    ]
-    (tmp_path / "x.jsonl").write_text("".join(line.to_json() + "\n" for line in lines))
-    book, sota = Ledger(tmp_path), experiment_named("sota")
+    book = bare_ledger(tmp_path, [bare_line(recipes[one], "paper", values[one]) for one in done])
+    sota = experiment_named("sota")
     found = cell(sota.tables(book, Choice())[0], "ls", "mean accuracy %")
     means = [sum(values[place, seed] for place in places) / len(places) for seed in (1, 2)]
     assert found.values == pytest.approx(means)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from little_drawn import bare_line
+from little_drawn import bare_ledger, bare_line
 
 from fedlas.experiments.kept import problems
 from fedlas.experiments.ledger import Ledger
@@ -47,12 +47,12 @@ def test_an_experiment_with_a_protocol_of_its_own_stands_on_the_page_once(tmp_pa
     """And in no table about the paper's data, though its run could be a row there."""
     done = [recipe_for("fashion_mnist", "small_cnn", "ce", protocol="small"), recipe_for("cifar10", protocol="fast")]
     lines = [bare_line(one, name) for one, name in zip(done, ("small", "fast"), strict=True)]
-    (tmp_path / "x.jsonl").write_text("".join(line.to_json() + "\n" for line in lines))
-    page = reproduction_page(Ledger(tmp_path))
+    book = bare_ledger(tmp_path, lines)
+    page = reproduction_page(book)
     section = page.partition("## indicator")[2].partition("\n## ")[0]
     assert re.findall("### .*", section) == ["### small protocol: 1 run, 1 in the ledger, 0 to train"]
     assert "Fashion" not in page.replace(section, "")
-    assert [table.title for table in results_tables(Ledger(tmp_path))] == ["CIFAR-10, resnet18_cifar, fast protocol"]
+    assert [table.title for table in results_tables(book)] == ["CIFAR-10, resnet18_cifar, fast protocol"]
 
 
 def test_an_empty_ledger_makes_a_page_that_says_so(tmp_path):

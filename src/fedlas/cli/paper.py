@@ -84,7 +84,7 @@ def reproduce_experiment(
         from fedlas.experiments.launch import check_launch
         from fedlas.experiments.ledger import Ledger
         from fedlas.experiments.planning import HEAD, experiment_named, planned
-        from fedlas.experiments.reproduce import check_limit, drawn, reproduce
+        from fedlas.experiments.reproduce import check_limit, drawn, reproduce, trained_in
 
         check_limit(limit_minutes)
         where: dict[str, Any] = {
@@ -101,7 +101,8 @@ def reproduce_experiment(
             seeds=numbers(seeds), split=split, data_root=data_root,
         )  # fmt: skip
         book = Ledger(ledger)
-        plan = planned(chosen, choice, book, only)
+        there = None if out is None or dry_run else partial(trained_in, runs)
+        plan = planned(chosen, choice, book, only, there)
         typer.echo(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
         if dry_run and plan.missing:
             show_table(HEAD, plan.rows())
@@ -109,9 +110,10 @@ def reproduce_experiment(
             options = {**where, "device": device, "data_root": data_root}
             told = partial(typer.echo, err=True)
             for tables in reproduce(
-                chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes, **options
-            ):
-                if planned(chosen, choice, book, only).missing:  # the last one comes below
+                chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes,
+                draws=out is not None, **options,
+            ):  # fmt: skip
+                if planned(chosen, choice, book, only, there).missing:  # the last one comes below
                     for table in tables:
                         typer.echo(table.text(detail.value), err=True)
         made = chosen.tables(book, choice)
@@ -121,8 +123,12 @@ def reproduce_experiment(
             typer.echo(f"{experiment} is a figure: --out DIR draws it", err=True)
         if out is not None:
             places = {"data_root": data_root, "device": device}
-            for path in drawn(chosen, choice, ledger=book, runs=runs, folder=out, **places):
+            written = drawn(chosen, choice, ledger=book, runs=runs, folder=out, **places)
+            for path in written:
                 typer.echo(path)
+            if chosen.draws_runs and not written:
+                typer.echo(f"nothing is drawn: no run that it is drawn of is finished in {runs}", err=True)
+                raise typer.Exit(0 if dry_run or limit_minutes is not None else 1)
 
 
 def compare_models(

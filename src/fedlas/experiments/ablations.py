@@ -11,7 +11,7 @@ from typing import Any
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Measured, Place, judged
-from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.ledger import ADVICE, Ledger
 from fedlas.train import recipe_for
 from fedlas.train.recipe import Recipe
 
@@ -115,6 +115,7 @@ class Ablations(AbstractGrid):
         line = None if ours is None else ledger.find(ours)
         if line is None or ours is None:
             return None
-        return round(
-            float(line.curve[-1]["gate"]["alpha_ratio"]) * float(ours.loss_options.get("alpha", ALPHA)), DIGITS
-        )
+        ratio = line.curve[-1].get("gate", {}).get("alpha_ratio") if line.curve else None
+        if ratio is None:
+            raise ValueError(f"{ledger.where(line)} has no alpha_ratio in the last epoch of its curve; {ADVICE}")
+        return round(float(ratio) * float(ours.loss_options.get("alpha", ALPHA)), DIGITS)

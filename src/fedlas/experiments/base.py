@@ -133,6 +133,7 @@ class AbstractExperiment(ABC):
 
     name: ClassVar[str]
     needs_runs: ClassVar[bool] = True
+    draws_runs: ClassVar[bool] = False  # whether figures need the networks themselves, not only what they said
 
     @property
     def file_names(self) -> str:

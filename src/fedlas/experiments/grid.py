@@ -89,6 +89,11 @@ class AbstractGrid(AbstractExperiment):
         """List the foreign data sets that a network is shown."""
         return tuple(sorted({one.ood for one in self.measured(data, choice) if one.ood is not None}))
 
+    def sees_otherwise(self, data: str, choice: Choice) -> bool:
+        """Say whether foreign data of a network is looked at as the published code does, and that is otherwise."""
+        del data, choice
+        return False
+
     def models(self, data: str, protocol: str) -> Sequence[str]:
         """List the networks of a data set; those of the paper, or those of another protocol."""
         models = protocol_named(protocol).models(data)

@@ -77,6 +77,7 @@ class Indicator(AbstractExperiment):
     """Feature norm and confidence, activations, and the theorem behind them, of a small network."""
 
     name = "indicator"
+    draws_runs = True
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
         """List one run, on the first data that was trained on, else that is at hand; or on all that was asked for."""
@@ -94,7 +95,7 @@ class Indicator(AbstractExperiment):
     def draw(self, drawing: Drawing) -> list[Path]:
         """Draw from the first run that there is, or from the runs on all data that was asked for."""
         found = [drawing.find(recipe) for recipe in _recipes(drawing.choice)]
-        there = [run for run in found if run is not None and run.finished and run.checkpoint.exists()]
+        there = [run for run in found if run is not None]
         used = there[:1] if drawing.choice.data is None else there
         return [path for run in used for path in _drawn(drawing, run)]
 

@@ -238,8 +238,6 @@ def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
 
 
 def _problems_of(line: Line, ledger: Ledger, intervals: bool) -> Iterator[str]:
-    if line.id != line_id(line.recipe, None if line.posthoc is None else line.posthoc["name"], line.split):
-        yield "its recipe makes another id"
     path = ledger.file_of(line)
     if not path.is_file():
         yield f"its predictions are not there ({line.predictions.get('file')})"

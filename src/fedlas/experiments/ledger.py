@@ -80,6 +80,11 @@ class Line:
         """The row of a table that the line belongs to, such as "ce" or "ce+temperature"."""
         return self.recipe.loss if self.posthoc is None else f"{self.recipe.loss}+{self.posthoc['name']}"
 
+    @property
+    def own_id(self) -> str:
+        """What the line has to be called, by its recipe and by how it was judged."""
+        return line_id(self.recipe, None if self.posthoc is None else self.posthoc["name"], self.split)
+
     def to_json(self) -> str:
         """Write the line."""
         values = {"format": FORMAT, **asdict(self), "recipe": self.recipe.to_dict()}
@@ -103,9 +108,11 @@ class Line:
             values["curve"] = tuple(values.get("curve", ()))
             _check_rest(values)
             _check(not strange, "every number", strange, "finite")
-            return cls(**values)
+            line = cls(**values)
+            _check(line.id == line.own_id, "id", line.id, f"what its recipe is called, {line.own_id}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{where} is no line of a ledger: {error}; {ADVICE}") from error
+        return line
 
 
 class Ledger:
@@ -164,7 +171,7 @@ class Ledger:
         """Say where the predictions of a line lie; nowhere but in the ledger."""
         name = Path(line.predictions["file"])
         if name.is_absolute() or ".." in name.parts:
-            raise ValueError(f"{line.id}: predictions lie outside of the ledger ({name})")
+            raise ValueError(f"{self.where(line)}: predictions lie outside of the ledger ({name}); {ADVICE}")
         return self.own(name)
 
     def content_of(self, line: Line) -> bytes:
@@ -173,20 +180,15 @@ class Ledger:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            raise ValueError(f"{self._where(line)}: its predictions {path} are not there; {ADVICE}") from None
+            raise ValueError(f"{self.where(line)}: its predictions {path} are not there; {ADVICE}") from None
         if hashlib.sha256(content).hexdigest() != line.predictions["sha256"]:
             raise ValueError(
-                f"{self._where(line)}: its predictions {path} are damaged, or others: they do not have the checksum "
+                f"{self.where(line)}: its predictions {path} are damaged, or others: they do not have the checksum "
                 f"that the line names; {ADVICE}"
             )
         return content
 
-    def check(self, line: Line) -> None:
-        """Refuse a line whose predictions are there and damaged; a copy of the numbers alone is enough for tables."""
-        if self.file_of(line).exists():
-            self.content_of(line)
-
-    def _where(self, line: Line) -> str:
+    def where(self, line: Line) -> str:
         """Give file and number of a line, for errors."""
         return next((where for where, text in self._texts() if Line.from_json(text, where).id == line.id), line.id)
 
@@ -268,7 +270,15 @@ def _check_rest(values: Mapping[str, Any]) -> None:
         for word in needed:
             _check(isinstance(held.get(word), str), f"{word} of {name}", held.get(word), "a text")
     for record in values["curve"]:
-        _table(record, "an epoch of its curve")
+        _check_epoch(_table(record, "an epoch of its curve"))
+
+
+def _check_epoch(record: Mapping[str, Any]) -> None:
+    """Check what figures read of an epoch."""
+    number = record.get("epoch")
+    _check(type(number) is int and number >= 0, "epoch of its curve", number, "a whole number")
+    for word, value in _table(record.get("gate", {}), "gate of its curve").items():
+        _check(value is None or _is_number(value), f"{word} of its gate", value, "a number, or null")
 
 
 def _is_number(value: Any) -> bool:

@@ -42,6 +42,9 @@ class OutOfDistribution(AbstractGrid):
         names = super().foreign(data, choice)
         return tuple(sorted({*names, *(name.removesuffix(PUBLISHED) for name in names)}))
 
+    def sees_otherwise(self, data: str, choice: Choice) -> bool:
+        return any(name.endswith(PUBLISHED) for name in self.foreign(data, choice))
+
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
         said = {
             f"{FOR}{paper.data_name(name)}: {title}."

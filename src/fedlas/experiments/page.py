@@ -103,12 +103,15 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
             splits.setdefault(line.split, set()).add(line.recipe.data)
     written = []
     for protocol, (split, data) in product(protocols, splits.items()):
-        choice = Choice(protocol=protocol, split=split, data=None if split == TEST else tuple(sorted(data)))
+        choice = Choice(protocol=protocol, split=split)
+        if split != TEST and isinstance(experiment, AbstractGrid):
+            foreign = {one for one in known if experiment.sees_otherwise(one, choice)}
+            choice = replace(choice, data=tuple(sorted(data | foreign)))
         try:
             plan = planned(experiment, choice, ledger)
         except ValueError:  # the protocol has no network for this experiment
             continue
-        if len(plan.missing) == len(plan.wanted) or any(one.split != split for one in plan.wanted):
+        if len(plan.missing) == len(plan.wanted) or not any(one.split == split for one in plan.wanted):
             continue
         if plan.protocols != protocol:  # it has a protocol of its own, whatever was asked for
             continue

@@ -1,6 +1,6 @@
 """What an experiment wants, and what of it is missing: the plan, and how long it will take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -25,21 +25,24 @@ class Plan:
         missing: those that the ledger lacks, in the order in which they will be trained.
         minutes: how long those of them will take that the ledger knows such runs of; None where it knows none.
         unknown: how many it knows no such runs of.
+        again: how many of the missing ones the ledger has; figures of their networks cannot be drawn without them.
     """
 
     wanted: tuple[Wanted, ...]
     missing: tuple[Wanted, ...]
     minutes: float | None
     unknown: int = 0
+    again: int = 0
 
     def __str__(self) -> str:
         known = "time unknown: the ledger has no such runs yet"
         if self.minutes is not None:
             more = f" for {len(self.missing) - self.unknown} of them, of the others the ledger has no such runs yet"
             known = f"{self.minutes:.1f} min{more if self.unknown else ''}"
-        done = len(self.wanted) - len(self.missing)
+        done = len(self.wanted) - len(self.missing) + self.again
+        again = f", {self.again} of them again: figures are drawn of the network itself" if self.again else ""
         word = "run" if len(self.wanted) == 1 else "runs"
-        return f"{len(self.wanted)} {word}, {done} in the ledger, {len(self.missing)} to train" + (
+        return f"{len(self.wanted)} {word}, {done} in the ledger, {len(self.missing)} to train{again}" + (
             f" ({known})" if self.missing else ""
         )
 
@@ -72,7 +75,13 @@ def list_experiments() -> list[list[str]]:
     return [[name, summary(cls)] for name, cls in CATALOG.entries.items()]
 
 
-def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only: str | None = None) -> Plan:
+def planned(
+    experiment: AbstractExperiment,
+    choice: Choice,
+    ledger: Ledger,
+    only: str | None = None,
+    there: Callable[[Recipe], bool] | None = None,
+) -> Plan:
     """Say what is wanted, and what is missing; runs that several rows share count once.
 
     Args:
@@ -80,6 +89,8 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
         choice: which part of it.
         ledger: what was measured already.
         only: a part of the names of the run folders that are meant; None for all.
+        there: says whether a run is on this machine, where figures are drawn of the networks; those that are not are
+            missing too.
     """
     wanted: dict[str, Wanted] = {}
     for one in experiment.plan(choice, ledger):
@@ -90,14 +101,16 @@ def planned(experiment: AbstractExperiment, choice: Choice, ledger: Ledger, only
     meant = tuple(one for name, one in wanted.items() if only is None or only in name)
     if only is not None and not meant:
         more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
-        there = f"there are {', '.join(list(wanted)[:NAMED])}{more}" if wanted else "none is planned"
-        raise ValueError(f"no planned run has a folder whose name contains {only!r}; {there}")
-    missing = tuple(one for one in meant if one.missing(ledger))
+        held = f"there are {', '.join(list(wanted)[:NAMED])}{more}" if wanted else "none is planned"
+        raise ValueError(f"no planned run has a folder whose name contains {only!r}; {held}")
+    lacking = None if there is None or not experiment.draws_runs else there
+    missing = tuple(one for one in meant if one.missing(ledger) or (lacking and not lacking(one.recipe)))
+    again = sum(not one.missing(ledger) for one in missing)
     for one in missing:
         check_parts(one.recipe)
     for line in (line for one in meant for line in one.lines(ledger) if line is not None):
-        ledger.check(line)
-    return Plan(meant, missing, *_minutes(missing, ledger))
+        ledger.content_of(line)
+    return Plan(meant, missing, *_minutes(missing, ledger), again)
 
 
 def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> tuple[float | None, int]:

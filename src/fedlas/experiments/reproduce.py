@@ -8,6 +8,7 @@ Everything can be stopped at any time, and started again: finished runs are foun
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import planned
 from fedlas.report.tables import Table
 from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run
+from fedlas.train.runs import Run, run_in
 
 
 def reproduce(
@@ -30,6 +31,7 @@ def reproduce(
     told: Callable[[str], None],
     only: str | None = None,
     limit_minutes: float | None = None,
+    draws: bool = False,
     **launch: Any,
 ) -> Iterator[list[Table]]:
     """Train what is missing, and give the tables anew whenever a run is finished.
@@ -42,6 +44,7 @@ def reproduce(
         told: gets a line when something happens.
         only: a part of the names of the run folders that are trained; None for all.
         limit_minutes: when to stop; the rest is done next time.
+        draws: whether figures shall be drawn, some of which need networks that the ledger knows and nobody has here.
         launch: where to train, as for `launched`.
     """
     check_limit(limit_minutes)
@@ -49,7 +52,7 @@ def reproduce(
     tried: set[str] = set()
     failed: dict[str, str] = {}
     while True:
-        plan = planned(experiment, choice, ledger, only)
+        plan = planned(experiment, choice, ledger, only, partial(trained_in, runs) if draws else None)
         new = [one for one in plan.missing if one.recipe.name not in tried]
         if not new or clock.over:
             break
@@ -66,6 +69,12 @@ def reproduce(
             failed |= error.failed
     if failed:
         raise LaunchError(failed)
+
+
+def trained_in(runs: Path, recipe: Recipe) -> bool:
+    """Say whether a folder of run folders has the finished run of a recipe, with its network."""
+    run = run_in(runs, recipe)
+    return run.recipe_file.exists() and run.finished and run.checkpoint.exists()
 
 
 def check_limit(minutes: float | None) -> None:
@@ -97,8 +106,7 @@ def drawn(
     """Draw the figures of an experiment, and write its tables in every format."""
 
     def find(recipe: Recipe) -> Run | None:
-        run = Run(runs / recipe.name)
-        return run if run.recipe_file.exists() and run.finished else None
+        return run_in(runs, recipe) if trained_in(runs, recipe) else None
 
     written = [path for table in experiment.tables(ledger, choice) for path in table.save(folder)]
     return written + experiment.draw(Drawing(ledger, choice, folder, find, **where))

@@ -222,8 +222,8 @@ def run_in(folder: str | Path, recipe: Recipe) -> Run:
     place = Path(folder) / recipe.name
     if place.is_symlink():
         raise RunError(
-            f"{place} is a link, and followed only where you name it yourself (--out); put the folder itself there, or "
-            "remove the link"
+            f"{place} is a link, and followed only where you name it yourself; put the folder itself there, or remove "
+            "the link"
         )
     return Run(place)
 
