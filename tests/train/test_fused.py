@@ -16,7 +16,7 @@ from fedlas.train import bench, recipe_for
 
 pytest.importorskip("triton")
 from fedlas.train import kernels
-from fedlas.train.fused import FusedResNet, fuse
+from fedlas.train.fused import FusedResNet, _Beside, _Convolution, fuse
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +209,25 @@ def test_why_not_gives_the_reason():
     reason = kernels.why_not(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
     assert reason is not None
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_weight_that_does_not_learn_leaves_nothing_under_way(learns):
+    """Whoever waits for gradients of weights is not asked where no weight has one."""
+    images, weight = torch.randn(2, 3, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=learns)
+    asked = []
+
+    class Beside(_Beside):
+        def run(self, work, *read):
+            asked.append(len(read))
+            return super().run(work, *read)
+
+    about = (1, 1), (1, 1), (1, 1), 1
+    found = _Convolution.apply(images, weight, about, Beside(torch.device("cpu")))
+    found.sum().backward()
+    given = images.grad.clone()
+    images.grad = None
+    nn.functional.conv2d(images, weight, None, *about).sum().backward()
+    torch.testing.assert_close(given, images.grad)
+    assert asked == ([2] if learns else [])
+    assert (weight.grad is not None) is learns

@@ -251,12 +251,16 @@ class _Convolution(torch.autograd.Function):
         images, weight = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.about
 
-        def found(*wanted: bool) -> list[Tensor]:
+        def found(place: int) -> Tensor:
             about = None, stride, padding, dilation, False, [0, 0], groups
-            return torch.ops.aten.convolution_backward(gradient, images, weight, *about, wanted)  # type: ignore[no-any-return]
+            wanted = [number == place for number in range(3)]  # of images, weight, bias
+            gradients: Any = torch.ops.aten.convolution_backward(gradient, images, weight, *about, wanted)
+            return gradients[place]  # type: ignore[no-any-return]
 
-        of_weight = ctx.beside.run(lambda: found(False, True, False)[1], gradient, images)
-        of_images = found(True, False, False)[0] if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:  # else nobody would wait for it
+            of_weight = ctx.beside.run(lambda: found(1), gradient, images)
+        of_images = found(0) if ctx.needs_input_grad[0] else None
         return of_images, of_weight, None, None
 
 
