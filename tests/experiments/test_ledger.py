@@ -159,6 +159,11 @@ NO_MEASURE = "ece of its metrics must be a finite number and the two ends of its
         (lambda line: line["metrics"].update(ece=[0.5]), f"{NO_MEASURE} [0.5]"),
         (lambda line: line["metrics"].update(ece=0.5), f"{NO_MEASURE} 0.5"),
         (lambda line: line["metrics"].update(ece=[10**400, None, None]), NO_MEASURE),
+        (
+            lambda line: line["metrics"].update(ece=[5.2, 5, 6]),
+            "ece of its metrics must be a share, from 0 to 1",
+        ),
+        (lambda line: line.update(ood={"svhn": {"entropy": [91, 90, 92]}}), "entropy of ood of svhn must be a share"),
         (lambda line: line.update(ood={"svhn": {}}), "ood of svhn lack every number"),
         (lambda line: line.update(ood={"svhn": {"entropy": 0.5}}), "entropy of ood of svhn must be"),
         (lambda line: line.update(predictions={}), "file of predictions must be a text"),

@@ -21,7 +21,7 @@ from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import drawn, reproduce
-from fedlas.experiments.versus import Side, lines_of, side, twins, versus
+from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
 from fedlas.files import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
@@ -482,9 +482,43 @@ def test_the_same_predictions_on_both_sides_are_noted(tmp_path, monkeypatch, sec
 
 def test_seeds_that_are_the_same_on_both_sides_are_named(ledger):
     ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
-    assert twins(ce, ls) is None
-    assert twins(ce, ce) == "both sides are the same predictions, so nothing differs; was another one meant?"
-    assert "the same predictions of seed 2, so" in twins(ce, Side("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
+    assert remarks(ce, ls) == []
+    assert remarks(ce, ce) == ["both sides are the same predictions, so nothing differs; was another one meant?"]
+    (note,) = remarks(ce, Side("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
+    assert "the same predictions of seed 2, so" in note
+
+
+def test_seeds_that_only_one_side_has_are_named(ledger):
+    """They were left out without a word."""
+    ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
+    more = replace(ls, runs={**ls.runs, 7: ls.runs[1]}, recipes={**ls.recipes, 7: ls.recipes[1]})
+    assert remarks(ce, more) == ["seeds of the second side alone are left out: 7"]
+    assert remarks(more, ce) == ["seeds of the first side alone are left out: 7"]
+
+
+def test_what_was_trained_otherwise_is_named(ledger):
+    """One seed of each side, which are two seeds, stood in the table as one; so did another network."""
+    ce = side("digits/ce", ledger)
+    first = Side("a", {1: ce.runs[1]}, recipes={1: ce.recipes[1]})
+    other = ce.recipes[2].replace(epochs=9)
+    second = Side("b", {2: ce.runs[2]}, recipes={2: other})
+    assert set(remarks(first, second)) == {
+        f"epochs is {ce.recipes[1].epochs} on the first side and 9 on the second",
+        "seed is 1 on the first side and 2 on the second",
+    }
+    (one,) = versus(first, second, ["accuracy"], resamples=100)
+    assert one.rows()[0][1] == "1, 2"
+    assert [one.to_dict()["pairs"][0][word] for word in ("seed", "second_seed")] == [1, 2]
+
+
+def test_rows_that_are_paired_by_their_place_are_told(tmp_path):
+    given = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
+    other = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
+    note = "samples are paired by their rows, because no id or index is on both sides"
+    assert remarks(Side("a", {None: given}), Side("b", {None: other})) == [note]
+    placed = [Predictions(one.logits, one.labels, index=torch.arange(50)) for one in (given, other)]
+    assert remarks(*(Side(name, {None: one}) for name, one in zip("ab", placed, strict=True))) == []
+    assert remarks(Side("a", {None: given}), Side("b", {None: placed[1]})) == [note]
 
 
 @pytest.mark.parametrize(

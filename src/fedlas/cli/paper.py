@@ -147,7 +147,7 @@ def compare_models(
     """Say whether one model is better than another on the same samples, and how sure that is."""
     with one_line_errors():
         from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.versus import HEAD, side, twins, versus
+        from fedlas.experiments.versus import HEAD, remarks, side, versus
 
         kept = None if json in {None, "-"} else Path(str(json))
         check_places([kept])
@@ -162,7 +162,7 @@ def compare_models(
         typer.echo(
             f"Difference: first minus second{'; ±: standard error over seeds' if seeds else ''}.", err=json == "-"
         )
-        if (note := twins(ours, theirs)) is not None:
+        for note in remarks(ours, theirs):
             typer.echo(f"note: {note}", err=True)
         if json is not None:
             from json import dumps

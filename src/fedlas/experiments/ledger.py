@@ -252,6 +252,8 @@ def _measures(given: Any, name: str, needed: tuple[str, ...] = ()) -> dict[str, 
         right = isinstance(measure, list) and len(measure) == 3 and _is_number(measure[0])
         right = right and all(end is None or _is_number(end) for end in measure[1:])
         _check(right, f"{word} of {name}", measure, "a finite number and the two ends of its interval")
+        if word in needed or not needed:  # AUROC too
+            _check(0 <= measure[0] <= 1, f"{word} of {name}", measure[0], "a share, from 0 to 1")
     return {word: tuple(measure) for word, measure in found.items()}
 
 

@@ -35,9 +35,10 @@ from fedlas.metrics.comparison import (
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
-from fedlas.report.duels import RESAMPLES, WHOLE, paired_with
+from fedlas.report.duels import NAMES, RESAMPLES, WHOLE, paired_with
 from fedlas.storage import named
 from fedlas.train import recipe_for
+from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run
 
 TEMPERATURE = "temperature"  # the calibrator, and the one number that it learns
@@ -54,11 +55,13 @@ class Side:
         name: as it was asked for.
         runs: the predictions.
         each: what is known of each sample where not all probabilities are: by seed, and by metric.
+        recipes: what was trained, by seed, where that is known.
     """
 
     name: str
     runs: Mapping[int | None, Predictions]
     each: Mapping[int | None, Mapping[str, EachSample]] = field(default_factory=dict)
+    recipes: Mapping[int | None, Recipe] = field(default_factory=dict)
 
     def of_each_sample(self, seed: int | None, metric: str, given: Predictions) -> EachSample:
         """Measure a metric of a run sample by sample."""
@@ -79,10 +82,12 @@ class Versus:
     Args:
         metric: name of the metric.
         pairs: the comparison of each seed.
+        others: the seed of the second side, by that of the first, where it is another one.
     """
 
     metric: str
     pairs: Mapping[int | None, Comparison]
+    others: Mapping[int | None, int | None] = field(default_factory=dict)
 
     @property
     def difference(self) -> float:
@@ -99,15 +104,22 @@ class Versus:
         """Lay the comparison out: a row for each seed, and one for their mean."""
         unit = _unit(next(iter(self.pairs.values())))
         name = f"{self.metric} %" if unit == 100 else self.metric
-        found = [[name, "" if seed is None else str(seed), *_shown(one)] for seed, one in self.pairs.items()]
+        found = [[name, self._seeds(seed), *_shown(one)] for seed, one in self.pairs.items()]
         if self.standard_error is not None:
             shown = f"{unit * self.difference:+.4g} ± {unit * self.standard_error:.2g}"
             found.append([name, "mean", "", "", shown, "", "", ""])
         return found
 
+    def _seeds(self, seed: int | None) -> str:
+        known = dict.fromkeys(one for one in (seed, self.others.get(seed, seed)) if one is not None)
+        return ", ".join(map(str, known))
+
     def to_dict(self) -> dict[str, Any]:
         """List everything as plain values that JSON knows."""
-        pairs = [{"seed": seed} | one.to_dict() for seed, one in self.pairs.items()]
+        pairs = [
+            {"seed": seed, "second_seed": self.others.get(seed, seed)} | one.to_dict()
+            for seed, one in self.pairs.items()
+        ]
         about = {"metric": self.metric, "difference": self.difference, "standard_error": self.standard_error}
         return about | {"pairs": pairs}
 
@@ -137,7 +149,8 @@ def side(text: str, ledger: Ledger) -> Side:
     path = Path(text)
     if path.is_dir():
         run = Run(path)
-        return Side(text, {run.recipe.seed: run.predictions(f"{STATE}-test")})
+        seed = run.recipe.seed
+        return Side(text, {seed: run.predictions(f"{STATE}-test")}, recipes={seed: run.recipe})
     if path.is_file():
         return Side(text, {None: labelled(read_predictions(path), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else lines_of(text, ledger)
@@ -157,7 +170,7 @@ def side(text: str, ledger: Ledger) -> Side:
             found[line.seed] = _predictions(line, ledger)
             if found[line.seed].top_only:
                 each[line.seed] = kept_of(line, ledger).of_each_sample()
-    return Side(text, found, each)
+    return Side(text, found, each, {line.seed: line.recipe for line in lines})
 
 
 def _predictions(line: Line, ledger: Ledger) -> Predictions:
@@ -235,18 +248,43 @@ def _paired_seeds(first: Side, second: Side) -> dict[int | None, int | None]:
     return seeds
 
 
-def twins(first: Side, second: Side) -> str | None:
-    """Say so where both sides are the same predictions, of all seeds or of some; None where they are not."""
-    same = []
+def remarks(first: Side, second: Side) -> list[str]:
+    """Say what somebody who reads the numbers alone would not see of two sides."""
     seeds = _paired_seeds(first, second)
-    for seed, other in seeds.items():
-        ours, theirs = first.runs[seed].logits, second.runs[other].logits
-        if ours.dtype == theirs.dtype and torch.equal(ours, theirs):
-            same.append(seed)
-    if not same:
-        return None
-    which = "" if len(same) == len(seeds) else f" of seed {', '.join(map(str, same))}"
-    return f"both sides are the same predictions{which}, so nothing differs; was another one meant?"
+    pairs = [(seed, first.runs[seed], second.runs[other]) for seed, other in seeds.items()]
+    said = []
+    for name, left in (("first", set(first.runs) - set(seeds)), ("second", set(second.runs) - set(seeds.values()))):
+        if left:
+            said.append(f"seeds of the {name} side alone are left out: {', '.join(sorted(map(str, left)))}")
+    said += _otherwise(first, second, seeds)
+    if any(seed is None and _name_nothing(*both) for seed, *both in pairs):
+        said.append("samples are paired by their rows, because no id or index is on both sides")
+    same = [seed for seed, ours, theirs in pairs if _are_equal(ours.logits, theirs.logits)]
+    if same:
+        which = "" if len(same) == len(seeds) else f" of seed {', '.join(map(str, same))}"
+        said.append(f"both sides are the same predictions{which}, so nothing differs; was another one meant?")
+    return said
+
+
+def _otherwise(first: Side, second: Side, seeds: Mapping[int | None, int | None]) -> list[str]:
+    """Name what was trained otherwise on both sides, beside the loss."""
+    both = [(first.recipes[one], second.recipes[other]) for one, other in seeds.items()
+            if one in first.recipes and other in second.recipes]  # fmt: skip
+    found = {
+        name: (getattr(ours, name), getattr(theirs, name))
+        for ours, theirs in both
+        for name in ("model", "epochs", "seed")
+        if getattr(ours, name) != getattr(theirs, name)
+    }
+    return [f"{name} is {ours} on the first side and {theirs} on the second" for name, (ours, theirs) in found.items()]
+
+
+def _name_nothing(ours: Predictions, theirs: Predictions) -> bool:
+    return all(None in (getattr(ours, word), getattr(theirs, word)) for word in NAMES)
+
+
+def _are_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
 def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **options: Any) -> list[Versus]:
@@ -276,4 +314,5 @@ def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **op
         each = first.of_each_sample(seed, name, ours), second.of_each_sample(seeds[seed], name, theirs)
         return paired_means(METRICS[name], *each, **options)
 
-    return [Versus(name, {seed: compared(name, seed) for seed in pairs}) for name in metrics]
+    others = {seed: other for seed, other in seeds.items() if seed != other}
+    return [Versus(name, {seed: compared(name, seed) for seed in pairs}, others) for name in metrics]
