@@ -652,3 +652,14 @@ def test_a_compiled_network_can_be_wrapped_too():
 def test_exported():
     net, x = WithFeatures(Classifier()).eval(), images()
     torch.testing.assert_close(torch.export.export(net, (x,)).module()(x), net(x))
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(dim=1), nn.LogSoftmax(dim=1), nn.Identity()])
+def test_a_network_that_returns_probabilities_is_warned_of(last):
+    """It trained without a word, and hardly learned."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Softmax(dim=1), nn.Linear(8, 3), last)
+    if not isinstance(last, nn.Softmax):
+        WithFeatures(model)
+        return
+    with pytest.warns(UserWarning, match="the last layer, '3', is a softmax: .* train it without that layer"):
+        WithFeatures(model)

@@ -14,6 +14,7 @@ from `AbstractNetwork` and knows how to build one network.
 
 import difflib
 import importlib.util
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -68,6 +69,7 @@ class WithFeatures(nn.Module):
         self.model = model
         self.head_name = _found_head(model) if head is None else _given_head(model, head)
         layer = model.get_submodule(self.head_name)
+        _warn_of_softmax(model)
         self._channels_first = isinstance(layer, _CONVOLUTIONS)
         # Logits that are not the very output of a layer that we found ourselves may come from one of these.
         same_width = [name for name, other in _layers(model) if _widths(other)[1] == _widths(layer)[1]]
@@ -367,6 +369,17 @@ def _logits(result: Any) -> Tensor:
     keys = f" with {', '.join(map(str, result))}" if isinstance(result, Mapping) else ""
     takes = "a tensor, something with `logits`, or a tuple that starts with a tensor"
     raise TypeError(f"the network returns a {type(result).__name__}{keys}; WithFeatures takes {takes}")
+
+
+def _warn_of_softmax(model: nn.Module) -> None:
+    """Warn of a network whose last layer makes probabilities: losses take them for logits, and hardly learn."""
+    last = [name for name, layer in model.named_modules() if not list(layer.children())][-1:]
+    if last and isinstance(model.get_submodule(last[0]), nn.Softmax):
+        warnings.warn(
+            f"the last layer, {last[0]!r}, is a softmax: what the network returns are probabilities, and losses need "
+            "logits; train it without that layer",
+            stacklevel=3,
+        )
 
 
 def _found_head(model: nn.Module) -> str:
