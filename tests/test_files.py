@@ -515,3 +515,44 @@ def test_a_file_without_labels_is_named(tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{truth}\n0.9,0.1,x\n0.2,0.8,y\n")
     with pytest.raises(ValueError, match=r"b\.csv: it has no labels"):
         judge_files([tmp_path / "a.csv", tmp_path / "b.csv"])
+
+
+NAMED = "expected one of the classes cat, dog, eel"
+NONE_NAMED = "expected a class name or a whole number; the classes are cat, dog, eel"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fault"),
+    [
+        (("cat", "EEL", "DOG", "eel"), f"line 3 has label 'EEL', {NAMED}; did you mean 'eel'?"),
+        (("EEL", "DOG"), f"line 2 has label 'EEL', {NONE_NAMED}; did you mean 'eel'?"),
+        (("cat", "zebu", "ape"), f"line 3 has label 'zebu', {NAMED}"),
+        (("zebu", "ape"), f"line 2 has label 'zebu', {NONE_NAMED}"),
+    ],
+)
+def test_the_first_label_that_no_class_has_is_named_with_what_may_be_meant(tmp_path, labels, fault):
+    """The line was that of the word that comes first in the alphabet, and the classes were not listed."""
+    lines = "".join(f"0.5,0.3,0.2,{label}\n" for label in labels)
+    (tmp_path / "upper.csv").write_text(f"prob_cat,prob_dog,prob_eel,label\n{lines}")
+    with pytest.raises(ValueError, match="label") as error:
+        read_predictions(tmp_path / "upper.csv")
+    assert str(error.value) == f"{tmp_path / 'upper.csv'}: {fault}"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fault"),
+    [
+        (["cat", "dog"], "class_names is missing: labels are names, and nothing says which class each name is"),
+        (["1", "dog"], "row 1 has label 'dog', expected a whole number"),
+        ([0.5, 1.0], "row 0 has label '0.5', expected a whole number"),
+        ([0.5, 0.25], "row 0 has label '0.5', expected a whole number"),
+    ],
+)
+def test_names_beside_a_table_without_class_names_say_that_those_are_missing(tmp_path, labels, fault):
+    """A class name or a whole number was expected, and cat is a class name."""
+    np.savez(tmp_path / "p.npz", probs=np.full((2, 2), 0.5), labels=np.array(labels))
+    with pytest.raises(ValueError, match="label") as error:
+        read_predictions(tmp_path / "p.npz")
+    assert str(error.value) == f"{tmp_path / 'p.npz'}: {fault}"
+    np.savez(tmp_path / "q.npz", probs=np.full((2, 2), 0.5), labels=np.array(["1", "0"]))
+    assert read_predictions(tmp_path / "q.npz").labels.tolist() == [1, 0]
