@@ -345,6 +345,21 @@ class Predictions:
             return cls.from_probs(found.scores, found.labels, tolerance=allowed, top_only=top_only, **rest)
 
 
+def check_every_class(given: Predictions, name: str, other: Predictions, others: str) -> None:
+    """Refuse two predictions of which one knows only its top classes, so that its number of classes says nothing.
+
+    Args:
+        given: some predictions.
+        name: how they are called.
+        other: those that they do not fit to.
+        others: how those are called.
+    """
+    for one, called in ((given, name), (other, others)):
+        if one.top_only:
+            needed = "the logits or probabilities of every class are needed"
+            raise ValueError(f"{called}: only the top confidence of each sample is known there; {needed}")
+
+
 def as_tensor(values: Array, name: str) -> Tensor:
     """Take a torch, numpy or other array as a tensor, without a copy where that is possible."""
     if isinstance(values, Tensor):
