@@ -111,16 +111,37 @@ class Harm:
         return (exec, ("raise SystemExit('this ran')",))
 
 
-@pytest.mark.parametrize("content", ["text", "a pickle", "objects"])
+@pytest.mark.parametrize("content", ["text", "a pickle"])
 def test_nobody_is_told_to_unpickle(tmp_path, content):
     """numpy calls all of these pickles, and says how to load them nevertheless."""
     path = tmp_path / "given.npz"
-    if content == "objects":
-        np.savez(path, logits=np.array([{}, []], dtype=object), labels=np.array([0, 1]))
-    else:
-        path.write_bytes(b"hello" if content == "text" else pickle.dumps([1, 2]))
+    path.write_bytes(b"hello" if content == "text" else pickle.dumps([1, 2]))
     with pytest.raises(ValueError, match=r"given\.npz is damaged, or not .*: it holds no arrays of numbers$"):
         read_predictions(path)
+
+
+@pytest.mark.parametrize("n", [3, 300])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("labels", r"text or class numbers, such as labels\.astype\(str\)"),
+        ("class_names", "numbers or text, with astype"),
+    ],
+)
+def test_an_array_of_python_objects_is_called_so_and_not_damaged(tmp_path, name, way, n):
+    """Many words take fewer bytes as a pickle than pointers would: the file was said to be damaged."""
+    arrays = {
+        "probs": np.tile([[0.5, 0.3, 0.2]], (n, 1)),
+        "labels": np.array(["cat", "dog", "eel"] * (n // 3)),
+        "class_names": np.array(["cat", "dog", "eel"]),
+    }
+    np.savez(tmp_path / "good.npz", **arrays)
+    assert read_predictions(tmp_path / "good.npz").labels[:3].tolist() == [0, 1, 2]
+    np.savez(tmp_path / "p.npz", **(arrays | {name: arrays[name].astype(object)}))
+    with pytest.raises(ValueError, match=rf"p\.npz: {name} holds Python objects, .*: save them as {way}$") as error:
+        read_predictions(tmp_path / "p.npz")
+    assert "damaged" not in str(error.value)
+    assert "pickle" not in str(error.value)
 
 
 def test_nothing_is_unpickled(tmp_path):
@@ -132,7 +153,7 @@ def test_nothing_is_unpickled(tmp_path):
         with pytest.raises(ValueError, match=rf"{name}: it is damaged, or holds more than tensors") as error:
             read_predictions(tmp_path / name)
         assert "weights_only" not in str(error.value)
-    with pytest.raises(ValueError, match=r"r\.npz is damaged, or not a file of this kind"):
+    with pytest.raises(ValueError, match=r"r\.npz: logits holds Python objects, which are not read"):
         read_predictions(tmp_path / "r.npz")
 
 
@@ -494,3 +515,44 @@ def test_a_file_without_labels_is_named(tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{truth}\n0.9,0.1,x\n0.2,0.8,y\n")
     with pytest.raises(ValueError, match=r"b\.csv: it has no labels"):
         judge_files([tmp_path / "a.csv", tmp_path / "b.csv"])
+
+
+NAMED = "expected one of the classes cat, dog, eel"
+NONE_NAMED = "expected a class name or a whole number; the classes are cat, dog, eel"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fault"),
+    [
+        (("cat", "EEL", "DOG", "eel"), f"line 3 has label 'EEL', {NAMED}; did you mean 'eel'?"),
+        (("EEL", "DOG"), f"line 2 has label 'EEL', {NONE_NAMED}; did you mean 'eel'?"),
+        (("cat", "zebu", "ape"), f"line 3 has label 'zebu', {NAMED}"),
+        (("zebu", "ape"), f"line 2 has label 'zebu', {NONE_NAMED}"),
+    ],
+)
+def test_the_first_label_that_no_class_has_is_named_with_what_may_be_meant(tmp_path, labels, fault):
+    """The line was that of the word that comes first in the alphabet, and the classes were not listed."""
+    lines = "".join(f"0.5,0.3,0.2,{label}\n" for label in labels)
+    (tmp_path / "upper.csv").write_text(f"prob_cat,prob_dog,prob_eel,label\n{lines}")
+    with pytest.raises(ValueError, match="label") as error:
+        read_predictions(tmp_path / "upper.csv")
+    assert str(error.value) == f"{tmp_path / 'upper.csv'}: {fault}"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fault"),
+    [
+        (["cat", "dog"], "class_names is missing: labels are names, and nothing says which class each name is"),
+        (["1", "dog"], "row 1 has label 'dog', expected a whole number"),
+        ([0.5, 1.0], "row 0 has label '0.5', expected a whole number"),
+        ([0.5, 0.25], "row 0 has label '0.5', expected a whole number"),
+    ],
+)
+def test_names_beside_a_table_without_class_names_say_that_those_are_missing(tmp_path, labels, fault):
+    """A class name or a whole number was expected, and cat is a class name."""
+    np.savez(tmp_path / "p.npz", probs=np.full((2, 2), 0.5), labels=np.array(labels))
+    with pytest.raises(ValueError, match="label") as error:
+        read_predictions(tmp_path / "p.npz")
+    assert str(error.value) == f"{tmp_path / 'p.npz'}: {fault}"
+    np.savez(tmp_path / "q.npz", probs=np.full((2, 2), 0.5), labels=np.array(["1", "0"]))
+    assert read_predictions(tmp_path / "q.npz").labels.tolist() == [1, 0]

@@ -212,7 +212,7 @@ def test_npz(tmp_path):
 
 def test_npz_is_never_unpickled(tmp_path):
     np.savez(tmp_path / "a.npz", logits=np.array([{}], dtype=object), labels=[0])
-    with pytest.raises(ValueError, match="no arrays of numbers"):
+    with pytest.raises(ValueError, match="holds Python objects, which are not read"):
         Predictions.from_npz(tmp_path / "a.npz")
 
 
@@ -550,6 +550,35 @@ def test_percentages_whose_rounding_adds_up_are_called_so():
         Predictions.from_probs(rows, [0, 1, 2])
     with pytest.raises(ValueError, match="sums to 94; logits enter by"):
         Predictions.from_probs([[94.0, 0.0], [0.5, 0.5], [0.5, 0.5]], [0, 1, 1])
+
+
+def test_a_transposed_table_is_asked_about():
+    """Of probabilities it was said that they look like percentages: 300 of them sum to about 100."""
+    probs = torch.full((300, 3), 1 / 3)
+    labels = torch.arange(300) % 3
+    for given in (labels, labels.numpy(), labels.tolist(), torch.eye(3)[labels]):
+        with pytest.raises(ValueError, match=r"^probs has 3 rows for 300 labels; is it transposed\?$"):
+            Predictions.from_probs(probs.T, given, class_names=["a", "b", "c"])
+        with pytest.raises(ValueError, match=r"^labels has 300 rows for 3 samples; is the table transposed\?$"):
+            Predictions(probs.log().T, given, class_names=["a", "b", "c"], index=torch.arange(300))
+    with pytest.raises(ValueError, match=r"^probs has 1 row for 300 labels; is it transposed\?$"):
+        Predictions.from_probs(probs[:, :1].T, labels)
+    with pytest.raises(ValueError, match=r"^labels has 299 rows for 300 samples$"):
+        Predictions(probs.log(), labels[1:])
+    assert len(Predictions.from_probs(probs[:3], labels[:3])) == 3  # as many rows as columns
+
+
+def test_numbers_up_to_one_are_no_percentages():
+    probs = torch.full((3, 300), 1 / 3)
+    with pytest.raises(ValueError, match="sums to 100; logits enter by"):
+        Predictions.from_probs(probs)
+    with pytest.raises(ValueError, match="sums to 95; logits enter by"):
+        Predictions.from_probs(probs * 0.95)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Predictions(probs * torch.tensor([0.9999, 1.0, 1.0])[:, None])
+    with pytest.raises(ValueError, match=r"sums to 100; these look like percentages"):
+        Predictions.from_probs([[99.0, 0.5, 0.5], [0.2, 0.3, 0.5]])
 
 
 def test_soft_labels_that_are_no_distribution_are_not_taken_for_logits():

@@ -323,20 +323,39 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     number = {name: i for i, name in enumerate(names or ())}
     bare = {name.strip(): i for name, i in number.items()}
     # Few words stand in many rows.
-    words, rows = np.unique(np.asarray([_word(label, strip=False) for label in labels]), return_inverse=True)
-    named = any(word in number or word.strip() in bare for word in words.tolist())
+    given = np.asarray([_word(label, strip=False) for label in labels])
+    unique, first, rows = np.unique(given, return_index=True, return_inverse=True)
+    words: list[str] = unique.tolist()
+    found = [number.get(word, bare.get(word.strip())) for word in words]
+    named = any(place is not None for place in found)
     if not named:
-        _check_spelling(words.tolist(), list(number), path)
-    found: list[int] = []
-    for word in words.tolist():
-        place = number.get(word, bare.get(word.strip()))
-        whole = _as_whole(word.strip()) if place is None and not named else place
-        if whole is None:
-            row = int(np.flatnonzero(rows == len(found))[0])
-            expected = f"one of the classes {some_of(number)}" if named else "a class name or a whole number"
-            raise RowError(f"{path}: ", row, f" has label {word.strip()!r}, expected {expected}")
-        found.append(whole)
+        _check_spelling(words, list(number), path)
+        found = [_as_whole(word.strip()) for word in words]
+    bad = {int(first[i]): words[i].strip() for i, place in enumerate(found) if place is None}
+    if names is None and len(bad) == len(words) and not any(map(_is_number, bad.values())):
+        reason = "labels are names, and nothing says which class each name is"
+        raise ValueError(f"{path}: class_names is missing: {reason}")
+    for row in sorted(bad)[:1]:
+        raise RowError(f"{path}: ", row, f" has label {bad[row]!r}, expected {_expected(bad[row], names or (), named)}")
     return torch.as_tensor(found)[torch.from_numpy(rows.reshape(-1))]
+
+
+def _expected(label: str, names: Sequence[str], named: bool) -> str:
+    """Say which labels are known, and which of them may be meant by one that is not."""
+    if not names:
+        return "a whole number"
+    known = some_of(names)
+    words = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
+    meant = next((name for name in names if _spelled(name) == _spelled(label)), None)
+    return words if meant is None else f"{words}; did you mean {meant!r}?"
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:

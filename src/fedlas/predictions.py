@@ -126,7 +126,9 @@ class Predictions:
             top_only: only the largest probability of each row is known, the rest of the row is filling.
             rest: features, index, class_names, split, ids and paths, as in the constructor.
         """
-        given = two_columns(as_floats(probs, "probs"), "probs")
+        table = as_floats(probs, "probs")
+        _check_turned(table, labels)
+        given = two_columns(table, "probs")
         check_probs(given, tolerance)
         made = cls.__new__(cls)
         exact = given if given.dtype == torch.float64 else given.float()
@@ -145,6 +147,8 @@ class Predictions:
             if name not in Rest.__annotations__:
                 raise TypeError(f"Predictions takes no {name!r}; it takes {', '.join(Rest.__annotations__)}")
         n, classes = logits.shape
+        # Labels come first: of a transposed table, nothing else fits either.
+        truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(logits.device), n, classes)
         names, features, index = rest.get("class_names"), rest.get("features"), rest.get("index")
         if names is not None and len(names) != classes:
             raise ValueError(f"class_names has {len(names)} names for {classes} classes")
@@ -158,7 +162,6 @@ class Predictions:
         for name, rows in {"features": width, "index": order, "ids": ids, "paths": paths}.items():
             if rows is not None and len(rows) != n:
                 raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
-        truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(logits.device), n, classes)
         values = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs, top_only)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
             object.__setattr__(self, field, value)
@@ -342,6 +345,21 @@ class Predictions:
             return cls.from_probs(found.scores, found.labels, tolerance=allowed, top_only=top_only, **rest)
 
 
+def check_every_class(given: Predictions, name: str, other: Predictions, others: str) -> None:
+    """Refuse two predictions of which one knows only its top classes, so that its number of classes says nothing.
+
+    Args:
+        given: some predictions.
+        name: how they are called.
+        other: those that they do not fit to.
+        others: how those are called.
+    """
+    for one, called in ((given, name), (other, others)):
+        if one.top_only:
+            needed = "the logits or probabilities of every class are needed"
+            raise ValueError(f"{called}: only the top confidence of each sample is known there; {needed}")
+
+
 def as_tensor(values: Array, name: str) -> Tensor:
     """Take a torch, numpy or other array as a tensor, without a copy where that is possible."""
     if isinstance(values, Tensor):
@@ -494,7 +512,8 @@ def check_probs(
             "logits enter by Predictions(logits=...), rounded probabilities by from_probs(..., tolerance=...)",
             f"give logits {CALLED.format('logits', 'logit_')}, and rounded probabilities with more digits",
         )
-    if abs(found - 100) < 2 or _is_percentage(probs, place) or _are_percentages(probs):
+    near = abs(found - 100) < 2 and bool((probs > 1).any())
+    if near or _is_percentage(probs, place) or _are_percentages(probs):
         advice = f"; {PERCENTAGES}"
     check_rows(name, probs, good, f"is not a distribution (no negative entry, sum 1): it sums to {found:.6g}{advice}")
 
@@ -507,11 +526,11 @@ def _advice(in_python: str, in_file: str) -> str:
 
 
 def _are_percentages(table: Tensor) -> bool:
-    """Say whether rows are percentages; whole ones of many classes miss 100 by their rounding."""
+    """Say whether rows are percentages, some above 1; whole ones of many classes miss 100 by their rounding."""
     if table.ndim != 2 or not table.numel() or table.is_complex():
         return False
     numbers = table.double()
-    if bool((numbers.amin() < 0) | (numbers.amax() > 100)):
+    if bool((numbers.amin() < 0) | (numbers.amax() > 100) | (numbers.amax() <= 1)):
         return False
     return bool((numbers.sum(dim=1).median() - 100).abs() <= 10)
 
@@ -524,6 +543,15 @@ def _is_percentage(probs: Tensor, place: tuple[int, ...]) -> bool:
     return bool(1 < own <= 100 and rest == 1 - own)
 
 
+def _check_turned(probs: Tensor, labels: Array | None) -> None:
+    """Ask whether a table of probabilities is transposed, where it has a column and not a row for each label."""
+    shape = getattr(labels, "shape", None)
+    count = shape[0] if shape else len(labels) if isinstance(labels, Sequence) else 0
+    if probs.ndim == 2 and count == probs.shape[1] != probs.shape[0]:
+        rows = "1 row" if len(probs) == 1 else f"{len(probs)} rows"
+        raise ValueError(f"probs has {rows} for {count} labels; is it transposed?")
+
+
 def _allowed(probs: Tensor, tolerance: float | Tensor | None) -> float | Tensor:
     return TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).to(probs.device).clamp_min(1e-6)
 
@@ -532,6 +560,8 @@ def _look_like_shares(logits: Tensor, total: int) -> bool:
     """Say whether so many rows as cannot be chance are shares of a total; a table of ones and zeros may be made so."""
     fewest = ENOUGH if total == 1 else 3
     if len(logits) < fewest or bool((logits.amin() < 0) | (logits.amax() > total)):
+        return False
+    if total > 1 and bool(logits.amax() <= 1):  # many small numbers
         return False
     near = TOLERANCE[logits.dtype] if total == 1 else 0.01 * total
     return bool(((_row_sums(logits) - total).abs() <= near).all()) and (total == 1 or bool(_is_shared(logits, total)))
@@ -578,7 +608,8 @@ def check_distinct(names: Sequence[str] | None) -> None:
 def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
     """Raise an error unless there is one valid label per sample; hard labels come back as int64."""
     if len(labels) != n:
-        raise ValueError(f"labels has {len(labels)} rows for {n} samples")
+        turned = "; is the table transposed?" if len(labels) == classes else ""
+        raise ValueError(f"labels has {len(labels)} rows for {n} samples{turned}")
     if labels.ndim == 1 and not labels.is_floating_point():
         check_rows("labels", labels, (labels >= 0) & (labels < classes), f"is outside 0..{classes - 1}")
         return labels.long()

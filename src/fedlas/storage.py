@@ -55,6 +55,10 @@ class RowError(ValueError):
         return ValueError(f"{self.before}line {lines[self.row]}{self.after}")
 
 
+class ObjectsError(ValueError):
+    """An array holds Python objects, which are never read: the file is whole, and has to be written otherwise."""
+
+
 def check_file(path: str | Path) -> None:
     """Refuse what is there and no file: a pipe keeps who reads it waiting, and a device may have no end."""
     try:
@@ -114,6 +118,8 @@ def readable(path: str | Path) -> Iterator[None]:
             yield
     except MemoryError:
         raise  # which is no fault of the file
+    except ObjectsError as error:
+        raise ObjectsError(f"{path}: {error}") from error
     except Exception as error:
         if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
             raise  # a file that is not there says so itself; a plain one without a number is a reader's word for damage
@@ -157,7 +163,10 @@ def check_unpacked(path: str | Path, size: int) -> None:
 
 
 def check_arrays(folder: zipfile.ZipFile) -> None:
-    """Refuse arrays that announce more numbers than are there; numpy takes the memory before it looks."""
+    """Refuse arrays of Python objects, and those that announce more numbers than are there.
+
+    Objects would have to be unpickled, and numpy takes the memory before it looks how many numbers there are.
+    """
     for entry in folder.infolist():
         with folder.open(entry) as file:
             if file.read(6) != np.lib.format.MAGIC_PREFIX:
@@ -168,6 +177,11 @@ def check_arrays(folder: zipfile.ZipFile) -> None:
                 raise ValueError(f"{entry.filename} is no array of numbers")
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, kind = read(file)
+            if kind.hasobject:
+                name = entry.filename.removesuffix(".npy")
+                label = name in {"label", "labels"}
+                way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
+                raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
             if math.prod(shape) * kind.itemsize > entry.file_size:
                 raise ValueError(f"{entry.filename} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
 

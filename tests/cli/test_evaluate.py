@@ -633,3 +633,28 @@ def test_what_differs_is_named_where_models_cannot_be_compared(files, command, r
 def test_columns_that_are_only_numbered_name_no_class(files):
     write_predictions(named(), files / "a.npz")
     assert call("compare", files / "test.csv", files / "a.npz", "--metrics", "accuracy").exit_code == 0
+
+
+@pytest.mark.parametrize("names", ["012", "01"])
+def test_a_file_of_top_answers_says_so_where_every_class_is_needed(files, names):
+    """It was said to have four classes, or others: one that only fills its rows up was counted."""
+    lines = "".join(f"0.9,{names[i % len(names)]},{names[0]}\n" for i in range(40))
+    (files / "top.csv").write_text(f"confidence,prediction,label\n{lines}")
+    good, top, kept = files / "test.csv", files / "top.csv", files / "t.safetensors"
+    assert call("calibrate", "fit", good, "--out", kept).exit_code == 0
+    known = "only the top confidence of each sample is known"
+    needed = "the logits or probabilities of every class"
+    for words, fault in {
+        ("calibrate", "apply", kept, top, "--out", files / "x.safetensors"): f"{known}; calibration needs {needed}",
+        ("evaluate", good, "--calibrate-on", top): f"{top}: {known} there; {needed} are needed",
+        ("evaluate", good, "--ood", f"x={top}"): f"{top}: {known} there; {needed} are needed",
+        ("evaluate", top, "--calibrate-on", good): f"the predictions that are judged: {known} there; {needed}",
+    }.items():
+        done = call(*words)
+        assert done.exit_code != 0
+        assert fault in " ".join(done.stderr.split()), words
+        assert "classes" not in done.stderr
+    if len(names) == 3:
+        done = call("ood", good, f"x={top}")
+        assert done.exit_code != 0
+        assert f"x: {known} there; {needed} are needed" in " ".join(done.stderr.split())

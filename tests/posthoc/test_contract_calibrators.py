@@ -273,7 +273,7 @@ def test_bad_input_is_named(name: str):
 
 def test_the_top_class_alone_cannot_be_calibrated():
     known = Predictions.from_probs([[0.7, 0.3], [0.2, 0.8]], [0, 1], top_only=True)
-    with pytest.raises(ValueError, match="logits of every class"):
+    with pytest.raises(ValueError, match="calibration needs the logits or probabilities of every class"):
         posthoc.Temperature().fit(known)
 
 

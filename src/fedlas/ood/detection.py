@@ -38,7 +38,7 @@ from torch import Tensor
 
 from fedlas.metrics.result import Definition, Interval, Result, aligned, html_table
 from fedlas.ood.scores import missing, score_names, score_of
-from fedlas.predictions import Array, Predictions, as_tensor, check_rows
+from fedlas.predictions import Array, Predictions, as_tensor, check_every_class, check_rows
 
 Positive = Literal["ood", "id"]
 
@@ -329,6 +329,7 @@ def foreign_predictions(name: str, given: Predictions | Array, known: Prediction
     """Take predictions, or logits, on a foreign data set, and check that they are of the same classes."""
     foreign = given if isinstance(given, Predictions) else Predictions(given)
     if foreign.num_classes != known.num_classes:
+        check_every_class(foreign, name, known, "the known samples")
         raise ValueError(f"{name} has {foreign.num_classes} classes, the known samples have {known.num_classes}")
     return foreign
 

@@ -211,6 +211,7 @@ class AbstractCalibrator(ABC):
         all classes are treated alike (`by_class` is False) or one of the two has no names.
         """
         if isinstance(logits, Predictions):
+            _check_every_class(logits)
             self.check_names(logits.class_names)
             return with_logits(logits, self.transform(logits.logits))
         given = as_floats(logits, "logits")
@@ -297,10 +298,15 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) -> Predictions:
     """Give predictions other logits and leave the rest as it is."""
-    if predictions.top_only:
-        raise ValueError("only the top confidence of each sample is known; calibration needs the logits of every class")
+    _check_every_class(predictions)
     rest = Rest(**{name: getattr(predictions, name) for name in Rest.__annotations__})  # type: ignore[typeddict-item]
     return Predictions(logits, predictions.given_labels, **rest)
+
+
+def _check_every_class(predictions: Predictions) -> None:
+    if predictions.top_only:
+        needed = "calibration needs the logits or probabilities of every class"
+        raise ValueError(f"only the top confidence of each sample is known; {needed}")
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -488,10 +494,7 @@ def _samples(
     if isinstance(logits, Predictions):
         if labels is not None or ignore_index is not None:
             raise TypeError("Predictions carry their own labels; give neither labels nor ignore_index with them")
-        if logits.top_only:
-            raise ValueError(
-                "only the top confidence of each sample is known; calibration needs the logits of every class"
-            )
+        _check_every_class(logits)
         return Samples(exact(logits.logits), logits.labels), split or logits.split
     if labels is None:
         raise TypeError("labels are missing; only Predictions carry their own")

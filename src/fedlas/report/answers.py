@@ -26,7 +26,7 @@ from fedlas.files import labelled, read_predictions
 from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, check_every_class
 from fedlas.report.duels import Duel, duels
 from fedlas.report.subjects import FOLDS, Model
 from fedlas.report.words import in_words, sentences
@@ -415,8 +415,11 @@ def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
 
 def _like(other: Predictions, given: Predictions, path: Path) -> Predictions:
     """Check that predictions of the same model know the same classes in the same order."""
+    named = None not in (other.class_names, given.class_names)
+    if other.num_classes != given.num_classes or (named and other.class_names != given.class_names):
+        check_every_class(other, str(path), given, "the predictions that are judged")
     if other.num_classes != given.num_classes:
         raise ValueError(f"{path} has {other.num_classes} classes, the predictions that are judged {given.num_classes}")
-    if None not in (other.class_names, given.class_names) and other.class_names != given.class_names:
+    if named and other.class_names != given.class_names:
         raise ValueError(f"{path} names other classes, or in another order, than the predictions that are judged")
     return other
