@@ -115,9 +115,10 @@ def test_another_recipe_in_the_folder_is_an_error(finished, tmp_path):
 
 
 def test_a_recipe_that_never_began_is_replaced(tmp_path):
-    """A misspelt option used to keep its folder for ever."""
-    with pytest.raises(TypeError, match="loss 'ls' takes no 'alhpa'"):
-        fit(short("ls", epochs=1, loss_options={"alhpa": 0.1}), out=tmp_path / "run")
+    """A wrong option used to keep its folder for ever."""
+    with pytest.raises(RunError, match="cannot look at images"):
+        fit(short("ls", epochs=1, model_options={"in_channels": 3}), out=tmp_path / "run")
+    assert (tmp_path / "run" / "recipe.json").exists()
     run = fit(short("ls", epochs=1, loss_options={"alpha": 0.1}), out=tmp_path / "run")
     assert run.finished
     assert run.recipe.loss_options == {"alpha": 0.1}
