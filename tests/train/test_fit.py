@@ -330,6 +330,28 @@ def test_a_diverging_run_names_the_step_and_its_samples(tmp_path):
     assert log[-1]["diverged"]["index"] == error.index
 
 
+def test_another_recipe_takes_the_place_of_a_run_that_diverged_at_once(tmp_path):
+    """Nothing of it is left to lose, and its folder was blocked for every other learning rate."""
+    changes = {"clip": None, "schedule": "constant", "epochs": 2}
+    with pytest.raises(DivergedError, match="there is no checkpoint before it"):
+        fit(short("ce", lr=1e30, **changes), out=tmp_path / "run")
+    run = fit(short("ce", lr=0.1, **changes), out=tmp_path / "run", resume=True)
+    assert run.finished
+    assert run.recipe.lr == 0.1
+    assert log_without_times(run) == log_without_times(fit(short("ce", lr=0.1, **changes), out=tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(("step", "every"), [(9, 0), (4, 2)])
+def test_a_run_that_diverged_later_keeps_its_folder(tmp_path, step, every):
+    """An epoch of it is in the log, or a checkpoint there."""
+    with pytest.raises(DivergedError):
+        fit(short("ce", checkpoint_every=every), out=tmp_path, callbacks=[Poison(step)])
+    if not every:
+        Run(tmp_path).checkpoint.unlink(missing_ok=True)
+    with pytest.raises(RunError, match="another recipe"):
+        fit(short("ce", lr=0.3), out=tmp_path, resume=True)
+
+
 def test_an_enormous_loss_is_a_diverging_one_though_it_is_finite(tmp_path):
     """Such a run used to end as if nothing had happened, with an accuracy of guessing."""
     recipe = short("fedlas_ls", lr=1e4, clip=None, schedule="constant")
