@@ -107,9 +107,9 @@ def test_ranges_that_are_none_are_refused(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("beta=8:0.5:log", "beta=8:0.5:log: the lower end, 8, is above the upper, 0.5; write NAME=LOW:HIGH"),
+        ("beta=8:0.5:log", "beta=8:0.5:log: the lower end, 8, is above the upper, 0.5; exchange them"),
         ("beta=2:1", "the lower end, 2, is above the upper, 1"),
-        ("beta=1:1", "the lower end, 1, is equal to the upper, 1"),
+        ("beta=1:1", "both ends are 1; give it with --set loss_options.beta=1"),
         ("beta=0:1:log", "with :log the lower end has to be above zero, not 0"),
     ],
 )

@@ -63,11 +63,10 @@ class Range:
             low = high = math.nan
         if not (name and len(parts) == 2 + log and math.isfinite(high - low)):
             raise ValueError(f"a range is written NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C; not {text!r}")
-        if low >= high:
-            where = "above" if low > high else "equal to"
-            raise ValueError(
-                f"{text}: the lower end, {parts[0]}, is {where} the upper, {parts[1]}; write NAME=LOW:HIGH"
-            )
+        if low > high:
+            raise ValueError(f"{text}: the lower end, {parts[0]}, is above the upper, {parts[1]}; exchange them")
+        if low == high:
+            raise ValueError(f"{text}: both ends are {parts[0]}; give it with --set loss_options.{name}={parts[0]}")
         if log and low <= 0:
             raise ValueError(f"{text}: with :log the lower end has to be above zero, not {parts[0]}")
         return cls(name, low, high, log)
