@@ -3,12 +3,12 @@
 import os
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedlas import __version__
 from fedlas.cli.answers import detect_foreign, evaluate_files
 from fedlas.cli.catalogue import list_catalogue
 from fedlas.cli.endings import interrupted, plain_warning
@@ -27,7 +27,10 @@ app = typer.Typer(
 def tell_version(asked: bool) -> bool:
     """Say which version this is, and nothing else."""
     if asked:
-        typer.echo(f"fedlas {__version__}")
+        try:
+            typer.echo(f"fedlas {metadata.version('fedlas')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("fedlas, from its sources: it is not installed")
         raise typer.Exit
     return asked
 
