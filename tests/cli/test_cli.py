@@ -92,6 +92,19 @@ def test_errors_are_one_line(tmp_path, monkeypatch, words, message):
     assert "Traceback" not in done.output
 
 
+def test_the_version_is_told():
+    done = call("--version")
+    assert (done.exit_code, done.stdout) == (0, f"fedlas {fedlas.__version__}\n")
+
+
+@pytest.mark.parametrize("words", [["evaluate", "a.csv"], ["ood", "a.csv", "far=b.csv"], ["compare", "a.csv", "b.csv"]])
+def test_a_seed_below_zero_is_named_with_its_option(words):
+    """It was numpy that refused it, and did not know what it was called."""
+    done = call(*words, "--seed", "-1")
+    assert done.exit_code == 2
+    assert "'--seed'" in done.stderr
+
+
 def test_another_recipe_in_the_folder_is_one_line_too(run):
     done = call("train", "--data", "digits", "--loss", "ce", "--out", str(run))
     assert done.exit_code == 1

@@ -194,8 +194,21 @@ def test_time_is_estimated_from_runs_that_are_alike(choice, ledger):
     both = planned(experiment_named("sota"), replace(more, data=("digits", "cifar10"), models=("small_cnn",)), ledger)
     assert both.minutes == pytest.approx(plan.minutes)
     assert both.unknown == len(both.missing) - len(plan.missing) > 0
-    assert f"min for {len(plan.missing)} of them" in str(both)
-    assert "min)" in str(plan)
+    device = next(iter(ledger.lines.values())).environment["device_name"]
+    assert f"min on {device} for {len(plan.missing)} of them" in str(both)
+    assert f"min on {device})" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [(["NVIDIA H200"], " min on NVIDIA H200)"), (["NVIDIA H200", "x86_64"], " min)"), ([None], " min)")],
+)
+def test_an_estimate_says_whose_time_it_is(choice, ledger, devices, told):
+    """Minutes of a large GPU were read as those of the machine at hand."""
+    book = Ledger(ledger.folder)
+    for number, (name, line) in enumerate(ledger.lines.items()):
+        book.lines[name] = replace(line, environment={"device_name": devices[number % len(devices)]})
+    assert told in str(planned(experiment_named("sota"), replace(choice, seeds=(1, 2, 3)), book))
 
 
 def test_cells_hold_a_value_for_each_seed(choice, ledger):

@@ -1,6 +1,7 @@
 """A search looks at the validation split alone, records everything, and goes on where it stopped."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -96,11 +97,35 @@ def test_ranges_are_read(text, expected):
 
 @pytest.mark.parametrize(
     "text",
-    ["beta", "beta=", "=1:2", "beta=2:1", "beta=0:1:log", "beta=1:2:lin", "beta=a:b", "b=1:inf", "b=soft", "b=1:2:3:4"],
+    ["beta", "beta=", "=1:2", "beta=1:2:lin", "beta=a:b", "b=1:inf", "b=soft", "b=1:2:3:4"],
 )
 def test_ranges_that_are_none_are_refused(text):
     with pytest.raises(ValueError, match="a range is written"):
         Range.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("beta=8:0.5:log", "beta=8:0.5:log: the lower end, 8, is above the upper, 0.5; exchange them"),
+        ("beta=2:1", "the lower end, 2, is above the upper, 1"),
+        ("beta=1:1", "both ends are 1; give it with --set loss_options.beta=1"),
+        ("beta=0:1:log", "with :log the lower end has to be above zero, not 0"),
+    ],
+)
+def test_ends_that_are_no_range_are_named(text, message):
+    """It was said how a range is written, though it was written so."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Range.parse(text)
+
+
+def test_a_keyword_is_searched_once(tmp_path):
+    """The optimiser answered for us, in words of its own."""
+    words = ["search", "--data", "digits", "--loss", "fedlas_ls", "--over", "beta=1,2", "--over", "beta=3,4"]
+    shown = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "made")])
+    assert shown.exit_code == 1
+    assert "--over names beta twice" in shown.output
+    assert not (tmp_path / "made").exists()
 
 
 def test_the_command_tells_what_to_set(tmp_path):

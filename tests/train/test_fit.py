@@ -115,9 +115,10 @@ def test_another_recipe_in_the_folder_is_an_error(finished, tmp_path):
 
 
 def test_a_recipe_that_never_began_is_replaced(tmp_path):
-    """A misspelt option used to keep its folder for ever."""
-    with pytest.raises(TypeError, match="loss 'ls' takes no 'alhpa'"):
-        fit(short("ls", epochs=1, loss_options={"alhpa": 0.1}), out=tmp_path / "run")
+    """A wrong option used to keep its folder for ever."""
+    with pytest.raises(RunError, match="cannot look at images"):
+        fit(short("ls", epochs=1, model_options={"in_channels": 3}), out=tmp_path / "run")
+    assert (tmp_path / "run" / "recipe.json").exists()
     run = fit(short("ls", epochs=1, loss_options={"alpha": 0.1}), out=tmp_path / "run")
     assert run.finished
     assert run.recipe.loss_options == {"alpha": 0.1}
@@ -327,6 +328,28 @@ def test_a_diverging_run_names_the_step_and_its_samples(tmp_path):
     assert "there is no checkpoint before it" in str(error)
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert log[-1]["diverged"]["index"] == error.index
+
+
+def test_another_recipe_takes_the_place_of_a_run_that_diverged_at_once(tmp_path):
+    """Nothing of it is left to lose, and its folder was blocked for every other learning rate."""
+    changes = {"clip": None, "schedule": "constant", "epochs": 2}
+    with pytest.raises(DivergedError, match="there is no checkpoint before it"):
+        fit(short("ce", lr=1e30, **changes), out=tmp_path / "run")
+    run = fit(short("ce", lr=0.1, **changes), out=tmp_path / "run", resume=True)
+    assert run.finished
+    assert run.recipe.lr == 0.1
+    assert log_without_times(run) == log_without_times(fit(short("ce", lr=0.1, **changes), out=tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(("step", "every"), [(9, 0), (4, 2)])
+def test_a_run_that_diverged_later_keeps_its_folder(tmp_path, step, every):
+    """An epoch of it is in the log, or a checkpoint there."""
+    with pytest.raises(DivergedError):
+        fit(short("ce", checkpoint_every=every), out=tmp_path, callbacks=[Poison(step)])
+    if not every:
+        Run(tmp_path).checkpoint.unlink(missing_ok=True)
+    with pytest.raises(RunError, match="another recipe"):
+        fit(short("ce", lr=0.3), out=tmp_path, resume=True)
 
 
 def test_an_enormous_loss_is_a_diverging_one_though_it_is_finite(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import fedlas
+from fedlas.data import CATALOG as DATA
 from fedlas.train.protocols import PROTOCOLS, list_recipes, recipe_for
 from fedlas.train.recipe import Recipe, differences
 
@@ -216,6 +217,22 @@ def test_protocols_do_not_speak_of_what_they_do_not_know():
     assert vit.optimizer == "adamw"
     for model in ("resnet101", "vit_base_patch16_384"):
         assert recipe_for("aircraft", model).model_options == {"pretrained": True}
+
+
+@pytest.mark.parametrize("data", sorted(DATA.entries))
+@pytest.mark.parametrize("model", [None, "small_cnn"])
+def test_the_protocols_that_are_advised_can_be_followed(data, model):
+    """`fast` was advised for digits, and had no network for them."""
+    try:
+        recipe_for(data, model, protocol="paper")
+    except ValueError as error:
+        advised = str(error).partition("take one of: ")[2].split(", ")
+        assert len(advised) == 2
+        for name, _, more in (word.partition(" ") for word in advised):
+            assert recipe_for(data, "small_cnn" if more == "(with --model)" else model, protocol=name).data == data
+            if more:
+                with pytest.raises(ValueError, match="has no network for"):
+                    recipe_for(data, model, protocol=name)
 
 
 def test_the_fast_protocol():

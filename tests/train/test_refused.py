@@ -115,6 +115,24 @@ def test_fit_looks_at_what_it_is_given(tmp_path, given, callbacks, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_options": {"beta": 2}}, "loss 'ls' takes no 'beta'"),
+        ({"loss_options": {"alpha": 2}}, "alpha"),
+        ({"model_options": {"widht": 8}}, "widht"),
+        ({"data_options": {"train_sample": 50}}, "train_sample"),
+    ],
+)
+def test_what_cannot_be_built_leaves_no_folder_behind(tmp_path, monkeypatch, changes, message):
+    """Refused recipes used to pile up in runs/, each with a lock, a recipe and an environment."""
+    monkeypatch.chdir(tmp_path)
+    for out in (None, "refused"):
+        with pytest.raises((TypeError, ValueError), match=message):
+            fit(short("ls", **changes), out=out)
+    assert list(tmp_path.iterdir()) == []
+
+
 class Misnamed(AbstractCallback):
     """Waits for something that nobody tells."""
 

@@ -44,7 +44,7 @@ def evaluate_files(
     resamples: Annotated[
         int | None, typer.Option(help="Resamples that intervals are made from; each method's own number by default.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals and of cross-fitting.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers of intervals and of cross-fitting.")] = 0,
     html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
     images: Annotated[
         Path | None, typer.Option(help="A folder that the page may show image files of; else that of the predictions.")
@@ -107,7 +107,7 @@ def detect_foreign(
     scores: Annotated[str | None, typer.Option(help="Separated by commas; by default all that are possible.")] = None,
     tpr: Annotated[float, typer.Option(help="Share of foreign samples that is to be found, for the FPR.")] = 0.95,
     level: Level = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers of intervals.")] = 0,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
     """Say how well confidence and other scores tell foreign data from known data."""

@@ -3,7 +3,9 @@
 import os
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -20,6 +22,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train classifiers that say what they know, and measure whether they do.",
 )
+
+
+def tell_version(asked: bool) -> bool:
+    """Say which version this is, and nothing else."""
+    if asked:
+        try:
+            typer.echo(f"fedlas {metadata.version('fedlas')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("fedlas, from its sources: it is not installed")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Take the options that come before any command."""
+
+
 calibrate = typer.Typer(no_args_is_help=True, help="Learn a calibrator from predictions, and repair others with it.")
 app.command("train")(train_run)
 app.command("predict")(predict_run)

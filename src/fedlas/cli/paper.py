@@ -140,7 +140,7 @@ def compare_models(
     ] = None,
     level: Level = 0.95,
     resamples: Annotated[int, typer.Option(help="Resamples that intervals are made from.")] = 2_000,
-    seed: Annotated[int, typer.Option(help="Of the random numbers of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers of intervals.")] = 0,
     ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:

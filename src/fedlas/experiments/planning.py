@@ -26,6 +26,7 @@ class Plan:
         minutes: how long those of them will take that the ledger knows such runs of; None where it knows none.
         unknown: how many it knows no such runs of.
         again: how many of the missing ones the ledger has; figures of their networks cannot be drawn without them.
+        device: what the runs in the ledger took that time on; None where it is unknown, or several.
     """
 
     wanted: tuple[Wanted, ...]
@@ -33,12 +34,14 @@ class Plan:
     minutes: float | None
     unknown: int = 0
     again: int = 0
+    device: str | None = None
 
     def __str__(self) -> str:
         known = "time unknown: the ledger has no such runs yet"
         if self.minutes is not None:
             more = f" for {len(self.missing) - self.unknown} of them, of the others the ledger has no such runs yet"
-            known = f"{self.minutes:.1f} min{more if self.unknown else ''}"
+            where = f" on {self.device}" if self.device else ""
+            known = f"{self.minutes:.1f} min{where}{more if self.unknown else ''}"
         done = len(self.wanted) - len(self.missing) + self.again
         again = f", {self.again} of them again: figures are drawn of the network itself" if self.again else ""
         word = "run" if len(self.wanted) == 1 else "runs"
@@ -110,17 +113,24 @@ def planned(
         check_parts(one.recipe)
     for line in (line for one in meant for line in one.lines(ledger) if line is not None):
         ledger.content_of(line)
-    return Plan(meant, missing, *_minutes(missing, ledger), again)
+    minutes, unknown, device = _minutes(missing, ledger)
+    return Plan(meant, missing, minutes, unknown, again, device)
 
 
-def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> tuple[float | None, int]:
-    """Estimate from runs of the same data, network and batch size: seconds an epoch; and count those it has none of."""
+def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> tuple[float | None, int, str | None]:
+    """Estimate from runs of the same data, network and batch size: seconds an epoch.
+
+    Count those it has none of, and name the device of all the others, if it is one.
+    """
     known: dict[tuple[Any, ...], list[float]] = {}
+    asked, devices = {_kind(one.recipe) for one in missing}, set()
     for line in ledger.lines.values():
-        if line.posthoc is None and line.seconds:
-            known.setdefault(_kind(line.recipe), []).append(line.seconds / line.recipe.epochs)
+        if line.posthoc is None and line.seconds and (kind := _kind(line.recipe)) in asked:
+            known.setdefault(kind, []).append(line.seconds / line.recipe.epochs)
+            devices.add(line.environment.get("device_name"))
     seconds = [median(known[_kind(one.recipe)]) * one.recipe.epochs for one in missing if _kind(one.recipe) in known]
-    return sum(seconds) / 60 if seconds or not missing else None, len(missing) - len(seconds)
+    device = str(*devices) if len(devices) == 1 and all(devices) else None
+    return sum(seconds) / 60 if seconds or not missing else None, len(missing) - len(seconds), device
 
 
 def _kind(recipe: Recipe) -> tuple[Any, ...]:

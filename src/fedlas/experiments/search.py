@@ -61,8 +61,14 @@ class Range:
             low, high = float(parts[0]), float(parts[1])
         except ValueError:
             low = high = math.nan
-        if not (name and low < high and len(parts) == 2 + log and math.isfinite(high - low) and (low > 0 or not log)):
+        if not (name and len(parts) == 2 + log and math.isfinite(high - low)):
             raise ValueError(f"a range is written NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C; not {text!r}")
+        if low > high:
+            raise ValueError(f"{text}: the lower end, {parts[0]}, is above the upper, {parts[1]}; exchange them")
+        if low == high:
+            raise ValueError(f"{text}: both ends are {parts[0]}; give it with --set loss_options.{name}={parts[0]}")
+        if log and low <= 0:
+            raise ValueError(f"{text}: with :log the lower end has to be above zero, not {parts[0]}")
         return cls(name, low, high, log)
 
     def suggested(self, trial: Any) -> Any:
@@ -156,6 +162,9 @@ def search(
         raise ValueError(f"{metric!r} cannot be searched for; known: {', '.join(METRICS)}")
     if not ranges or trials < 1:
         raise ValueError("a search needs at least one range and one trial")
+    names = [one.name for one in ranges]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"--over names {', '.join(twice)} twice; give one range, or one list, for each keyword")
     if recipe.data_options.get("selection") == "official":
         raise ValueError(
             "the released code selects on the test split, which a search must not look at; "

@@ -30,6 +30,7 @@ from fedlas.train.optim import lr_factor
 from fedlas.train.precision import machine, many_compilations, on_stream, random_state, restore_random_state
 from fedlas.train.predict import Source, predictions_of, rank
 from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all, share_buffers
+from fedlas.train.protocols import check_parts
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import MACHINE, Run, locked, run_in
 from fedlas.train.validation import judged
@@ -136,6 +137,7 @@ class Engine:
                 if recipe.tensorboard and is_first():
                     write_board(run)
                 return run
+            check_parts(recipe)  # what nobody can train leaves no folder behind; every process sees it alike
             agreed(lambda: _enter(stack, run))
             if agreed(lambda: _prepared(run, recipe, resume, self.device)) == "finished":
                 return run

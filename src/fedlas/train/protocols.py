@@ -251,8 +251,9 @@ def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
     if name is not None:
         chosen = protocol_named(name)
         if chosen.published and not chosen.models(data):
-            others = ", ".join(one.name for one in PROTOCOLS if not one.published)
-            raise ValueError(f"the protocol {name!r} says nothing about {data!r}; take one of: {others}")
+            others = [one for one in PROTOCOLS if not one.published]
+            words = [one.name + ("" if model or one.models(data) else " (with --model)") for one in others]
+            raise ValueError(f"the protocol {name!r} says nothing about {data!r}; take one of: {', '.join(words)}")
         return chosen
     # A network that some protocol is meant for, then a data set that one is meant for, then what asks for little.
     for one in PROTOCOLS:

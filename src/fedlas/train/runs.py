@@ -154,9 +154,10 @@ class Run:
 
     @property
     def begun(self) -> bool:
-        """Whether anything was trained here; a recipe alone can be replaced by another one."""
+        """Whether anything was trained here; a recipe that was not, or diverged at once, can be replaced by another."""
         predictions = self.predictions_file("any").parent
-        return self.checkpoint.exists() or bool(self.log) or (predictions.exists() and any(predictions.iterdir()))
+        trained = self.checkpoint.exists() or any("diverged" not in record for record in self.log)
+        return trained or (predictions.exists() and any(predictions.iterdir()))
 
     def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> str:
         """Say whether a recipe has to "start", "continue", or is "finished" in this folder, and write it down.
