@@ -200,6 +200,15 @@ def test_files_are_on_disk_before_they_have_their_name(tmp_path, monkeypatch):
     assert (tmp_path / "x").read_bytes() == b"abc"
 
 
+def test_a_file_that_has_both_names_already_leaves_no_third_one(tmp_path):
+    """As a kill between two renames leaves it; then the spare name stayed for ever beside a finished run."""
+    path, before = tmp_path / "x", tmp_path / "before"
+    path.write_bytes(b"old")
+    before.hardlink_to(path)
+    write_whole(path, b"new", before=before)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"x": b"new", "before": b"old"}
+
+
 def test_npz(tmp_path):
     np.savez(tmp_path / "a.npz", logits=LOGITS, labels=LABELS, class_names=["x", "y", "z"], split="test")
     known = Predictions.from_npz(tmp_path / "a.npz")

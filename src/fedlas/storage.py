@@ -262,6 +262,8 @@ def _write_whole(path: Path, content: Sequence[bytes | memoryview], before: Path
 
 def also_called(path: Path, other: Path) -> None:
     """Give a file a second name, which may have been that of another file; at any moment both names have a file."""
+    if other.exists() and other.samefile(path):
+        return  # to rename one name of a file to another of its names does nothing, and would leave the link behind
     link = other.with_name(f".{other.name}{PART}")
     link.unlink(missing_ok=True)
     try:
