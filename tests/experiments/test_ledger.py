@@ -106,7 +106,7 @@ def test_missing_and_changed_and_stray_predictions_are_found(copy):
     (copy / "results" / "predictions" / "stray.npz").write_bytes(b"")
     found = " ".join(problems(Ledger(copy / "results")))
     assert "are not there" in found
-    assert "another checksum" in found
+    assert "do not have the checksum that the line names" in found
     assert "stray.npz belongs to no line" in found
 
 
@@ -123,8 +123,10 @@ def test_numbers_of_foreign_data_without_predictions_are_found(copy):
 def test_predictions_of_a_line_lie_inside_the_ledger(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text().replace('"predictions/', '"../predictions/'))
-    with pytest.raises(ValueError, match=r"digits-small.jsonl:1: predictions lie outside of the ledger"):
-        list(problems(Ledger(copy / "results")))
+    found = list(problems(Ledger(copy / "results")))
+    outside = [one for one in found if "predictions lie outside of the ledger (../predictions/" in one]
+    assert len(outside) == len(Ledger(copy / "results").lines)
+    assert "digits-small.jsonl:1: predictions lie outside" in outside[0]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fedlas.ledger/1", "id": "x", "speed": 3}', "not json"])

@@ -84,7 +84,7 @@ def reproduce_experiment(
         from fedlas.experiments.launch import check_launch
         from fedlas.experiments.ledger import Ledger
         from fedlas.experiments.planning import HEAD, experiment_named, planned
-        from fedlas.experiments.reproduce import check_limit, drawn, reproduce, trained_in
+        from fedlas.experiments.reproduce import check_limit, drawn, reproduce
 
         check_limit(limit_minutes)
         where: dict[str, Any] = {
@@ -101,8 +101,7 @@ def reproduce_experiment(
             seeds=numbers(seeds), split=split, data_root=data_root,
         )  # fmt: skip
         book = Ledger(ledger)
-        there = None if out is None or dry_run else partial(trained_in, runs)
-        plan = planned(chosen, choice, book, only, there)
+        plan = planned(chosen, choice, book, only, None if out is None or dry_run else runs)
         typer.echo(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
         if dry_run and plan.missing:
             show_table(HEAD, plan.rows())
@@ -113,9 +112,8 @@ def reproduce_experiment(
                 chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes,
                 draws=out is not None, **options,
             ):  # fmt: skip
-                if planned(chosen, choice, book, only, there).missing:  # the last one comes below
-                    for table in tables:
-                        typer.echo(table.text(detail.value), err=True)
+                for table in tables:
+                    typer.echo(table.text(detail.value), err=True)
         made = chosen.tables(book, choice)
         for table in made:
             typer.echo(table.text(detail.value))

@@ -200,7 +200,7 @@ class AbstractGrid(AbstractExperiment):
             None if recipe is None else ledger.find(recipe, calibrator_of(row), judged(recipe, choice))
             for recipe in recipes
         ]
-        known = [line.metrics["accuracy"][0] for line in found if line is not None and "accuracy" in line.metrics]
+        known = [line.metrics["accuracy"][0] for line in found if line is not None]
         return fmean(known) if len(known) == len(places) else None
 
     def notes(self, choice: Choice) -> tuple[str, ...]:

@@ -238,14 +238,11 @@ def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
 
 
 def _problems_of(line: Line, ledger: Ledger, intervals: bool) -> Iterator[str]:
-    path = ledger.file_of(line)
-    if not path.is_file():
-        yield f"its predictions are not there ({line.predictions.get('file')})"
+    try:
+        kept = kept_of(line, ledger)
+    except ValueError as error:
+        yield str(error)
         return
-    if hashlib.sha256(path.read_bytes()).hexdigest() != line.predictions["sha256"]:
-        yield "its predictions have another checksum"
-        return
-    kept = kept_of(line, ledger)
     now = {"": kept.metrics(Intervals() if intervals else None), **kept.detection()}
     for place in dict.fromkeys((*now, *line.ood)):  # also what only the line knows of
         found = now.get(place, {})

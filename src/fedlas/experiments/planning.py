@@ -1,7 +1,8 @@
 """What an experiment wants, and what of it is missing: the plan, and how long it will take."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -10,6 +11,7 @@ from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import Ledger
 from fedlas.train import check_parts
 from fedlas.train.recipe import Recipe
+from fedlas.train.runs import run_in
 
 NAMED = 3  # folders in an error message
 
@@ -83,7 +85,7 @@ def planned(
     choice: Choice,
     ledger: Ledger,
     only: str | None = None,
-    there: Callable[[Recipe], bool] | None = None,
+    runs: Path | None = None,
 ) -> Plan:
     """Say what is wanted, and what is missing; runs that several rows share count once.
 
@@ -92,8 +94,7 @@ def planned(
         choice: which part of it.
         ledger: what was measured already.
         only: a part of the names of the run folders that are meant; None for all.
-        there: says whether a run is on this machine, where figures are drawn of the networks; those that are not are
-            missing too.
+        runs: where run folders lie, if figures are to be drawn; some are drawn of networks that then have to be there.
     """
     wanted: dict[str, Wanted] = {}
     for one in experiment.plan(choice, ledger):
@@ -106,8 +107,10 @@ def planned(
         more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
         held = f"there are {', '.join(list(wanted)[:NAMED])}{more}" if wanted else "none is planned"
         raise ValueError(f"no planned run has a folder whose name contains {only!r}; {held}")
-    lacking = None if there is None or not experiment.draws_runs else there
-    missing = tuple(one for one in meant if one.missing(ledger) or (lacking and not lacking(one.recipe)))
+    here = runs if experiment.draws_runs else None
+    missing = tuple(
+        one for one in meant if one.missing(ledger) or (here is not None and not trained_in(here, one.recipe))
+    )
     again = sum(not one.missing(ledger) for one in missing)
     for one in missing:
         check_parts(one.recipe)
@@ -115,6 +118,12 @@ def planned(
         ledger.content_of(line)
     minutes, unknown, device = _minutes(missing, ledger)
     return Plan(meant, missing, minutes, unknown, again, device)
+
+
+def trained_in(runs: Path, recipe: Recipe) -> bool:
+    """Say whether a folder of run folders has the finished run of a recipe, with its network."""
+    run = run_in(runs, recipe)
+    return run.recipe_file.exists() and run.finished and run.checkpoint.exists()
 
 
 def _minutes(missing: Sequence[Wanted], ledger: Ledger) -> tuple[float | None, int, str | None]:

@@ -8,7 +8,6 @@ Everything can be stopped at any time, and started again: finished runs are foun
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from fedlas.experiments.base import AbstractExperiment, Choice, Drawing
 from fedlas.experiments.kept import record
 from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.planning import planned
+from fedlas.experiments.planning import planned, trained_in
 from fedlas.report.tables import Table
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run, run_in
@@ -34,7 +33,7 @@ def reproduce(
     draws: bool = False,
     **launch: Any,
 ) -> Iterator[list[Table]]:
-    """Train what is missing, and give the tables anew whenever a run is finished.
+    """Train what is missing, and give the tables anew whenever a run is finished and another one still to come.
 
     Args:
         experiment: what to make again.
@@ -52,29 +51,27 @@ def reproduce(
     tried: set[str] = set()
     failed: dict[str, str] = {}
     while True:
-        plan = planned(experiment, choice, ledger, only, partial(trained_in, runs) if draws else None)
+        plan = planned(experiment, choice, ledger, only, runs if draws else None)
         new = [one for one in plan.missing if one.recipe.name not in tried]
         if not new or clock.over:
             break
+        if tried:  # those before were the last that anybody knew of
+            yield experiment.tables(ledger, choice)
         tried |= {one.recipe.name for one in new}
         by_name = {one.recipe.name: one for one in new}
         recipes = [one.recipe for one in new]
         try:
-            for run in launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch):
+            trained = launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch)
+            for count, run in enumerate(trained, start=1):
                 one = by_name[run.folder.name]
                 for posthoc in one.posthoc:
                     record(run, one.protocol, posthoc, ledger, one.split)
-                yield experiment.tables(ledger, choice)
+                if count < len(new):
+                    yield experiment.tables(ledger, choice)
         except LaunchError as error:  # what does not depend on the failed runs goes on
             failed |= error.failed
     if failed:
         raise LaunchError(failed)
-
-
-def trained_in(runs: Path, recipe: Recipe) -> bool:
-    """Say whether a folder of run folders has the finished run of a recipe, with its network."""
-    run = run_in(runs, recipe)
-    return run.recipe_file.exists() and run.finished and run.checkpoint.exists()
 
 
 def check_limit(minutes: float | None) -> None:
