@@ -1,10 +1,11 @@
 """Time the batch norms of `fedlas.train.kernels` with other tiles, for the shapes of real networks; needs a GPU.
 
-    python benchmarks/norms.py [--warps 4,8] [--rows 32,64] [--programs 132,264]
+    python benchmarks/norms.py [--warps 4,8] [--rows 64] [--programs 132,264] [--stages 1,4]
 
-For each shape and tile, in microseconds within a CUDA graph: statistics (one tensor read), both backward passes without
-a skip (five tensors read or written), and with one (seven, and a bit for each number). The last lines add up what each
-tile costs a network.
+For each shape and tile, in microseconds within a CUDA graph: both forward passes, both backward passes without a skip,
+and with one. As in a network, something else has just written what they read, and reads what they wrote: a copy stands
+for the convolution before, another for the one after, and both are part of the time, because what the cache holds
+decides. The last lines add up what each tile costs a network.
 """
 
 import argparse
@@ -51,38 +52,49 @@ def measured(shape: tuple[int, int, int], tile: kernels.Tile) -> dict[str, float
     """Time the passes that sum, with one tile."""
     count, channels, side = shape
     size = (count, channels, side, side)
-    y, first, second, skip = (
-        torch.randn(size, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last) for _ in range(4)
+    y, first, second, skip, before, after = (
+        torch.randn(size, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last) for _ in range(6)
     )
     weight, bias, mean, var = torch.ones(4, channels, device="cuda").unbind()
     norm = kernels.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
     counter = torch.zeros(channels // kernels.NARROWEST, dtype=torch.int32, device="cuda")
-    with patch.object(kernels, "SUMS", tile), patch.object(kernels, "tile_for_gradients", lambda *_, **__: tile):
+
+    def forward() -> None:
+        y.copy_(before)
+        after.copy_(kernels.activation(y, kernels.statistics(y, norm, counter), None, None)[0])
+
+    def backward(other: torch.Tensor | None, bits: torch.Tensor) -> None:
+        first.copy_(before)
+        after.copy_(kernels.gradients(first, other, y, bits, about, counter).y)
+
+    with patch.object(kernels, "SUMS", tile), patch.object(kernels, "SUMS_WITH_KEPT", tile):
         about = kernels.statistics(y, norm, counter)
         bits = kernels.activation(y, about, skip, None)[1]
         return {
-            "statistics": microseconds(lambda: kernels.statistics(y, norm, counter)),
-            "back": microseconds(lambda: kernels.gradients(first, None, y, bits[:0], about, counter)),
-            "back, skip": microseconds(lambda: kernels.gradients(first, second, y, bits, about, counter)),
+            "forward": microseconds(forward),
+            "back": microseconds(lambda: backward(None, bits[:0])),
+            "back, skip": microseconds(lambda: backward(second, bits)),
         }
 
 
 def main() -> None:
     """Try all tiles."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rows", default="32,64")
+    parser.add_argument("--rows", default="64")
     parser.add_argument("--warps", default="4,8")
     parser.add_argument("--programs", default="132,264")
+    parser.add_argument("--stages", default="1,4")
     options = parser.parse_args()
-    numbers = ([int(one) for one in words.split(",")] for words in (options.rows, options.warps, options.programs))
-    tiles = [kernels.Tile(rows, 64, warps, programs) for rows, warps, programs in itertools.product(*numbers)]
+    words = options.rows, options.warps, options.programs, options.stages
+    numbers = itertools.product(*([int(one) for one in some.split(",")] for some in words))
+    tiles = [kernels.Tile(rows, 64, warps, programs, stages) for rows, warps, programs, stages in numbers]
     for name, shapes in NETWORKS.items():
         totals: dict[tuple[str, kernels.Tile], float] = defaultdict(float)
         for shape, (plain, skips) in shapes.items():
             for tile in tiles:
                 found = measured(shape, tile)
                 print(name, shape, tile, {what: round(took, 1) for what, took in found.items()}, flush=True)
-                for what, times in {"statistics": plain + skips, "back": plain, "back, skip": skips}.items():
+                for what, times in {"forward": plain + skips, "back": plain, "back, skip": skips}.items():
                     totals[what, tile] += times * found[what]
         for (what, tile), took in sorted(totals.items(), key=lambda one: (one[0][0], one[1])):
             print(f"{name}: {what:10} {took:7.0f} us with {tile}")

@@ -6,7 +6,8 @@
 
 Images are matrices here, a row for each pixel and a column for each channel. Sums are taken in blocks of rows, and the
 program that ends last adds the blocks up, in their order: equal inputs give equal bits. All programs together sweep
-over the rows from the first to the last, and the pass that follows begins with the last, which the cache still holds.
+over the rows from the last to the first, because a convolution has just written the last ones and the cache still holds
+them; the pass that follows begins with the first.
 Where a ReLU cut off is computed again from y where nothing was added to it, and kept as one bit a number where
 something was.
 """
@@ -21,38 +22,35 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
+AT_A_TIME = tl.constexpr(32)  # blocks of rows that are added up together
 NARROWEST = 64  # how many channels there have to be a multiple of
-UNROLL = 8  # how many loads are under way at a time in the pass that reads one tensor only
-LONG = 1 << 24  # numbers of a tensor from which on more warps help
 
 
 class Tile(NamedTuple):
     """Rows and columns that a program looks at together, its warps, and how many programs share a sum.
 
-    Found by trying, on an H200 with its 132 multiprocessors (benchmarks/norms.py).
+    Stages are tiles of each tensor that are under way at a time. All found by trying, on an H200 with its 132
+    multiprocessors (benchmarks/norms.py).
     """
 
     rows: int
     columns: int
     warps: int
     programs: int = 0
+    stages: int = 1
 
     def blocks(self, rows: int, channels: int) -> int:
         """Say in how many blocks of rows columns are summed."""
         return min(-(-rows // self.rows), max(1, self.programs // (channels // self.columns)))
 
 
-SUMS = Tile(32, 64, 8, 132)
+SUMS = Tile(64, 64, 4, 264, stages=4)
+SUMS_WITH_KEPT = Tile(64, 64, 4, 264)  # of gradients that are added up and written too
 
 
 def tile_for(channels: int) -> Tile:
     """Choose the shape of a program's work where nothing is summed: whole lines of memory."""
     return Tile(64, 64, 4) if channels % (2 * NARROWEST) else Tile(64, 128, 8)
-
-
-def tile_for_gradients(numbers: int, *, alone: bool) -> Tile:
-    """Choose the shape of a program's work where gradients are summed; alone: of one use, without a skip."""
-    return Tile(64, 64, 8 if alone and numbers >= LONG else 4, 264)
 
 
 @triton.jit
@@ -63,35 +61,42 @@ def _finished(counter, blocks):
     ticket = tl.atomic_add(counter, 1, sem="acq_rel")
     last = ticket == blocks - 1
     if last:
-        tl.atomic_xchg(counter, 0)
+        tl.store(counter, 0)
     return last
 
 
 @triton.jit
 @no_type_check
-def _totals(partial, column, blocks, channels, COLUMNS: tl.constexpr):
-    """Add up what all blocks of rows left of two sums, in their order."""
-    first, second = tl.zeros((32, COLUMNS), tl.float32), tl.zeros((32, COLUMNS), tl.float32)
-    for start in range(0, blocks, 32):
-        block = start + tl.arange(0, 32)[:, None]
+def _sums(first, second):
+    """Sum the columns of two tiles, both at once: a sum waits for all warps several times."""
+    return tl.split(tl.sum(tl.join(first, second), 0, keep_dims=True))
+
+
+@triton.jit
+@no_type_check
+def _totals(partial, column, blocks, channels, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up what all blocks of rows left of two sums, in their order; all loads are under way at a time."""
+    first, second = tl.zeros((AT_A_TIME, COLUMNS), tl.float32), tl.zeros((AT_A_TIME, COLUMNS), tl.float32)
+    for turn in tl.static_range(ROUNDS):
+        block = turn * AT_A_TIME + tl.arange(0, AT_A_TIME)[:, None]
         there = block < blocks
         place = partial + block * channels + column
         first += tl.load(place, mask=there, other=0.0)
         second += tl.load(place + blocks * channels, mask=there, other=0.0)
-    return tl.sum(first, 0, keep_dims=True), tl.sum(second, 0, keep_dims=True)
+    return _sums(first, second)
 
 
 @triton.jit
 @no_type_check
 def _finish(
     y, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks, eps,
-    momentum, COLUMNS: tl.constexpr,
+    momentum, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Make scale and shift of the sums, and move running statistics."""
     around = tl.load(y + column).to(tl.float32)
     before_mean, before_var = tl.load(running_mean + column), tl.load(running_var + column)
     times, plus = tl.load(weight + column), tl.load(bias + column)
-    total, squares = _totals(partial, column, blocks, channels, COLUMNS)
+    total, squares = _totals(partial, column, blocks, channels, ROUNDS, COLUMNS)
     off, square = total / rows, squares / rows
     middle, spread = around + off, tl.maximum(square - off * off, 0.0)
     inverse = 1.0 / tl.sqrt(spread + eps)
@@ -109,28 +114,28 @@ def _finish(
 def sums_kernel(
     y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
     rows, channels, blocks, eps, momentum,
-    UNROLL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum columns and their squares; the last program makes scale and shift of them, and moves running statistics."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     place = tl.program_id(1)
     around = tl.load(y + column).to(tl.float32)  # of the first row: where a mean is far from zero, squares lose digits
     first, second = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(place * ROWS, rows, UNROLL * blocks * ROWS):
-        for step in tl.static_range(UNROLL):  # so many loads are under way at a time
-            row = start + step * blocks * ROWS + tl.arange(0, ROWS)[:, None]
-            there = row < rows
-            seen = tl.load(y + row.to(tl.int64) * channels + column, mask=there, other=0.0)
-            value = tl.where(there, seen.to(tl.float32) - around, 0.0)
-            first += value
-            second += value * value
+    for start in tl.range(place * ROWS, rows, blocks * ROWS, num_stages=STAGES):
+        row = rows - 1 - start - tl.arange(0, ROWS)[:, None]
+        there = row >= 0
+        seen = tl.load(y + row.to(tl.int64) * channels + column, mask=there, other=0.0)
+        value = tl.where(there, seen.to(tl.float32) - around, 0.0)
+        first += value
+        second += value * value
     here = partial + place * channels + column
-    tl.store(here, tl.sum(first, 0, keep_dims=True))
-    tl.store(here + blocks * channels, tl.sum(second, 0, keep_dims=True))
+    first, second = _sums(first, second)
+    tl.store(here, first)
+    tl.store(here + blocks * channels, second)
     if _finished(counter + tl.program_id(0), blocks):
         _finish(
             y, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
-            blocks, eps, momentum, COLUMNS,
+            blocks, eps, momentum, ROUNDS, COLUMNS,
         )  # fmt: skip
 
 
@@ -144,13 +149,13 @@ def _place_of_bits(row, across, channels, COLUMNS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _tile_from_the_end(channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Give rows, columns and number across of a program's tile; the first program has the last rows.
+def _tile(channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Give rows, columns and number across of a program's tile.
 
     All programs lie on one axis: the others end at 65,535.
     """
     wide = channels // COLUMNS
-    across, down = tl.program_id(0) % wide, (tl.num_programs(0) - 1 - tl.program_id(0)) // wide
+    across, down = tl.program_id(0) % wide, tl.program_id(0) // wide
     return down * ROWS + tl.arange(0, ROWS)[:, None], across * COLUMNS + tl.arange(0, COLUMNS)[None, :], across
 
 
@@ -161,7 +166,7 @@ def apply_kernel(
     HAS_SKIP: tl.constexpr, SKIP_IS_NORMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Normalise, add what skipped the layers, cut off what is negative."""
-    row, column, across = _tile_from_the_end(channels, ROWS, COLUMNS)
+    row, column, across = _tile(channels, ROWS, COLUMNS)
     there = row < rows
     place = row.to(tl.int64) * channels + column
     value = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
@@ -207,7 +212,7 @@ def back_sums_kernel(
     other, other_mean, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
     rows, channels, blocks,
     HAS_SECOND: tl.constexpr, MASK: tl.constexpr, KEEP: tl.constexpr, HAS_OTHER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient, and the gradient times what was normalised; the last program makes factors of dy of them."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -216,9 +221,9 @@ def back_sums_kernel(
     if HAS_OTHER:
         other_middle = tl.load(other_mean + column)
         other_product = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(tl.program_id(1) * ROWS, rows, blocks * ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        there = row < rows
+    for start in tl.range(tl.program_id(1) * ROWS, rows, blocks * ROWS, num_stages=STAGES):
+        row = rows - 1 - start - tl.arange(0, ROWS)[:, None]
+        there = row >= 0
         seen, value = _gradient(
             first, second, y, bits, scale, shift, row, column, tl.program_id(0), channels, there,
             HAS_SECOND, MASK, ROWS, COLUMNS,
@@ -236,16 +241,17 @@ def back_sums_kernel(
         if HAS_OTHER:
             other_product += value * (beside - other_middle)
     here = partial + tl.program_id(1) * channels + column
-    tl.store(here, tl.sum(total, 0, keep_dims=True))
-    tl.store(here + blocks * channels, tl.sum(product, 0, keep_dims=True))
+    total, product = _sums(total, product)
+    tl.store(here, total)
+    tl.store(here + blocks * channels, product)
     if HAS_OTHER:
         tl.store(here + 2 * blocks * channels, tl.sum(other_product, 0, keep_dims=True))
     if _finished(counter + tl.program_id(0), blocks):
-        all_of_it, times = _totals(partial, column, blocks, channels, COLUMNS)
+        all_of_it, times = _totals(partial, column, blocks, channels, ROUNDS, COLUMNS)
         tl.store(bias_gradient + column, all_of_it)
         _factors(all_of_it, times, middle, rstd, scale, weight_gradient, slope, offset, column, rows)
         if HAS_OTHER:
-            _, times = _totals(partial + blocks * channels, column, blocks, channels, COLUMNS)
+            _, times = _totals(partial + blocks * channels, column, blocks, channels, ROUNDS, COLUMNS)
             _factors(
                 all_of_it, times, other_middle, other_rstd, other_scale,
                 other_weight_gradient, other_slope, other_offset, column, rows,
@@ -270,7 +276,7 @@ def back_apply_kernel(
     MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Give the gradient of y."""
-    row, column, across = _tile_from_the_end(channels, ROWS, COLUMNS)
+    row, column, across = _tile(channels, ROWS, COLUMNS)
     there = row < rows
     seen, value = _gradient(
         gradient, gradient, y, y, scale, shift, row, column, across, channels, there, False, MASK, ROWS, COLUMNS
@@ -312,6 +318,10 @@ def _meta(tile: Tile) -> dict[str, int]:
     return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
 
 
+def _summed(tile: Tile, blocks: int) -> dict[str, int]:
+    return {"STAGES": tile.stages, "ROUNDS": triton.cdiv(blocks, AT_A_TIME.value), **_meta(tile)}
+
+
 def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     """Look at a batch, and move running statistics."""
     rows, channels = _shape(y)
@@ -320,7 +330,7 @@ def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
     sums_kernel[(channels // SUMS.columns, blocks)](
         y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
-        rows, channels, blocks, norm.eps, norm.momentum, UNROLL=UNROLL, **_meta(SUMS),
+        rows, channels, blocks, norm.eps, norm.momentum, **_summed(SUMS, blocks),
     )  # fmt: skip
     return found
 
@@ -372,7 +382,7 @@ def gradients(
     """
     rows, channels = _shape(y)
     keep = bits.numel() > 0 or second is not None
-    tile = tile_for_gradients(y.numel(), alone=not keep)
+    tile = SUMS_WITH_KEPT if keep else SUMS
     blocks = tile.blocks(rows, channels)
     kept = torch.empty_like(y) if keep else y
     numbers = torch.empty(7, channels, device=y.device, dtype=torch.float32).unbind()
@@ -384,7 +394,7 @@ def gradients(
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
         rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
-        HAS_OTHER=other is not None, **_meta(tile),
+        HAS_OTHER=other is not None, **_summed(tile, blocks),
     )  # fmt: skip
 
     def applied(to: Tensor, about: Normed, slope: Tensor, offset: Tensor) -> Tensor:
