@@ -167,7 +167,10 @@ class Bench:
         table = lr_table(self.recipe, self.steps_per_epoch)
         optimizer, rates = build_optimizer(self.recipe, self.net, self.loss, table, self.device)
         mixer = Mixer(self.recipe, len(table), self.data.num_classes, self.device)
-        parts = Parts(task, self.net, self.loss, optimizer, rates, self._feed, mixer)
+        feed = Feed(self.train)
+        if self.compiled and isinstance(self.train, Resident):
+            feed.compile(fullgraph=True, dynamic=False)
+        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer)
         watch = GateWatch(self.loss, self.samples, self.device)
         self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
 
@@ -231,13 +234,6 @@ class Bench:
         """Give the positions in the training split of every batch of an epoch, over all ranks."""
         places: Tensor = order(self.samples, self.recipe.seed, epoch, self.device)
         return tuple(places.split(self.recipe.batch_size))[: self.steps_per_epoch]
-
-    def _feed(self, *inputs: Tensor) -> Sample:
-        """Make a batch of what `batches` gives; for images that live on the device this is part of the step."""
-        if isinstance(self.train, Resident):
-            (places,) = inputs
-            return Sample(self.train.batch(places), self.train.labels[places], places)
-        return Sample(*inputs)
 
     def evaluation(self, split: str) -> Source:
         """Make a split of the run's own data ready to be looked at; "test-published" as the published code does."""
@@ -329,6 +325,25 @@ class Bench:
             raise RunError(
                 f"{name} does not fit the network and data of today; has the data changed? ({reason})"
             ) from error
+
+
+class Feed(nn.Module):
+    """Makes a batch of what `Bench.batches` gives; for images that live on the device this is part of the step.
+
+    Args:
+        source: of the training data.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, *inputs: Tensor) -> Sample:
+        """Make images, labels and positions of the inputs of a step."""
+        if isinstance(self.source, Resident):
+            (places,) = inputs
+            return Sample(self.source.batch(places), self.source.labels[places], places)
+        return Sample(*inputs)
 
 
 def _fused(model: nn.Module, device: torch.device) -> bool:

@@ -73,6 +73,12 @@ def _is_plain(part: Any) -> bool:
     )
 
 
+def _is_mean(pool: Any) -> bool:
+    """Say whether a layer is a mean over the image, at which nobody looks."""
+    usual = type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1))
+    return usual and not (pool._forward_hooks or pool._forward_pre_hooks)
+
+
 def _is_usual_norm(norm: Any) -> bool:
     if type(norm) is not nn.BatchNorm2d or norm.num_features % kernels.NARROWEST:
         return False
@@ -99,7 +105,8 @@ class FusedResNet(ResNet):  # type: ignore[misc]
             for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
                 pair = layer(pair)
         _count_batch(self)
-        logits: Tensor = self.fc(torch.flatten(self.avgpool(pair[0]), 1))
+        pooled = _Mean.apply(pair[0]) if _is_mean(self.avgpool) else self.avgpool(pair[0])
+        logits: Tensor = self.fc(torch.flatten(pooled, 1))
         return logits
 
     def _fused_now(self, x: Tensor) -> bool:
@@ -295,6 +302,21 @@ class _NormAddReLU(torch.autograd.Function):
         if ctx.other is not None:
             return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.bias.clone(), None, None
         return found.y, found.weight, found.bias, of_skip, None, None, None, None
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over an image; its gradient is spread over the image with channels last, in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor) -> Tensor:
+        ctx.size = images.shape[2:]
+        return images.mean((2, 3), keepdim=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        height, width = ctx.size
+        return kernels.spread(gradient / (height * width), height, width)
 
 
 def _affine(norm: Any) -> kernels.Affine:

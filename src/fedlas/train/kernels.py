@@ -285,6 +285,16 @@ def back_apply_kernel(
     tl.store(result + row.to(tl.int64) * channels + column, value.to(result.dtype.element_ty), mask=there)
 
 
+@triton.jit
+@no_type_check
+def spread_kernel(gradient, result, rows, channels, pixels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Give all pixels of an image the same gradient."""
+    row, column, _ = _tile(channels, ROWS, COLUMNS)
+    there = row < rows
+    value = tl.load(gradient + (row // pixels).to(tl.int64) * channels + column, mask=there, other=0.0)
+    tl.store(result + row.to(tl.int64) * channels + column, value, mask=there)
+
+
 class Normed(NamedTuple):
     """What a batch norm found out about a batch: a number for each channel."""
 
@@ -409,6 +419,20 @@ def gradients(
     if other is None or other_about is None:
         return Gradients(of_y, weight, bias, kept if keep else None, None, None)
     return Gradients(of_y, weight, bias, kept, applied(other, other_about, other_slope, other_offset), other_weight)
+
+
+def spread(gradient: Tensor, height: int, width: int) -> Tensor:
+    """Make images of one pixel larger, all of their pixels alike."""
+    count, channels = gradient.shape[:2]
+    result = torch.empty(
+        count, channels, height, width, device=gradient.device, dtype=gradient.dtype, memory_format=torch.channels_last
+    )
+    rows, _ = _shape(result)
+    tile = tile_for(channels)
+    spread_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
+        gradient.contiguous(), result, rows, channels, height * width, **_meta(tile)
+    )
+    return result
 
 
 @cache

@@ -43,7 +43,6 @@ from fedlas.train.recipe import Recipe
 DIVERGED = 1e4  # times the loss of guessing: a network that is so wrong does not come back
 WARM = 3  # eager steps before a capture: enough for compilation, autotuning and allocation
 Inputs = tuple[Tensor, ...]
-Feed = Callable[..., Sample]
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Parts:
     loss: nn.Module
     optimizer: torch.optim.Optimizer
     rates: Rates
-    feed: Feed
+    feed: nn.Module
     mixer: Mixer
 
 
@@ -113,7 +112,8 @@ class TrainStep:
 
     def _first(self, *inputs: Tensor) -> None:
         """Do the first step; what cannot be compiled runs as it is from then on."""
-        compiled = [m for m in (self.parts.net, self.parts.loss) if m._compiled_call_impl is not None]
+        parts = self.parts.feed, self.parts.net, self.parts.loss
+        compiled = [module for module in parts if module._compiled_call_impl is not None]
         put_back = self._remembered() if compiled else None
         try:
             self.eager(*inputs)
@@ -152,7 +152,7 @@ class TrainStep:
 
     def _learn(self, inputs: Inputs, share: float) -> Bool[Tensor, ""]:
         """Add the gradient of a batch, or of a part of one; say whether its loss is finite."""
-        sample = self.parts.feed(*inputs)
+        sample: Sample = self.parts.feed(*inputs)
         images, labels = self.parts.mixer(sample.images, sample.labels, self.count)
         with autocast(self.recipe.precision, self.device):
             value, output = self.parts.task(images, labels, sample.index)
