@@ -36,6 +36,7 @@ class Tile(NamedTuple):
     columns: int
     warps: int
     programs: int = 0
+    stages: int = 3  # how many loads a loop has under way, where Triton sees to that
 
     def blocks(self, rows: int, channels: int) -> int:
         """Say in how many blocks of rows columns are summed."""
@@ -57,7 +58,7 @@ def tile_for_gradients(numbers: int, *, alone: bool) -> Tile:
 
 @triton.jit
 @no_type_check
-def _finished(counter, blocks):
+def finished(counter, blocks):
     """Say whether this program is the last of its columns; the counter is then ready for the next launch."""
     tl.debug_barrier()
     ticket = tl.atomic_add(counter, 1, sem="acq_rel")
@@ -83,12 +84,11 @@ def _totals(partial, column, blocks, channels, COLUMNS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _finish(
-    y, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks, eps,
-    momentum, COLUMNS: tl.constexpr,
+def finish(
+    around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks,
+    eps, momentum, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Make scale and shift of the sums, and move running statistics."""
-    around = tl.load(y + column).to(tl.float32)
+    """Make scale and shift of the sums of what was left around some numbers, and move running statistics."""
     before_mean, before_var = tl.load(running_mean + column), tl.load(running_var + column)
     times, plus = tl.load(weight + column), tl.load(bias + column)
     total, squares = _totals(partial, column, blocks, channels, COLUMNS)
@@ -127,9 +127,9 @@ def sums_kernel(
     here = partial + place * channels + column
     tl.store(here, tl.sum(first, 0, keep_dims=True))
     tl.store(here + blocks * channels, tl.sum(second, 0, keep_dims=True))
-    if _finished(counter + tl.program_id(0), blocks):
-        _finish(
-            y, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
+    if finished(counter + tl.program_id(0), blocks):
+        finish(
+            around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
             blocks, eps, momentum, COLUMNS,
         )  # fmt: skip
 
@@ -240,7 +240,7 @@ def back_sums_kernel(
     tl.store(here + blocks * channels, tl.sum(product, 0, keep_dims=True))
     if HAS_OTHER:
         tl.store(here + 2 * blocks * channels, tl.sum(other_product, 0, keep_dims=True))
-    if _finished(counter + tl.program_id(0), blocks):
+    if finished(counter + tl.program_id(0), blocks):
         all_of_it, times = _totals(partial, column, blocks, channels, COLUMNS)
         tl.store(bias_gradient + column, all_of_it)
         _factors(all_of_it, times, middle, rstd, scale, weight_gradient, slope, offset, column, rows)
@@ -265,6 +265,19 @@ def _factors(total, product, middle, rstd, scale, weight_gradient, slope, offset
 
 @triton.jit
 @no_type_check
+def gradient_of_y(
+    gradient, y, scale, shift, slope, offset, row, column, across, channels, there,
+    MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Give the gradient of a tile of y."""
+    seen, value = _gradient(
+        gradient, gradient, y, y, scale, shift, row, column, across, channels, there, False, MASK, ROWS, COLUMNS
+    )
+    return value * tl.load(scale + column) + seen * tl.load(slope + column) + tl.load(offset + column)
+
+
+@triton.jit
+@no_type_check
 def back_apply_kernel(
     gradient, y, scale, shift, slope, offset, result, rows, channels,
     MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -272,10 +285,9 @@ def back_apply_kernel(
     """Give the gradient of y."""
     row, column, across = _tile_from_the_end(channels, ROWS, COLUMNS)
     there = row < rows
-    seen, value = _gradient(
-        gradient, gradient, y, y, scale, shift, row, column, across, channels, there, False, MASK, ROWS, COLUMNS
+    value = gradient_of_y(
+        gradient, y, scale, shift, slope, offset, row, column, across, channels, there, MASK, ROWS, COLUMNS
     )
-    value = value * tl.load(scale + column) + seen * tl.load(slope + column) + tl.load(offset + column)
     tl.store(result + row.to(tl.int64) * channels + column, value.to(result.dtype.element_ty), mask=there)
 
 
@@ -299,7 +311,8 @@ class Affine(NamedTuple):
     momentum: float
 
 
-def _shape(y: Tensor) -> tuple[int, int]:
+def shape_of(y: Tensor) -> tuple[int, int]:
+    """Give rows and columns of images as a matrix."""
     count, channels, height, width = y.shape
     if not y.is_contiguous(memory_format=torch.channels_last) or channels % NARROWEST:
         raise ValueError(f"images of {tuple(y.shape)} need channels last in memory, a multiple of {NARROWEST} of them")
@@ -308,19 +321,20 @@ def _shape(y: Tensor) -> tuple[int, int]:
     return count * height * width, channels
 
 
-def _meta(tile: Tile) -> dict[str, int]:
-    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
+def meta(tile: Tile) -> dict[str, int]:
+    """Give a tile as what kernels are compiled for."""
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     """Look at a batch, and move running statistics."""
-    rows, channels = _shape(y)
+    rows, channels = shape_of(y)
     blocks = SUMS.blocks(rows, channels)
     found = Normed(*torch.empty(4, channels, device=y.device, dtype=torch.float32).unbind())
     partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
     sums_kernel[(channels // SUMS.columns, blocks)](
         y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
-        rows, channels, blocks, norm.eps, norm.momentum, UNROLL=UNROLL, **_meta(SUMS),
+        rows, channels, blocks, norm.eps, norm.momentum, UNROLL=UNROLL, **meta(SUMS),
     )  # fmt: skip
     return found
 
@@ -331,16 +345,66 @@ def activation(y: Tensor, about: Normed, skip: Tensor | None, skip_about: Normed
     Returns:
         The result, and, where something was added, a bit for each number that was cut off.
     """
-    rows, channels = _shape(y)
+    rows, channels = shape_of(y)
     tile = tile_for(channels)
     z = torch.empty_like(y)
     bits = torch.empty(0 if skip is None else y.numel() // 8, device=y.device, dtype=torch.uint8)
     other = skip_about or about
     apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
         y, about.scale, about.shift, y if skip is None else skip, other.scale, other.shift, z, bits, rows, channels,
-        HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_about is not None, **_meta(tile),
+        HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_about is not None, **meta(tile),
     )  # fmt: skip
     return z, bits
+
+
+class GradientSums(NamedTuple):
+    """What the first pass back through a batch norm found, and what its second pass needs.
+
+    Attributes:
+        gradient: of z, or, where two of them met or something was added before the ReLU, of what the ReLU was given.
+        mask: what tells where it is cut off, "y" or "none".
+        weight: gradient of the norm's weight.
+        bias: gradient of its bias.
+        slope: b of dy = scale · gradient + b · y + c.
+        offset: c of it.
+        other_weight: the same, of the norm whose result was added, if there was one.
+        other_slope: the same.
+        other_offset: the same.
+    """
+
+    gradient: Tensor
+    mask: str
+    weight: Tensor
+    bias: Tensor
+    slope: Tensor
+    offset: Tensor
+    other_weight: Tensor
+    other_slope: Tensor
+    other_offset: Tensor
+
+
+def gradient_sums(
+    first: Tensor, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
+    other: Tensor | None = None, other_about: Normed | None = None,
+) -> GradientSums:  # fmt: skip
+    """Do the first pass back; arguments are those of `gradients`."""
+    rows, channels = shape_of(y)
+    keep = bits.numel() > 0 or second is not None
+    tile = tile_for_gradients(y.numel(), alone=not keep)
+    blocks = tile.blocks(rows, channels)
+    kept = torch.empty_like(y) if keep else y
+    numbers = torch.empty(7, channels, device=y.device, dtype=torch.float32).unbind()
+    weight, bias, slope, offset, other_weight, other_slope, other_offset = numbers
+    partial = torch.empty(2 if other is None else 3, blocks, channels, device=y.device, dtype=torch.float32)
+    beside = other_about or about
+    back_sums_kernel[(channels // tile.columns, blocks)](
+        first, first if second is None else second, y, bits, kept, about.scale, about.shift,
+        about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
+        y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
+        rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
+        HAS_OTHER=other is not None, **meta(tile),
+    )  # fmt: skip
+    return GradientSums(kept if keep else first, "none" if keep else "y", *numbers)
 
 
 class Gradients(NamedTuple):
@@ -370,35 +434,22 @@ def gradients(
         other: what was normalised and added, if anything was.
         other_about: what was found out about it.
     """
-    rows, channels = _shape(y)
-    keep = bits.numel() > 0 or second is not None
-    tile = tile_for_gradients(y.numel(), alone=not keep)
-    blocks = tile.blocks(rows, channels)
-    kept = torch.empty_like(y) if keep else y
-    numbers = torch.empty(7, channels, device=y.device, dtype=torch.float32).unbind()
-    weight, bias, slope, offset, other_weight, other_slope, other_offset = numbers
-    partial = torch.empty(2 if other is None else 3, blocks, channels, device=y.device, dtype=torch.float32)
-    beside = other_about or about
-    back_sums_kernel[(channels // tile.columns, blocks)](
-        first, first if second is None else second, y, bits, kept, about.scale, about.shift,
-        about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
-        y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
-        rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
-        HAS_OTHER=other is not None, **_meta(tile),
-    )  # fmt: skip
+    rows, channels = shape_of(y)
+    sums = gradient_sums(first, second, y, bits, about, counter, other, other_about)
 
     def applied(to: Tensor, about: Normed, slope: Tensor, offset: Tensor) -> Tensor:
         tile, result = tile_for(channels), torch.empty_like(to)
         back_apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
-            kept if keep else first, to, about.scale, about.shift, slope, offset, result, rows, channels,
-            MASK="none" if keep else "y", **_meta(tile),
+            sums.gradient, to, about.scale, about.shift, slope, offset, result, rows, channels,
+            MASK=sums.mask, **meta(tile),
         )  # fmt: skip
         return result
 
-    of_y = applied(y, about, slope, offset)
+    of_y = applied(y, about, sums.slope, sums.offset)
     if other is None or other_about is None:
-        return Gradients(of_y, weight, bias, kept if keep else None, None, None)
-    return Gradients(of_y, weight, bias, kept, applied(other, other_about, other_slope, other_offset), other_weight)
+        return Gradients(of_y, sums.weight, sums.bias, sums.gradient if sums.mask == "none" else None, None, None)
+    of_other = applied(other, other_about, sums.other_slope, sums.other_offset)
+    return Gradients(of_y, sums.weight, sums.bias, sums.gradient, of_other, sums.other_weight)
 
 
 @cache
