@@ -309,7 +309,9 @@ class _Stem(torch.autograd.Function):
     """z = relu(norm(convolution of images)), given twice; images have no gradient, and y's is never written."""
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d) -> Pair:
+    def forward(  # noqa: PLR0917
+        ctx: Any, images: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d
+    ) -> Pair:
         del weight, bias  # they are the norm's own
         y, about = stem.convolve(images, filters, _affine(norm), _counter(norm))
         z, bits = kernels.activation(y, about, None, None)
