@@ -51,7 +51,7 @@ def test_used_for_narrow_numbers_and_three_channels_alone(found):
 
 def test_in_a_narrow_type_nothing_is_lost_but_by_rounding(found):
     for part, far in found["narrow"].items():
-        assert far < 2e-3, part  # float16 has eleven bits
+        assert far < 8 * 2**-10, part  # as on a GPU: some bits of float16, and where the ReLU cuts off
 
 
 def test_a_step_with_them_is_as_exact_as_one_without(found):

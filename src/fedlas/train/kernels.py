@@ -407,6 +407,17 @@ def gradient_sums(
     return GradientSums(kept if keep else first, "none" if keep else "y", *numbers)
 
 
+def gradient_applied(sums: GradientSums, y: Tensor, about: Normed, slope: Tensor, offset: Tensor) -> Tensor:
+    """Do the second pass back, to what was normalised."""
+    rows, channels = shape_of(y)
+    tile, result = tile_for(channels), torch.empty_like(y)
+    back_apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
+        sums.gradient, y, about.scale, about.shift, slope, offset, result, rows, channels,
+        MASK=sums.mask, **meta(tile),
+    )  # fmt: skip
+    return result
+
+
 class Gradients(NamedTuple):
     """What comes back through a batch norm with sum and ReLU."""
 
@@ -434,21 +445,11 @@ def gradients(
         other: what was normalised and added, if anything was.
         other_about: what was found out about it.
     """
-    rows, channels = shape_of(y)
     sums = gradient_sums(first, second, y, bits, about, counter, other, other_about)
-
-    def applied(to: Tensor, about: Normed, slope: Tensor, offset: Tensor) -> Tensor:
-        tile, result = tile_for(channels), torch.empty_like(to)
-        back_apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
-            sums.gradient, to, about.scale, about.shift, slope, offset, result, rows, channels,
-            MASK=sums.mask, **meta(tile),
-        )  # fmt: skip
-        return result
-
-    of_y = applied(y, about, sums.slope, sums.offset)
+    of_y = gradient_applied(sums, y, about, sums.slope, sums.offset)
     if other is None or other_about is None:
         return Gradients(of_y, sums.weight, sums.bias, sums.gradient if sums.mask == "none" else None, None, None)
-    of_other = applied(other, other_about, sums.other_slope, sums.other_offset)
+    of_other = gradient_applied(sums, other, other_about, sums.other_slope, sums.other_offset)
     return Gradients(of_y, sums.weight, sums.bias, sums.gradient, of_other, sums.other_weight)
 
 
