@@ -6,8 +6,8 @@
 
 What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
 in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another;
-on a GPU those gradients are computed on a second stream, beside the passes of the norms. A first convolution of 3 x 3 on
-three channels in narrow numbers has kernels of its own (`stem`).
+on a GPU those gradients are computed on a second stream, beside the passes of the norms. A first convolution of 3 x 3
+on three channels in narrow numbers has kernels of its own (`stem`).
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
