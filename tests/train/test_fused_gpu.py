@@ -10,11 +10,12 @@ from runs_of import short
 from fedlas.models import build_model
 
 pytest.importorskip("triton")
-from fused_case import compared, network, outcome
+import stem_case
+from fused_case import compared, distance, network, outcome
 from test_train_gpu import pytestmark, tensors, trained
 
 from fedlas.train import fused as fused_module
-from fedlas.train import kernels
+from fedlas.train import kernels, stem
 from fedlas.train.fused import FusedResNet, fuse
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
@@ -95,6 +96,37 @@ def test_gradients_of_weights_beside_the_rest_are_those_after_it(name, monkeypat
         for _ in range(5):
             for part, value in in_bf16(copy.deepcopy(model), images)["gradients"].items():
                 assert torch.equal(value, one_by_one[part]), part
+
+
+@pytest.mark.parametrize("count", [3, 128, 512])
+def test_a_step_with_the_kernels_of_the_first_layer_is_one_without(count, monkeypatch):
+    model = build_model("resnet18_cifar", 10).to("cuda", memory_format=torch.channels_last)
+    assert fuse(model)
+    images, asked = images_of(count), []
+    convolve = stem.convolve
+    monkeypatch.setattr(stem, "convolve", lambda *given: asked.append(1) or convolve(*given))
+    ours = in_bf16(copy.deepcopy(model), images)
+    assert asked == [1]
+    monkeypatch.setattr(stem, "fits", lambda *_: False)
+    usual = in_bf16(copy.deepcopy(model), images)
+    assert asked == [1]
+    # One number of y that is rounded the other way is carried on by all layers, and by few images further.
+    for part, bound in {"logits": 0.02, "gradients": 0.02 if count > 3 else 0.1, "buffers": 0.01}.items():
+        far = sum((ours[part][name] - right).norm().item() for name, right in usual[part].items())
+        assert far < bound * sum(right.norm().item() for right in usual[part].values()), part
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5, 7, 64), (64, 32, 32, 64), (40, 31, 33, 128)])
+def test_the_first_layer_is_as_exact_as_its_type_and_gives_equal_bits(shape, twice, dtype):
+    given = stem_case.layer(shape, "cuda")
+    given = {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
+    right = stem_case.by_torch({name: one.double() for name, one in given.items()}, twice=twice)
+    found, again = (stem_case.by_kernels(given, twice=twice) for _ in range(2))
+    for part, value in found.items():
+        assert torch.equal(value, again[part]), part
+        assert distance({"": value}, {"": right[part]}) < 8 * torch.finfo(dtype).eps, part
 
 
 def test_more_rows_than_an_axis_has_programs():

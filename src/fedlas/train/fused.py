@@ -6,7 +6,8 @@
 
 What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
 in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another;
-on a GPU those gradients are computed on a second stream, beside the passes of the norms.
+on a GPU those gradients are computed on a second stream, beside the passes of the norms. A first convolution of 3 x 3
+on three channels in narrow numbers has kernels of its own (`stem`).
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedlas.train import kernels
+from fedlas.train import kernels, stem
 
 Pair = tuple[Tensor, Tensor]
 HEAD = ("avgpool", "fc")  # what computes as it always did
@@ -98,7 +99,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         if not self._fused_now(x):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
         with _narrow_weights(self, x):
-            pair: Pair = _norm(_convolve(self.conv1, x), self.bn1)
+            pair = _first(self.conv1, self.bn1, x)
             if not isinstance(self.maxpool, nn.Identity):
                 pooled = self.maxpool(pair[0]).contiguous(memory_format=torch.channels_last)
                 pair = pooled, pooled
@@ -171,6 +172,17 @@ def _count_batch(model: nn.Module) -> None:
     named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)]
     counts: Any = [layer.num_batches_tracked for name, layer in named if name.partition(".")[0] not in HEAD]
     torch._foreach_add_(counts, 1)
+
+
+def _first(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Pair:
+    """Do the first convolution and its norm, in few kernels where they are of the usual kind for small images."""
+    about = layer.stride, layer.padding, layer.dilation, layer.groups
+    usual = about == ((1, 1), (1, 1), (1, 1), 1) and stem.fits(images, layer.narrow)
+    if not usual or images.requires_grad or layer.narrow.dtype == torch.float32:  # whose products would be rounded
+        return _norm(_convolve(layer, images), norm)
+    narrow = images.to(layer.narrow.dtype)
+    pair: Pair = _Stem.apply(narrow, layer.narrow, norm.weight, norm.bias, norm)
+    return pair
 
 
 def _convolve(layer: Any, images: Tensor) -> Tensor:
@@ -294,10 +306,7 @@ class _NormAddReLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         y, bits, skip = ctx.saved_tensors
-        layout = torch.channels_last
-        first, *more = [one.contiguous(memory_format=layout) for one in given if one is not None]
-        second = more[0] if more else None
-        found = kernels.gradients(first, second, y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
+        found = kernels.gradients(*_of_both_uses(given), y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
         of_skip = found.skip if ctx.has_skip else None
         if ctx.other is not None:
             return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.bias.clone(), None, None
@@ -317,6 +326,38 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         height, width = ctx.size
         return kernels.spread(gradient / (height * width), height, width)
+
+
+class _Stem(torch.autograd.Function):
+    """z = relu(norm(convolution of images)), given twice; images have no gradient, and y's is never written."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any, images: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d
+    ) -> Pair:
+        del weight, bias  # they are the norm's own
+        y, about = stem.convolve(images, filters, _affine(norm), _counter(norm))
+        z, bits = kernels.activation(y, about, None, None)
+        ctx.save_for_backward(images, filters, y, bits)
+        ctx.about, ctx.norm = about, norm
+        ctx.set_materialize_grads(False)
+        return z, z.view_as(z)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+        images, filters, y, bits = ctx.saved_tensors
+        sums = kernels.gradient_sums(*_of_both_uses(given), y, bits, ctx.about, _counter(ctx.norm))
+        # Nothing comes after it that could run meanwhile, so it is not put behind what the second stream has to do.
+        learns = ctx.needs_input_grad[1]
+        of_filters = stem.gradient_of_filters(images, filters, y, ctx.about, sums) if learns else None
+        return None, of_filters, sums.weight, sums.bias, None
+
+
+def _of_both_uses(given: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+    """Give the gradients of z that there are, one or two."""
+    first, *more = [one.contiguous(memory_format=torch.channels_last) for one in given if one is not None]
+    return first, more[0] if more else None
 
 
 def _affine(norm: Any) -> kernels.Affine:

@@ -55,7 +55,7 @@ def tile_for(channels: int) -> Tile:
 
 @triton.jit
 @no_type_check
-def _finished(counter, blocks):
+def finished(counter, blocks):
     """Say whether this program is the last of its columns; the counter is then ready for the next launch."""
     tl.debug_barrier()
     ticket = tl.atomic_add(counter, 1, sem="acq_rel")
@@ -88,12 +88,11 @@ def _totals(partial, column, blocks, channels, ROUNDS: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 @no_type_check
-def _finish(
-    y, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks, eps,
-    momentum, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
+def finish(
+    around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks,
+    eps, momentum, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Make scale and shift of the sums, and move running statistics."""
-    around = tl.load(y + column).to(tl.float32)
+    """Make scale and shift of the sums of what was left around some numbers, and move running statistics."""
     before_mean, before_var = tl.load(running_mean + column), tl.load(running_var + column)
     times, plus = tl.load(weight + column), tl.load(bias + column)
     total, squares = _totals(partial, column, blocks, channels, ROUNDS, COLUMNS)
@@ -132,9 +131,9 @@ def sums_kernel(
     first, second = _sums(first, second)
     tl.store(here, first)
     tl.store(here + blocks * channels, second)
-    if _finished(counter + tl.program_id(0), blocks):
-        _finish(
-            y, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
+    if finished(counter + tl.program_id(0), blocks):
+        finish(
+            around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
             blocks, eps, momentum, ROUNDS, COLUMNS,
         )  # fmt: skip
 
@@ -246,7 +245,7 @@ def back_sums_kernel(
     tl.store(here + blocks * channels, product)
     if HAS_OTHER:
         tl.store(here + 2 * blocks * channels, tl.sum(other_product, 0, keep_dims=True))
-    if _finished(counter + tl.program_id(0), blocks):
+    if finished(counter + tl.program_id(0), blocks):
         all_of_it, times = _totals(partial, column, blocks, channels, ROUNDS, COLUMNS)
         tl.store(bias_gradient + column, all_of_it)
         _factors(all_of_it, times, middle, rstd, scale, weight_gradient, slope, offset, column, rows)
@@ -271,6 +270,19 @@ def _factors(total, product, middle, rstd, scale, weight_gradient, slope, offset
 
 @triton.jit
 @no_type_check
+def gradient_of_y(
+    gradient, y, scale, shift, slope, offset, row, column, across, channels, there,
+    MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Give the gradient of a tile of y."""
+    seen, value = _gradient(
+        gradient, gradient, y, y, scale, shift, row, column, across, channels, there, False, MASK, ROWS, COLUMNS
+    )
+    return value * tl.load(scale + column) + seen * tl.load(slope + column) + tl.load(offset + column)
+
+
+@triton.jit
+@no_type_check
 def back_apply_kernel(
     gradient, y, scale, shift, slope, offset, result, rows, channels,
     MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -278,10 +290,9 @@ def back_apply_kernel(
     """Give the gradient of y."""
     row, column, across = _tile(channels, ROWS, COLUMNS)
     there = row < rows
-    seen, value = _gradient(
-        gradient, gradient, y, y, scale, shift, row, column, across, channels, there, False, MASK, ROWS, COLUMNS
+    value = gradient_of_y(
+        gradient, y, scale, shift, slope, offset, row, column, across, channels, there, MASK, ROWS, COLUMNS
     )
-    value = value * tl.load(scale + column) + seen * tl.load(slope + column) + tl.load(offset + column)
     tl.store(result + row.to(tl.int64) * channels + column, value.to(result.dtype.element_ty), mask=there)
 
 
@@ -315,7 +326,8 @@ class Affine(NamedTuple):
     momentum: float
 
 
-def _shape(y: Tensor) -> tuple[int, int]:
+def shape_of(y: Tensor) -> tuple[int, int]:
+    """Give rows and columns of images as a matrix."""
     count, channels, height, width = y.shape
     if not y.is_contiguous(memory_format=torch.channels_last) or channels % NARROWEST:
         raise ValueError(f"images of {tuple(y.shape)} need channels last in memory, a multiple of {NARROWEST} of them")
@@ -324,23 +336,21 @@ def _shape(y: Tensor) -> tuple[int, int]:
     return count * height * width, channels
 
 
-def _meta(tile: Tile) -> dict[str, int]:
-    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
-
-
-def _summed(tile: Tile, blocks: int) -> dict[str, int]:
-    return {"STAGES": tile.stages, "ROUNDS": triton.cdiv(blocks, AT_A_TIME.value), **_meta(tile)}
+def meta(tile: Tile, blocks: int | None = None) -> dict[str, int]:
+    """Give a tile as what kernels are compiled for; where blocks of rows are added up, in how many rounds."""
+    rounds = {} if blocks is None else {"ROUNDS": triton.cdiv(blocks, AT_A_TIME.value)}
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages, **rounds}
 
 
 def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     """Look at a batch, and move running statistics."""
-    rows, channels = _shape(y)
+    rows, channels = shape_of(y)
     blocks = SUMS.blocks(rows, channels)
     found = Normed(*torch.empty(4, channels, device=y.device, dtype=torch.float32).unbind())
     partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
     sums_kernel[(channels // SUMS.columns, blocks)](
         y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
-        rows, channels, blocks, norm.eps, norm.momentum, **_summed(SUMS, blocks),
+        rows, channels, blocks, norm.eps, norm.momentum, STAGES=SUMS.stages, **meta(SUMS, blocks),
     )  # fmt: skip
     return found
 
@@ -351,16 +361,77 @@ def activation(y: Tensor, about: Normed, skip: Tensor | None, skip_about: Normed
     Returns:
         The result, and, where something was added, a bit for each number that was cut off.
     """
-    rows, channels = _shape(y)
+    rows, channels = shape_of(y)
     tile = tile_for(channels)
     z = torch.empty_like(y)
     bits = torch.empty(0 if skip is None else y.numel() // 8, device=y.device, dtype=torch.uint8)
     other = skip_about or about
     apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
         y, about.scale, about.shift, y if skip is None else skip, other.scale, other.shift, z, bits, rows, channels,
-        HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_about is not None, **_meta(tile),
+        HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_about is not None, **meta(tile),
     )  # fmt: skip
     return z, bits
+
+
+class GradientSums(NamedTuple):
+    """What the first pass back through a batch norm found, and what its second pass needs.
+
+    Attributes:
+        gradient: of z, or, where two of them met or something was added before the ReLU, of what the ReLU was given.
+        mask: what tells where it is cut off, "y" or "none".
+        weight: gradient of the norm's weight.
+        bias: gradient of its bias.
+        slope: b of dy = scale · gradient + b · y + c.
+        offset: c of it.
+        other_weight: the same, of the norm whose result was added, if there was one.
+        other_slope: the same.
+        other_offset: the same.
+    """
+
+    gradient: Tensor
+    mask: str
+    weight: Tensor
+    bias: Tensor
+    slope: Tensor
+    offset: Tensor
+    other_weight: Tensor
+    other_slope: Tensor
+    other_offset: Tensor
+
+
+def gradient_sums(
+    first: Tensor, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
+    other: Tensor | None = None, other_about: Normed | None = None,
+) -> GradientSums:  # fmt: skip
+    """Do the first pass back; arguments are those of `gradients`."""
+    rows, channels = shape_of(y)
+    keep = bits.numel() > 0 or second is not None
+    tile = SUMS_WITH_KEPT if keep else SUMS
+    blocks = tile.blocks(rows, channels)
+    kept = torch.empty_like(y) if keep else y
+    numbers = torch.empty(7, channels, device=y.device, dtype=torch.float32).unbind()
+    weight, bias, slope, offset, other_weight, other_slope, other_offset = numbers
+    partial = torch.empty(2 if other is None else 3, blocks, channels, device=y.device, dtype=torch.float32)
+    beside = other_about or about
+    back_sums_kernel[(channels // tile.columns, blocks)](
+        first, first if second is None else second, y, bits, kept, about.scale, about.shift,
+        about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
+        y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
+        rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
+        HAS_OTHER=other is not None, STAGES=tile.stages, **meta(tile, blocks),
+    )  # fmt: skip
+    return GradientSums(kept if keep else first, "none" if keep else "y", *numbers)
+
+
+def gradient_applied(sums: GradientSums, y: Tensor, about: Normed, slope: Tensor, offset: Tensor) -> Tensor:
+    """Do the second pass back, to what was normalised."""
+    rows, channels = shape_of(y)
+    tile, result = tile_for(channels), torch.empty_like(y)
+    back_apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
+        sums.gradient, y, about.scale, about.shift, slope, offset, result, rows, channels,
+        MASK=sums.mask, **meta(tile),
+    )  # fmt: skip
+    return result
 
 
 class Gradients(NamedTuple):
@@ -390,35 +461,12 @@ def gradients(
         other: what was normalised and added, if anything was.
         other_about: what was found out about it.
     """
-    rows, channels = _shape(y)
-    keep = bits.numel() > 0 or second is not None
-    tile = SUMS_WITH_KEPT if keep else SUMS
-    blocks = tile.blocks(rows, channels)
-    kept = torch.empty_like(y) if keep else y
-    numbers = torch.empty(7, channels, device=y.device, dtype=torch.float32).unbind()
-    weight, bias, slope, offset, other_weight, other_slope, other_offset = numbers
-    partial = torch.empty(2 if other is None else 3, blocks, channels, device=y.device, dtype=torch.float32)
-    beside = other_about or about
-    back_sums_kernel[(channels // tile.columns, blocks)](
-        first, first if second is None else second, y, bits, kept, about.scale, about.shift,
-        about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
-        y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
-        rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
-        HAS_OTHER=other is not None, **_summed(tile, blocks),
-    )  # fmt: skip
-
-    def applied(to: Tensor, about: Normed, slope: Tensor, offset: Tensor) -> Tensor:
-        tile, result = tile_for(channels), torch.empty_like(to)
-        back_apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
-            kept if keep else first, to, about.scale, about.shift, slope, offset, result, rows, channels,
-            MASK="none" if keep else "y", **_meta(tile),
-        )  # fmt: skip
-        return result
-
-    of_y = applied(y, about, slope, offset)
+    sums = gradient_sums(first, second, y, bits, about, counter, other, other_about)
+    of_y = gradient_applied(sums, y, about, sums.slope, sums.offset)
     if other is None or other_about is None:
-        return Gradients(of_y, weight, bias, kept if keep else None, None, None)
-    return Gradients(of_y, weight, bias, kept, applied(other, other_about, other_slope, other_offset), other_weight)
+        return Gradients(of_y, sums.weight, sums.bias, sums.gradient if sums.mask == "none" else None, None, None)
+    of_other = gradient_applied(sums, other, other_about, sums.other_slope, sums.other_offset)
+    return Gradients(of_y, sums.weight, sums.bias, sums.gradient, of_other, sums.other_weight)
 
 
 def spread(gradient: Tensor, height: int, width: int) -> Tensor:
@@ -427,10 +475,10 @@ def spread(gradient: Tensor, height: int, width: int) -> Tensor:
     result = torch.empty(
         count, channels, height, width, device=gradient.device, dtype=gradient.dtype, memory_format=torch.channels_last
     )
-    rows, _ = _shape(result)
+    rows, _ = shape_of(result)
     tile = tile_for(channels)
     spread_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
-        gradient.contiguous(), result, rows, channels, height * width, **_meta(tile)
+        gradient.contiguous(), result, rows, channels, height * width, **meta(tile)
     )
     return result
 

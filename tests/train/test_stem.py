@@ -1,0 +1,59 @@
+"""The kernels of a first layer compute what torch's layers do; here in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from stem_case import SHAPES
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Run the comparison in a process of its own: Triton decides on import whether it interprets."""
+    case = Path(__file__).with_name("stem_case.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, case, "cpu"], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("uses", ["once", "twice"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_gradients_and_running_statistics_are_as_exact_as_torchs(found, shape, uses):
+    for part, (ours, usual) in found["shapes"][f"{shape}, {uses}"].items():
+        assert ours < max(1e-4, 3 * usual), part
+
+
+def test_a_mean_far_from_zero_costs_few_digits(found):
+    for part, (ours, usual) in found["shapes"]["far from zero"].items():
+        assert ours < max(1e-5, 3 * usual), part
+
+
+def test_a_running_mean_that_is_no_number_spoils_no_batch(found):
+    assert found["lost statistics"]
+
+
+def test_used_for_narrow_numbers_and_three_channels_alone(found):
+    used = {name for name, asked in found["used"].items() if asked}
+    assert used == {"usual", "float16", "frozen", "all frozen", "pooling"}
+    assert found["used"].keys() - used == {
+        "float32", "images that learn", "images with channels first", "filters with channels first", "a stride",
+        "one channel", "5 x 5",
+    }  # fmt: skip
+
+
+def test_in_a_narrow_type_nothing_is_lost_but_by_rounding(found):
+    for part, far in found["narrow"].items():
+        assert far < 8 * 2**-10, part  # as on a GPU: some bits of float16, and where the ReLU cuts off
+
+
+def test_a_step_with_them_is_as_exact_as_one_without(found):
+    for part, (ours, usual) in found["step"].items():
+        assert ours < 1.3 * usual, part
