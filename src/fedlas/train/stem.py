@@ -30,8 +30,8 @@ from fedlas.train.kernels import (
 )
 
 WINDOW = (3, 3, 3)  # channels, height and width of what a pixel looks at
-FORWARD = Tile(128, 64, 8, 264, stages=3)
-BACKWARD = Tile(64, 64, 4, 264, stages=3)
+FORWARD = Tile(256, 64, 8, 264, stages=3)
+BACKWARD = Tile(128, 64, 4, 264, stages=2)
 
 
 @triton.jit
