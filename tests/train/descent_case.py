@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from fedlas.train import recipe_for
+from fedlas.train import descent, recipe_for
 from fedlas.train.bench import Bench
-from fedlas.train.descent import WIDEST, tally
+from fedlas.train.descent import PROGRAMS, WIDEST, tally
 from fedlas.train.meters import Meter
 from fedlas.train.optim import memory_of, parameters_of
+from fedlas.train.precision import machine
 
+FEW = 2  # programs, so that each of them looks at several tiles of a small network
 Change = Callable[[Bench, int], object]
 SMALL = {
     "epochs": 2,
@@ -63,6 +65,7 @@ def without_one_gradient(bench: Bench, step: int) -> None:
 
 CASES: dict[str, tuple[dict[str, Any], Change]] = {
     "usual": ({}, nothing),
+    "few programs": ({}, nothing),
     "plain": ({"nesterov": False, "clip": None}, nothing),
     "nesterov": ({"nesterov": True, "clip": 0.5, "decay_all": False}, nothing),
     "clips the gate": ({"clip": 0.1, "clip_loss": True, "gate_lr_factor": 0.3, "gate_weight_decay": 0.01}, nothing),
@@ -77,18 +80,19 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
 }
 
 
-def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int = 6) -> Bench:
+def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Bench:
     """Take some steps with a network of odd sizes."""
     recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
-    bench = Bench(recipe, torch.device(device), capture=False)
-    if not ours:
-        bench.step.parts.descent = bench.step.meter.tally = None
-    bench.ready = []
-    bench.net.train()
-    for step, inputs in enumerate([*bench.batches(0), *bench.batches(1)][:count]):
-        change(bench, step)
-        bench.step(*inputs)
-        bench.ready.append(ours and bench.step.parts.descent.ready)
+    with machine(recipe, torch.device(device)):
+        bench: Any = Bench(recipe, torch.device(device), capture=False)
+        if not ours:
+            bench.step.parts.descent = bench.step.meter.tally = None
+        bench.ready = []
+        bench.net.train()
+        for step, inputs in enumerate([*bench.batches(0), *bench.batches(1)][:count]):
+            change(bench, step)
+            bench.step(*inputs)
+            bench.ready.append(ours and bench.step.parts.descent.ready)
     return bench
 
 
@@ -126,10 +130,11 @@ def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     return worst
 
 
-def compared(case: str, device: str) -> dict[str, Any]:
+def compared(case: str, device: str, count: int = 4) -> dict[str, Any]:
     """Compare the kernels with torch."""
     changes, change = CASES[case]
-    ours, torchs = (trained(changes, device, change, ours=which) for which in (True, False))
+    descent.PROGRAMS = FEW if case == "few programs" else PROGRAMS
+    ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
     mine, theirs = numbers(ours), numbers(torchs)
     return {
         "taken": ours.step.parts.descent is not None,

@@ -47,8 +47,8 @@ def test_steps_are_those_of_torch(found, case):
 
 
 def test_steps_that_lack_a_gradient_are_left_to_torch(found):
-    assert found["a gradient is missing"]["steps"] == [True, False, False, True, True, True]
-    assert found["usual"]["steps"] == [True] * 6
+    assert found["a gradient is missing"]["steps"] == [True, False, False, True]
+    assert found["usual"]["steps"] == [True] * 4
 
 
 def test_right_answers_are_those_of_torch(found):
@@ -161,7 +161,7 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     ours = Bench(recipe, CPU)
     descends = ours.step.parts.descent
-    assert ours.net.model.slots is descends.slots
+    assert ours.net.model.gradient_slots is descends.slots
     assert ours.step.meter.tally is descent.tally
     other = Bench(recipe.replace(seed=5), CPU, before=ours)
     assert other.step.parts.descent is descends
@@ -170,5 +170,5 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     with_adam = Bench(recipe.replace(optimizer="adamw", lr=0.001), CPU, before=ours)
     assert with_adam.net is ours.net
     assert with_adam.step.parts.descent is None
-    assert not with_adam.net.model.slots
+    assert not with_adam.net.model.gradient_slots
     assert Bench(recipe.replace(compile=False), CPU).step.parts.descent is None

@@ -178,8 +178,8 @@ class Bench:
         made = None
         if self.world == 1 and (self.compiled or (self.recipe.compile and os.environ.get("TRITON_INTERPRET") == "1")):
             made = _descent_for(self.recipe, self.loss, optimizer, rates)
-        if hasattr(model, "slots"):
-            model.slots = {} if made is None else made.slots
+        if hasattr(model, "gradient_slots"):
+            model.gradient_slots = {} if made is None else made.slots
         return made
 
     def _take_over(self, before: "Bench", loss: AbstractLoss) -> None:

@@ -141,7 +141,8 @@ def tally_kernel(
     own = tl.load(start + label * across, mask=known, other=0.0).to(tl.float32)
     there = (row < rows) & (column < classes)
     other = tl.load(start + column * across, mask=there, other=-float("inf")).to(tl.float32)
-    first, is_nan, own_is_nan = column < label, other != other, own != own
+    first = column < label
+    is_nan, own_is_nan = other != other, own != own  # noqa: PLR0124
     ahead = tl.where(own_is_nan, is_nan & first, is_nan | (other > own) | ((other == own) & first))
     hits = known & (tl.sum(ahead.to(tl.int32), 1, keep_dims=True) == 0)
     tl.atomic_add(correct, tl.sum(hits.to(tl.int32)).to(tl.float64))  # whole numbers: no order changes their sum
@@ -273,12 +274,12 @@ class Descent:
         norm_kernel[(min(PROGRAMS, tiles),)](
             self.flat, self.partial, self.counter, fine, table, self.rates.factors, self.rates.now, self.scales, count,
             first_bad, self.skip, steps, norms, self.net // TILE, tiles, len(table), groups,
-            groups if recipe.clip_loss else self.groups_of_net, recipe.clip or 0.0,
+            groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
             CLIPS=recipe.clip is not None, TOGETHER=recipe.clip_loss, GROUPS=triton.next_power_of_2(groups),
             TILE=TILE, PROGRAMS=PROGRAMS, num_warps=8,
         )  # fmt: skip
         sgd_kernel[(len(self.blocks),)](
-            self.flat, self.blocks, self.scales, self.rates.now, self.decays, self.skip, recipe.momentum,
+            self.flat, self.blocks, self.scales, self.rates.now, self.decays, self.skip, float(recipe.momentum),
             HAS_MEMORY=recipe.momentum > 0, NESTEROV=recipe.nesterov, BLOCK=BLOCK, COLUMNS=COLUMNS, ALIGNED=ALIGNED,
             num_warps=4,
         )  # fmt: skip

@@ -90,15 +90,15 @@ class FusedResNet(ResNet):  # type: ignore[misc]
     """torchvision's ResNet, from the image to the logits.
 
     Attributes:
-        slots: where the gradients of some weights shall lie, for whoever wants to have them side by side.
+        gradient_slots: where the gradients of some weights shall lie, for whoever wants to have them side by side.
     """
 
-    slots: Mapping[Tensor, Tensor] = MappingProxyType({})
+    gradient_slots: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def _forward_impl(self, x: Tensor) -> Tensor:
         if not self._fused_now(x):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
-        with _narrow_weights(self, x, self.slots):
+        with _narrow_weights(self, x, self.gradient_slots):
             pair: Pair = _norm(_convolve(self.conv1, x), self.bn1)
             if not isinstance(self.maxpool, nn.Identity):
                 pooled = self.maxpool(pair[0]).contiguous(memory_format=torch.channels_last)
