@@ -47,13 +47,13 @@ def spoiled_images(bench: Bench, step: int) -> None:
 
 
 def spoiled(value: float, part: str) -> Change:
-    """Let one gradient of the third step be infinite, or so."""
+    """Let one gradient of the third step and the fourth be infinite, or so; the first of them is remembered."""
 
     def change(bench: Bench, step: int) -> None:
         if step == 0:
             last = list(getattr(bench, part).parameters())[-1]
             last.register_hook(lambda gradient: gradient * bench.factor)
-        bench.factor = value if step == 2 else 1.0
+        bench.factor = value if step >= 2 else 1.0
 
     return change
 

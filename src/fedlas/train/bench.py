@@ -173,7 +173,7 @@ class Bench:
         self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
 
     def _descent(self, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
-        """Make kernels of our own ready for the end of a step, if they can do it, and the network's for them."""
+        """Make kernels of our own for the end of a step, if they fit, and tell a fused network where gradients go."""
         model: Any = self.net.model
         made = None
         if self.world == 1 and (self.compiled or (self.recipe.compile and os.environ.get("TRITON_INTERPRET") == "1")):
