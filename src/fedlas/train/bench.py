@@ -29,7 +29,7 @@ from fedlas.predictions import check_distinct
 from fedlas.train.checkpoint import UNFIT, restore_module
 from fedlas.train.meters import GateWatch
 from fedlas.train.mixing import Mixer
-from fedlas.train.optim import build_optimizer, clear_memory, lr_table, memory_of, restore_memory
+from fedlas.train.optim import Rates, build_optimizer, clear_memory, lr_table, memory_of, restore_memory
 from fedlas.train.precision import seed_everything
 from fedlas.train.predict import Source, evaluation_source, images_dtype, rank
 from fedlas.train.recipe import PUBLISHED, Recipe
@@ -170,9 +170,20 @@ class Bench:
         feed = Feed(self.train)
         if self.compiled and isinstance(self.train, Resident):
             feed.compile(fullgraph=True, dynamic=False)
-        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer)
+        descent = self._descent(optimizer, rates)
+        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent)
         watch = GateWatch(self.loss, self.samples, self.device)
         self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
+
+    def _descent(self, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
+        """Make kernels of our own for the end of a step, if they fit, and tell a fused network where gradients go."""
+        model: Any = self.net.model
+        made = None
+        if self.world == 1 and (self.compiled or (self.recipe.compile and os.environ.get("TRITON_INTERPRET") == "1")):
+            made = _descent_for(self.recipe, self.loss, optimizer, rates)
+        if hasattr(model, "gradient_slots"):
+            model.gradient_slots = {} if made is None else made.slots
+        return made
 
     def _take_over(self, before: "Bench", loss: AbstractLoss) -> None:
         """Go on with the step of a recipe that differs in its seed only."""
@@ -359,6 +370,14 @@ def _fused(model: nn.Module, device: torch.device) -> bool:
         warnings.warn(f"kernels of our own cannot be used, torch's compiler has to do: {reason}", stacklevel=2)
         return False
     return fused.fuse(model)
+
+
+def _descent_for(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
+    try:
+        from fedlas.train.descent import Descent, fits  # noqa: PLC0415
+    except ImportError:  # no Triton
+        return None
+    return Descent(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

@@ -13,10 +13,11 @@ is meant to be captured: launched one by one, so many kernels wait for the host.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,12 +94,18 @@ def _is_usual_convolution(layer: Any) -> bool:
 
 
 class FusedResNet(ResNet):  # type: ignore[misc]
-    """torchvision's ResNet, from the image to the logits."""
+    """torchvision's ResNet, from the image to the logits.
+
+    Attributes:
+        gradient_slots: where the gradients of some weights shall lie, for whoever wants to have them side by side.
+    """
+
+    gradient_slots: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def _forward_impl(self, x: Tensor) -> Tensor:
         if not self._fused_now(x):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
-        with _narrow_weights(self, x):
+        with _narrow_weights(self, x, self.gradient_slots):
             pair = _first(self.conv1, self.bn1, x)
             if not isinstance(self.maxpool, nn.Identity):
                 pooled = self.maxpool(pair[0]).contiguous(memory_format=torch.channels_last)
@@ -151,13 +158,15 @@ def _joined(y: Tensor, norm: nn.BatchNorm2d, skip: Tensor, downsample: Any) -> P
 
 
 @contextmanager
-def _narrow_weights(model: nn.Module, images: Tensor) -> Iterator[None]:
+def _narrow_weights(model: nn.Module, images: Tensor, slots: Mapping[Tensor, Tensor]) -> Iterator[None]:
     """Make narrow copies of all convolutions' weights, at once, and let the layers have them for a while."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     kind = images.device.type
     narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
     beside = _Beside(images.device)
-    copies = _Narrow.apply(narrow, beside, *(layer.weight for layer in layers))
+    weights = [layer.weight for layer in layers]
+    rooms = [_Room(weight, slots.get(weight)) for weight in weights]
+    copies = _Narrow.apply(narrow, beside, rooms, *weights)
     try:
         for layer, copy in zip(layers, copies, strict=True):
             layer.narrow, layer.beside = copy, beside
@@ -232,12 +241,27 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class _Room(NamedTuple):
+    """A weight, and where its gradient shall lie."""
+
+    weight: Tensor
+    slot: Tensor | None
+
+    def make(self, gradient: Tensor) -> Tensor:
+        """Give room for a gradient; a slot may hold that of another part of the batch already."""
+        if self.slot is None or self.weight.grad is not None:
+            return torch.empty_like(gradient, dtype=torch.float32)
+        return self.slot.view_as(self.slot)  # a tensor of its own: torch takes over what nobody else holds
+
+
 class _Narrow(torch.autograd.Function):
     """Weights in a narrower type, and their gradients in a wider one, one kernel each."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, beside: _Beside, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.beside = beside
+    def forward(
+        ctx: Any, dtype: torch.dtype, beside: _Beside, rooms: list[_Room], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.beside, ctx.rooms = beside, rooms
         if dtype == torch.float32:
             return tuple(weight.detach() for weight in weights)
         copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
@@ -249,10 +273,10 @@ class _Narrow(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.beside.join()
         if gradients[0].dtype == torch.float32:
-            return None, None, *gradients
-        copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+            return None, None, None, *gradients
+        copies = [room.make(gradient) for room, gradient in zip(ctx.rooms, gradients, strict=True)]
         torch._foreach_copy_(copies, list(gradients))
-        return None, None, *copies
+        return None, None, None, *copies
 
 
 class _Convolution(torch.autograd.Function):

@@ -6,6 +6,7 @@ many have changed direction since the epoch before, the mean of alpha_i / alpha,
 """
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -24,30 +25,39 @@ class Meter:
 
     Args:
         device: where the sums live.
+        tally: takes in a batch with one kernel, where it can; see `descent.py`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, tally: Callable[..., bool] | None = None) -> None:
+        self.device, self.tally = device, tally
         self.sums: dict[str, Tensor] = {}
+
+    def total(self, name: str) -> Float[Tensor, ""]:
+        """Give a sum, which begins with zero, to be changed in place: a captured step holds its address."""
+        if name not in self.sums:
+            self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.device)
+        return self.sums[name]
 
     @torch.no_grad()
     def add(self, name: str, value: Tensor | float) -> None:
-        """Add to a sum, in place: a captured step holds its address."""
-        if name not in self.sums:
-            self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.sums[name].add_(value.detach() if isinstance(value, Tensor) else value)
+        """Add to a sum, in place."""
+        self.total(name).add_(value.detach() if isinstance(value, Tensor) else value)
 
     def add_batch(
         self, value: Tensor, terms: dict[str, Tensor], logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]
     ) -> None:
         """Take in what a step found: the mean of the loss and its terms, over the batch of all ranks."""
         rows = len(labels)
+        samples, correct = self.total("samples"), self.total("correct")
+        parts = terms if len(terms) > 1 else {}
+        means = {"loss": value.detach()} | {f"loss_{name}": term for name, term in parts.items()}
+        sums = [self.total(name) for name in means]
+        if self.tally is not None and self.tally(logits, labels, samples, correct, list(means.values()), sums):
+            return
         self.add("samples", rows)
         self.add("correct", (logits.argmax(1) == labels).sum())
-        self.add("loss", value * rows)
-        if len(terms) > 1:
-            for name, term in terms.items():
-                self.add(f"loss_{name}", term * rows)
+        for name, mean in means.items():
+            self.add(name, mean * rows)
 
     def add_norm(self, norm: Float[Tensor, ""]) -> None:
         """Take in the length of a step's gradient."""

@@ -71,14 +71,13 @@ class Rates:
 
     def __init__(self, table: Float[Tensor, " steps"], factors: list[float], device: torch.device) -> None:
         self.table = table.to(device)
-        self.factors = factors
-        self.groups = [torch.zeros((), device=device) for _ in factors]
+        self.factors = torch.tensor(factors, dtype=torch.float32, device=device)
+        self.now = torch.zeros_like(self.factors)
+        self.groups = list(self.now.unbind())
 
     def set(self, step: Int[Tensor, ""]) -> None:
         """Write the rates of a step to where the optimizer reads them, without waiting."""
-        rate = row_of(self.table, step)
-        for group, factor in zip(self.groups, self.factors, strict=True):
-            group.copy_(rate if factor == 1 else rate * factor)
+        torch.mul(self.factors, row_of(self.table, step), out=self.now)
 
 
 def row_of(table: Float[Tensor, "steps *rest"], step: Int[Tensor, ""]) -> Float[Tensor, " *rest"]:

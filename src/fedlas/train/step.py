@@ -57,6 +57,7 @@ class Parts:
         rates: writes those tensors.
         feed: makes a batch of the inputs of a step.
         mixer: mixup and CutMix.
+        descent: kernels of our own for the end of a step (`descent.py`), where they can be used.
     """
 
     task: nn.Module
@@ -66,6 +67,7 @@ class Parts:
     rates: Rates
     feed: nn.Module
     mixer: Mixer
+    descent: Any = None
 
 
 class TrainStep:
@@ -83,7 +85,7 @@ class TrainStep:
         self, recipe: Recipe, parts: Parts, watch: GateWatch, device: torch.device, *, capture: bool = True
     ) -> None:
         self.recipe, self.parts, self.watch, self.device = recipe, parts, watch, device
-        self.meter = Meter(device)
+        self.meter = Meter(device, None if parts.descent is None else parts.descent.tally)
         self.scale = Scale(recipe.precision, device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
@@ -143,12 +145,10 @@ class TrainStep:
 
     def eager(self, *inputs: Tensor) -> None:
         """Do one step; nothing in here may wait for the device."""
-        self.parts.rates.set(self.count)
         self.parts.optimizer.zero_grad(set_to_none=True)
         pieces = zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True)
         fine = [self._learn(piece, len(piece[0]) / len(inputs[0])) for piece in pieces]
-        self._update(reduce(torch.logical_and, fine))
-        self.count.add_(1)
+        self._end(reduce(torch.logical_and, fine))
 
     def _learn(self, inputs: Inputs, share: float) -> Bool[Tensor, ""]:
         """Add the gradient of a batch, or of a part of one; say whether its loss is finite."""
@@ -175,6 +175,17 @@ class TrainStep:
     def _terms(self) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = getattr(self.parts.loss, "last_terms", {})
         return terms
+
+    def _end(self, fine: Bool[Tensor, ""]) -> None:
+        """Take the optimizer's step and count it, in few kernels where all parameters have a gradient."""
+        descent = self.parts.descent
+        if descent is not None and descent.ready:
+            sums = self.meter.total("steps"), self.meter.total("gradient_norm")
+            descent.step(fine, self.count, self.first_bad, *sums)
+            return
+        self.parts.rates.set(self.count)
+        self._update(fine)
+        self.count.add_(1)
 
     @torch.no_grad()
     def _update(self, fine: Bool[Tensor, ""]) -> None:

@@ -1,0 +1,174 @@
+"""Compares the end of a step by kernels of our own with torch's; run by itself with TRITON_INTERPRET=1, or on a GPU.
+
+    python tests/train/descent_case.py cpu
+
+Prints one line of JSON: for each kind of recipe how far weights, memory and sums are from those of torch after some
+steps, and the flags of both.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fedlas.train import descent, recipe_for
+from fedlas.train.bench import Bench
+from fedlas.train.descent import PROGRAMS, WIDEST, tally
+from fedlas.train.meters import Meter
+from fedlas.train.optim import memory_of, parameters_of
+from fedlas.train.precision import machine
+
+FEW = 2  # programs, so that each of them looks at several tiles of a small network
+Change = Callable[[Bench, int], object]
+SMALL = {
+    "epochs": 2,
+    "batch_size": 50,
+    "deterministic": True,
+    "data_options": {"train_samples": 130},
+    "model_options": {"width": 16},
+    "channels_last": True,
+    "compile": True,
+}
+
+
+def nothing(bench: Bench, step: int) -> None:
+    """Leave everything as it is."""
+
+
+def spoiled_images(bench: Bench, step: int) -> None:
+    """Let the loss of the third step be no number."""
+    scale, shift = bench.train._constants
+    if step == 2:
+        bench.before = scale
+    bench.train._constants = {2: scale * math.nan, 3: getattr(bench, "before", scale)}.get(step, scale), shift
+
+
+def spoiled(value: float, part: str) -> Change:
+    """Let one gradient of the third step and the fourth be infinite, or so; the first of them is remembered."""
+
+    def change(bench: Bench, step: int) -> None:
+        if step == 0:
+            last = list(getattr(bench, part).parameters())[-1]
+            last.register_hook(lambda gradient: gradient * bench.factor)
+        bench.factor = value if step >= 2 else 1.0
+
+    return change
+
+
+def without_one_gradient(bench: Bench, step: int) -> None:
+    """Let a parameter have no gradient in the second and the third step: torch leaves it alone."""
+    next(bench.net.parameters()).requires_grad_(step not in {1, 2})
+
+
+CASES: dict[str, tuple[dict[str, Any], Change]] = {
+    "usual": ({}, nothing),
+    "few programs": ({}, nothing),
+    "plain": ({"nesterov": False, "clip": None}, nothing),
+    "nesterov": ({"nesterov": True, "clip": 0.5, "decay_all": False}, nothing),
+    "clips the gate": ({"clip": 0.1, "clip_loss": True, "gate_lr_factor": 0.3, "gate_weight_decay": 0.01}, nothing),
+    "no momentum": ({"momentum": 0.0, "nesterov": False, "clip": 1.0}, nothing),
+    "two parts": ({"accumulate": 2, "drop_last": True, "schedule": "cosine"}, nothing),
+    "no gate": ({"loss": "mbls"}, nothing),
+    "bad loss": ({}, spoiled_images),
+    "bad gradient": ({"clip": 1.0}, spoiled(math.inf, "net")),
+    "too large a gradient": ({"clip": None}, spoiled(1e30, "net")),
+    "bad gate": ({"clip": 1.0}, spoiled(math.nan, "loss")),
+    "a gradient is missing": ({"nesterov": True}, without_one_gradient),
+}
+
+
+def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Bench:
+    """Take some steps with a network of odd sizes."""
+    recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
+    with machine(recipe, torch.device(device)):
+        bench: Any = Bench(recipe, torch.device(device), capture=False)
+        if not ours:
+            bench.step.parts.descent = bench.step.meter.tally = None
+        bench.ready = []
+        bench.net.train()
+        for step, inputs in enumerate([*bench.batches(0), *bench.batches(1)][:count]):
+            change(bench, step)
+            bench.step(*inputs)
+            bench.ready.append(ours and bench.step.parts.descent.ready)
+    return bench
+
+
+def numbers(bench: Bench) -> dict[str, list[torch.Tensor]]:
+    """List what steps have changed."""
+    optimizer = bench.step.parts.optimizer
+    return {
+        "weights": list(parameters_of(optimizer)),
+        "memory": [value for one in memory_of(optimizer) for value in one.values()],
+        "sums": [bench.step.meter.sums[name] for name in sorted(bench.step.meter.sums)],
+        "rates": [bench.step.parts.rates.now],
+    }
+
+
+def flags(bench: Bench) -> dict[str, Any]:
+    """Say what steps have counted and decided."""
+    return {
+        "count": int(bench.step.count),
+        "first bad": int(bench.step.first_bad),
+        "skips": float(bench.step.parts.optimizer.found_inf),
+        "correct": float(bench.step.meter.sums["correct"]),
+        "samples": float(bench.step.meter.sums["samples"]),
+        "steps": float(bench.step.meter.sums["steps"]),
+    }
+
+
+def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    """Give the largest relative distance of any tensor; NaN has to be where NaN is."""
+    worst = 0.0
+    for one, two in zip(found, right, strict=True):
+        if not torch.equal(one.isnan(), two.isnan()):
+            return math.inf
+        apart = (one.double() - two.double()).nan_to_num().norm()
+        worst = max(worst, (apart / two.double().nan_to_num().norm().clamp_min(1e-12)).item())
+    return worst
+
+
+def compared(case: str, device: str, count: int = 4) -> dict[str, Any]:
+    """Compare the kernels with torch."""
+    changes, change = CASES[case]
+    descent.PROGRAMS = FEW if case == "few programs" else PROGRAMS
+    ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
+    mine, theirs = numbers(ours), numbers(torchs)
+    return {
+        "taken": ours.step.parts.descent is not None,
+        "steps": ours.ready,
+        "distance": {part: distance(mine[part], theirs[part]) for part in mine if theirs[part]},
+        "flags": flags(ours),
+        "torch's flags": flags(torchs),
+    }
+
+
+def answers(device: str) -> list[list[bool]]:
+    """Say for awkward logits whether the kernel counts what torch counts, sum by sum."""
+    inf, nan = math.inf, math.nan
+    rows = [[1, 1, 0], [0, 1, 1], [nan, 1, nan], [inf, nan, 0], [-inf, -inf, -inf], [nan, nan, nan], [0, -0.0, -1]]
+    awkward = torch.tensor(rows * 3, device=device, dtype=torch.float32)
+    places = torch.arange(3, device=device).repeat_interleave(len(rows))
+    random = torch.randn(301, 37, device=device).round()
+    found = []
+    for logits, labels in (
+        (awkward, places),
+        (random, random.argmax(1)),
+        (random.bfloat16(), torch.arange(301, device=device) % 37),
+        (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some are none
+        (torch.zeros(2, WIDEST + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
+    ):
+        ours, torchs = Meter(torch.device(device), tally), Meter(torch.device(device))
+        for meter in (ours, torchs):
+            for _ in range(2):
+                value = torch.tensor(0.7, device=device)
+                meter.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
+        found.append([ours.sums[name].item() == value.item() for name, value in torchs.sums.items()])
+    return found
+
+
+if __name__ == "__main__":
+    where = sys.argv[1]
+    print(json.dumps({case: compared(case, where) for case in CASES} | {"answers": answers(where)}))

@@ -1,0 +1,174 @@
+"""The end of a step by kernels of our own is what torch makes of it; here in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs_of import short
+from torch import nn
+
+pytest.importorskip("triton")
+from descent_case import CASES
+
+from fedlas.train import bench as bench_module
+from fedlas.train import descent, kernels
+from fedlas.train.bench import Bench
+from fedlas.train.fused import _Beside, _Narrow, _Room
+from fedlas.train.optim import build_optimizer
+from fedlas.train.recipe import Recipe
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Run the comparison in a process of its own: Triton decides on import whether it interprets."""
+    case = Path(__file__).with_name("descent_case.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, case, "cpu"], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_torch(found, case):
+    one = found[case]
+    assert one["taken"]
+    assert one["flags"] == one["torch's flags"]
+    assert max(one["distance"].values()) < 5e-6, one["distance"]
+    assert one["distance"]["rates"] == 0
+    assert (one["flags"]["first bad"] == 2) == case.startswith(("bad", "too large"))
+
+
+def test_steps_that_lack_a_gradient_are_left_to_torch(found):
+    assert found["a gradient is missing"]["steps"] == [True, False, False, True]
+    assert found["usual"]["steps"] == [True] * 4
+
+
+def test_right_answers_are_those_of_torch(found):
+    """The first of equal logits, and NaN before all others."""
+    assert len(found["answers"]) == 5
+    assert all(all(one) and len(one) == 5 for one in found["answers"])
+
+
+def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> descent.Descent:
+    recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
+    loss = nn.Identity() if loss is None else loss
+    optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), CPU)
+    return descent.Descent(recipe, loss, optimizer, rates)
+
+
+def test_gradients_lie_side_by_side_as_their_parameters_do():
+    net = nn.Sequential(nn.Conv2d(5, 7, 3), nn.Linear(100, 90, bias=False))
+    net.to(memory_format=torch.channels_last)
+    one = made(net, nn.Linear(3, 1))
+    sizes = [descent.TILE * -(-sum(numbers) // descent.TILE) for numbers in ((2048, 2048, 10240), (2048, 2048))]
+    assert one.net == sizes[0]
+    assert len(one.flat) == sum(sizes)
+    places = torch.zeros(len(one.flat))
+    for parameter, slot in one.slots.items():
+        assert slot.shape == parameter.shape
+        assert slot.stride() == parameter.stride()
+        places[slot.storage_offset() :][: slot.numel()] += 1
+        assert slot.storage_offset() % descent.BLOCK == 0
+        slot.fill_(1)
+    assert torch.equal(places, one.flat)  # none lies over another, and all have room
+    assert int(one.blocks[:, 2].sum()) == sum(slot.numel() for slot in one.slots.values())
+
+
+def narrowed(weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor) -> None:
+    rooms = [_Room(weight, slot) for weight, slot in zip(weights, slots, strict=True)]
+    copies = _Narrow.apply(torch.bfloat16, _Beside(CPU), rooms, *weights)
+    sum((nn.functional.conv2d(images.bfloat16(), copy) ** 2).float().sum() for copy in copies).backward()
+
+
+def test_gradients_of_narrow_weights_are_written_where_they_shall_lie():
+    layers = nn.ModuleList([nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(4, 5, 1, bias=False), nn.Conv2d(4, 3, 2)])
+    layers.to(memory_format=torch.channels_last)
+    weights = [layer.weight for layer in layers]
+    one = made(layers)
+    images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
+    slots = [one.slots[weight] for weight in weights]
+    narrowed(weights, [*slots[:2], None], images)
+    here = [weight.grad.data_ptr() == slot.data_ptr() for weight, slot in zip(weights, slots, strict=True)]
+    assert here == [True, True, False]
+    first = [weight.grad.clone() for weight in weights]
+    # Another part of the batch: what is there must not be written over.
+    narrowed(weights, slots, images)
+    for weight, half in zip(weights, first, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
+
+
+def test_only_what_lies_elsewhere_is_copied():
+    net = nn.Linear(30, 20)
+    one = made(net)
+    assert not one.ready
+    for parameter, slot in one.slots.items():
+        parameter.grad = torch.full_like(parameter, 2.0) if parameter.ndim > 1 else slot.fill_(3.0).view_as(slot)
+    assert one.ready
+    one._gather()
+    assert [slot.unique().tolist() for slot in one.slots.values()] == [[2.0], [3.0]]
+    net.weight.data = net.weight.data.clone()
+    assert not one.ready  # its address is another one
+
+
+def in_float64(net: nn.Module) -> nn.Module:
+    return net.double()
+
+
+def with_gaps(net: nn.Linear) -> nn.Module:
+    net.weight.data = torch.zeros(20, 60)[:, ::2]
+    return net
+
+
+def not_aligned(net: nn.Linear) -> nn.Module:
+    net.bias.data = torch.zeros(21)[1:]
+    return net
+
+
+@pytest.mark.parametrize(
+    ("change", "changes", "expected"),
+    [
+        (nn.Module.float, {}, True),
+        (nn.Module.float, {"momentum": 0.0, "nesterov": False}, True),
+        (nn.Module.float, {"optimizer": "adamw"}, False),
+        (nn.Module.float, {"precision": "fp16"}, False),
+        (in_float64, {}, False),
+        (with_gaps, {}, False),
+        (not_aligned, {}, False),
+    ],
+)
+def test_what_the_kernels_are_not_made_for_is_left_to_torch(change, changes, expected, monkeypatch):
+    monkeypatch.setattr(kernels, "why_not", lambda _: None)
+    recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
+    optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
+    assert descent.fits(recipe, optimizer, CPU) == expected
+    monkeypatch.setattr(kernels, "why_not", lambda _: "no compiler")
+    assert not descent.fits(recipe, optimizer, CPU)
+
+
+def test_a_bench_has_them_where_it_compiles(monkeypatch):
+    recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
+    assert Bench(recipe, CPU).step.parts.descent is None
+    monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(kernels, "why_not", lambda _: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
+    ours = Bench(recipe, CPU)
+    descends = ours.step.parts.descent
+    assert ours.net.model.gradient_slots is descends.slots
+    assert ours.step.meter.tally is descent.tally
+    other = Bench(recipe.replace(seed=5), CPU, before=ours)
+    assert other.step.parts.descent is descends
+    addresses = [parameter.data_ptr() for parameter in descends.slots]
+    assert addresses == descends.addresses
+    with_adam = Bench(recipe.replace(optimizer="adamw", lr=0.001), CPU, before=ours)
+    assert with_adam.net is ours.net
+    assert with_adam.step.parts.descent is None
+    assert not with_adam.net.model.gradient_slots
+    assert Bench(recipe.replace(compile=False), CPU).step.parts.descent is None
