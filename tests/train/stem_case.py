@@ -41,11 +41,18 @@ def layer(shape: tuple[int, int, int, int], device: str, mean: float = 1.0) -> d
     return many | {name: one.to(device) for name, one in few.items()}
 
 
-def by_torch(given: dict[str, torch.Tensor], *, twice: bool) -> dict[str, torch.Tensor]:
-    """Go forward and back with torch's layers, in the type that was given."""
+def by_torch(
+    given: dict[str, torch.Tensor], *, twice: bool, narrow: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Go forward and back with torch's layers, in the type that was given.
+
+    Where y is kept in a narrow type, it is rounded here too: the ReLU cuts off other numbers then.
+    """
     given = {name: one.clone() for name, one in given.items()}
     learned = [given[name].requires_grad_() for name in ("filters", "weight", "bias")]
     y = functional.conv2d(given["images"], given["filters"], padding=1)
+    if narrow is not None:
+        y = y + (y.to(narrow).to(y.dtype) - y).detach()
     statistics = given["running_mean"], given["running_var"]
     z = functional.batch_norm(y, *statistics, given["weight"], given["bias"], training=True).relu()
     of_z = given["first"] + given["second"] if twice else given["first"]
@@ -153,7 +160,7 @@ def narrowed(device: str, dtype: torch.dtype) -> dict[str, float]:
     """Give the distances of the kernels in a narrow type from torch's layers in float64, of the same numbers."""
     given = layer(SHAPES["more tiles than programs"], device)
     given = {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
-    right = by_torch({name: one.double() for name, one in given.items()}, twice=True)
+    right = by_torch({name: one.double() for name, one in given.items()}, twice=True, narrow=dtype)
     with patch.multiple(stem, **FEW):
         found = by_kernels(given, twice=True)
     return {part: distance({"": found[part]}, {"": right[part]}) for part in right}

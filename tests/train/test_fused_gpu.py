@@ -124,7 +124,8 @@ def test_a_step_with_the_kernels_of_the_first_layer_is_as_exact_as_one_without(c
 def test_the_first_layer_is_as_exact_as_its_type_and_gives_equal_bits(shape, twice, dtype):
     given = stem_case.layer(shape, "cuda")
     given = {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
-    right = stem_case.by_torch({name: one.double() for name, one in given.items()}, twice=twice)
+    wide = {name: one.double() for name, one in given.items()}
+    right = stem_case.by_torch(wide, twice=twice, narrow=dtype)
     found, again = (stem_case.by_kernels(given, twice=twice) for _ in range(2))
     for part, value in found.items():
         assert torch.equal(value, again[part]), part
