@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
-AT_A_TIME = tl.constexpr(32)  # blocks of rows that are added up together
+AT_A_TIME = tl.constexpr(8)  # loads of what blocks of rows left
+LAST = tl.constexpr("evict_first")  # how to read for the last time in a while: the cache may keep other things
 NARROWEST = 64  # how many channels there have to be a multiple of
 
 
@@ -74,15 +75,16 @@ def _sums(first, second):
 
 @triton.jit
 @no_type_check
-def _totals(partial, column, blocks, channels, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add up what all blocks of rows left of two sums, in their order; all loads are under way at a time."""
-    first, second = tl.zeros((AT_A_TIME, COLUMNS), tl.float32), tl.zeros((AT_A_TIME, COLUMNS), tl.float32)
-    for turn in tl.static_range(ROUNDS):
-        block = turn * AT_A_TIME + tl.arange(0, AT_A_TIME)[:, None]
-        there = block < blocks
-        place = partial + block * channels + column
-        first += tl.load(place, mask=there, other=0.0)
-        second += tl.load(place + blocks * channels, mask=there, other=0.0)
+def _totals(partial, column, blocks, channels, COLUMNS: tl.constexpr):
+    """Add up what all blocks of rows left of two sums, in their order; several loads are under way at a time."""
+    first, second = tl.zeros((16, COLUMNS), tl.float32), tl.zeros((16, COLUMNS), tl.float32)
+    for start in range(0, blocks, 16 * AT_A_TIME):
+        for turn in tl.static_range(AT_A_TIME):
+            block = start + turn * 16 + tl.arange(0, 16)[:, None]
+            there = block < blocks
+            place = partial + block * channels + column
+            first += tl.load(place, mask=there, other=0.0)
+            second += tl.load(place + blocks * channels, mask=there, other=0.0)
     return _sums(first, second)
 
 
@@ -90,12 +92,12 @@ def _totals(partial, column, blocks, channels, ROUNDS: tl.constexpr, COLUMNS: tl
 @no_type_check
 def finish(
     around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks,
-    eps, momentum, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr,
+    eps, momentum, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Make scale and shift of the sums of what was left around some numbers, and move running statistics."""
     before_mean, before_var = tl.load(running_mean + column), tl.load(running_var + column)
     times, plus = tl.load(weight + column), tl.load(bias + column)
-    total, squares = _totals(partial, column, blocks, channels, ROUNDS, COLUMNS)
+    total, squares = _totals(partial, column, blocks, channels, COLUMNS)
     off, square = total / rows, squares / rows
     middle, spread = around + off, tl.maximum(square - off * off, 0.0)
     inverse = 1.0 / tl.sqrt(spread + eps)
@@ -113,7 +115,7 @@ def finish(
 def sums_kernel(
     y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
     rows, channels, blocks, eps, momentum,
-    ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum columns and their squares; the last program makes scale and shift of them, and moves running statistics."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -134,7 +136,7 @@ def sums_kernel(
     if finished(counter + tl.program_id(0), blocks):
         finish(
             around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
-            blocks, eps, momentum, ROUNDS, COLUMNS,
+            blocks, eps, momentum, COLUMNS,
         )  # fmt: skip
 
 
@@ -168,10 +170,10 @@ def apply_kernel(
     row, column, across = _tile(channels, ROWS, COLUMNS)
     there = row < rows
     place = row.to(tl.int64) * channels + column
-    value = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(y + place, mask=there, other=0.0, eviction_policy=LAST).to(tl.float32)
     value = value * tl.load(scale + column) + tl.load(shift + column)
     if HAS_SKIP:
-        other = tl.load(skip + place, mask=there, other=0.0).to(tl.float32)
+        other = tl.load(skip + place, mask=there, other=0.0, eviction_policy=LAST).to(tl.float32)
         if SKIP_IS_NORMED:
             other = other * tl.load(skip_scale + column) + tl.load(skip_shift + column)
         value += other
@@ -186,14 +188,14 @@ def apply_kernel(
 @no_type_check
 def _gradient(
     first, second, y, bits, scale, shift, row, column, across, channels, there,
-    HAS_SECOND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_SECOND: tl.constexpr, MASK: tl.constexpr, OF_Y: tl.constexpr, OF_GRADIENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Give y, and the gradient before the ReLU; MASK says what tells where it was cut off."""
     place = row.to(tl.int64) * channels + column
-    seen = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
-    value = tl.load(first + place, mask=there, other=0.0).to(tl.float32)
+    seen = tl.load(y + place, mask=there, other=0.0, eviction_policy=OF_Y).to(tl.float32)
+    value = tl.load(first + place, mask=there, other=0.0, eviction_policy=OF_GRADIENTS).to(tl.float32)
     if HAS_SECOND:
-        value += tl.load(second + place, mask=there, other=0.0).to(tl.float32)
+        value += tl.load(second + place, mask=there, other=0.0, eviction_policy=OF_GRADIENTS).to(tl.float32)
     if MASK == "y":
         value = tl.where(seen * tl.load(scale + column) + tl.load(shift + column) <= 0, 0.0, value)
     if MASK == "bits":
@@ -211,7 +213,7 @@ def back_sums_kernel(
     other, other_mean, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
     rows, channels, blocks,
     HAS_SECOND: tl.constexpr, MASK: tl.constexpr, KEEP: tl.constexpr, HAS_OTHER: tl.constexpr,
-    ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient, and the gradient times what was normalised; the last program makes factors of dy of them."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -225,7 +227,7 @@ def back_sums_kernel(
         there = row >= 0
         seen, value = _gradient(
             first, second, y, bits, scale, shift, row, column, tl.program_id(0), channels, there,
-            HAS_SECOND, MASK, ROWS, COLUMNS,
+            HAS_SECOND, MASK, "", LAST if KEEP else "", ROWS, COLUMNS,
         )  # fmt: skip
         value = tl.where(there, value, 0.0)
         place = row.to(tl.int64) * channels + column
@@ -246,11 +248,11 @@ def back_sums_kernel(
     if HAS_OTHER:
         tl.store(here + 2 * blocks * channels, tl.sum(other_product, 0, keep_dims=True))
     if finished(counter + tl.program_id(0), blocks):
-        all_of_it, times = _totals(partial, column, blocks, channels, ROUNDS, COLUMNS)
+        all_of_it, times = _totals(partial, column, blocks, channels, COLUMNS)
         tl.store(bias_gradient + column, all_of_it)
         _factors(all_of_it, times, middle, rstd, scale, weight_gradient, slope, offset, column, rows)
         if HAS_OTHER:
-            _, times = _totals(partial + blocks * channels, column, blocks, channels, ROUNDS, COLUMNS)
+            _, times = _totals(partial + blocks * channels, column, blocks, channels, COLUMNS)
             _factors(
                 all_of_it, times, other_middle, other_rstd, other_scale,
                 other_weight_gradient, other_slope, other_offset, column, rows,
@@ -276,7 +278,23 @@ def gradient_of_y(
 ):  # fmt: skip
     """Give the gradient of a tile of y."""
     seen, value = _gradient(
-        gradient, gradient, y, y, scale, shift, row, column, across, channels, there, False, MASK, ROWS, COLUMNS
+        gradient,
+        gradient,
+        y,
+        y,
+        scale,
+        shift,
+        row,
+        column,
+        across,
+        channels,
+        there,
+        False,
+        MASK,
+        LAST,
+        LAST,
+        ROWS,
+        COLUMNS,
     )
     return value * tl.load(scale + column) + seen * tl.load(slope + column) + tl.load(offset + column)
 
@@ -336,10 +354,9 @@ def shape_of(y: Tensor) -> tuple[int, int]:
     return count * height * width, channels
 
 
-def meta(tile: Tile, blocks: int | None = None) -> dict[str, int]:
-    """Give a tile as what kernels are compiled for; where blocks of rows are added up, in how many rounds."""
-    rounds = {} if blocks is None else {"ROUNDS": triton.cdiv(blocks, AT_A_TIME.value)}
-    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages, **rounds}
+def meta(tile: Tile) -> dict[str, int]:
+    """Give a tile as what kernels are compiled for."""
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
@@ -350,7 +367,7 @@ def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
     sums_kernel[(channels // SUMS.columns, blocks)](
         y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
-        rows, channels, blocks, norm.eps, norm.momentum, STAGES=SUMS.stages, **meta(SUMS, blocks),
+        rows, channels, blocks, norm.eps, norm.momentum, STAGES=SUMS.stages, **meta(SUMS),
     )  # fmt: skip
     return found
 
@@ -418,7 +435,7 @@ def gradient_sums(
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
         rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
-        HAS_OTHER=other is not None, STAGES=tile.stages, **meta(tile, blocks),
+        HAS_OTHER=other is not None, STAGES=tile.stages, **meta(tile),
     )  # fmt: skip
     return GradientSums(kept if keep else first, "none" if keep else "y", *numbers)
 

@@ -30,7 +30,7 @@ from fedlas.train.kernels import (
 )
 
 WINDOW = (3, 3, 3)  # channels, height and width of what a pixel looks at
-FORWARD = Tile(256, 64, 8, 264, stages=3)
+FORWARD = Tile(64, 64, 4, 396, stages=3)
 BACKWARD = Tile(128, 64, 4, 264, stages=2)
 
 
@@ -60,7 +60,7 @@ def _paired(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def convolve_kernel(
     images, filters, y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
     rows, channels, blocks, eps, momentum,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Convolve, and sum columns and their squares; the last program makes scale and shift of them."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -72,10 +72,12 @@ def convolve_kernel(
     around = tl.where(tl.abs(usual) < 1e30, usual, 0.0)
     place = tl.program_id(1)
     first, second = tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32), tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32)
+    patches = _patches(images, place * ROWS + tl.arange(0, ROWS)[:, None], rows, HEIGHT, WIDTH)
     for start in range(place * ROWS, rows, blocks * ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         there = row < rows
-        narrow = tl.dot(_patches(images, row, rows, HEIGHT, WIDTH), taps).to(y.dtype.element_ty)
+        narrow = tl.dot(patches, taps).to(y.dtype.element_ty)
+        patches = _patches(images, row + blocks * ROWS, rows, HEIGHT, WIDTH)  # under way while the rest is done
         tl.store(y + row.to(tl.int64) * channels + column, narrow, mask=there)
         value = tl.where(there, narrow.to(tl.float32) - around, 0.0)
         first += _paired(value, ROWS, COLUMNS)
@@ -86,7 +88,7 @@ def convolve_kernel(
     if finished(counter + tl.program_id(0), blocks):
         finish(
             around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
-            blocks, eps, momentum, ROUNDS, COLUMNS,
+            blocks, eps, momentum, COLUMNS,
         )  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def convolve(images: Tensor, filters: Tensor, norm: Affine, counter: Tensor) -> 
     partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
     convolve_kernel[(channels // FORWARD.columns, blocks)](
         images, filters, y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
-        rows, channels, blocks, norm.eps, norm.momentum, HEIGHT=height, WIDTH=width, **meta(FORWARD, blocks),
+        rows, channels, blocks, norm.eps, norm.momentum, HEIGHT=height, WIDTH=width, **meta(FORWARD),
     )  # fmt: skip
     return y, found
 
