@@ -188,7 +188,8 @@ def apply_kernel(
 @no_type_check
 def _gradient(
     first, second, y, bits, scale, shift, row, column, across, channels, there,
-    HAS_SECOND: tl.constexpr, MASK: tl.constexpr, OF_Y: tl.constexpr, OF_GRADIENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_SECOND: tl.constexpr, MASK: tl.constexpr, OF_Y: tl.constexpr, OF_GRADIENTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Give y, and the gradient before the ReLU; MASK says what tells where it was cut off."""
     place = row.to(tl.int64) * channels + column
