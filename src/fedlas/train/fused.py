@@ -163,7 +163,7 @@ def _narrow_weights(model: nn.Module, images: Tensor, slots: Mapping[Tensor, Ten
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     kind = images.device.type
     narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-    beside = _Beside(images.device)
+    beside = _Beside(images.device, used=any(isinstance(layer, Bottleneck) for layer in model.modules()))
     weights = [layer.weight for layer in layers]
     rooms = [_Room(weight, slots.get(weight)) for weight in weights]
     copies = _Narrow.apply(narrow, beside, rooms, *weights)
@@ -211,11 +211,12 @@ class _Beside:
     """A second stream of the device, for results that are needed late.
 
     A convolution's backward pass gives two gradients. The one of its images is waited for by the layer before; the one
-    of its weights by nobody until the end, so it is computed while passes of norms wait for memory.
+    of its weights by nobody until the end, so it is computed while passes of norms wait for memory. That pays where
+    blocks have many norms; convolutions of 3 x 3 alone leave nothing idle.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = _second_stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, *, used: bool = True) -> None:
+        self.stream = _second_stream(device) if used and device.type == "cuda" else None
         self.under_way: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
 
     def run(self, work: Callable[[], Tensor], *read: Tensor) -> Tensor:

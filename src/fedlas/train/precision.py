@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fedlas.data import CATALOG as DATA
 from fedlas.train.recipe import Precision, Recipe
 
 NUMPY_WORDS = 624  # of its generator
@@ -91,6 +92,8 @@ def machine(recipe: Recipe, device: torch.device) -> Iterator[None]:
                 "warn_only": False,
                 "cudnn_deterministic": recipe.deterministic,
                 "cudnn_benchmark": not recipe.deterministic,
+                # All of its ways to convolve are tried where that takes seconds, not minutes.
+                "cudnn_tries": 0 if DATA.find(recipe.data).resident else before["cudnn_tries"],
                 "matmul": "highest" if recipe.precision == "fp32" else "high",
                 "cudnn_tf32": recipe.precision != "fp32",
                 "onednn": before["onednn"] and not (recipe.precision == "bf16" and _stumbles_over_bf16()),
@@ -138,6 +141,7 @@ def _switches() -> dict[str, Any]:
             "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
             "cudnn_deterministic": torch.backends.cudnn.deterministic,
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "cudnn_tries": torch.backends.cudnn.benchmark_limit,  # None without cuDNN
             "matmul": torch.get_float32_matmul_precision(),
             "cudnn_tf32": torch.backends.cudnn.allow_tf32,
             "onednn": torch.backends.mkldnn.enabled,
@@ -152,6 +156,8 @@ def _set(switches: dict[str, Any]) -> None:
             torch.use_deterministic_algorithms(switches["deterministic"], warn_only=switches["warn_only"])
         torch.backends.cudnn.deterministic = switches["cudnn_deterministic"]
         torch.backends.cudnn.benchmark = switches["cudnn_benchmark"]
+        if torch.backends.cudnn.benchmark_limit is not None:
+            torch.backends.cudnn.benchmark_limit = switches["cudnn_tries"]
         torch.set_float32_matmul_precision(switches["matmul"])
         torch.backends.cudnn.allow_tf32 = switches["cudnn_tf32"]
         torch.backends.mkldnn.enabled = switches["onednn"]
