@@ -279,7 +279,6 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
     if "reference" in options.rungs:
         with machine(recipe(data, model, rows, "ce", "resident"), device):
             dataset = CATALOG.build(data, **({"root": options.data_root} if options.data_root else {}))
-            torch.backends.cudnn.benchmark_limit = 10  # torch's own default, which most people have
             told("reference", "", reference(dataset, model, rows, device, options.epochs))
     for rung in [one for one in RUNGS if one in options.rungs]:
         with machine(recipe(data, model, rows, "ce", rung), device), on_stream(device):

@@ -30,7 +30,7 @@ from fedlas.train.checkpoint import UNFIT, restore_module
 from fedlas.train.meters import GateWatch
 from fedlas.train.mixing import Mixer
 from fedlas.train.optim import Rates, build_optimizer, clear_memory, lr_table, memory_of, restore_memory
-from fedlas.train.precision import seed_everything
+from fedlas.train.precision import seed_everything, try_all_convolutions
 from fedlas.train.predict import Source, evaluation_source, images_dtype, rank
 from fedlas.train.recipe import PUBLISHED, Recipe
 from fedlas.train.runs import RunError
@@ -75,6 +75,8 @@ class Bench:
         self.samples = len(split)
         alike = before if before is not None and self._step_fits(before) else None
         self._place_training_data(split, alike)
+        if device.type == "cuda" and self.data.resident:
+            try_all_convolutions()
         seed_everything(recipe.seed)
         if self.data.num_classes < 2:
             raise RunError(f"{self.data.title} has one class, {self.data.class_names[0]!r}; a classifier needs two")

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedlas.data import CATALOG as DATA
 from fedlas.train.recipe import Precision, Recipe
 
 NUMPY_WORDS = 624  # of its generator
@@ -92,8 +91,7 @@ def machine(recipe: Recipe, device: torch.device) -> Iterator[None]:
                 "warn_only": False,
                 "cudnn_deterministic": recipe.deterministic,
                 "cudnn_benchmark": not recipe.deterministic,
-                # All of its ways to convolve are tried where that takes seconds, not minutes.
-                "cudnn_tries": 0 if DATA.find(recipe.data).resident else before["cudnn_tries"],
+                "cudnn_tries": before["cudnn_tries"],
                 "matmul": "highest" if recipe.precision == "fp32" else "high",
                 "cudnn_tf32": recipe.precision != "fp32",
                 "onednn": before["onednn"] and not (recipe.precision == "bf16" and _stumbles_over_bf16()),
@@ -131,6 +129,12 @@ def many_compilations(recipe: Recipe, device: torch.device) -> Iterator[None]:
         # While it traces the loss, the compiler looks at the gradient of its input, and warns of that itself.
         warnings.filterwarnings("ignore", message=".*attribute of a Tensor that is not a leaf")
         yield
+
+
+def try_all_convolutions() -> None:
+    """Let cuDNN time all of its ways to convolve and not ten, until `machine` ends; of small images, seconds."""
+    if torch.backends.cudnn.benchmark_limit is not None:
+        torch.backends.cudnn.benchmark_limit = 0
 
 
 def _switches() -> dict[str, Any]:
