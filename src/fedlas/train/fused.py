@@ -161,7 +161,8 @@ def _joined(layer: Any, norm: nn.BatchNorm2d, images: Tensor, skip: Tensor, down
     y, about = _convolve(layer, norm, images)
     if downsample is None:
         return _norm(y, about, norm, skip)
-    return _norm(y, about, norm, *_convolve(*downsample, skip), downsample[1])
+    aside, aside_norm = downsample
+    return _norm(y, about, norm, *_convolve(aside, aside_norm, skip), aside_norm)
 
 
 @contextmanager

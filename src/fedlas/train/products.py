@@ -28,6 +28,7 @@ from fedlas.train.kernels import (
 )
 
 MULTIPROCESSORS = 132
+FLAT = False  # whether loops over tiles and over pieces of a product become one, so that loads never pause
 TYPES = (torch.bfloat16, torch.float16)  # the matrix units would round float32
 
 
@@ -43,7 +44,7 @@ def _halves(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def product_kernel(
     x, factors, y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
     rows, channels, blocks, eps, momentum,
-    K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr,
     EVEN: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Multiply, and sum columns and their squares; the last program makes scale and shift of them."""
@@ -56,7 +57,7 @@ def product_kernel(
     around = expected(running_mean, column)
     first, second = tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32), tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32)
     above = (tl.cdiv(rows, ROWS) - 1) * ROWS
-    for start in tl.range(place * ROWS, rows, blocks * ROWS, num_stages=STAGES if DEPTH == K else 1):
+    for start in tl.range(place * ROWS, rows, blocks * ROWS, num_stages=STAGES if DEPTH == K else 1, flatten=FLAT):
         top = above - start
         there = EVEN | (down < rows - top)
         tile = x + top.to(tl.int64) * K + (down * K + across[None, :])
@@ -84,9 +85,9 @@ def product_kernel(
 def tile_for(rows: int, inputs: int, outputs: int) -> Tile:
     """Choose the shape of a program's work; two programs fit a multiprocessor."""
     del rows
-    if outputs % 128:
-        return Tile(128, 64, 8, 264, stages=3, depth=64 if inputs % 128 else 128)
-    return Tile(64, 128, 8, 264, stages=3, depth=inputs if inputs in {64, 128} else 64)
+    high, wide = (128, 64) if outputs % 128 else (64, 128)
+    whole = inputs == 64 or (inputs == 128 and wide == 128)
+    return Tile(high, wide, 8, 264, stages=3 if whole else 4, depth=inputs if whole else 64)
 
 
 def registers(tile: Tile) -> int:
@@ -138,6 +139,7 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
     product_kernel[(channels // tile.columns, blocks)](
         images, weight, y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum,
-        K=inputs, DEPTH=tile.depth, STAGES=tile.stages, EVEN=rows % tile.rows == 0, maxnreg=registers(tile), **meta(tile, blocks),
+        K=inputs, DEPTH=tile.depth, STAGES=tile.stages, FLAT=FLAT and tile.depth < inputs,
+        EVEN=rows % tile.rows == 0, maxnreg=registers(tile), **meta(tile, blocks),
     )  # fmt: skip
     return y, found
