@@ -45,10 +45,14 @@ def test_takes_1_x_1_with_channels_last_in_blocks_of_64_alone(found):
     assert {name for name, taken in takes.items() if taken} == {"usual", "bfloat16", "192 channels"}
 
 
-@pytest.mark.parametrize("kind", ["float16", "float32"])
-def test_a_step_with_it_is_as_exact_as_one_without(found, kind):
-    for part, (ours, usual) in found["step"][kind]["far"].items():
-        assert ours < max(1e-5, 1.3 * usual), part
+def test_a_step_with_it_is_as_exact_as_one_without(found):
+    for part, (ours, usual) in found["step"]["float16"]["far"].items():
+        assert ours < 1.3 * usual, part
+
+
+def test_a_step_in_float32_loses_no_digits(found):
+    for part, (ours, _) in found["step"]["float32"]["far"].items():
+        assert ours < 1e-5, part
 
 
 def test_used_for_1_x_1_with_a_stride_of_one_and_nothing_is_summed_twice(found):
