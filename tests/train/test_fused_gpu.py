@@ -10,12 +10,13 @@ from runs_of import short
 from fedlas.models import build_model
 
 pytest.importorskip("triton")
+import products_case
 import stem_case
 from fused_case import compared, distance, network, outcome
 from test_train_gpu import pytestmark, tensors, trained
 
 from fedlas.train import fused as fused_module
-from fedlas.train import kernels, stem
+from fedlas.train import kernels, products, stem
 from fedlas.train.fused import FusedResNet, fuse
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
@@ -129,6 +130,45 @@ def test_the_first_layer_is_as_exact_as_its_type_and_gives_equal_bits(shape, twi
     for part, value in found.items():
         assert torch.equal(value, again[part]), part
         assert distance({"": value}, {"": right[part]}) < 8 * torch.finfo(dtype).eps, part
+
+
+@pytest.mark.parametrize("count", [3, 128])
+def test_a_step_with_the_kernel_of_products_is_as_exact_as_one_without(count, monkeypatch):
+    model = build_model("resnet50_cifar", 10).to("cuda", memory_format=torch.channels_last)
+    images, asked = images_of(count), []
+    right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
+    assert fuse(model)
+    multiply = products.multiply
+    monkeypatch.setattr(products, "multiply", lambda *given: asked.append(1) or multiply(*given))
+    monkeypatch.setattr(products, "faster", lambda *_: True)
+    ours = in_bf16(copy.deepcopy(model), images)
+    assert len(asked) == 33  # two in each of 16 blocks, and one aside in the first
+    monkeypatch.setattr(products, "fits", lambda *_: False)
+    usual = in_bf16(copy.deepcopy(model), images)
+    assert len(asked) == 33
+    for part in right:
+        far, ours_far = (
+            sum((found[part][name] - one).norm().item() for name, one in right[part].items()) for found in (usual, ours)
+        )
+        assert ours_far < 1.3 * far, part
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (128, 32, 32, 64, 256), (128, 32, 32, 256, 64), (128, 16, 16, 128, 512), (128, 8, 8, 1024, 256),
+        (3, 5, 7, 64, 64), (31, 17, 13, 192, 192),
+    ],
+)  # fmt: skip
+def test_products_are_as_exact_as_their_type_and_give_equal_bits(shape, dtype):
+    given = products_case.narrowed(products_case.layer(shape, "cuda"), dtype)
+    right = products_case.by_torch({name: one.double() for name, one in given.items()}, narrow=dtype)
+    found, again = (products_case.by_kernels(given) for _ in range(2))
+    for part, value in found.items():
+        assert torch.equal(value, again[part]), part
+        bound = torch.finfo(dtype).eps / 2 if part in {"y", "z"} else 1e-4  # some are rounded to the other side
+        assert distance({"": value}, {"": right[part]}) < bound, part
 
 
 def test_more_rows_than_an_axis_has_programs():

@@ -6,8 +6,9 @@
 
 What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
 in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another;
-on a GPU those gradients are computed on a second stream, beside the passes of the norms. A first convolution of 3 x 3
-on three channels in narrow numbers has kernels of its own (`stem`).
+on a GPU those gradients are computed on a second stream, beside the passes of the norms. In narrow numbers, a first
+convolution of 3 x 3 on three channels has kernels of its own (`stem`), and one of 1 x 1 another, which sums what its
+norm wants to know (`products`).
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
@@ -25,9 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedlas.train import kernels, stem
+from fedlas.train import kernels, products, stem
 
 Pair = tuple[Tensor, Tensor]
+Convolved = tuple[Tensor, kernels.Normed | None]  # and what was found out about it already
 HEAD = ("avgpool", "fc")  # what computes as it always did
 BESIDE = 4  # gradients of weights that may be under way on the second stream; each keeps what it reads
 
@@ -133,8 +135,8 @@ class FusedBasicBlock(BasicBlock):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             return super().forward(x)
-        inside = _norm(_convolve(self.conv1, x[0]), self.bn1)[0]
-        return _joined(_convolve(self.conv2, inside), self.bn2, x[1], self.downsample)
+        inside = _layer(self.conv1, self.bn1, x[0])[0]
+        return _joined(self.conv2, self.bn2, inside, x[1], self.downsample)
 
 
 class FusedBottleneck(Bottleneck):  # type: ignore[misc]
@@ -143,18 +145,24 @@ class FusedBottleneck(Bottleneck):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             return super().forward(x)
-        inside = _norm(_convolve(self.conv1, x[0]), self.bn1)[0]
-        inside = _norm(_convolve(self.conv2, inside), self.bn2)[0]
-        return _joined(_convolve(self.conv3, inside), self.bn3, x[1], self.downsample)
+        inside = _layer(self.conv1, self.bn1, x[0])[0]
+        inside = _layer(self.conv2, self.bn2, inside)[0]
+        return _joined(self.conv3, self.bn3, inside, x[1], self.downsample)
 
 
 _FUSED: dict[type, type] = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet}
 
 
-def _joined(y: Tensor, norm: nn.BatchNorm2d, skip: Tensor, downsample: Any) -> Pair:
+def _layer(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Pair:
+    return _norm(*_convolve(layer, norm, images), norm)
+
+
+def _joined(layer: Any, norm: nn.BatchNorm2d, images: Tensor, skip: Tensor, downsample: Any) -> Pair:
+    y, about = _convolve(layer, norm, images)
     if downsample is None:
-        return _norm(y, norm, skip)
-    return _norm(y, norm, _convolve(downsample[0], skip), downsample[1])
+        return _norm(y, about, norm, skip)
+    aside, aside_norm = downsample
+    return _norm(y, about, norm, *_convolve(aside, aside_norm, skip), aside_norm)
 
 
 @contextmanager
@@ -188,22 +196,29 @@ def _first(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Pair:
     about = layer.stride, layer.padding, layer.dilation, layer.groups
     usual = about == ((1, 1), (1, 1), (1, 1), 1) and stem.fits(images, layer.narrow)
     if not usual or images.requires_grad or layer.narrow.dtype == torch.float32:  # whose products would be rounded
-        return _norm(_convolve(layer, images), norm)
+        return _layer(layer, norm, images)
     narrow = images.to(layer.narrow.dtype)
     pair: Pair = _Stem.apply(narrow, layer.narrow, norm.weight, norm.bias, norm)
     return pair
 
 
-def _convolve(layer: Any, images: Tensor) -> Tensor:
+def _convolve(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Convolved:
+    """Convolve, and, where that costs nothing, look at the batch for the norm that comes after."""
     about = layer.stride, layer.padding, layer.dilation, layer.groups
-    found: Tensor = _Convolution.apply(images.to(layer.narrow.dtype), layer.narrow, about, layer.beside)
-    return found.contiguous(memory_format=torch.channels_last)  # as it is already, but for convolutions without cuDNN
+    narrow = images.to(layer.narrow.dtype)
+    looks = about == ((1, 1), (0, 0), (1, 1), 1) and products.fits(narrow, layer.narrow)
+    y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, norm if looks else None)
+    return y.contiguous(memory_format=torch.channels_last), found  # as it is but for convolutions without cuDNN
 
 
-def _norm(y: Tensor, norm: nn.BatchNorm2d, skip: Tensor | None = None, skip_norm: nn.BatchNorm2d | None = None) -> Pair:
+def _norm(  # noqa: PLR0917
+    y: Tensor, about: kernels.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
+    skip_about: kernels.Normed | None = None, skip_norm: nn.BatchNorm2d | None = None,
+) -> Pair:  # fmt: skip
     """Normalise, add what skipped the layers, cut off what is negative; give the result twice, for two uses."""
     other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
-    pair: Pair = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norm, skip_norm)
+    abouts = about, skip_about
+    pair: Pair = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norm, skip_norm, abouts)
     return pair
 
 
@@ -281,17 +296,21 @@ class _Narrow(torch.autograd.Function):
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution whose two gradients are computed beside each other."""
+    """A convolution whose two gradients are computed beside each other; it looks at the batch for a norm, if given."""
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, about: tuple[Any, ...], beside: _Beside) -> Tensor:
+    def forward(  # noqa: PLR0917
+        ctx: Any, images: Tensor, weight: Tensor, about: tuple[Any, ...], beside: _Beside, norm: nn.BatchNorm2d | None
+    ) -> Convolved:
         ctx.save_for_backward(images, weight)
         ctx.about, ctx.beside = about, beside
-        return functional.conv2d(images, weight, None, *about)
+        if norm is None:
+            return functional.conv2d(images, weight, None, *about), None
+        return products.multiply(images, weight, _affine(norm), _counter(norm))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Any, ...]:
         images, weight = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.about
 
@@ -305,7 +324,7 @@ class _Convolution(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # else nobody would wait for it
             of_weight = ctx.beside.run(lambda: found(1), gradient, images)
         of_images = found(0) if ctx.needs_input_grad[0] else None
-        return of_images, of_weight, None, None
+        return of_images, of_weight, None, None, None
 
 
 class _NormAddReLU(torch.autograd.Function):
@@ -315,11 +334,13 @@ class _NormAddReLU(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor, skip: Tensor | None, skip_weight: Tensor | None,
         skip_bias: Tensor | None, norm: nn.BatchNorm2d, skip_norm: nn.BatchNorm2d | None,
+        abouts: tuple[kernels.Normed | None, kernels.Normed | None],
     ) -> Pair:  # fmt: skip
         del weight, bias, skip_weight, skip_bias  # they are the norms' own
-        about = kernels.statistics(y, _affine(norm), _counter(norm))
-        other = None
-        if skip is not None and skip_norm is not None:
+        about, other = abouts
+        if about is None:
+            about = kernels.statistics(y, _affine(norm), _counter(norm))
+        if other is None and skip is not None and skip_norm is not None:
             other = kernels.statistics(skip, _affine(skip_norm), _counter(skip_norm))
         z, bits = kernels.activation(y, about, skip, other)
         ctx.save_for_backward(y, bits, skip if other is not None else None)
@@ -333,9 +354,10 @@ class _NormAddReLU(torch.autograd.Function):
         y, bits, skip = ctx.saved_tensors
         found = kernels.gradients(*_of_both_uses(given), y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
         of_skip = found.skip if ctx.has_skip else None
+        nothing = None, None, None
         if ctx.other is not None:
-            return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.bias.clone(), None, None
-        return found.y, found.weight, found.bias, of_skip, None, None, None, None
+            return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.bias.clone(), *nothing
+        return found.y, found.weight, found.bias, of_skip, None, None, *nothing
 
 
 class _Mean(torch.autograd.Function):

@@ -30,8 +30,8 @@ NARROWEST = 64  # how many channels there have to be a multiple of
 class Tile(NamedTuple):
     """Rows and columns that a program looks at together, its warps, and how many programs share a sum.
 
-    Stages are tiles of each tensor that are under way at a time. All found by trying, on an H200 with its 132
-    multiprocessors (benchmarks/norms.py).
+    Stages are tiles of each tensor that are under way at a time, depth is how many columns of a product's factors are
+    multiplied at a time. All found by trying, on an H200 with its 132 multiprocessors (benchmarks/norms.py).
     """
 
     rows: int
@@ -39,6 +39,7 @@ class Tile(NamedTuple):
     warps: int
     programs: int = 0
     stages: int = 1
+    depth: int = 0
 
     def blocks(self, rows: int, channels: int) -> int:
         """Say in how many blocks of rows columns are summed."""
@@ -71,6 +72,18 @@ def finished(counter, blocks):
 def _sums(first, second):
     """Sum the columns of two tiles, both at once: a sum waits for all warps several times."""
     return tl.split(tl.sum(tl.join(first, second), 0, keep_dims=True))
+
+
+@triton.jit
+@no_type_check
+def expected(running_mean, column):
+    """Give a number near the mean of a column of which no row is known yet.
+
+    Where a mean is far from zero, squares lose digits, so what is left around this number is summed. It is moved when
+    all programs have read it; one that is lost must not spoil the batch.
+    """
+    usual = tl.load(running_mean + column)
+    return tl.where(tl.abs(usual) < 1e30, usual, 0.0)
 
 
 @triton.jit

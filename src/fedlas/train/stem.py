@@ -22,6 +22,7 @@ from fedlas.train.kernels import (
     GradientSums,
     Normed,
     Tile,
+    expected,
     finish,
     finished,
     gradient_of_y,
@@ -66,10 +67,7 @@ def convolve_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     number = tl.arange(0, 32)[:, None]
     taps = tl.load(filters + column * 27 + number, mask=number < 27, other=0.0)
-    # Where a mean is far from zero, squares lose digits. No row is known yet, so what is left around the running mean
-    # is summed, which is moved when all programs have read it; one that is lost must not spoil the batch.
-    usual = tl.load(running_mean + column)
-    around = tl.where(tl.abs(usual) < 1e30, usual, 0.0)
+    around = expected(running_mean, column)
     place = tl.program_id(1)
     first, second = tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32), tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32)
     patches = _patches(images, place * ROWS + tl.arange(0, ROWS)[:, None], rows, HEIGHT, WIDTH)

@@ -1,0 +1,145 @@
+"""Convolutions of 1 x 1 in narrow numbers, which are products of matrices, with the statistics of the batch norm after.
+
+    x ─► y = x · wᵀ, and sums of y ─► scale, shift          (and from here on as in `kernels`)
+
+Most of them wait for memory, not for the matrix units, and here y is not read once more to be summed. A program keeps
+its columns of y and goes over tiles of rows, the next of which are on their way while it multiplies. As in `kernels`,
+all programs together begin with the last rows, which the pass before has just written, and sums are added in a fixed
+order: equal inputs give equal bits.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedlas.train.kernels import (
+    NARROWEST,
+    Affine,
+    Normed,
+    Tile,
+    expected,
+    finish,
+    finished,
+    meta,
+    shape_of,
+)
+
+MULTIPROCESSORS = 132
+FLAT = False  # whether loops over tiles and over pieces of a product become one, so that loads never pause
+TYPES = (torch.bfloat16, torch.float16)  # the matrix units would round float32
+
+
+@triton.jit
+@no_type_check
+def _halves(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Part rows that are eight apart: of a product, a thread holds both, and keeps half as many sums."""
+    return tl.split(tl.permute(tl.reshape(value, (ROWS // 16, 2, 8, COLUMNS)), (0, 2, 3, 1)))
+
+
+@triton.jit
+@no_type_check
+def product_kernel(
+    x, factors, y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
+    rows, channels, blocks, eps, momentum,
+    K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Multiply, and sum columns and their squares; the last program makes scale and shift of them."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    place = tl.program_id(1)
+    down, across = tl.arange(0, ROWS)[:, None], tl.arange(0, DEPTH)
+    here = factors + column * K + across[:, None]
+    if DEPTH == K:  # then these columns of the factors are read once, and what is pipelined are the tiles of x
+        whole = tl.load(here)
+    around = expected(running_mean, column)
+    first, second = tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32), tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32)
+    above = (tl.cdiv(rows, ROWS) - 1) * ROWS
+    for start in tl.range(place * ROWS, rows, blocks * ROWS, num_stages=STAGES if DEPTH == K else 1, flatten=FLAT):
+        top = above - start
+        there = EVEN | (down < rows - top)
+        tile = x + top.to(tl.int64) * K + (down * K + across[None, :])
+        if DEPTH == K:
+            product = tl.dot(tl.load(tile, mask=there, other=0.0), whole)
+        else:
+            product = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for deep in tl.range(0, K, DEPTH, num_stages=STAGES):
+                product = tl.dot(tl.load(tile + deep, mask=there, other=0.0), tl.load(here + deep), product)
+        narrow = product.to(y.dtype.element_ty)
+        tl.store(y + top.to(tl.int64) * channels + (down * channels + column), narrow, mask=there)
+        one, other = _halves(tl.where(there, narrow.to(tl.float32) - around, 0.0), ROWS, COLUMNS)
+        first += one + other
+        second = tl.fma(one, one, tl.fma(other, other, second))
+    sums = partial + place * channels + column
+    tl.store(sums, tl.sum(tl.reshape(first, (ROWS // 2, COLUMNS)), 0, keep_dims=True))
+    tl.store(sums + blocks * channels, tl.sum(tl.reshape(second, (ROWS // 2, COLUMNS)), 0, keep_dims=True))
+    if finished(counter + tl.program_id(0), blocks):
+        finish(
+            around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
+            blocks, eps, momentum, COLUMNS,
+        )  # fmt: skip
+
+
+def tile_for(rows: int, inputs: int, outputs: int) -> Tile:
+    """Choose the shape of a program's work; two programs fit a multiprocessor."""
+    del rows
+    high, wide = (128, 64) if outputs % 128 else (64, 128)
+    whole = inputs == 64 or (inputs == 128 and wide == 128)
+    return Tile(high, wide, 8, 264, stages=3 if whole else 4, depth=inputs if whole else 64)
+
+
+def registers(tile: Tile) -> int:
+    """Say how many registers a thread may have, so that all programs of a tile run at a time.
+
+    The loop needs no more. The few lines after it would take all there are.
+    """
+    threads = -(-tile.programs // MULTIPROCESSORS) * tile.warps * 32
+    return min(248, 65536 // threads // 8 * 8)
+
+
+def faster(rows: int, inputs: int, outputs: int) -> bool:
+    """Say whether the kernel is faster than cuDNN and a pass that sums; found by trying (benchmarks/products.py)."""
+    del rows, inputs, outputs
+    return True
+
+
+def fits(images: Tensor, weight: Tensor) -> bool:
+    """Say whether images and weight are of the kind, and lie in memory, as the kernel takes them, and it pays."""
+    outputs, inputs, *window = weight.shape
+    return (
+        window == [1, 1]
+        and inputs % NARROWEST == outputs % NARROWEST == 0
+        and weight.dtype in TYPES
+        and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
+        and faster(images.numel() // inputs, inputs, outputs)
+    )
+
+
+def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> tuple[Tensor, Normed]:
+    """Convolve with 1 x 1 and a stride of one, look at the batch, and move running statistics.
+
+    Args:
+        images: channels last in memory.
+        weight: of 1 x 1, in the images' type.
+        norm: what normalises the result.
+        counter: zeros, one for each block of columns.
+    """
+    count, inputs, height, width = images.shape
+    y = torch.empty(
+        count, len(weight), height, width,
+        device=images.device, dtype=images.dtype, memory_format=torch.channels_last,
+    )  # fmt: skip
+    rows, channels = shape_of(y)
+    tile = tile_for(rows, inputs, channels)
+    blocks = tile.blocks(rows, channels)
+    found = Normed(*torch.empty(4, channels, device=y.device, dtype=torch.float32).unbind())
+    partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
+    product_kernel[(channels // tile.columns, blocks)](
+        images, weight, y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
+        rows, channels, blocks, norm.eps, norm.momentum,
+        K=inputs, DEPTH=tile.depth, STAGES=tile.stages, FLAT=FLAT and tile.depth < inputs,
+        EVEN=rows % tile.rows == 0, maxnreg=registers(tile), **meta(tile),
+    )  # fmt: skip
+    return y, found

@@ -1,0 +1,64 @@
+"""The kernel of 1 x 1 convolutions computes what torch's layers do; here in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from products_case import SHAPES
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Run the comparison in a process of its own: Triton decides on import whether it interprets."""
+    case = Path(__file__).with_name("products_case.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, case, "cpu"], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("float16", 2**-10), ("float32", 1e-5)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_running_statistics_are_as_exact_as_torchs(found, shape, kind, bound):
+    for part, (ours, usual) in found["shapes"][f"{shape}, {kind}"].items():
+        assert ours < max(bound, 3 * usual), part
+
+
+def test_a_mean_far_from_zero_costs_few_digits(found):
+    for part, (ours, usual) in found["shapes"]["far from zero"].items():
+        assert ours < max(2e-4, 3 * usual), part  # some means are fifty times the spread here
+
+
+def test_a_running_mean_that_is_no_number_spoils_no_batch(found):
+    assert found["lost statistics"]
+
+
+def test_takes_1_x_1_with_channels_last_in_blocks_of_64_alone(found):
+    takes = found["takes"]
+    assert {name for name, taken in takes.items() if taken} == {"usual", "bfloat16", "192 channels"}
+
+
+def test_a_step_with_it_is_as_exact_as_one_without(found):
+    for part, (ours, usual) in found["step"]["float16"]["far"].items():
+        assert ours < 1.3 * usual, part
+
+
+def test_a_step_in_float32_loses_no_digits(found):
+    for part, (ours, _) in found["step"]["float32"]["far"].items():
+        assert ours < 1e-5, part
+
+
+def test_used_for_1_x_1_with_a_stride_of_one_and_nothing_is_summed_twice(found):
+    step = found["step"]["float16"]
+    products = {"layer1.0.bn1", "layer1.0.bn3", "layer1.0.downsample.1", "layer2.0.bn1", "layer2.0.bn3"}
+    sums = {"layer1.0.bn2", "layer2.0.bn2", "layer2.0.downsample.1"}  # that of the first layer has its own kernels
+    assert set(step["multiplied"]) == products
+    assert set(step["summed"]) == sums
+    assert len(step["multiplied"] + step["summed"]) == len(products | sums)
