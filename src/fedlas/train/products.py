@@ -8,6 +8,7 @@ all programs together begin with the last rows, which the pass before has just w
 order: equal inputs give equal bits.
 """
 
+from functools import cache
 from typing import no_type_check
 
 import torch
@@ -105,6 +106,12 @@ def faster(rows: int, inputs: int, outputs: int) -> bool:
     return True
 
 
+@cache
+def _new_enough(device: torch.device) -> bool:
+    """Say whether a multiprocessor has the 96 KB of shared memory that the tiles take; those before Ampere have 64."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def fits(images: Tensor, weight: Tensor) -> bool:
     """Say whether images and weight are of the kind, and lie in memory, as the kernel takes them, and it pays."""
     outputs, inputs, *window = weight.shape
@@ -113,6 +120,7 @@ def fits(images: Tensor, weight: Tensor) -> bool:
         and inputs % NARROWEST == outputs % NARROWEST == 0
         and weight.dtype in TYPES
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
+        and _new_enough(images.device)
         and faster(images.numel() // inputs, inputs, outputs)
     )
 
