@@ -9,6 +9,7 @@ network's step with it, and without it, is, and for which layers it was used.
 import copy
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -20,11 +21,11 @@ from fedlas.train import kernels, products
 from fedlas.train.fused import fuse
 
 # Images, height, width, channels before and after: a part of a tile, tiles that end with the last row, more tiles than
-# programs; products of one piece and of several.
+# programs.
 SHAPES = {
     "part of a tile": (3, 5, 7, 64, 64),
     "whole tiles": (4, 8, 8, 128, 128),
-    "more tiles than programs": (3, 11, 13, 192, 128),
+    "more tiles than programs": (3, 11, 13, 256, 128),
     "three blocks of columns": (2, 10, 13, 128, 192),
     "one pixel": (9, 1, 1, 256, 64),
 }
@@ -73,9 +74,9 @@ def by_kernels(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"y": y, "z": y.double() * scale + shift, "running mean": statistics[0], "running var": statistics[1]}
 
 
-def few(*shape: int) -> kernels.Tile:
+def few(inputs: int) -> kernels.Tile:
     """Choose a tile as usual, with few programs."""
-    return CHOSEN(*shape)._replace(programs=4)
+    return CHOSEN(inputs)._replace(programs=4)
 
 
 CHOSEN = products.tile_for
@@ -112,18 +113,24 @@ def takes(device: str) -> dict[str, bool]:
         images = torch.zeros(2, inputs, 3, 3, dtype=dtype, device=device).contiguous(memory_format=layout)
         return products.fits(images, torch.zeros(outputs, inputs, side, side, dtype=dtype, device=device))
 
-    with patch.object(products, "faster", lambda *_: False):
-        slow = asked()
+    few = asked()
+    with patch.object(products, "MANY", 0):
+        return {"few rows": few, **_takes(asked)}
+
+
+def _takes(asked: Callable[..., bool]) -> dict[str, bool]:
     return {
         "usual": asked(),
         "bfloat16": asked(dtype=torch.bfloat16),
-        "192 channels": asked(192, 192),
+        "to 192 channels": asked(128, 192),
+        "from 256 to 128": asked(256, 128),
+        "from 256 to 1024": asked(256, 1024),
+        "from 192 channels": asked(192),
         "float32": asked(dtype=torch.float32),
         "3 x 3": asked(side=3),
         "96 channels": asked(96),
         "to 96 channels": asked(64, 96),
         "channels first": asked(layout=torch.contiguous_format),
-        "slow": slow,
     }
 
 
@@ -142,6 +149,7 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     model = copy.deepcopy(plain)
     with (
         torch.autocast(device, dtype, enabled=dtype != torch.float32),
+        patch.object(products, "MANY", 0),
         patch.object(products, "TYPES", (*products.TYPES, torch.float32)),
         patch.object(products, "multiply", wraps=products.multiply) as multiplied,
         patch.object(kernels, "statistics", wraps=kernels.statistics) as summed,

@@ -40,9 +40,14 @@ def test_a_running_mean_that_is_no_number_spoils_no_batch(found):
     assert found["lost statistics"]
 
 
-def test_takes_1_x_1_with_channels_last_in_blocks_of_64_alone(found):
+def test_takes_1_x_1_with_channels_last_where_it_pays_alone(found):
     takes = found["takes"]
-    assert {name for name, taken in takes.items() if taken} == {"usual", "bfloat16", "192 channels"}
+    assert {name for name, taken in takes.items() if taken} == {
+        "usual",
+        "bfloat16",
+        "to 192 channels",
+        "from 256 to 128",
+    }
 
 
 def test_a_step_with_it_is_as_exact_as_one_without(found):

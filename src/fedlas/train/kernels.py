@@ -30,8 +30,8 @@ NARROWEST = 64  # how many channels there have to be a multiple of
 class Tile(NamedTuple):
     """Rows and columns that a program looks at together, its warps, and how many programs share a sum.
 
-    Stages are tiles of each tensor that are under way at a time, depth is how many columns of a product's factors are
-    multiplied at a time. All found by trying, on an H200 with its 132 multiprocessors (benchmarks/norms.py).
+    Stages are tiles of each tensor that are under way at a time. All found by trying, on an H200 with its 132
+    multiprocessors (benchmarks/norms.py).
     """
 
     rows: int
@@ -39,7 +39,6 @@ class Tile(NamedTuple):
     warps: int
     programs: int = 0
     stages: int = 1
-    depth: int = 0
 
     def blocks(self, rows: int, channels: int) -> int:
         """Say in how many blocks of rows columns are summed."""

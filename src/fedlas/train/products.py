@@ -2,10 +2,10 @@
 
     x ─► y = x · wᵀ, and sums of y ─► scale, shift          (and from here on as in `kernels`)
 
-Most of them wait for memory, not for the matrix units, and here y is not read once more to be summed. A program keeps
-its columns of y and goes over tiles of rows, the next of which are on their way while it multiplies. As in `kernels`,
-all programs together begin with the last rows, which the pass before has just written, and sums are added in a fixed
-order: equal inputs give equal bits.
+Of few channels they wait for memory, not for the matrix units, and here y is not read once more to be summed. A program
+keeps its columns of y and goes over tiles of rows, the next of which are on their way while it multiplies. As in
+`kernels`, all programs together begin with the last rows, which the pass before has just written, and sums are added in
+a fixed order: equal inputs give equal bits.
 """
 
 from functools import cache
@@ -29,7 +29,7 @@ from fedlas.train.kernels import (
 )
 
 MULTIPROCESSORS = 132
-FLAT = False  # whether loops over tiles and over pieces of a product become one, so that loads never pause
+MANY = 1 << 15  # rows from which on it pays
 TYPES = (torch.bfloat16, torch.float16)  # the matrix units would round float32
 
 
@@ -45,30 +45,21 @@ def _halves(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def product_kernel(
     x, factors, y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
     rows, channels, blocks, eps, momentum,
-    K: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Multiply, and sum columns and their squares; the last program makes scale and shift of them."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     place = tl.program_id(1)
-    down, across = tl.arange(0, ROWS)[:, None], tl.arange(0, DEPTH)
-    here = factors + column * K + across[:, None]
-    if DEPTH == K:  # then these columns of the factors are read once, and what is pipelined are the tiles of x
-        whole = tl.load(here)
+    down, across = tl.arange(0, ROWS)[:, None], tl.arange(0, K)
+    kept = tl.load(factors + column * K + across[:, None])
     around = expected(running_mean, column)
     first, second = tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32), tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32)
     above = (tl.cdiv(rows, ROWS) - 1) * ROWS
-    for start in tl.range(place * ROWS, rows, blocks * ROWS, num_stages=STAGES if DEPTH == K else 1, flatten=FLAT):
+    for start in tl.range(place * ROWS, rows, blocks * ROWS, num_stages=STAGES):
         top = above - start
         there = EVEN | (down < rows - top)
         tile = x + top.to(tl.int64) * K + (down * K + across[None, :])
-        if DEPTH == K:
-            product = tl.dot(tl.load(tile, mask=there, other=0.0), whole)
-        else:
-            product = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for deep in tl.range(0, K, DEPTH, num_stages=STAGES):
-                product = tl.dot(tl.load(tile + deep, mask=there, other=0.0), tl.load(here + deep), product)
-        narrow = product.to(y.dtype.element_ty)
+        narrow = tl.dot(tl.load(tile, mask=there, other=0.0), kept).to(y.dtype.element_ty)
         tl.store(y + top.to(tl.int64) * channels + (down * channels + column), narrow, mask=there)
         one, other = _halves(tl.where(there, narrow.to(tl.float32) - around, 0.0), ROWS, COLUMNS)
         first += one + other
@@ -83,12 +74,9 @@ def product_kernel(
         )  # fmt: skip
 
 
-def tile_for(rows: int, inputs: int, outputs: int) -> Tile:
-    """Choose the shape of a program's work; two programs fit a multiprocessor."""
-    del rows
-    high, wide = (128, 64) if outputs % 128 else (64, 128)
-    whole = inputs == 64 or (inputs == 128 and wide == 128)
-    return Tile(high, wide, 8, 264, stages=3 if whole else 4, depth=inputs if whole else 64)
+def tile_for(inputs: int) -> Tile:
+    """Choose the shape of a program's work; found by trying (benchmarks/products.py)."""
+    return Tile(64, 64, 4, 264, stages=2) if inputs > 128 else Tile(64, 64, 4, 396, stages=3)
 
 
 def registers(tile: Tile) -> int:
@@ -102,13 +90,12 @@ def registers(tile: Tile) -> int:
 
 def faster(rows: int, inputs: int, outputs: int) -> bool:
     """Say whether the kernel is faster than cuDNN and a pass that sums; found by trying (benchmarks/products.py)."""
-    del rows, inputs, outputs
-    return True
+    return rows >= MANY and (inputs in (64, 128) or (inputs == 256 and outputs <= 128))
 
 
 @cache
 def _new_enough(device: torch.device) -> bool:
-    """Say whether a multiprocessor has the 96 KB of shared memory that the tiles take; those before Ampere have 64."""
+    """Say whether a multiprocessor has the shared memory that the tiles take; those before Ampere have 64."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -117,7 +104,7 @@ def fits(images: Tensor, weight: Tensor) -> bool:
     outputs, inputs, *window = weight.shape
     return (
         window == [1, 1]
-        and inputs % NARROWEST == outputs % NARROWEST == 0
+        and outputs % NARROWEST == 0
         and weight.dtype in TYPES
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
         and _new_enough(images.device)
@@ -140,14 +127,13 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
         device=images.device, dtype=images.dtype, memory_format=torch.channels_last,
     )  # fmt: skip
     rows, channels = shape_of(y)
-    tile = tile_for(rows, inputs, channels)
+    tile = tile_for(inputs)
     blocks = tile.blocks(rows, channels)
     found = Normed(*torch.empty(4, channels, device=y.device, dtype=torch.float32).unbind())
     partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
     product_kernel[(channels // tile.columns, blocks)](
         images, weight, y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum,
-        K=inputs, DEPTH=tile.depth, STAGES=tile.stages, FLAT=FLAT and tile.depth < inputs,
-        EVEN=rows % tile.rows == 0, maxnreg=registers(tile), **meta(tile),
+        K=inputs, STAGES=tile.stages, EVEN=rows % tile.rows == 0, maxnreg=registers(tile), **meta(tile),
     )  # fmt: skip
     return y, found
