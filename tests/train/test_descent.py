@@ -1,13 +1,8 @@
 """The end of a step by kernels of our own is what torch makes of it; here in Triton's interpreter."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import found_by
 from runs_of import short
 from torch import nn
 
@@ -26,14 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def found():
-    """Run the comparison in a process of its own: Triton decides on import whether it interprets."""
-    case = Path(__file__).with_name("descent_case.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, case, "cpu"], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("descent_case.py")
 
 
 @pytest.mark.parametrize("case", CASES)

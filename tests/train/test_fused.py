@@ -1,13 +1,8 @@
 """Residual networks with kernels of our own compute what torch's layers do; here in Triton's interpreter."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import found_by
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -21,14 +16,7 @@ from fedlas.train.fused import FusedResNet, _Beside, _Convolution, fuse
 
 @pytest.fixture(scope="module")
 def found():
-    """Run the comparison in a process of its own: Triton decides on import whether it interprets."""
-    case = Path(__file__).with_name("fused_case.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, case, "cpu"], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("fused_case.py")
 
 
 @pytest.mark.parametrize("case", ["basic", "bottleneck"])

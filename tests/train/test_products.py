@@ -1,12 +1,7 @@
 """The kernel of 1 x 1 convolutions computes what torch's layers do; here in Triton's interpreter."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from interpreted import found_by
 
 pytest.importorskip("triton")
 from products_case import SHAPES
@@ -14,14 +9,7 @@ from products_case import SHAPES
 
 @pytest.fixture(scope="module")
 def found():
-    """Run the comparison in a process of its own: Triton decides on import whether it interprets."""
-    case = Path(__file__).with_name("products_case.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, case, "cpu"], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("products_case.py")
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("float16", 2**-10), ("float32", 1e-5)])

@@ -1,12 +1,7 @@
 """The kernels of a first layer compute what torch's layers do; here in Triton's interpreter."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from interpreted import found_by
 
 pytest.importorskip("triton")
 from stem_case import SHAPES
@@ -14,14 +9,7 @@ from stem_case import SHAPES
 
 @pytest.fixture(scope="module")
 def found():
-    """Run the comparison in a process of its own: Triton decides on import whether it interprets."""
-    case = Path(__file__).with_name("stem_case.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, case, "cpu"], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("stem_case.py")
 
 
 @pytest.mark.parametrize("uses", ["once", "twice"])

@@ -372,12 +372,23 @@ def meta(tile: Tile) -> dict[str, int]:
     return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
+def new_images(like: Tensor, channels: int, *size: int) -> Tensor:
+    """Make room for images beside others, with other channels, and perhaps of another height and width."""
+    shape = len(like), channels, *(size or like.shape[2:])
+    return torch.empty(shape, device=like.device, dtype=like.dtype, memory_format=torch.channels_last)
+
+
+def room_for_sums(channels: int, blocks: int, device: torch.device) -> tuple[Normed, Tensor]:
+    """Make room for what a batch norm finds out, and for what blocks of rows leave of two sums."""
+    found = Normed(*torch.empty(4, channels, device=device, dtype=torch.float32).unbind())
+    return found, torch.empty(2, blocks, channels, device=device, dtype=torch.float32)
+
+
 def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     """Look at a batch, and move running statistics."""
     rows, channels = shape_of(y)
     blocks = SUMS.blocks(rows, channels)
-    found = Normed(*torch.empty(4, channels, device=y.device, dtype=torch.float32).unbind())
-    partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
+    found, partial = room_for_sums(channels, blocks, y.device)
     sums_kernel[(channels // SUMS.columns, blocks)](
         y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum, STAGES=SUMS.stages, **meta(SUMS),
@@ -501,11 +512,8 @@ def gradients(
 
 def spread(gradient: Tensor, height: int, width: int) -> Tensor:
     """Make images of one pixel larger, all of their pixels alike."""
-    count, channels = gradient.shape[:2]
-    result = torch.empty(
-        count, channels, height, width, device=gradient.device, dtype=gradient.dtype, memory_format=torch.channels_last
-    )
-    rows, _ = shape_of(result)
+    result = new_images(gradient, gradient.shape[1], height, width)
+    rows, channels = shape_of(result)
     tile = tile_for(channels)
     spread_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
         gradient.contiguous(), result, rows, channels, height * width, **meta(tile)

@@ -25,6 +25,8 @@ from fedlas.train.kernels import (
     finish,
     finished,
     meta,
+    new_images,
+    room_for_sums,
     shape_of,
 )
 
@@ -121,16 +123,12 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
         norm: what normalises the result.
         counter: zeros, one for each block of columns.
     """
-    count, inputs, height, width = images.shape
-    y = torch.empty(
-        count, len(weight), height, width,
-        device=images.device, dtype=images.dtype, memory_format=torch.channels_last,
-    )  # fmt: skip
+    inputs = images.shape[1]
+    y = new_images(images, len(weight))
     rows, channels = shape_of(y)
     tile = tile_for(inputs)
     blocks = tile.blocks(rows, channels)
-    found = Normed(*torch.empty(4, channels, device=y.device, dtype=torch.float32).unbind())
-    partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
+    found, partial = room_for_sums(channels, blocks, y.device)
     product_kernel[(channels // tile.columns, blocks)](
         images, weight, y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum,

@@ -27,6 +27,8 @@ from fedlas.train.kernels import (
     finished,
     gradient_of_y,
     meta,
+    new_images,
+    room_for_sums,
     shape_of,
 )
 
@@ -139,15 +141,11 @@ def convolve(images: Tensor, filters: Tensor, norm: Affine, counter: Tensor) -> 
         norm: what normalises the result.
         counter: zeros, one for each block of columns.
     """
-    count, _, height, width = images.shape
-    y = torch.empty(
-        count, len(filters), height, width,
-        device=images.device, dtype=images.dtype, memory_format=torch.channels_last,
-    )  # fmt: skip
+    height, width = images.shape[2:]
+    y = new_images(images, len(filters))
     rows, channels = shape_of(y)
     blocks = FORWARD.blocks(rows, channels)
-    found = Normed(*torch.empty(4, channels, device=y.device, dtype=torch.float32).unbind())
-    partial = torch.empty(2, blocks, channels, device=y.device, dtype=torch.float32)
+    found, partial = room_for_sums(channels, blocks, y.device)
     convolve_kernel[(channels // FORWARD.columns, blocks)](
         images, filters, y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum, HEIGHT=height, WIDTH=width, **meta(FORWARD),
