@@ -43,7 +43,7 @@ from fedlas.data.base.images import CIFAR, Transform
 from fedlas.models import build_model
 from fedlas.train import Recipe, recipe_for
 from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.precision import machine
+from fedlas.train.precision import machine, try_all_convolutions
 from fedlas.train.predict import predictions_of
 
 RUNGS: dict[str, dict[str, Any]] = {
@@ -201,6 +201,7 @@ def validation_seconds(bench: Bench) -> float:
 def first_step(data: str, model: str, rows: int, device: torch.device, root: str | None) -> None:
     """Do one step in this process and say when; the process that started this one holds the watch."""
     with machine(chosen := recipe(data, model, rows, "fedlas_ls", "graph"), device), on_stream(device):
+        try_all_convolutions()
         steps(Bench(chosen, device, root), 1)
         synchronize(device)
     print("first step done", flush=True)
@@ -283,6 +284,8 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
     for rung in [one for one in RUNGS if one in options.rungs]:
         with machine(recipe(data, model, rows, "ce", rung), device), on_stream(device):
             bench = Bench(recipe(data, model, rows, "ce", rung), device, options.data_root)
+            if rung == "graph":
+                try_all_convolutions()  # as `fit` does
             steps(bench, WARM_STEPS)
             if rung == "graph":
                 found |= top(options, bench, told)

@@ -11,8 +11,10 @@ import math
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from fedlas.train import descent, recipe_for
 from fedlas.train.bench import Bench
@@ -133,8 +135,12 @@ def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
 def compared(case: str, device: str, count: int = 4) -> dict[str, Any]:
     """Compare the kernels with torch."""
     changes, change = CASES[case]
-    descent.PROGRAMS = FEW if case == "few programs" else PROGRAMS
-    ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
+    with (
+        patch.object(descent, "PROGRAMS", FEW if case == "few programs" else PROGRAMS),
+        patch.object(Bench, "compiled", property(lambda bench: bench.recipe.compile)),
+        patch.object(nn.Module, "compile", lambda *_, **__: None),
+    ):
+        ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
     mine, theirs = numbers(ours), numbers(torchs)
     return {
         "taken": ours.step.parts.descent is not None,
@@ -146,7 +152,7 @@ def compared(case: str, device: str, count: int = 4) -> dict[str, Any]:
 
 
 def answers(device: str) -> list[list[bool]]:
-    """Say for awkward logits whether the kernel counts what torch counts, sum by sum."""
+    """Say for awkward logits whether the kernel was used, and counts what torch counts, sum by sum."""
     inf, nan = math.inf, math.nan
     rows = [[1, 1, 0], [0, 1, 1], [nan, 1, nan], [inf, nan, 0], [-inf, -inf, -inf], [nan, nan, nan], [0, -0.0, -1]]
     awkward = torch.tensor(rows * 3, device=device, dtype=torch.float32)
@@ -160,12 +166,19 @@ def answers(device: str) -> list[list[bool]]:
         (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some are none
         (torch.zeros(2, WIDEST + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
     ):
-        ours, torchs = Meter(torch.device(device), tally), Meter(torch.device(device))
+        used: list[bool] = []
+
+        def watched(*given: Any, used: list[bool] = used) -> bool:
+            used.append(tally(*given))
+            return used[-1]
+
+        ours, torchs = Meter(torch.device(device), watched), Meter(torch.device(device))
         for meter in (ours, torchs):
             for _ in range(2):
                 value = torch.tensor(0.7, device=device)
                 meter.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
-        found.append([ours.sums[name].item() == value.item() for name, value in torchs.sums.items()])
+        same = [ours.sums[name].item() == value.item() for name, value in torchs.sums.items()]
+        found.append([used == [logits.shape[1] <= WIDEST] * 2, *same])
     return found
 
 

@@ -7,16 +7,18 @@ from runs_of import short
 from torch import nn
 
 pytest.importorskip("triton")
+import triton.language as tl
 from descent_case import CASES
 
 from fedlas.train import bench as bench_module
-from fedlas.train import descent, kernels
+from fedlas.train import descent, kernels, products, stem
 from fedlas.train.bench import Bench
 from fedlas.train.fused import _Beside, _Narrow, _Room
 from fedlas.train.optim import build_optimizer
 from fedlas.train.recipe import Recipe
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton that has tuples")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def test_steps_that_lack_a_gradient_are_left_to_torch(found):
 def test_right_answers_are_those_of_torch(found):
     """The first of equal logits, and NaN before all others."""
     assert len(found["answers"]) == 5
-    assert all(all(one) and len(one) == 5 for one in found["answers"])
+    assert all(all(one) and len(one) == 6 for one in found["answers"])  # the kernel was used, and five sums
 
 
 def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> descent.Descent:
@@ -137,8 +139,10 @@ def test_what_the_kernels_are_not_made_for_is_left_to_torch(change, changes, exp
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
     assert descent.fits(recipe, optimizer, CPU) == expected
-    monkeypatch.setattr(kernels, "why_not", lambda _: "no compiler")
-    assert not descent.fits(recipe, optimizer, CPU)
+    if expected:
+        monkeypatch.setattr(kernels, "why_not", lambda _: "no compiler")
+        with pytest.warns(UserWarning, match="torch's optimizer has to do: no compiler"):
+            assert not descent.fits(recipe, optimizer, CPU)
 
 
 def test_a_bench_has_them_where_it_compiles(monkeypatch):
@@ -149,7 +153,10 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     ours = Bench(recipe, CPU)
     descends = ours.step.parts.descent
-    assert ours.net.model.gradient_slots is descends.slots
+    assert not ours.net.model.gradient_slots  # but for a step
+    with ours.step._slots():
+        assert ours.net.model.gradient_slots is descends.slots
+    assert not ours.net.model.gradient_slots
     assert ours.step.meter.tally is descent.tally
     other = Bench(recipe.replace(seed=5), CPU, before=ours)
     assert other.step.parts.descent is descends
@@ -158,5 +165,14 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     with_adam = Bench(recipe.replace(optimizer="adamw", lr=0.001), CPU, before=ours)
     assert with_adam.net is ours.net
     assert with_adam.step.parts.descent is None
-    assert not with_adam.net.model.gradient_slots
     assert Bench(recipe.replace(compile=False), CPU).step.parts.descent is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
+def test_what_cannot_be_made_is_left_to_others_with_a_word():
+    nowhere = torch.device("cuda")
+    for module, name in ((stem, "the first layer"), (products, "convolutions of 1 x 1")):
+        with pytest.warns(UserWarning, match=f"{name} .* left to cuDNN.*cannot be used: "):
+            assert not module._can_be_made.__wrapped__(nowhere)
+        assert module._can_be_made(CPU)
+    assert descent._why_not(Recipe(data="digits", model="small_cnn", loss="ce"), nowhere)

@@ -273,6 +273,23 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
     assert broken.step.watch.read() == plain.step.watch.read()
 
 
+def test_a_batch_that_cannot_be_compiled_takes_nothing_with_it():
+    plain, broken = Bench(short("ce"), CPU), Bench(short("ce"), CPU)
+    for module in (broken.net, broken.loss):
+        module.compile(fullgraph=True, dynamic=False, backend="eager")
+
+    def fails(*_):
+        raise importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this batch")
+
+    broken.step.parts.feed._compiled_call_impl = fails
+    with pytest.warns(UserWarning, match="batches are made without the compiler: no graph for this batch$"):
+        steps(broken, 2)
+    assert broken.step.parts.feed._compiled_call_impl is None
+    assert broken.net._compiled_call_impl is not None
+    steps(plain, 2)
+    assert broken.step.meter.read() == pytest.approx(plain.step.meter.read())
+
+
 def test_a_lack_of_memory_is_no_fault_of_the_compiler():
     dynamo = importlib.import_module("torch._dynamo.exc")
     wrapped = dynamo.TorchDynamoException("while compiling")

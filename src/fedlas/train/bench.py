@@ -30,7 +30,7 @@ from fedlas.train.checkpoint import UNFIT, restore_module
 from fedlas.train.meters import GateWatch
 from fedlas.train.mixing import Mixer
 from fedlas.train.optim import Rates, build_optimizer, clear_memory, lr_table, memory_of, restore_memory
-from fedlas.train.precision import seed_everything, try_all_convolutions
+from fedlas.train.precision import seed_everything
 from fedlas.train.predict import Source, evaluation_source, images_dtype, rank
 from fedlas.train.recipe import PUBLISHED, Recipe
 from fedlas.train.runs import RunError
@@ -75,8 +75,6 @@ class Bench:
         self.samples = len(split)
         alike = before if before is not None and self._step_fits(before) else None
         self._place_training_data(split, alike)
-        if device.type == "cuda" and self.data.resident:
-            try_all_convolutions()
         seed_everything(recipe.seed)
         if self.data.num_classes < 2:
             raise RunError(f"{self.data.title} has one class, {self.data.class_names[0]!r}; a classifier needs two")
@@ -172,20 +170,11 @@ class Bench:
         feed = Feed(self.train)
         if self.compiled and isinstance(self.train, Resident):
             feed.compile(fullgraph=True, dynamic=False)
-        descent = self._descent(optimizer, rates)
+        alone = self.compiled and self.world == 1
+        descent = _descent(self.recipe, self.loss, optimizer, rates) if alone else None
         parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent)
         watch = GateWatch(self.loss, self.samples, self.device)
         self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
-
-    def _descent(self, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
-        """Make kernels of our own for the end of a step, if they fit, and tell a fused network where gradients go."""
-        model: Any = self.net.model
-        made = None
-        if self.world == 1 and (self.compiled or (self.recipe.compile and os.environ.get("TRITON_INTERPRET") == "1")):
-            made = _descent_for(self.recipe, self.loss, optimizer, rates)
-        if hasattr(model, "gradient_slots"):
-            model.gradient_slots = {} if made is None else made.slots
-        return made
 
     def _take_over(self, before: "Bench", loss: AbstractLoss) -> None:
         """Go on with the step of a recipe that differs in its seed only."""
@@ -374,7 +363,8 @@ def _fused(model: nn.Module, device: torch.device) -> bool:
     return fused.fuse(model)
 
 
-def _descent_for(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
+def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
+    """Make kernels of our own for the end of a step, if they fit."""
     try:
         from fedlas.train.descent import Descent, fits  # noqa: PLC0415
     except ImportError:  # no Triton

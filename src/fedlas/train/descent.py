@@ -1,4 +1,4 @@
-"""The end of a step in three Triton kernels: sums of the epoch, norm of the gradient, SGD with momentum.
+"""The end of a step in few Triton kernels: sums of the epoch, norm of the gradient, SGD with momentum.
 
     logits, loss ─► tally ─► samples, correct, loss and its terms
     gradients ─► flat ─► norm ─► bad? skip? clip, rates, step + 1
@@ -6,10 +6,12 @@
 
 All gradients lie in one tensor, one after the other, each from the start of a block on and with zeros up to the next;
 first those of the network, then those of the loss. So the norm is one pass over it, and its last program does at once
-what else a step has to decide. `TrainStep` says the same in torch, for all that these kernels are not made for.
+what else a step has to decide. Gradients that lie elsewhere are copied there first, and stay as long as they came:
+SGD alone sees them clipped. `TrainStep` says the same in torch, for all that these kernels are not made for.
 Equal inputs give equal bits.
 """
 
+import warnings
 from typing import Any, NamedTuple, no_type_check
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from fedlas.train import kernels
 from fedlas.train.kernels import finished
-from fedlas.train.optim import SKIP, Rates, parameters_of
+from fedlas.train.optim import SKIP, Rates, build_optimizer, parameters_of
 from fedlas.train.recipe import Recipe
 
 BLOCK = 2048  # numbers of one parameter that a program moves
@@ -192,7 +194,27 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
             return False
         if both[0].stride() != both[1].stride() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
             return False
-    return kernels.why_not(device) is None
+    reason = kernels.why_not(device) or (_why_not(recipe, device) if device.type == "cuda" else None)
+    if reason is not None:
+        warnings.warn(f"kernels of our own cannot end a step, torch's optimizer has to do: {reason}", stacklevel=2)
+    return reason is None
+
+
+def _why_not(recipe: Recipe, device: torch.device) -> str | None:
+    """Take a step with a small layer, and give the reason why that cannot be done, if there is one."""
+
+    def work() -> None:
+        layer = nn.Linear(64, 64).to(device)
+        optimizer, rates = build_optimizer(recipe, layer, nn.Identity(), torch.ones(2), device)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
+        steps, norms, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
+        Descent(recipe, nn.Identity(), optimizer, rates).step(count == 0, count, first_bad, steps, norms)
+        labels = torch.zeros(64, dtype=torch.int64, device=device)
+        tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
+
+    return kernels.reason_against(work)
 
 
 class Descent:

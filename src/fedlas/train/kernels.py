@@ -5,14 +5,15 @@
     dz ─► sums of g, g · (y - mean) ─► dy = a · g + b · y + c          g = dz where z > 0
 
 Images are matrices here, a row for each pixel and a column for each channel. Sums are taken in blocks of rows, and the
-program that ends last adds the blocks up, in their order: equal inputs give equal bits. All programs together sweep
-over the rows from the last to the first, because a convolution has just written the last ones and the cache still holds
-them; the pass that follows begins with the first.
+program that ends last adds the blocks up, always in one order: equal inputs give equal bits. All programs together
+sweep over the rows from the last to the first, because a convolution has just written the last ones and the cache still
+holds them; the pass that follows begins with the first.
 Where a ReLU cut off is computed again from y where nothing was added to it, and kept as one bit a number where
 something was.
 """
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, no_type_check
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
 AT_A_TIME = tl.constexpr(8)  # loads of what blocks of rows left
-LAST = tl.constexpr("evict_first")  # how to read for the last time in a while: the cache may keep other things
+ONCE = tl.constexpr("evict_first")  # how to read what nobody reads again for long: the cache may keep other things
 NARROWEST = 64  # how many channels there have to be a multiple of
 
 
@@ -88,7 +89,7 @@ def expected(running_mean, column):
 @triton.jit
 @no_type_check
 def _totals(partial, column, blocks, channels, COLUMNS: tl.constexpr):
-    """Add up what all blocks of rows left of two sums, in their order; several loads are under way at a time."""
+    """Add up what all blocks of rows left of two sums, always in one order; several loads are under way at a time."""
     first, second = tl.zeros((16, COLUMNS), tl.float32), tl.zeros((16, COLUMNS), tl.float32)
     for start in range(0, blocks, 16 * AT_A_TIME):
         for turn in tl.static_range(AT_A_TIME):
@@ -182,10 +183,10 @@ def apply_kernel(
     row, column, across = _tile(channels, ROWS, COLUMNS)
     there = row < rows
     place = row.to(tl.int64) * channels + column
-    value = tl.load(y + place, mask=there, other=0.0, eviction_policy=LAST).to(tl.float32)
+    value = tl.load(y + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
     value = value * tl.load(scale + column) + tl.load(shift + column)
     if HAS_SKIP:
-        other = tl.load(skip + place, mask=there, other=0.0, eviction_policy=LAST).to(tl.float32)
+        other = tl.load(skip + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
         if SKIP_IS_NORMED:
             other = other * tl.load(skip_scale + column) + tl.load(skip_shift + column)
         value += other
@@ -240,7 +241,7 @@ def back_sums_kernel(
         there = row >= 0
         seen, value = _gradient(
             first, second, y, bits, scale, shift, row, column, tl.program_id(0), channels, there,
-            HAS_SECOND, MASK, "", LAST if KEEP else "", ROWS, COLUMNS,
+            HAS_SECOND, MASK, "", ONCE if KEEP else "", ROWS, COLUMNS,
         )  # fmt: skip
         value = tl.where(there, value, 0.0)
         place = row.to(tl.int64) * channels + column
@@ -304,8 +305,8 @@ def gradient_of_y(
         there,
         False,
         MASK,
-        LAST,
-        LAST,
+        ONCE,
+        ONCE,
         ROWS,
         COLUMNS,
     )
@@ -524,11 +525,21 @@ def spread(gradient: Tensor, height: int, width: int) -> Tensor:
 @cache
 def why_not(device: torch.device) -> str | None:
     """Try a kernel, and give the reason why none can run there, if there is one: no compiler, or an old GPU."""
-    y = torch.zeros(2, NARROWEST, 1, 1, device=device).contiguous(memory_format=torch.channels_last)
-    weight, bias, mean, var = torch.zeros(4, NARROWEST, device=device).unbind()
-    norm = Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+    y, norm = torch.zeros(2, NARROWEST, 1, 1, device=device), example_norm(device)
+    y = y.contiguous(memory_format=torch.channels_last)
+    return reason_against(lambda: statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device)))
+
+
+def reason_against(work: Callable[[], object]) -> str | None:
+    """Try some work, and give the reason why it cannot be done, if there is one."""
     try:
-        statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
+        work()
     except Exception as error:  # whatever it is, there is another way
         return f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0]}"
     return None
+
+
+def example_norm(device: torch.device) -> Affine:
+    """Make a norm of as few channels as there may be, to try kernels with."""
+    weight, bias, mean, var = torch.zeros(4, NARROWEST, device=device).unbind()
+    return Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)

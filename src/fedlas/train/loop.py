@@ -27,7 +27,14 @@ from fedlas.train.bench import Bench, chosen_device
 from fedlas.train.callbacks import AbstractCallback, checked_callbacks, downloads, looks_at_steps, usual, write_board
 from fedlas.train.checkpoint import StoppedError, StopSignals
 from fedlas.train.optim import lr_factor
-from fedlas.train.precision import machine, many_compilations, on_stream, random_state, restore_random_state
+from fedlas.train.precision import (
+    machine,
+    many_compilations,
+    on_stream,
+    random_state,
+    restore_random_state,
+    try_all_convolutions,
+)
 from fedlas.train.predict import Source, predictions_of, rank
 from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all, share_buffers
 from fedlas.train.protocols import check_parts
@@ -153,6 +160,8 @@ class Engine:
                 bench = Bench(recipe, self.device, self.data_root, capture=capture, before=self._bench, progress=shown)
                 stack.callback(bench.close)
                 bench.check()
+            if bench.data.resident and self.device.type == "cuda":
+                try_all_convolutions()
             self._bench = bench
             onlookers = [*callbacks, *(usual(recipe.tensorboard, progress) if is_first() else [])]
             _Training(run, bench, onlookers, resume=resume).go()

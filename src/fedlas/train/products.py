@@ -8,6 +8,7 @@ keeps its columns of y and goes over tiles of rows, the next of which are on the
 a fixed order: equal inputs give equal bits.
 """
 
+import warnings
 from functools import cache
 from typing import no_type_check
 
@@ -21,16 +22,18 @@ from fedlas.train.kernels import (
     Affine,
     Normed,
     Tile,
+    example_norm,
     expected,
     finish,
     finished,
     meta,
     new_images,
+    reason_against,
     room_for_sums,
     shape_of,
 )
 
-MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132  # of an H200, on which tiles, and where all this pays, were found
 MANY = 1 << 15  # rows from which on it pays
 TYPES = (torch.bfloat16, torch.float16)  # the matrix units would round float32
 
@@ -96,9 +99,22 @@ def faster(rows: int, inputs: int, outputs: int) -> bool:
 
 
 @cache
-def _new_enough(device: torch.device) -> bool:
-    """Say whether a multiprocessor has the shared memory that the tiles take; those before Ampere have 64."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+def _can_be_made(device: torch.device) -> bool:
+    """Try the kernel with the most and the fewest channels, and warn once where it cannot be made: an old GPU, say."""
+    if device.type != "cuda":
+        return True
+
+    def work() -> None:
+        for inputs in (64, 256):
+            images = torch.zeros(32, inputs, 32, 32, device=device, dtype=torch.bfloat16)
+            factors = torch.zeros(NARROWEST, inputs, 1, 1, device=device, dtype=torch.bfloat16)
+            counter = torch.zeros(1, dtype=torch.int32, device=device)
+            multiply(images.contiguous(memory_format=torch.channels_last), factors, example_norm(device), counter)
+
+    reason = reason_against(work)
+    if reason is not None:
+        warnings.warn(f"convolutions of 1 x 1 are left to cuDNN, our kernel cannot be used: {reason}", stacklevel=2)
+    return reason is None
 
 
 def fits(images: Tensor, weight: Tensor) -> bool:
@@ -109,8 +125,8 @@ def fits(images: Tensor, weight: Tensor) -> bool:
         and outputs % NARROWEST == 0
         and weight.dtype in TYPES
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
-        and _new_enough(images.device)
         and faster(images.numel() // inputs, inputs, outputs)
+        and _can_be_made(images.device)
     )
 
 

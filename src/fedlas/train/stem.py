@@ -10,6 +10,8 @@ zeros; they are read again and again, but from the cache. As in `kernels`, sums 
 give equal bits.
 """
 
+import warnings
+from functools import cache
 from typing import no_type_check
 
 import torch
@@ -18,16 +20,20 @@ import triton.language as tl
 from torch import Tensor
 
 from fedlas.train.kernels import (
+    NARROWEST,
     Affine,
     GradientSums,
     Normed,
     Tile,
+    example_norm,
     expected,
     finish,
     finished,
     gradient_of_y,
+    gradient_sums,
     meta,
     new_images,
+    reason_against,
     room_for_sums,
     shape_of,
 )
@@ -98,7 +104,7 @@ def back_kernel(
     gradient, y, images, scale, shift, slope, offset, partial, rows, channels, blocks,
     MASK: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the filters' gradient over a block's rows; the first program begins with the first, as in `kernels`."""
+    """Sum the filters' gradient over a block's rows, from the first on, which the sums of the norm have read last."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((COLUMNS, 32), tl.float32)
     for start in range(tl.program_id(1) * ROWS, rows, blocks * ROWS):
@@ -115,7 +121,7 @@ def back_kernel(
 @triton.jit
 @no_type_check
 def add_kernel(partial, result, channels, blocks, BLOCKS: tl.constexpr):
-    """Add up what all blocks left of one filter's gradient, in their order."""
+    """Add up what all blocks left of one filter's gradient, always in one order."""
     number = tl.arange(0, 32)[None, :]
     total = tl.zeros((BLOCKS, 32), tl.float32)
     for start in range(0, blocks, BLOCKS):
@@ -127,9 +133,34 @@ def add_kernel(partial, result, channels, blocks, BLOCKS: tl.constexpr):
 
 def fits(images: Tensor, filters: Tensor) -> bool:
     """Say whether images and filters are of the kind, and lie in memory, as the kernels take them."""
-    return filters.shape[1:] == WINDOW and all(
-        one.is_contiguous(memory_format=torch.channels_last) for one in (images, filters)
+    return (
+        filters.shape[1:] == WINDOW
+        and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, filters))
+        and _can_be_made(images.device)
     )
+
+
+@cache
+def _can_be_made(device: torch.device) -> bool:
+    """Try the kernels, forward and back, and warn once where they cannot be made; CIFAR's size is that of most uses."""
+    if device.type != "cuda":
+        return True
+
+    def zeros(*shape: int) -> Tensor:
+        made = torch.zeros(shape, device=device, dtype=torch.bfloat16)
+        return made.contiguous(memory_format=torch.channels_last)
+
+    def work() -> None:
+        images, filters = zeros(32, 3, 32, 32), zeros(NARROWEST, 3, 3, 3)
+        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        y, about = convolve(images, filters, example_norm(device), counter)
+        bits = torch.empty(0, device=device, dtype=torch.uint8)
+        gradient_of_filters(images, filters, y, about, gradient_sums(y, y, y, bits, about, counter))
+
+    reason = reason_against(work)
+    if reason is not None:
+        warnings.warn(f"the first layer is left to cuDNN, its own kernels cannot be used: {reason}", stacklevel=2)
+    return reason is None
 
 
 def convolve(images: Tensor, filters: Tensor, norm: Affine, counter: Tensor) -> tuple[Tensor, Normed]:

@@ -114,8 +114,8 @@ class TrainStep:
 
     def _first(self, *inputs: Tensor) -> None:
         """Do the first step; what cannot be compiled runs as it is from then on."""
-        parts = self.parts.feed, self.parts.net, self.parts.loss
-        compiled = [module for module in parts if module._compiled_call_impl is not None]
+        self._try_feed(inputs)
+        compiled = [m for m in (self.parts.net, self.parts.loss) if m._compiled_call_impl is not None]
         put_back = self._remembered() if compiled else None
         try:
             self.eager(*inputs)
@@ -127,6 +127,19 @@ class TrainStep:
                 module._compiled_call_impl = None
             put_back()
             self.eager(*inputs)
+
+    def _try_feed(self, inputs: Inputs) -> None:
+        """Make a batch, which changes nothing; where that cannot be compiled, network and loss still may be."""
+        feed = self.parts.feed
+        if getattr(feed, "_compiled_call_impl", None) is None:
+            return
+        try:
+            feed(*(value.chunk(self.recipe.accumulate)[0] for value in inputs))
+        except _compiler_errors() as error:
+            if _ran_out_of_memory(error):
+                raise
+            warnings.warn(f"batches are made without the compiler: {_first_line(error)}", UserWarning, stacklevel=4)
+            feed._compiled_call_impl = None
 
     def _remembered(self) -> Callable[[], None]:
         """Remember what half a step may change, all but gradients, and give what puts it back."""
@@ -147,8 +160,22 @@ class TrainStep:
         """Do one step; nothing in here may wait for the device."""
         self.parts.optimizer.zero_grad(set_to_none=True)
         pieces = zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True)
-        fine = [self._learn(piece, len(piece[0]) / len(inputs[0])) for piece in pieces]
+        with self._slots():
+            fine = [self._learn(piece, len(piece[0]) / len(inputs[0])) for piece in pieces]
         self._end(reduce(torch.logical_and, fine))
+
+    @contextmanager
+    def _slots(self) -> Iterator[None]:
+        """Let a network that can do so write gradients to where they are needed, until the next step does so again."""
+        model: Any = getattr(self.parts.net, "model", None)
+        if self.parts.descent is None or not hasattr(model, "gradient_slots"):
+            yield
+            return
+        before, model.gradient_slots = model.gradient_slots, self.parts.descent.slots
+        try:
+            yield
+        finally:
+            model.gradient_slots = before
 
     def _learn(self, inputs: Inputs, share: float) -> Bool[Tensor, ""]:
         """Add the gradient of a batch, or of a part of one; say whether its loss is finite."""
