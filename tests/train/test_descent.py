@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton
 
 
 @pytest.fixture(scope="module")
-def found():
-    return found_by("descent_case.py")
+def found(tmp_path_factory):
+    return found_by("descent_case.py", tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,8 +15,8 @@ from fedlas.train.fused import FusedResNet, _Beside, _Convolution, fuse
 
 
 @pytest.fixture(scope="module")
-def found():
-    return found_by("fused_case.py")
+def found(tmp_path_factory):
+    return found_by("fused_case.py", tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", ["basic", "bottleneck"])

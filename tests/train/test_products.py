@@ -8,8 +8,8 @@ from products_case import SHAPES
 
 
 @pytest.fixture(scope="module")
-def found():
-    return found_by("products_case.py")
+def found(tmp_path_factory):
+    return found_by("products_case.py", tmp_path_factory)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("float16", 2**-10), ("float32", 1e-5)])

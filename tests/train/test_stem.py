@@ -8,8 +8,8 @@ from stem_case import SHAPES
 
 
 @pytest.fixture(scope="module")
-def found():
-    return found_by("stem_case.py")
+def found(tmp_path_factory):
+    return found_by("stem_case.py", tmp_path_factory)
 
 
 @pytest.mark.parametrize("uses", ["once", "twice"])
