@@ -55,6 +55,17 @@ def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return max(((found[k] - right[k]).norm() / right[k].norm().clamp_min(1e-12)).item() for k in right)
 
 
+def smaller(kind: str, device: str, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+    """Fuse a network with fewer blocks, for the interpreter is slow; give it, images, labels, and a step in float64."""
+    plain: Any = network(kind).to(device, memory_format=torch.channels_last)
+    plain.layer1 = plain.layer1[:1]
+    images = 1 + torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+    labels = torch.arange(len(images), device=device)
+    right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
+    assert fuse(plain)
+    return plain, images, labels, right
+
+
 def compared(kind: str, device: str) -> dict[str, Any]:
     """Compare both kinds of layers with float64."""
     plain = network(kind).to(device, memory_format=torch.channels_last)

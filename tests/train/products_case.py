@@ -14,11 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fused_case import distance, network, outcome
+from fused_case import distance, outcome, smaller
 from torch.nn import functional
 
 from fedlas.train import kernels, products
-from fedlas.train.fused import fuse
 
 # Images, height, width, channels before and after: a part of a tile, tiles that end with the last row, more tiles than
 # programs.
@@ -140,12 +139,7 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     Of its two blocks, one keeps the size of the images and the other does not. In float32, which the kernel is made to
     take here, the step without it is left out.
     """
-    plain: Any = network("bottleneck").to(device, memory_format=torch.channels_last)
-    plain.layer1 = plain.layer1[:1]  # the interpreter is slow
-    images = 1 + torch.randn(4, 3, 3, 3, device=device).to(memory_format=torch.channels_last)
-    labels = torch.arange(4, device=device)
-    right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
-    assert fuse(plain)
+    plain, images, labels, right = smaller("bottleneck", device, (4, 3, 3, 3))
     model = copy.deepcopy(plain)
     with (
         torch.autocast(device, dtype, enabled=dtype != torch.float32),

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fused_case import distance, network, outcome
+from fused_case import distance, network, outcome, smaller
 from torch import nn
 from torch.nn import functional
 
@@ -168,12 +168,7 @@ def narrowed(device: str, dtype: torch.dtype) -> dict[str, float]:
 
 def step(device: str, dtype: torch.dtype) -> dict[str, list[float]]:
     """Give how far a network's step in a narrow type is from one in float64, with the kernels and without."""
-    plain: Any = network("basic").to(device, memory_format=torch.channels_last)
-    plain.layer1 = plain.layer1[:1]  # the interpreter is slow
-    images = 1 + torch.randn(5, 3, 5, 5, device=device).to(memory_format=torch.channels_last)
-    labels = torch.arange(5, device=device)
-    right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
-    assert fuse(plain)
+    plain, images, labels, right = smaller("basic", device, (5, 3, 5, 5))
     with torch.autocast(device, dtype):
         ours = outcome(copy.deepcopy(plain), images, labels)
         with patch.object(stem, "fits", lambda *_: False):

@@ -9,13 +9,11 @@ from torch import nn
 
 pytest.importorskip("triton")
 from descent_case import CASES, answers, compared
-from test_train_gpu import pytestmark, tensors, trained
+from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
 from fedlas.train.bench import Bench, chosen_device
 from fedlas.train.fused import FusedResNet
 from fedlas.train.precision import machine
-from fedlas.train.step import WARM
-from waiting import no_waiting
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
 RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": True, "precision": "bf16"}
@@ -109,17 +107,5 @@ def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_step_never_waits(capture):
-    device = chosen_device("cuda")
     recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
-    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
-        bench = Bench(recipe, device, capture=capture)
-        assert bench.step.parts.descent is not None
-        bench.net.train()
-        batches = list(bench.batches(0))
-        for inputs in batches[: WARM + 2]:  # the capture itself may wait
-            bench.step(*inputs)
-        with no_waiting():
-            for inputs in batches[: WARM + 2]:
-                bench.step(*inputs)
-        torch.cuda.synchronize()
-    assert bool(bench.step._graphs) == capture
+    assert assert_never_waits(recipe, capture=capture).step.parts.descent is not None

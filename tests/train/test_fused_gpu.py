@@ -98,24 +98,30 @@ def test_gradients_of_weights_beside_the_rest_are_those_after_it(monkeypatch):
                 assert torch.equal(value, one_by_one[part]), part
 
 
-@pytest.mark.parametrize("count", [3, 128, 512])
-def test_a_step_with_the_kernels_of_the_first_layer_is_as_exact_as_one_without(count, monkeypatch):
-    model = build_model("resnet18_cifar", 10).to("cuda", memory_format=torch.channels_last)
+def assert_as_exact_as_without(name: str, count: int, module: Any, monkeypatch: Any, *, work: str, times: int) -> None:
+    """Compare a step with a module's kernels, asked so many times, and one without them, both with float64."""
+    model = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
     images, asked = images_of(count), []
     right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
     assert fuse(model)
-    convolve = stem.convolve
-    monkeypatch.setattr(stem, "convolve", lambda *given: asked.append(1) or convolve(*given))
+    assert module._can_be_made(images.device)
+    kernel = getattr(module, work)
+    monkeypatch.setattr(module, work, lambda *given: asked.append(1) or kernel(*given))
     ours = in_bf16(copy.deepcopy(model), images)
-    assert asked == [1]
-    monkeypatch.setattr(stem, "fits", lambda *_: False)
+    assert len(asked) == times
+    monkeypatch.setattr(module, "fits", lambda *_: False)
     usual = in_bf16(copy.deepcopy(model), images)
-    assert asked == [1]
+    assert len(asked) == times
     for part in right:
         far, ours_far = (
             sum((found[part][name] - one).norm().item() for name, one in right[part].items()) for found in (usual, ours)
         )
         assert ours_far < 1.3 * far, part
+
+
+@pytest.mark.parametrize("count", [3, 128, 512])
+def test_a_step_with_the_kernels_of_the_first_layer_is_as_exact_as_one_without(count, monkeypatch):
+    assert_as_exact_as_without("resnet18_cifar", count, stem, monkeypatch, work="convolve", times=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -134,23 +140,9 @@ def test_the_first_layer_is_as_exact_as_its_type_and_gives_equal_bits(shape, twi
 
 @pytest.mark.parametrize("count", [3, 128])
 def test_a_step_with_the_kernel_of_products_is_as_exact_as_one_without(count, monkeypatch):
-    model = build_model("resnet50_cifar", 10).to("cuda", memory_format=torch.channels_last)
-    images, asked = images_of(count), []
-    right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
-    assert fuse(model)
-    multiply = products.multiply
-    monkeypatch.setattr(products, "multiply", lambda *given: asked.append(1) or multiply(*given))
     monkeypatch.setattr(products, "MANY", 0)
-    ours = in_bf16(copy.deepcopy(model), images)
-    assert len(asked) == 12  # seven in the first stage, five in the second
-    monkeypatch.setattr(products, "fits", lambda *_: False)
-    usual = in_bf16(copy.deepcopy(model), images)
-    assert len(asked) == 12
-    for part in right:
-        far, ours_far = (
-            sum((found[part][name] - one).norm().item() for name, one in right[part].items()) for found in (usual, ours)
-        )
-        assert ours_far < 1.3 * far, part
+    times = 12  # seven in the first stage, five in the second
+    assert_as_exact_as_without("resnet50_cifar", count, products, monkeypatch, work="multiply", times=times)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -103,7 +103,7 @@ def _totals(partial, column, blocks, channels, COLUMNS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def finish(
+def _finish(
     around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks,
     eps, momentum, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -125,6 +125,35 @@ def finish(
 
 @triton.jit
 @no_type_check
+def leave(
+    first, second, around, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column,
+    rows, channels, blocks, eps, momentum, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Leave what this program has of two sums; the last one makes scale and shift of what all have left."""
+    here = partial + tl.program_id(1) * channels + column
+    first, second = _sums(first, second)
+    tl.store(here, first)
+    tl.store(here + blocks * channels, second)
+    if finished(counter + tl.program_id(0), blocks):
+        _finish(
+            around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
+            blocks, eps, momentum, COLUMNS,
+        )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def folded(first, second, value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add a tile to a sum and its squares to another, rows that are eight apart together.
+
+    Of a product, a thread holds both of them, and keeps half as many sums.
+    """
+    one, other = tl.split(tl.permute(tl.reshape(value, (ROWS // 16, 2, 8, COLUMNS)), (0, 2, 3, 1)))
+    return first + (one + other), tl.fma(one, one, tl.fma(other, other, second))
+
+
+@triton.jit
+@no_type_check
 def sums_kernel(
     y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
     rows, channels, blocks, eps, momentum,
@@ -142,15 +171,10 @@ def sums_kernel(
         value = tl.where(there, seen.to(tl.float32) - around, 0.0)
         first += value
         second += value * value
-    here = partial + place * channels + column
-    first, second = _sums(first, second)
-    tl.store(here, first)
-    tl.store(here + blocks * channels, second)
-    if finished(counter + tl.program_id(0), blocks):
-        finish(
-            around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
-            blocks, eps, momentum, COLUMNS,
-        )  # fmt: skip
+    leave(
+        first, second, around, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
+        column, rows, channels, blocks, eps, momentum, COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from fedlas.train.kernels import (
     Tile,
     example_norm,
     expected,
-    finish,
-    finished,
+    folded,
+    leave,
     meta,
     new_images,
     reason_against,
@@ -36,13 +36,6 @@ from fedlas.train.kernels import (
 MULTIPROCESSORS = 132  # of an H200, on which tiles, and where all this pays, were found
 MANY = 1 << 15  # rows from which on it pays
 TYPES = (torch.bfloat16, torch.float16)  # the matrix units would round float32
-
-
-@triton.jit
-@no_type_check
-def _halves(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Part rows that are eight apart: of a product, a thread holds both, and keeps half as many sums."""
-    return tl.split(tl.permute(tl.reshape(value, (ROWS // 16, 2, 8, COLUMNS)), (0, 2, 3, 1)))
 
 
 @triton.jit
@@ -66,17 +59,13 @@ def product_kernel(
         tile = x + top.to(tl.int64) * K + (down * K + across[None, :])
         narrow = tl.dot(tl.load(tile, mask=there, other=0.0), kept).to(y.dtype.element_ty)
         tl.store(y + top.to(tl.int64) * channels + (down * channels + column), narrow, mask=there)
-        one, other = _halves(tl.where(there, narrow.to(tl.float32) - around, 0.0), ROWS, COLUMNS)
-        first += one + other
-        second = tl.fma(one, one, tl.fma(other, other, second))
-    sums = partial + place * channels + column
-    tl.store(sums, tl.sum(tl.reshape(first, (ROWS // 2, COLUMNS)), 0, keep_dims=True))
-    tl.store(sums + blocks * channels, tl.sum(tl.reshape(second, (ROWS // 2, COLUMNS)), 0, keep_dims=True))
-    if finished(counter + tl.program_id(0), blocks):
-        finish(
-            around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
-            blocks, eps, momentum, COLUMNS,
-        )  # fmt: skip
+        value = tl.where(there, narrow.to(tl.float32) - around, 0.0)
+        first, second = folded(first, second, value, ROWS, COLUMNS)
+    leave(
+        tl.reshape(first, (ROWS // 2, COLUMNS)), tl.reshape(second, (ROWS // 2, COLUMNS)), around, partial, counter,
+        weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks, eps,
+        momentum, COLUMNS,
+    )  # fmt: skip
 
 
 def tile_for(inputs: int) -> Tile:

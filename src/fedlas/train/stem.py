@@ -27,10 +27,10 @@ from fedlas.train.kernels import (
     Tile,
     example_norm,
     expected,
-    finish,
-    finished,
+    folded,
     gradient_of_y,
     gradient_sums,
+    leave,
     meta,
     new_images,
     reason_against,
@@ -59,13 +59,6 @@ def _patches(images, row, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _paired(value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add rows that are eight apart: of a product, a thread holds both, and has half as many numbers to keep."""
-    return tl.sum(tl.reshape(value, (ROWS // 16, 2, 8, COLUMNS)), 1)
-
-
-@triton.jit
-@no_type_check
 def convolve_kernel(
     images, filters, y, partial, counter, weight, bias, mean, rstd, scale, shift, running_mean, running_var,
     rows, channels, blocks, eps, momentum,
@@ -86,16 +79,12 @@ def convolve_kernel(
         patches = _patches(images, row + blocks * ROWS, rows, HEIGHT, WIDTH)  # under way while the rest is done
         tl.store(y + row.to(tl.int64) * channels + column, narrow, mask=there)
         value = tl.where(there, narrow.to(tl.float32) - around, 0.0)
-        first += _paired(value, ROWS, COLUMNS)
-        second += _paired(value * value, ROWS, COLUMNS)
-    here = partial + place * channels + column
-    tl.store(here, tl.sum(tl.reshape(first, (ROWS // 2, COLUMNS)), 0, keep_dims=True))
-    tl.store(here + blocks * channels, tl.sum(tl.reshape(second, (ROWS // 2, COLUMNS)), 0, keep_dims=True))
-    if finished(counter + tl.program_id(0), blocks):
-        finish(
-            around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
-            blocks, eps, momentum, COLUMNS,
-        )  # fmt: skip
+        first, second = folded(first, second, value, ROWS, COLUMNS)
+    leave(
+        tl.reshape(first, (ROWS // 2, COLUMNS)), tl.reshape(second, (ROWS // 2, COLUMNS)), around, partial, counter,
+        weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks, eps,
+        momentum, COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit
