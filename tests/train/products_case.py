@@ -1,9 +1,9 @@
-"""Compares 1 x 1 convolutions that sum for their norm with torch's layers; run by itself with TRITON_INTERPRET=1.
+"""Compares 1 x 1 convolutions that sum for norms with torch's layers; run by itself with TRITON_INTERPRET=1.
 
     python tests/train/products_case.py cpu
 
-Prints one line of JSON: how far the kernel is from float64, for some shapes and types; what it takes; how far a
-network's step with it, and without it, is, and for which layers it was used.
+Prints one line of JSON: how far the kernels are from float64, for some shapes and types; what they take; how far a
+network's step with them, and without them, is, and for which layers they were used.
 """
 
 import copy
@@ -27,6 +27,17 @@ SHAPES = {
     "more tiles than programs": (3, 11, 13, 256, 128),
     "three blocks of columns": (2, 10, 13, 128, 192),
     "one pixel": (9, 1, 1, 256, 64),
+}
+
+
+# Images, height, width, channels of the images and of what they become: with what the images' norm was added, and
+# whether they have another use.
+BACK = {
+    "inside of a block": ((3, 5, 7, 64, 64), "nothing", False),
+    "first layer": ((2, 9, 9, 64, 64), "nothing", True),
+    "end of a block": ((4, 8, 8, 128, 64), "skip", True),
+    "end of a block with one use": ((2, 7, 5, 64, 128), "skip", False),
+    "two norms": ((3, 11, 13, 128, 256), "norm", True),
 }
 
 
@@ -73,6 +84,69 @@ def by_kernels(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"y": y, "z": y.double() * scale + shift, "running mean": statistics[0], "running var": statistics[1]}
 
 
+def block(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+    """Make what a norm is given, what is added, the weight of a convolution after it, and gradients of both uses."""
+    count, height, width, inputs, outputs = shape
+    torch.manual_seed(0)
+    many = {name: torch.randn(count, inputs, height, width) for name in ("y", "skip", "second")}
+    many["gradient"] = torch.randn(count, outputs, height, width)
+    few = {name: 0.5 + torch.rand(inputs) for name in ("weight", "bias", "skip weight", "skip bias")}
+    many = {name: one.to(memory_format=torch.channels_last) for name, one in many.items()}
+    many["factors"] = torch.randn(outputs, inputs, 1, 1) / outputs**0.5
+    return {name: one.to(device) for name, one in (many | few).items()}
+
+
+def back_by_torch(given: dict[str, torch.Tensor], added: str, *, twice: bool) -> dict[str, torch.Tensor]:
+    """Go back through a convolution of 1 x 1, a ReLU, a sum and a norm with torch's layers."""
+    learns = {name: one.clone().requires_grad_() for name, one in given.items()}
+
+    def normed(images: str, norm: str) -> torch.Tensor:
+        weights = learns[f"{norm}weight"], learns[f"{norm}bias"]
+        return functional.batch_norm(learns[images], None, None, *weights, training=True)
+
+    z = normed("y", "")
+    if added != "nothing":
+        z = z + (normed("skip", "skip ") if added == "norm" else learns["skip"])
+    z = functional.relu(z)
+    total = (functional.conv2d(z, given["factors"]) * given["gradient"]).sum()
+    (total + (z * given["second"]).sum() if twice else total).backward()
+    names = ["y", "weight", "bias", *{"nothing": [], "skip": ["skip"], "norm": ["skip", "skip weight"]}[added]]
+    return {name: learns[name].grad for name in names}
+
+
+def back_by_kernels(given: dict[str, torch.Tensor], added: str, *, twice: bool) -> dict[str, torch.Tensor]:
+    """Do the same with the kernels, product and first pass back in one."""
+    y, skip, channels = given["y"], given["skip"], given["y"].shape[1]
+    counter = torch.zeros(channels // 64, dtype=torch.int32, device=y.device)
+
+    def looked(images: torch.Tensor, norm: str) -> kernels.Normed:
+        statistics = torch.zeros(2, channels, device=y.device).unbind()
+        affine = kernels.Affine(given[f"{norm}weight"], given[f"{norm}bias"], *statistics, eps=1e-5, momentum=0.1)
+        return kernels.statistics(images, affine, counter)
+
+    about, other = looked(y, ""), (skip, looked(skip, "skip ")) if added == "norm" else ()
+    _, bits = kernels.activation(y, about, None if added == "nothing" else skip, other[1] if other else None)
+    owed = products.Product(given["gradient"], given["factors"])
+    sums = products.gradient_sums(owed, given["second"] if twice else None, y, bits, about, counter, *other)
+    assert not counter.any()
+    found = kernels.gradients(sums, y, about, *other)
+    parts = {"y": found.y, "weight": found.weight, "bias": found.bias}
+    if added == "skip":
+        parts["skip"] = found.skip
+    return parts | ({"skip": found.other_y, "skip weight": found.other_weight} if other else {})
+
+
+def back_compared(name: str, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Give how far the way back with the kernels is from float64; it gives equal bits again."""
+    shape, added, twice = BACK[name]
+    given = narrowed(block(shape, device), dtype)
+    right = back_by_torch({name: one.double() for name, one in given.items()}, added, twice=twice)
+    with patch.object(products, "BACK", products.BACK._replace(programs=4)):
+        ours, again = (back_by_kernels(given, added, twice=twice) for _ in range(2))
+    assert all(torch.equal(ours[part], again[part]) for part in ours)
+    return {part: distance({"": ours[part]}, {"": right[part]}) for part in right}
+
+
 def few(inputs: int) -> kernels.Tile:
     """Choose a tile as usual, with few programs."""
     return CHOSEN(inputs)._replace(programs=4)
@@ -110,11 +184,12 @@ def takes(device: str) -> dict[str, bool]:
     ) -> bool:
         layout = about.get("layout", torch.channels_last)
         images = torch.zeros(2, inputs, 3, 3, dtype=dtype, device=device).contiguous(memory_format=layout)
-        return products.fits(images, torch.zeros(outputs, inputs, side, side, dtype=dtype, device=device))
+        weight = torch.zeros(outputs, inputs, side, side, dtype=dtype, device=device)
+        return (products.fits_back if about.get("back") else products.fits)(images, weight)
 
-    few = asked()
-    with patch.object(products, "MANY", 0):
-        return {"few rows": few, **_takes(asked)}
+    few = asked(), asked(256, 64, back=True)
+    with patch.object(products, "MANY", 0), patch.object(products, "MANY_BACK", 0):
+        return {"few rows": few[0], "back, few rows": few[1], **_takes(asked)}
 
 
 def _takes(asked: Callable[..., bool]) -> dict[str, bool]:
@@ -130,6 +205,13 @@ def _takes(asked: Callable[..., bool]) -> dict[str, bool]:
         "96 channels": asked(96),
         "to 96 channels": asked(64, 96),
         "channels first": asked(layout=torch.contiguous_format),
+        "back from 64 to 256": asked(256, 64, back=True),
+        "back from 256 to 1024": asked(1024, 256, back=True),
+        "back from 128 to 192": asked(192, 128, back=True),
+        "back from 256 to 64": asked(64, 256, back=True),
+        "back from 512 to 2048": asked(2048, 512, back=True),
+        "back, float32": asked(256, 64, back=True, dtype=torch.float32),
+        "back, 3 x 3": asked(256, 64, 3, back=True),
     }
 
 
@@ -144,17 +226,22 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     with (
         torch.autocast(device, dtype, enabled=dtype != torch.float32),
         patch.object(products, "MANY", 0),
+        patch.object(products, "MANY_BACK", 0),
         patch.object(products, "TYPES", (*products.TYPES, torch.float32)),
         patch.object(products, "multiply", wraps=products.multiply) as multiplied,
         patch.object(kernels, "statistics", wraps=kernels.statistics) as summed,
+        patch.object(products, "gradient_sums", wraps=products.gradient_sums) as left,
+        patch.object(kernels, "gradient_sums", wraps=kernels.gradient_sums) as summed_back,
     ):
         ours = outcome(model, images, labels)
         asked = [[call.args[-1].data_ptr() for call in some.mock_calls] for some in (multiplied, summed)]
-        with patch.object(products, "fits", lambda *_: False):
+        asked += [[call.args[5].data_ptr() for call in some.mock_calls] for some in (left, summed_back)]
+        with patch.object(products, "fits", lambda *_: False), patch.object(products, "fits_back", lambda *_: False):
             usual = ours if dtype == torch.float32 else outcome(plain, images, labels)
     names = {layer.counter.data_ptr(): name for name, layer in model.named_modules() if hasattr(layer, "counter")}
     far = {part: [distance(found[part], right[part]) for found in (ours, usual)] for part in right}
-    return {"far": far, "multiplied": [names[one] for one in asked[0]], "summed": [names[one] for one in asked[1]]}
+    kinds = "multiplied", "summed", "left", "summed back"
+    return {"far": far} | {kind: [names[one] for one in some] for kind, some in zip(kinds, asked, strict=True)}
 
 
 if __name__ == "__main__":
@@ -166,5 +253,6 @@ if __name__ == "__main__":
         for kind, dtype in types.items()
     }
     found["far from zero"] = compared((3, 5, 7, 64, 64), where, torch.float32, mean=20.0)
-    about = {"takes": takes(where), "lost statistics": lost_statistics(where)}
+    back = {f"{name}, {kind}": back_compared(name, where, dtype) for name in BACK for kind, dtype in types.items()}
+    about = {"back": back, "takes": takes(where), "lost statistics": lost_statistics(where)}
     print(json.dumps({"shapes": found, "step": {kind: step(where, dtype) for kind, dtype in types.items()}} | about))

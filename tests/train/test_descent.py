@@ -171,8 +171,9 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
 def test_what_cannot_be_made_is_left_to_others_with_a_word():
     nowhere = torch.device("cuda")
-    for module, name in ((stem, "the first layer"), (products, "convolutions of 1 x 1")):
+    back = products._can_be_made_back, "gradients of convolutions of 1 x 1"
+    for made, name in (stem._can_be_made, "the first layer"), (products._can_be_made, "convolutions of 1 x 1"), back:
         with pytest.warns(UserWarning, match=f"{name} .* left to cuDNN.*cannot be used: "):
-            assert not module._can_be_made.__wrapped__(nowhere)
-        assert module._can_be_made(CPU)
+            assert not made.__wrapped__(nowhere)
+        assert made(CPU)
     assert descent._why_not(Recipe(data="digits", model="small_cnn", loss="ce"), nowhere)

@@ -211,7 +211,7 @@ def test_a_weight_that_does_not_learn_leaves_nothing_under_way(learns):
             return super().run(work, *read)
 
     about = (1, 1), (1, 1), (1, 1), 1
-    found, _ = _Convolution.apply(images, weight, about, Beside(torch.device("cpu")), None)
+    found, _ = _Convolution.apply(images, weight, about, Beside(torch.device("cpu")), None, None)
     found.sum().backward()
     given = images.grad.clone()
     images.grad = None

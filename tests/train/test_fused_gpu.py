@@ -98,18 +98,21 @@ def test_gradients_of_weights_beside_the_rest_are_those_after_it(monkeypatch):
                 assert torch.equal(value, one_by_one[part]), part
 
 
-def assert_as_exact_as_without(name: str, count: int, module: Any, monkeypatch: Any, *, work: str, times: int) -> None:
+def assert_as_exact_as_without(
+    name: str, count: int, module: Any, monkeypatch: Any, *, work: str, times: int, fits: str = "fits"
+) -> None:
     """Compare a step with a module's kernels, asked so many times, and one without them, both with float64."""
     model = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
     images, asked = images_of(count), []
     right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
     assert fuse(model)
     assert module._can_be_made(images.device)
+    assert products._can_be_made_back(images.device)
     kernel = getattr(module, work)
     monkeypatch.setattr(module, work, lambda *given: asked.append(1) or kernel(*given))
     ours = in_bf16(copy.deepcopy(model), images)
     assert len(asked) == times
-    monkeypatch.setattr(module, "fits", lambda *_: False)
+    monkeypatch.setattr(module, fits, lambda *_: False)
     usual = in_bf16(copy.deepcopy(model), images)
     assert len(asked) == times
     for part in right:
@@ -145,6 +148,35 @@ def test_a_step_with_the_kernel_of_products_is_as_exact_as_one_without(count, mo
     assert_as_exact_as_without("resnet50_cifar", count, products, monkeypatch, work="multiply", times=times)
 
 
+@pytest.mark.parametrize("count", [3, 128])
+def test_a_step_with_the_kernel_of_their_gradients_is_as_exact_as_one_without(count, monkeypatch):
+    monkeypatch.setattr(products, "MANY_BACK", 0)
+    about = {"work": "gradient_sums", "times": 13, "fits": "fits_back"}  # the first ones of the first 13 blocks
+    assert_as_exact_as_without("resnet50_cifar", count, products, monkeypatch, **about)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("added", ["nothing", "skip", "norm"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (128, 32, 32, 256, 64),
+        (128, 16, 16, 512, 128),
+        (128, 8, 8, 1024, 256),
+        (3, 5, 7, 64, 64),
+        (31, 17, 13, 192, 128),
+    ],
+)
+def test_their_gradients_are_as_exact_as_their_type_and_give_equal_bits(shape, added, dtype):
+    given = products_case.narrowed(products_case.block(shape, "cuda"), dtype)
+    wide = {name: one.double() for name, one in given.items()}
+    right = products_case.back_by_torch(wide, added, twice=True)
+    found, again = (products_case.back_by_kernels(given, added, twice=True) for _ in range(2))
+    for part, value in found.items():
+        assert torch.equal(value, again[part]), part
+        assert distance({"": value}, {"": right[part]}) < 2 * torch.finfo(dtype).eps, part
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "shape",
@@ -173,7 +205,8 @@ def test_more_rows_than_an_axis_has_programs():
     z, bits = kernels.activation(y, about, None, None)
     expected = torch.nn.functional.batch_norm(y.float(), None, None, training=True).relu()
     torch.testing.assert_close(z.float(), expected, atol=0.02, rtol=0.02)
-    back = kernels.gradients(torch.ones_like(y), None, y, bits, about, counter)
+    sums = kernels.gradient_sums(torch.ones_like(y), None, y, bits, about, counter)
+    back = kernels.gradients(sums, y, about)
     assert back.bias[0].item() == pytest.approx((expected[:, 0] > 0).sum().item(), rel=1e-3)
     assert bool(torch.isfinite(back.y).all())
 

@@ -1,10 +1,10 @@
-"""The kernel of 1 x 1 convolutions computes what torch's layers do; here in Triton's interpreter."""
+"""The kernels of 1 x 1 convolutions compute what torch's layers do; here in Triton's interpreter."""
 
 import pytest
 from interpreted import found_by
 
 pytest.importorskip("triton")
-from products_case import SHAPES
+from products_case import BACK, SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,13 @@ def test_a_running_mean_that_is_no_number_spoils_no_batch(found):
     assert found["lost statistics"]
 
 
+@pytest.mark.parametrize(("kind", "bound"), [("float16", 2**-9), ("float32", 1e-5)])
+@pytest.mark.parametrize("shape", BACK)
+def test_gradients_and_sums_of_the_norm_before_are_right(found, shape, kind, bound):
+    for part, far in found["back"][f"{shape}, {kind}"].items():
+        assert far < bound, part
+
+
 def test_takes_1_x_1_with_channels_last_where_it_pays_alone(found):
     takes = found["takes"]
     assert {name for name, taken in takes.items() if taken} == {
@@ -35,6 +42,9 @@ def test_takes_1_x_1_with_channels_last_where_it_pays_alone(found):
         "bfloat16",
         "to 192 channels",
         "from 256 to 128",
+        "back from 64 to 256",
+        "back from 256 to 1024",
+        "back from 128 to 192",
     }
 
 
@@ -52,6 +62,14 @@ def test_used_for_1_x_1_with_a_stride_of_one_and_nothing_is_summed_twice(found):
     step = found["step"]["float16"]
     products = {"layer1.0.bn1", "layer1.0.bn3", "layer1.0.downsample.1", "layer2.0.bn1", "layer2.0.bn3"}
     sums = {"layer1.0.bn2", "layer2.0.bn2", "layer2.0.downsample.1"}  # that of the first layer has its own kernels
-    assert set(step["multiplied"]) == products
-    assert set(step["summed"]) == sums
-    assert len(step["multiplied"] + step["summed"]) == len(products | sums)
+    assert sorted(step["multiplied"]) == sorted(products)
+    assert sorted(step["summed"]) == sorted(sums)
+
+
+def test_gradients_of_1_x_1_sum_for_the_norm_that_made_their_images(found):
+    step = found["step"]["float16"]
+    before_products = {"bn1", "layer1.0.bn3"}  # the convolution after is of 1 x 1, and has no more channels than these
+    assert sorted(step["left"]) == sorted(before_products)
+    assert sorted(step["summed back"]) == sorted(
+        {f"layer{stage}.0.bn{norm}" for stage in (1, 2) for norm in (1, 2, 3)} - before_products
+    )

@@ -28,10 +28,32 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.train import kernels, products, stem
 
-Pair = tuple[Tensor, Tensor]
 Convolved = tuple[Tensor, kernels.Normed | None]  # and what was found out about it already
 HEAD = ("avgpool", "fc")  # what computes as it always did
 BESIDE = 4  # gradients of weights that may be under way on the second stream; each keeps what it reads
+
+
+class Owed:
+    """A place where the gradient of some images may be left as a product that is still to be made.
+
+    A convolution of 1 x 1 leaves it there in its backward pass, and gives no gradient of its images. The norm that made
+    the images takes it, and sums while it multiplies.
+    """
+
+    product: products.Product | None = None
+
+    def taken(self) -> products.Product | None:
+        """Give what was left, once."""
+        product, self.product = self.product, None
+        return product
+
+
+class Given(NamedTuple):
+    """What a norm gives away: its result twice, for two uses, and where the gradient of the first may be left."""
+
+    first: Tensor
+    second: Tensor
+    owed: Owed | None = None
 
 
 def fuse(model: Any) -> bool:
@@ -108,14 +130,15 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         if not self._fused_now(x):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
         with _narrow_weights(self, x, self.gradient_slots):
-            pair = _first(self.conv1, self.bn1, x)
+            given = _first(self.conv1, self.bn1, x)
             if not isinstance(self.maxpool, nn.Identity):
-                pooled = self.maxpool(pair[0]).contiguous(memory_format=torch.channels_last)
-                pair = pooled, pooled
+                pooled = self.maxpool(given.first).contiguous(memory_format=torch.channels_last)
+                given = Given(pooled, pooled)
             for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
-                pair = layer(pair)
+                given = layer(given)
         _count_batch(self)
-        pooled = _Mean.apply(pair[0]) if _is_mean(self.avgpool) else self.avgpool(pair[0])
+        images = given.first
+        pooled = _Mean.apply(images) if _is_mean(self.avgpool) else self.avgpool(images)
         logits: Tensor = self.fc(torch.flatten(pooled, 1))
         return logits
 
@@ -135,8 +158,8 @@ class FusedBasicBlock(BasicBlock):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             return super().forward(x)
-        inside = _layer(self.conv1, self.bn1, x[0])[0]
-        return _joined(self.conv2, self.bn2, inside, x[1], self.downsample)
+        inside = _layer(self.conv1, self.bn1, x.first, x.owed)
+        return _joined(self.conv2, self.bn2, inside, x.second, self.downsample)
 
 
 class FusedBottleneck(Bottleneck):  # type: ignore[misc]
@@ -145,20 +168,20 @@ class FusedBottleneck(Bottleneck):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             return super().forward(x)
-        inside = _layer(self.conv1, self.bn1, x[0])[0]
-        inside = _layer(self.conv2, self.bn2, inside)[0]
-        return _joined(self.conv3, self.bn3, inside, x[1], self.downsample)
+        inside = _layer(self.conv1, self.bn1, x.first, x.owed)
+        inside = _layer(self.conv2, self.bn2, inside.first, inside.owed)
+        return _joined(self.conv3, self.bn3, inside, x.second, self.downsample)
 
 
 _FUSED: dict[type, type] = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet}
 
 
-def _layer(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Pair:
-    return _norm(*_convolve(layer, norm, images), norm)
+def _layer(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | None = None) -> Given:
+    return _norm(*_convolve(layer, norm, images, owed), norm)
 
 
-def _joined(layer: Any, norm: nn.BatchNorm2d, images: Tensor, skip: Tensor, downsample: Any) -> Pair:
-    y, about = _convolve(layer, norm, images)
+def _joined(layer: Any, norm: nn.BatchNorm2d, given: Given, skip: Tensor, downsample: Any) -> Given:
+    y, about = _convolve(layer, norm, given.first, given.owed)
     if downsample is None:
         return _norm(y, about, norm, skip)
     aside, aside_norm = downsample
@@ -191,35 +214,38 @@ def _count_batch(model: nn.Module) -> None:
     torch._foreach_add_(counts, 1)
 
 
-def _first(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Pair:
+def _first(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Given:
     """Do the first convolution and its norm, in few kernels where they are of the usual kind for small images."""
     about = layer.stride, layer.padding, layer.dilation, layer.groups
     usual = about == ((1, 1), (1, 1), (1, 1), 1) and stem.fits(images, layer.narrow)
     if not usual or images.requires_grad or layer.narrow.dtype == torch.float32:  # whose products would be rounded
         return _layer(layer, norm, images)
     narrow = images.to(layer.narrow.dtype)
-    pair: Pair = _Stem.apply(narrow, layer.narrow, norm.weight, norm.bias, norm)
-    return pair
+    owed = Owed()
+    first, second = _Stem.apply(narrow, layer.narrow, norm.weight, norm.bias, norm, owed)
+    return Given(first, second, owed)
 
 
-def _convolve(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Convolved:
-    """Convolve, and, where that costs nothing, look at the batch for the norm that comes after."""
+def _convolve(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | None = None) -> Convolved:
+    """Convolve, and, where that pays, look at the batch for the norm after it, and at gradients for the one before."""
     about = layer.stride, layer.padding, layer.dilation, layer.groups
     narrow = images.to(layer.narrow.dtype)
-    looks = about == ((1, 1), (0, 0), (1, 1), 1) and products.fits(narrow, layer.narrow)
-    y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, norm if looks else None)
+    is_product = about == ((1, 1), (0, 0), (1, 1), 1)
+    looks = norm if is_product and products.fits(narrow, layer.narrow) else None
+    leaves = owed if is_product and products.fits_back(narrow, layer.narrow) else None
+    y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, looks, leaves)
     return y.contiguous(memory_format=torch.channels_last), found  # as it is but for convolutions without cuDNN
 
 
 def _norm(  # noqa: PLR0917
     y: Tensor, about: kernels.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
     skip_about: kernels.Normed | None = None, skip_norm: nn.BatchNorm2d | None = None,
-) -> Pair:  # fmt: skip
+) -> Given:  # fmt: skip
     """Normalise, add what skipped the layers, cut off what is negative; give the result twice, for two uses."""
     other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
-    abouts = about, skip_about
-    pair: Pair = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norm, skip_norm, abouts)
-    return pair
+    abouts, owed = (about, skip_about), Owed()
+    first, second = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norm, skip_norm, abouts, owed)
+    return Given(first, second, owed)
 
 
 class _Beside:
@@ -300,10 +326,11 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917
-        ctx: Any, images: Tensor, weight: Tensor, about: tuple[Any, ...], beside: _Beside, norm: nn.BatchNorm2d | None
-    ) -> Convolved:
+        ctx: Any, images: Tensor, weight: Tensor, about: tuple[Any, ...], beside: _Beside,
+        norm: nn.BatchNorm2d | None, owed: Owed | None,
+    ) -> Convolved:  # fmt: skip
         ctx.save_for_backward(images, weight)
-        ctx.about, ctx.beside = about, beside
+        ctx.about, ctx.beside, ctx.owed = about, beside, owed
         if norm is None:
             return functional.conv2d(images, weight, None, *about), None
         return products.multiply(images, weight, _affine(norm), _counter(norm))
@@ -320,11 +347,17 @@ class _Convolution(torch.autograd.Function):
             gradients: Any = torch.ops.aten.convolution_backward(gradient, images, weight, *about, wanted)
             return gradients[place]  # type: ignore[no-any-return]
 
-        of_weight = None
+        of_images = of_weight = None
+        window_first = weight.shape[2:] != (1, 1)  # it needs the matrix units, so that of the weight waits for a norm
+        if ctx.owed is not None:
+            ctx.owed.product = products.Product(gradient, weight)
+        elif ctx.needs_input_grad[0] and window_first:
+            of_images = found(0)
         if ctx.needs_input_grad[1]:  # else nobody would wait for it
             of_weight = ctx.beside.run(lambda: found(1), gradient, images)
-        of_images = found(0) if ctx.needs_input_grad[0] else None
-        return of_images, of_weight, None, None, None
+        if ctx.owed is None and ctx.needs_input_grad[0] and not window_first:
+            of_images = found(0)
+        return of_images, of_weight, None, None, None, None
 
 
 class _NormAddReLU(torch.autograd.Function):
@@ -334,8 +367,8 @@ class _NormAddReLU(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor, skip: Tensor | None, skip_weight: Tensor | None,
         skip_bias: Tensor | None, norm: nn.BatchNorm2d, skip_norm: nn.BatchNorm2d | None,
-        abouts: tuple[kernels.Normed | None, kernels.Normed | None],
-    ) -> Pair:  # fmt: skip
+        abouts: tuple[kernels.Normed | None, kernels.Normed | None], owed: Owed,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         del weight, bias, skip_weight, skip_bias  # they are the norms' own
         about, other = abouts
         if about is None:
@@ -344,7 +377,7 @@ class _NormAddReLU(torch.autograd.Function):
             other = kernels.statistics(skip, _affine(skip_norm), _counter(skip_norm))
         z, bits = kernels.activation(y, about, skip, other)
         ctx.save_for_backward(y, bits, skip if other is not None else None)
-        ctx.about, ctx.other, ctx.norm, ctx.has_skip = about, other, norm, skip is not None
+        ctx.about, ctx.other, ctx.norm, ctx.owed, ctx.has_skip = about, other, norm, owed, skip is not None
         ctx.set_materialize_grads(False)
         return z, z.view_as(z)
 
@@ -352,9 +385,10 @@ class _NormAddReLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         y, bits, skip = ctx.saved_tensors
-        found = kernels.gradients(*_of_both_uses(given), y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
+        sums = _gradient_sums(ctx.owed, given, y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
+        found = kernels.gradients(sums, y, ctx.about, skip, ctx.other)
         of_skip = found.skip if ctx.has_skip else None
-        nothing = None, None, None
+        nothing = None, None, None, None
         if ctx.other is not None:
             return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.bias.clone(), *nothing
         return found.y, found.weight, found.bias, of_skip, None, None, *nothing
@@ -380,13 +414,13 @@ class _Stem(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917
-        ctx: Any, images: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d
-    ) -> Pair:
+        ctx: Any, images: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d, owed: Owed
+    ) -> tuple[Tensor, Tensor]:
         del weight, bias  # they are the norm's own
         y, about = stem.convolve(images, filters, _affine(norm), _counter(norm))
         z, bits = kernels.activation(y, about, None, None)
         ctx.save_for_backward(images, filters, y, bits)
-        ctx.about, ctx.norm = about, norm
+        ctx.about, ctx.norm, ctx.owed = about, norm, owed
         ctx.set_materialize_grads(False)
         return z, z.view_as(z)
 
@@ -394,17 +428,20 @@ class _Stem(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         images, filters, y, bits = ctx.saved_tensors
-        sums = kernels.gradient_sums(*_of_both_uses(given), y, bits, ctx.about, _counter(ctx.norm))
+        sums = _gradient_sums(ctx.owed, given, y, bits, ctx.about, _counter(ctx.norm))
         # Nothing comes after it that could run meanwhile, so it is not put behind what the second stream has to do.
         learns = ctx.needs_input_grad[1]
         of_filters = stem.gradient_of_filters(images, filters, y, ctx.about, sums) if learns else None
-        return None, of_filters, sums.weight, sums.bias, None
+        return None, of_filters, sums.weight, sums.bias, None, None
 
 
-def _of_both_uses(given: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
-    """Give the gradients of z that there are, one or two."""
-    first, *more = [one.contiguous(memory_format=torch.channels_last) for one in given if one is not None]
-    return first, more[0] if more else None
+def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) -> kernels.GradientSums:
+    """Do the first pass back through a norm, from the gradients of z that there are, one or two."""
+    product = owed.taken()
+    there = [one.contiguous(memory_format=torch.channels_last) for one in given if one is not None]
+    if product is not None:
+        return products.gradient_sums(product, there[0] if there else None, *about)
+    return kernels.gradient_sums(there[0], there[1] if len(there) > 1 else None, *about)
 
 
 def _affine(norm: Any) -> kernels.Affine:

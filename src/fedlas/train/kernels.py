@@ -179,10 +179,10 @@ def sums_kernel(
 
 @triton.jit
 @no_type_check
-def _place_of_bits(row, across, channels, COLUMNS: tl.constexpr):
-    """Say where the bits of a tile are, eight channels to a byte."""
-    column = across * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)[None, :]
-    return row.to(tl.int64) * (channels // 8) + column
+def _place_of_bits(row, across, channels, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Say where the bits of a tile are, so many channels together."""
+    column = across * (COLUMNS // TOGETHER) + tl.arange(0, COLUMNS // TOGETHER)[None, :]
+    return row.to(tl.int64) * (channels // TOGETHER) + column
 
 
 @triton.jit
@@ -218,29 +218,24 @@ def apply_kernel(
     tl.store(z + place, tl.where(off, 0.0, value).to(z.dtype.element_ty), mask=there)
     if HAS_SKIP:
         eight = tl.reshape(off.to(tl.int32), (ROWS, COLUMNS // 8, 8)) << tl.arange(0, 8)[None, None, :]
-        tl.store(bits + _place_of_bits(row, across, channels, COLUMNS), tl.sum(eight, 2).to(tl.uint8), mask=there)
+        tl.store(bits + _place_of_bits(row, across, channels, COLUMNS, 8), tl.sum(eight, 2).to(tl.uint8), mask=there)
 
 
 @triton.jit
 @no_type_check
-def _gradient(
-    first, second, y, bits, scale, shift, row, column, across, channels, there,
-    HAS_SECOND: tl.constexpr, MASK: tl.constexpr, OF_Y: tl.constexpr, OF_GRADIENTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def cut(
+    value, seen, bits, scale, shift, row, column, across, channels, there,
+    MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Give y, and the gradient before the ReLU; MASK says what tells where it was cut off."""
-    place = row.to(tl.int64) * channels + column
-    seen = tl.load(y + place, mask=there, other=0.0, eviction_policy=OF_Y).to(tl.float32)
-    value = tl.load(first + place, mask=there, other=0.0, eviction_policy=OF_GRADIENTS).to(tl.float32)
-    if HAS_SECOND:
-        value += tl.load(second + place, mask=there, other=0.0, eviction_policy=OF_GRADIENTS).to(tl.float32)
+    """Give a gradient before the ReLU; MASK says what tells where that was cut off."""
     if MASK == "y":
         value = tl.where(seen * tl.load(scale + column) + tl.load(shift + column) <= 0, 0.0, value)
     if MASK == "bits":
-        eight = tl.load(bits + _place_of_bits(row, across, channels, COLUMNS), mask=there, other=0).to(tl.int32)
-        off = (eight[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+        words = bits.to(tl.pointer_type(tl.int32), bitcast=True)  # of four bytes, which can be on their way early
+        word = tl.load(words + _place_of_bits(row, across, channels, COLUMNS, 32), mask=there, other=0)
+        off = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
         value = tl.where(tl.reshape(off, (ROWS, COLUMNS)) != 0, 0.0, value)
-    return seen, value
+    return value
 
 
 @triton.jit
@@ -257,18 +252,22 @@ def back_sums_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     middle = tl.load(mean + column)
     total, product = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    other_middle, other_product = middle, product
     if HAS_OTHER:
         other_middle = tl.load(other_mean + column)
-        other_product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    last_use: tl.constexpr = ONCE if KEEP else ""
     for start in tl.range(tl.program_id(1) * ROWS, rows, blocks * ROWS, num_stages=STAGES):
         row = rows - 1 - start - tl.arange(0, ROWS)[:, None]
         there = row >= 0
-        seen, value = _gradient(
-            first, second, y, bits, scale, shift, row, column, tl.program_id(0), channels, there,
-            HAS_SECOND, MASK, "", ONCE if KEEP else "", ROWS, COLUMNS,
-        )  # fmt: skip
-        value = tl.where(there, value, 0.0)
         place = row.to(tl.int64) * channels + column
+        seen = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(first + place, mask=there, other=0.0, eviction_policy=last_use).to(tl.float32)
+        if HAS_SECOND:
+            value += tl.load(second + place, mask=there, other=0.0, eviction_policy=last_use).to(tl.float32)
+        value = cut(
+            value, seen, bits, scale, shift, row, column, tl.program_id(0), channels, there, MASK, ROWS, COLUMNS
+        )
+        value = tl.where(there, value, 0.0)
         if HAS_OTHER:
             beside = tl.load(other + place, mask=there, other=0.0).to(tl.float32)
         if KEEP:
@@ -279,6 +278,21 @@ def back_sums_kernel(
         product += value * (seen - middle)
         if HAS_OTHER:
             other_product += value * (beside - other_middle)
+    leave_gradients(
+        total, product, other_product, middle, other_middle, rstd, scale, partial, counter, weight_gradient,
+        bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
+        column, rows, channels, blocks, HAS_OTHER, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def leave_gradients(
+    total, product, other_product, middle, other_middle, rstd, scale, partial, counter, weight_gradient,
+    bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
+    column, rows, channels, blocks, HAS_OTHER: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Leave what this program has of the sums back; the last one makes factors of dy of what all have left."""
     here = partial + tl.program_id(1) * channels + column
     total, product = _sums(total, product)
     tl.store(here, total)
@@ -315,25 +329,10 @@ def gradient_of_y(
     MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Give the gradient of a tile of y."""
-    seen, value = _gradient(
-        gradient,
-        gradient,
-        y,
-        y,
-        scale,
-        shift,
-        row,
-        column,
-        across,
-        channels,
-        there,
-        False,
-        MASK,
-        ONCE,
-        ONCE,
-        ROWS,
-        COLUMNS,
-    )
+    place = row.to(tl.int64) * channels + column
+    seen = tl.load(y + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
+    value = tl.load(gradient + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
+    value = cut(value, seen, y, scale, shift, row, column, across, channels, there, MASK, ROWS, COLUMNS)
     return value * tl.load(scale + column) + seen * tl.load(slope + column) + tl.load(offset + column)
 
 
@@ -465,24 +464,42 @@ class GradientSums(NamedTuple):
     other_offset: Tensor
 
 
+def room_for_gradients(
+    channels: int, blocks: int, device: torch.device, *, two_norms: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Make room for the seven numbers a channel that the first pass back finds, and for what blocks of rows leave."""
+    numbers = torch.empty(7, channels, device=device, dtype=torch.float32).unbind()
+    return numbers, torch.empty(3 if two_norms else 2, blocks, channels, device=device, dtype=torch.float32)
+
+
 def gradient_sums(
     first: Tensor, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
     other: Tensor | None = None, other_about: Normed | None = None,
 ) -> GradientSums:  # fmt: skip
-    """Do the first pass back; arguments are those of `gradients`."""
+    """Do the first pass back from the gradients of both uses of z.
+
+    Args:
+        first: gradient of z from one use.
+        second: from another, if there is one.
+        y: what was normalised.
+        bits: where something was added before the ReLU, what was cut off; empty where that follows from y.
+        about: what was found out about y.
+        counter: zeros, one for each block of columns.
+        other: what was normalised and added, if anything was.
+        other_about: what was found out about it.
+    """
     rows, channels = shape_of(y)
     keep = bits.numel() > 0 or second is not None
     tile = SUMS_WITH_KEPT if keep else SUMS
     blocks = tile.blocks(rows, channels)
     kept = torch.empty_like(y) if keep else y
-    numbers = torch.empty(7, channels, device=y.device, dtype=torch.float32).unbind()
-    weight, bias, slope, offset, other_weight, other_slope, other_offset = numbers
-    partial = torch.empty(2 if other is None else 3, blocks, channels, device=y.device, dtype=torch.float32)
+    numbers, partial = room_for_gradients(channels, blocks, y.device, two_norms=other is not None)
+    weight, bias, slope, offset, *of_other = numbers
     beside = other_about or about
     back_sums_kernel[(channels // tile.columns, blocks)](
         first, first if second is None else second, y, bits, kept, about.scale, about.shift,
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
-        y if other is None else other, beside.mean, beside.rstd, beside.scale, other_weight, other_slope, other_offset,
+        y if other is None else other, beside.mean, beside.rstd, beside.scale, *of_other,
         rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
         HAS_OTHER=other is not None, STAGES=tile.stages, **meta(tile),
     )  # fmt: skip
@@ -512,22 +529,9 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    first: Tensor, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
-    other: Tensor | None = None, other_about: Normed | None = None,
-) -> Gradients:  # fmt: skip
-    """Go back from the gradients of both uses of z.
-
-    Args:
-        first: gradient of z from one use.
-        second: from another, if there is one.
-        y: what was normalised.
-        bits: where something was added before the ReLU, what was cut off; empty where that follows from y.
-        about: what was found out about y.
-        counter: zeros, one for each block of columns.
-        other: what was normalised and added, if anything was.
-        other_about: what was found out about it.
-    """
-    sums = gradient_sums(first, second, y, bits, about, counter, other, other_about)
+    sums: GradientSums, y: Tensor, about: Normed, other: Tensor | None = None, other_about: Normed | None = None
+) -> Gradients:
+    """Do the second pass back; arguments are those of `gradient_sums`."""
     of_y = gradient_applied(sums, y, about, sums.slope, sums.offset)
     if other is None or other_about is None:
         return Gradients(of_y, sums.weight, sums.bias, sums.gradient if sums.mask == "none" else None, None, None)

@@ -1,16 +1,18 @@
-"""Convolutions of 1 x 1 in narrow numbers, which are products of matrices, with the statistics of the batch norm after.
+"""Convolutions of 1 x 1 in narrow numbers, which are products of matrices, with the sums that batch norms want.
 
-    x ─► y = x · wᵀ, and sums of y ─► scale, shift          (and from here on as in `kernels`)
+    x ─► y = x · wᵀ, and sums of y ─► scale, shift                       (and from here on as in `kernels`)
+    dy ─► g = dy · w + gradient of another use, cut off ─► sums of g     (for the norm that made x)
 
-Of few channels they wait for memory, not for the matrix units, and here y is not read once more to be summed. A program
-keeps its columns of y and goes over tiles of rows, the next of which are on their way while it multiplies. As in
-`kernels`, all programs together begin with the last rows, which the pass before has just written, and sums are added in
-a fixed order: equal inputs give equal bits.
+Of few channels they wait for memory, not for the matrix units, and here their result is not read once more to be
+summed. A program keeps its columns of the result and goes over tiles of rows, the next of which are on their way while
+it multiplies. As in `kernels`, all programs together begin with the last rows, which the pass before has just written,
+and sums are added in a fixed order: equal inputs give equal bits.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import cache
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -19,23 +21,37 @@ from torch import Tensor
 
 from fedlas.train.kernels import (
     NARROWEST,
+    ONCE,
     Affine,
+    GradientSums,
     Normed,
     Tile,
+    cut,
     example_norm,
     expected,
     folded,
     leave,
+    leave_gradients,
     meta,
     new_images,
     reason_against,
+    room_for_gradients,
     room_for_sums,
     shape_of,
 )
 
 MULTIPROCESSORS = 132  # of an H200, on which tiles, and where all this pays, were found
 MANY = 1 << 15  # rows from which on it pays
+MANY_BACK = 1 << 13  # and back
+BACK = Tile(64, 64, 4, 264, stages=3)
 TYPES = (torch.bfloat16, torch.float16)  # the matrix units would round float32
+
+
+class Product(NamedTuple):
+    """The gradient of a convolution of 1 x 1 and its weight, whose product is the gradient of its images."""
+
+    gradient: Tensor
+    weight: Tensor
 
 
 @triton.jit
@@ -68,6 +84,52 @@ def product_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+@no_type_check
+def back_product_kernel(
+    dy, factors, second, y, bits, gradient, scale, shift, mean, rstd, partial, counter,
+    weight_gradient, bias_gradient, slope, offset,
+    other, other_mean, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
+    rows, channels, blocks,
+    K: tl.constexpr, HAS_SECOND: tl.constexpr, MASK: tl.constexpr, HAS_OTHER: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Multiply, add the gradient of another use, cut off, and sum for the norm before, as `back_sums_kernel` does."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    down, across = tl.arange(0, ROWS)[:, None], tl.arange(0, K)
+    factor = tl.load(factors + across[:, None] * channels + column)
+    middle = tl.load(mean + column)
+    total, product = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    other_middle, other_product = middle, product
+    if HAS_OTHER:
+        other_middle = tl.load(other_mean + column)
+    above = (tl.cdiv(rows, ROWS) - 1) * ROWS
+    for start in tl.range(tl.program_id(1) * ROWS, rows, blocks * ROWS, num_stages=STAGES):
+        top = above - start
+        there = EVEN | (down < rows - top)
+        place = top.to(tl.int64) * channels + (down * channels + column)
+        given = tl.load(dy + top.to(tl.int64) * K + (down * K + across[None, :]), mask=there, other=0.0)
+        seen = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
+        value = tl.dot(given, factor)
+        if HAS_SECOND:
+            value += tl.load(second + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
+        value = cut(
+            value, seen, bits, scale, shift, top + down, column, tl.program_id(0), channels, there, MASK, ROWS, COLUMNS
+        )
+        narrow = value.to(gradient.dtype.element_ty)
+        tl.store(gradient + place, narrow, mask=there)
+        value = tl.where(there, narrow.to(tl.float32), 0.0)
+        total += value
+        product += value * (seen - middle)
+        if HAS_OTHER:
+            other_product += value * (tl.load(other + place, mask=there, other=0.0).to(tl.float32) - other_middle)
+    leave_gradients(
+        total, product, other_product, middle, other_middle, rstd, scale, partial, counter, weight_gradient,
+        bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
+        column, rows, channels, blocks, HAS_OTHER, COLUMNS,
+    )  # fmt: skip
+
+
 def tile_for(inputs: int) -> Tile:
     """Choose the shape of a program's work; found by trying (benchmarks/products.py)."""
     return Tile(64, 64, 4, 264, stages=2) if inputs > 128 else Tile(64, 64, 4, 396, stages=3)
@@ -82,41 +144,70 @@ def registers(tile: Tile) -> int:
     return min(248, 65536 // threads // 8 * 8)
 
 
-def faster(rows: int, inputs: int, outputs: int) -> bool:
-    """Say whether the kernel is faster than cuDNN and a pass that sums; found by trying (benchmarks/products.py)."""
-    return rows >= MANY and (inputs in (64, 128) or (inputs == 256 and outputs <= 128))
-
-
-@cache
-def _can_be_made(device: torch.device) -> bool:
-    """Try the kernel with the most and the fewest channels, and warn once where it cannot be made: an old GPU, say."""
-    if device.type != "cuda":
-        return True
-
-    def work() -> None:
-        for inputs in (64, 256):
-            images = torch.zeros(32, inputs, 32, 32, device=device, dtype=torch.bfloat16)
-            factors = torch.zeros(NARROWEST, inputs, 1, 1, device=device, dtype=torch.bfloat16)
-            counter = torch.zeros(1, dtype=torch.int32, device=device)
-            multiply(images.contiguous(memory_format=torch.channels_last), factors, example_norm(device), counter)
-
-    reason = reason_against(work)
-    if reason is not None:
-        warnings.warn(f"convolutions of 1 x 1 are left to cuDNN, our kernel cannot be used: {reason}", stacklevel=2)
-    return reason is None
-
-
 def fits(images: Tensor, weight: Tensor) -> bool:
-    """Say whether images and weight are of the kind, and lie in memory, as the kernel takes them, and it pays."""
+    """Say whether the kernel can convolve and sum for the norm after, and is faster than cuDNN and another pass.
+
+    Where it is was found by trying (benchmarks/products.py).
+    """
+    outputs, inputs = weight.shape[:2]
+    pays = images.numel() // inputs >= MANY and (inputs in (64, 128) or (inputs == 256 and outputs <= 128))
+    return pays and _of_the_kind(images, weight) and _can_be_made(images.device)
+
+
+def fits_back(images: Tensor, weight: Tensor) -> bool:
+    """Say the same of the gradient of the images and the sums back through the norm before."""
+    outputs, inputs = weight.shape[:2]
+    pays = images.numel() // inputs >= MANY_BACK and outputs in (64, 128, 256) and outputs <= inputs
+    return pays and _of_the_kind(images, weight) and _can_be_made_back(images.device)
+
+
+def _of_the_kind(images: Tensor, weight: Tensor) -> bool:
+    """Say whether images and weight are of the kind, and lie in memory, as the kernels take them."""
     outputs, inputs, *window = weight.shape
     return (
         window == [1, 1]
         and outputs % NARROWEST == 0
+        and inputs % NARROWEST == 0
         and weight.dtype in TYPES
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
-        and faster(images.numel() // inputs, inputs, outputs)
-        and _can_be_made(images.device)
     )
+
+
+@cache
+def _can_be_made(device: torch.device) -> bool:
+    """Try the kernel with the fewest and the most channels."""
+    return _tried(device, "convolutions", lambda: [multiply(*_example(device, inputs, 64)) for inputs in (64, 256)])
+
+
+@cache
+def _can_be_made_back(device: torch.device) -> bool:
+    """Try the other kernel with the fewest and the most channels, and with all that it can read."""
+
+    def work() -> None:
+        for channels in (64, 256):
+            y, factors, _, counter = _example(device, NARROWEST, channels)
+            about = Normed(*torch.zeros(4, NARROWEST, device=device).unbind())
+            bits = torch.zeros(y.numel() // 8, dtype=torch.uint8, device=device)
+            owed = Product(new_images(y, channels).zero_(), factors)
+            gradient_sums(owed, y, y, bits, about, counter, y, about)
+
+    return _tried(device, "gradients of convolutions", work)
+
+
+def _example(device: torch.device, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Affine, Tensor]:
+    """Make what `multiply` takes."""
+    images = torch.zeros(32, inputs, 32, 32, device=device, dtype=torch.bfloat16)
+    factors = torch.zeros(outputs, inputs, 1, 1, device=device, dtype=torch.bfloat16)
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
+    return images.contiguous(memory_format=torch.channels_last), factors, example_norm(device), counter
+
+
+def _tried(device: torch.device, name: str, work: Callable[[], object]) -> bool:
+    """Say whether some work can be done, and warn where it cannot: an old GPU, say."""
+    reason = reason_against(work) if device.type == "cuda" else None
+    if reason is not None:
+        warnings.warn(f"{name} of 1 x 1 are left to cuDNN, our kernel cannot be used: {reason}", stacklevel=3)
+    return reason is None
 
 
 def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> tuple[Tensor, Normed]:
@@ -140,3 +231,26 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
         K=inputs, STAGES=tile.stages, EVEN=rows % tile.rows == 0, maxnreg=registers(tile), **meta(tile),
     )  # fmt: skip
     return y, found
+
+
+def gradient_sums(
+    owed: Product, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
+    other: Tensor | None = None, other_about: Normed | None = None,
+) -> GradientSums:  # fmt: skip
+    """Do the first pass back through a norm, as `kernels.gradient_sums`, from a product that is still to be made."""
+    rows, channels = shape_of(y)
+    tile = BACK
+    blocks = tile.blocks(rows, channels)
+    gradient = torch.empty_like(y)
+    numbers, partial = room_for_gradients(channels, blocks, y.device, two_norms=other is not None)
+    weight, bias, slope, offset, *of_other = numbers
+    beside = other_about or about
+    back_product_kernel[(channels // tile.columns, blocks)](
+        owed.gradient, owed.weight, y if second is None else second, y, bits, gradient, about.scale, about.shift,
+        about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
+        y if other is None else other, beside.mean, beside.rstd, beside.scale, *of_other,
+        rows, channels, blocks, K=len(owed.weight), HAS_SECOND=second is not None,
+        MASK="bits" if bits.numel() else "y", HAS_OTHER=other is not None, STAGES=tile.stages,
+        EVEN=rows % tile.rows == 0, **meta(tile),
+    )  # fmt: skip
+    return GradientSums(gradient, "none", *numbers)
