@@ -18,12 +18,12 @@ from torch import nn
 
 from fedlas.train import descent, recipe_for
 from fedlas.train.bench import Bench
-from fedlas.train.descent import PROGRAMS, WIDEST, tally
+from fedlas.train.descent import SUMS, WIDEST, tally
 from fedlas.train.meters import Meter
-from fedlas.train.optim import memory_of, parameters_of
+from fedlas.train.optim import build_optimizer, memory_of, parameters_of
 from fedlas.train.precision import machine
 
-FEW = 2  # programs, so that each of them looks at several tiles of a small network
+FEW = 2  # sums of tiles that are added at a time, so that there are several of these in a small network
 Change = Callable[[Bench, int], object]
 SMALL = {
     "epochs": 2,
@@ -67,7 +67,7 @@ def without_one_gradient(bench: Bench, step: int) -> None:
 
 CASES: dict[str, tuple[dict[str, Any], Change]] = {
     "usual": ({}, nothing),
-    "few programs": ({}, nothing),
+    "few sums": ({}, nothing),
     "plain": ({"nesterov": False, "clip": None}, nothing),
     "nesterov": ({"nesterov": True, "clip": 0.5, "decay_all": False}, nothing),
     "clips the gate": ({"clip": 0.1, "clip_loss": True, "gate_lr_factor": 0.3, "gate_weight_decay": 0.01}, nothing),
@@ -136,7 +136,7 @@ def compared(case: str, device: str, count: int = 4) -> dict[str, Any]:
     """Compare the kernels with torch."""
     changes, change = CASES[case]
     with (
-        patch.object(descent, "PROGRAMS", FEW if case == "few programs" else PROGRAMS),
+        patch.object(descent, "SUMS", FEW if case == "few sums" else SUMS),
         patch.object(Bench, "compiled", property(lambda bench: bench.recipe.compile)),
         patch.object(nn.Module, "compile", lambda *_, **__: None),
     ):
@@ -182,6 +182,39 @@ def answers(device: str) -> list[list[bool]]:
     return found
 
 
+def layers(device: str) -> nn.ModuleList:
+    """Make layers whose weights are many blocks, a part of one, and odd."""
+    torch.manual_seed(0)
+    some = nn.ModuleList([nn.Conv2d(64, 64, 3), nn.Conv2d(16, 6, 3), nn.Conv2d(3, 5, 1), nn.Linear(120, 70)])
+    return some.to(device, memory_format=torch.channels_last)
+
+
+def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
+    """Say which narrow gradients are taken as they are, and whether steps then give the bits that wide ones give."""
+    recipe = recipe_for("digits", loss="ce", **{"clip": 0.5, "nesterov": True, **changes})
+    taken, left = [], []
+    for takes in (True, False):
+        net, loss = layers(device), nn.Linear(9, 8).to(device)
+        optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), torch.device(device))
+        one = descent.Descent(recipe, loss, optimizer, rates)
+        fine, count = torch.tensor([1, 0], device=device).unbind()
+        first_bad = torch.full_like(count, -1)
+        sums = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+        with one.capturing():
+            for _ in range(2):
+                optimizer.zero_grad(set_to_none=True)
+                for parameter in parameters_of(optimizer):
+                    narrow = torch.randn_like(parameter).bfloat16()
+                    if takes:
+                        taken.append(one.take(parameter, narrow))
+                    if parameter not in one.narrow:
+                        parameter.grad = narrow.float()
+                one.step(fine != 0, count, first_bad, *sums)
+        left.append([*parameters_of(optimizer), *(b for m in memory_of(optimizer) for b in m.values()), *sums, count])
+    return {"taken": taken, "equal": [torch.equal(*pair) for pair in zip(*left, strict=True)]}
+
+
 if __name__ == "__main__":
     where = sys.argv[1]
-    print(json.dumps({case: compared(case, where) for case in CASES} | {"answers": answers(where)}))
+    about = {"answers": answers(where), "handed over": handed_over(where)}
+    print(json.dumps({case: compared(case, where) for case in CASES} | about))

@@ -1,5 +1,7 @@
 """The end of a step by kernels of our own is what torch makes of it; here in Triton's interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 from interpreted import found_by
@@ -13,6 +15,7 @@ from descent_case import CASES
 from fedlas.train import bench as bench_module
 from fedlas.train import descent, kernels, products, stem
 from fedlas.train.bench import Bench
+from fedlas.train.blocks import BLOCK, TILE
 from fedlas.train.fused import _Beside, _Narrow, _Room
 from fedlas.train.optim import build_optimizer
 from fedlas.train.recipe import Recipe
@@ -47,6 +50,15 @@ def test_right_answers_are_those_of_torch(found):
     assert all(all(one) and len(one) == 6 for one in found["answers"])  # the kernel was used, and five sums
 
 
+def test_narrow_gradients_give_the_bits_of_wide_ones(found):
+    one = found["handed over"]
+    # Weights and biases in turn, then those of the loss; numbers that do not come in fours are left.
+    first = [True, True, True, False, False, False, True, False, True, True]
+    assert one["taken"] == 2 * first
+    assert len(one["equal"]) == 2 * len(first) + 3
+    assert all(one["equal"])
+
+
 def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> descent.Descent:
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     loss = nn.Identity() if loss is None else loss
@@ -58,22 +70,23 @@ def test_gradients_lie_side_by_side_as_their_parameters_do():
     net = nn.Sequential(nn.Conv2d(5, 7, 3), nn.Linear(100, 90, bias=False))
     net.to(memory_format=torch.channels_last)
     one = made(net, nn.Linear(3, 1))
-    sizes = [descent.TILE * -(-sum(numbers) // descent.TILE) for numbers in ((2048, 2048, 10240), (2048, 2048))]
-    assert one.net == sizes[0]
-    assert len(one.flat) == sum(sizes)
+    assert one.net == 4 * TILE  # the second layer has two of its own
+    assert len(one.flat) == 6 * TILE
     places = torch.zeros(len(one.flat))
     for parameter, slot in one.slots.items():
         assert slot.shape == parameter.shape
         assert slot.stride() == parameter.stride()
         places[slot.storage_offset() :][: slot.numel()] += 1
-        assert slot.storage_offset() % descent.BLOCK == 0
+        assert slot.storage_offset() % TILE == 0
         slot.fill_(1)
     assert torch.equal(places, one.flat)  # none lies over another, and all have room
-    assert int(one.blocks[:, 2].sum()) == sum(slot.numel() for slot in one.slots.values())
+    assert int(one.blocks[:, 1].clamp_max(BLOCK).sum()) == sum(slot.numel() for slot in one.slots.values())
 
 
-def narrowed(weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor) -> None:
-    rooms = [_Room(weight, slot) for weight, slot in zip(weights, slots, strict=True)]
+def narrowed(
+    weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor, taker: Any = None
+) -> None:
+    rooms = [_Room(weight, slot, taker) for weight, slot in zip(weights, slots, strict=True)]
     copies = _Narrow.apply(torch.bfloat16, _Beside(CPU), rooms, *weights)
     sum((nn.functional.conv2d(images.bfloat16(), copy) ** 2).float().sum() for copy in copies).backward()
 
@@ -93,6 +106,50 @@ def test_gradients_of_narrow_weights_are_written_where_they_shall_lie():
     narrowed(weights, slots, images)
     for weight, half in zip(weights, first, strict=True):
         torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
+
+
+def test_gradients_that_are_taken_are_not_made_wide():
+    layers = nn.ModuleList([nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(4, 5, 1, bias=False), nn.Conv2d(4, 8, 2)])
+    layers.to(memory_format=torch.channels_last)
+    weights = [layer.weight for layer in layers]
+    one = made(layers)
+    watched, slots = weights[1], [one.slots[weight] for weight in weights]
+    handle = watched.register_hook(lambda gradient: gradient)
+    images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
+    narrowed(weights, slots, images, one.take)
+    wide = [weight.grad.clone() for weight in weights]  # nothing is captured yet
+    layers.zero_grad(set_to_none=True)
+    with one.capturing():
+        narrowed(weights, slots, images, one.take)
+        assert [weight.grad is None for weight in weights] == [True, False, True]
+        assert list(one.narrow) == [weights[0], weights[2]]
+        assert all(torch.equal(one.narrow[weights[place]].float(), wide[place]) for place in (0, 2))
+        handle.remove()
+        # A loss that looks at the network twice: the two are added up, as wide numbers.
+        narrowed(weights, slots, images, one.take)
+        assert not one.narrow
+    for weight, half in zip(weights, wide, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
+
+
+def test_what_is_taken_lies_as_its_parameter_does():
+    net = nn.Conv2d(8, 8, 3, bias=False).to(memory_format=torch.channels_last)
+    one, narrow = made(net), torch.ones_like(net.weight, dtype=torch.bfloat16)
+    others = [
+        narrow.contiguous(),
+        narrow.float(),
+        torch.ones(577, dtype=torch.bfloat16)[1:].as_strided(narrow.shape, narrow.stride(), 1),
+    ]
+    assert not one.take(net.weight, narrow)
+    with one.capturing():
+        assert not any(one.take(net.weight, other) for other in others)
+        assert not one.take(nn.Parameter(net.weight.detach().clone()), narrow)  # not the optimizer's
+        net.weight.requires_grad_(False)
+        assert not one.take(net.weight, narrow)
+        net.weight.requires_grad_(True)
+        assert one.take(net.weight, narrow)
+        assert one.ready
+    assert not one.ready
 
 
 def test_only_what_lies_elsewhere_is_copied():
@@ -166,6 +223,23 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     assert with_adam.net is ours.net
     assert with_adam.step.parts.descent is None
     assert Bench(recipe.replace(compile=False), CPU).step.parts.descent is None
+
+
+def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monkeypatch):
+    recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
+    monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(kernels, "why_not", lambda _: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
+    ours = Bench(recipe, CPU)
+    one, weight = ours.step.parts.descent, ours.net.model.layer1[0].conv1.weight
+    narrow, before = torch.ones_like(weight, dtype=torch.bfloat16), weight.detach().clone()
+    with ours.step._taking():
+        assert one.take(weight, narrow)
+        assert not one.ready  # others have none
+        ours.step._end(torch.tensor(True))
+    assert torch.equal(weight.grad.unique(), torch.tensor([recipe.clip / narrow.numel() ** 0.5]))  # by torch, clipped
+    assert not torch.equal(weight, before)
+    assert int(ours.step.count) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")

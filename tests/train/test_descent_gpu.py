@@ -8,7 +8,7 @@ from runs_of import short
 from torch import nn
 
 pytest.importorskip("triton")
-from descent_case import CASES, answers, compared
+from descent_case import CASES, answers, compared, handed_over
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
 from fedlas.train.bench import Bench, chosen_device
@@ -47,7 +47,7 @@ def assert_captured_is_eager(recipe: Any) -> Bench:
     captured, eager = trained(recipe, capture=True), trained(recipe, capture=False)
     assert captured.step._graphs, "nothing was captured"
     assert captured.step.parts.descent is not None
-    assert captured.step.parts.descent.ready
+    assert eager.step.parts.descent.ready
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name
     assert captured.step.meter.read() == eager.step.meter.read()
@@ -71,16 +71,57 @@ def test_a_captured_step_equals_one_that_is_not_bit_for_bit(changes):
     assert_captured_is_eager(short("fedlas_ls", compile=True, **changes))
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_gradients_of_convolutions_need_no_copy(accumulate):
-    """A second part of a batch is added to the first one's gradient, which lies in the slot."""
-    bench = assert_captured_is_eager(short("ce", compile=True, accumulate=accumulate, **RESIDUAL))
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip": None}, {"clip_loss": True, "momentum": 0.0, "nesterov": False}], ids=str
+)
+def test_narrow_gradients_give_the_bits_of_wide_ones(changes):
+    found = handed_over("cuda", **changes)
+    assert sum(found["taken"]) == 12
+    assert all(found["equal"])
+
+
+def convolutions(bench: Bench) -> list[Any]:
     assert isinstance(bench.net.model, FusedResNet)
-    for layer in bench.net.model.modules():
-        if isinstance(layer, nn.Conv2d):
-            slot = bench.step.parts.descent.slots[layer.weight]
-            assert layer.weight.grad.data_ptr() == slot.data_ptr()
+    return [layer.weight for layer in bench.net.model.modules() if isinstance(layer, nn.Conv2d)]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("changes", [{}, {"clip": 0.1}, {"model": "resnet50_cifar", "nesterov": True}], ids=str)
+def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
+    """Those of a captured step never become wide; batches of two sizes are captured, each with its own addresses."""
+    bench = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes))
+    assert len(bench.step.parts.descent.captured) == len(bench.step._graphs) == 2
+    assert all(addresses.is_pinned() and addresses.count_nonzero() for addresses in bench.step.parts.descent.captured)
+    assert all(weight.grad is None for weight in convolutions(bench))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_gradients_of_two_parts_of_a_batch_need_no_copy():
+    """The second part is added to the first one's gradient, which lies in the slot."""
+    bench = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
+    slots = bench.step.parts.descent.slots
+    assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(bench))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_captured_step_does_not_mind_what_else_uses_the_memory():
+    recipe = short("ce", compile=True, drop_last=True, **RESIDUAL)
+    device, left = chosen_device("cuda"), []
+    for capture in (True, False):
+        with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+            bench = Bench(recipe, device, capture=capture)
+            bench.net.train()
+            for epoch in range(3):
+                for inputs in bench.batches(epoch):
+                    bench.step(*inputs)
+                    others = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
+                    pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
+                    del others, pinned
+            torch.cuda.synchronize()
+        assert bool(bench.step._graphs) == capture
+        left.append(tensors(bench))
+    for name, value in left[1].items():
+        assert torch.equal(value, left[0][name]), name
 
 
 @pytest.mark.usefixtures("uncompiled")

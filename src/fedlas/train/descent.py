@@ -4,15 +4,18 @@
     gradients ─► flat ─► norm ─► bad? skip? clip, rates, step + 1
                    └──────────────► SGD ─► weights
 
-All gradients lie in one tensor, one after the other, each from the start of a block on and with zeros up to the next;
-first those of the network, then those of the loss. So the norm is one pass over it, and its last program does at once
-what else a step has to decide. Gradients that lie elsewhere are copied there first, and stay as long as they came:
-SGD alone sees them clipped. `TrainStep` says the same in torch, for all that these kernels are not made for.
-Equal inputs give equal bits.
+All gradients lie in one tensor, one after the other, each from the start of a tile on and with zeros up to the next
+(`blocks`); first those of the network, then those of the loss. So the norm is one pass over it, and its last program
+does at once what else a step has to decide. Gradients that lie elsewhere are copied there first, and stay as long as
+they came: SGD alone sees them clipped. While a step is captured nobody can look at gradients, so narrow ones are read
+where they are, and never become wide in memory; that changes no bit.
+`TrainStep` says the same in torch, for all that these kernels are not made for. Equal inputs give equal bits.
 """
 
 import warnings
-from typing import Any, NamedTuple, no_type_check
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -21,47 +24,61 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from fedlas.train import kernels
+from fedlas.train.blocks import ALIGNED, BLOCK, EVEN, TILE, Layout, is_plain, laid_out, table_of
 from fedlas.train.kernels import finished
 from fedlas.train.optim import SKIP, Rates, build_optimizer, parameters_of
 from fedlas.train.recipe import Recipe
 
-BLOCK = 2048  # numbers of one parameter that a program moves
-TILE = 8192  # gradients whose squares a program adds at a time; a multiple of the block
-PROGRAMS = 256  # that share the norm
-ALIGNED = 16  # bytes that are read together
-COLUMNS = 4  # of the table of blocks: addresses of parameter and memory, numbers in the block, group
+BYTES = tl.constexpr(ALIGNED // 2)  # of narrow gradients that are read together: as many as of wide ones
+SUMS = 2048  # of programs that the last one adds at a time
+COLUMNS = 5  # of the table of blocks: those that all such tables have, address of memory, group
 LOGITS = 4096  # that a program looks at
 WIDEST = 16384  # classes; more do not fit into the registers
 
 
 @triton.jit
 @no_type_check
-def _squares(flat, first, last, TILE: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Sum the squares of this program's tiles."""
-    total = tl.zeros((TILE,), tl.float32)
-    for tile in range(first + tl.program_id(0).to(tl.int64), last, PROGRAMS):
-        value = tl.load(flat + tile * TILE + tl.arange(0, TILE))
-        total += value * value
-    return tl.sum(total, 0)
+def _gradient(flat, address, place, there):
+    """Read gradients: narrow ones where they are, if that address is known, others in their slots."""
+    is_narrow = address != 0
+    narrow = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), BYTES)
+    small = tl.load(narrow + place, mask=tl.where(is_narrow, there, False), other=0.0)
+    large = tl.load(flat + place, mask=tl.where(is_narrow, False, there), other=0.0)
+    return tl.where(is_narrow, small.to(tl.float32), large)
+
+
+@triton.jit
+@no_type_check
+def _totals(partial, net, tiles, SUMS: tl.constexpr):
+    """Add up what all programs left, always in one order, of the network and of the loss."""
+    of_net, of_loss = tl.zeros((SUMS,), tl.float32), tl.zeros((SUMS,), tl.float32)
+    for start in range(0, tiles, SUMS):
+        tile = start + tl.arange(0, SUMS)
+        value = tl.load(partial + tile, mask=tile < tiles, other=0.0)
+        of_net += tl.where(tile < net, value, 0.0)
+        of_loss += tl.where(tile < net, 0.0, value)
+    return tl.sum(of_net, 0), tl.sum(of_loss, 0)
 
 
 @triton.jit
 @no_type_check
 def norm_kernel(
-    flat, partial, counter, fine, table, factors, rates, scales, count, first_bad, skip, steps, norms,
-    net, tiles, rows, groups, clipped, clip,
-    CLIPS: tl.constexpr, TOGETHER: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    flat, blocks, sources, partial, counter, fine, table, factors, rates, scales, count, first_bad, skip, steps, norms,
+    net, rows, groups, clipped, clip,
+    CLIPS: tl.constexpr, TOGETHER: tl.constexpr, GROUPS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Find the length of the gradient; the last program decides what becomes of the step, and counts it."""
     step, bad_before, is_fine = tl.load(count), tl.load(first_bad), tl.load(fine) != 0
     rate = tl.load(table + tl.minimum(step, rows - 1))
-    program = tl.arange(0, PROGRAMS)
-    tl.store(partial + tl.program_id(0), _squares(flat, 0, net, TILE, PROGRAMS))
-    tl.store(partial + PROGRAMS + tl.program_id(0), _squares(flat, net, tiles, TILE, PROGRAMS))
+    tile, place = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    about = blocks + tile * (TILE // BLOCK) * COLUMNS
+    left, source = tl.load(about + 1), tl.load(sources + tl.load(about + 2))
+    # What comes after the last number of a slot is zero, and a narrow gradient has as many numbers as are read.
+    value = _gradient(flat, source, tile * TILE + place, place < tl.cdiv(left, EVEN) * EVEN)
+    tl.store(partial + tile, tl.sum(value * value, 0))
     if finished(counter, tl.num_programs(0)):
-        there = program < tl.num_programs(0)
-        of_net = tl.sum(tl.load(partial + program, mask=there, other=0.0), 0)
-        of_loss = tl.sum(tl.load(partial + PROGRAMS + program, mask=there, other=0.0), 0)
+        of_net, of_loss = _totals(partial, net, tl.num_programs(0), SUMS)
         if TOGETHER:
             of_net += of_loss
         norm = tl.sqrt_rn(of_net)
@@ -86,17 +103,19 @@ def norm_kernel(
 @triton.jit
 @no_type_check
 def _move(
-    flat, parameter, memory, left, scale, rate, decay, momentum,
+    flat, source, start, parameter, memory, left, scale, rate, decay, momentum,
     FULL: tl.constexpr, HAS_MEMORY: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Take a step with one block; whole ones need no mask, so that many bytes are read together."""
+    """Take a step with one block; of whole ones, many bytes are read together."""
     place = tl.arange(0, BLOCK)
-    there = None if FULL else place < left
+    there = place < (BLOCK if FULL else left)
     value = tl.load(parameter + place, mask=there)
-    change = tl.load(flat + place, mask=there) * scale + decay * value
+    if HAS_MEMORY:
+        before = tl.load(memory + place, mask=there)
+    change = _gradient(flat, source, start + place, there) * scale + decay * value
     if HAS_MEMORY:
         gradient = change
-        change = momentum * tl.load(memory + place, mask=there) + gradient
+        change = momentum * before + gradient
         tl.store(memory + place, change, mask=there)
         if NESTEROV:
             change = gradient + momentum * change
@@ -106,7 +125,7 @@ def _move(
 @triton.jit
 @no_type_check
 def sgd_kernel(
-    flat, blocks, scales, rates, decays, skip, momentum,
+    flat, blocks, sources, scales, rates, decays, skip, momentum,
     HAS_MEMORY: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -114,15 +133,16 @@ def sgd_kernel(
     block = tl.program_id(0).to(tl.int64)
     about = blocks + block * COLUMNS
     parameter = tl.multiple_of(tl.load(about).to(tl.pointer_type(tl.float32)), ALIGNED)
-    memory = tl.multiple_of(tl.load(about + 1).to(tl.pointer_type(tl.float32)), ALIGNED)
-    left, group = tl.load(about + 2), tl.load(about + 3)
+    left, source = tl.load(about + 1), tl.load(sources + tl.load(about + 2))
+    memory = tl.multiple_of(tl.load(about + 3).to(tl.pointer_type(tl.float32)), ALIGNED)
+    group = tl.load(about + 4)
     scale, rate, decay = tl.load(scales + group), tl.load(rates + group), tl.load(decays + group)
-    here = flat + block * BLOCK
+    given = flat, source, block * BLOCK, parameter, memory, left, scale, rate, decay, momentum
     if tl.load(skip) == 0:
-        if left == BLOCK:
-            _move(here, parameter, memory, left, scale, rate, decay, momentum, True, HAS_MEMORY, NESTEROV, BLOCK)
+        if left >= BLOCK:
+            _move(*given, True, HAS_MEMORY, NESTEROV, BLOCK)
         else:
-            _move(here, parameter, memory, left, scale, rate, decay, momentum, False, HAS_MEMORY, NESTEROV, BLOCK)
+            _move(*given, False, HAS_MEMORY, NESTEROV, BLOCK)
 
 
 @triton.jit
@@ -175,24 +195,13 @@ def tally(
     return True
 
 
-class Place(NamedTuple):
-    """A parameter, the slot of its gradient, the start of that slot, and the parameter's group."""
-
-    parameter: Tensor
-    slot: Tensor
-    start: int
-    group: int
-
-
 def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Say whether the kernels can take the steps of an optimizer."""
     if recipe.optimizer != "sgd" or recipe.precision == "fp16" or not hasattr(tl, "tuple"):
         return False
     for parameter in parameters_of(optimizer):
         both = parameter, optimizer.state[parameter].get("momentum_buffer", parameter)
-        if any(one.dtype != torch.float32 or one.data_ptr() % ALIGNED for one in both):
-            return False
-        if both[0].stride() != both[1].stride() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        if both[0].stride() != both[1].stride() or not all(is_plain(one) for one in both):
             return False
     reason = kernels.why_not(device) or (_why_not(recipe, device) if device.type == "cuda" else None)
     if reason is not None:
@@ -235,41 +244,61 @@ class Descent:
         groups, of_loss = optimizer.param_groups, set(loss.parameters())
         self.groups_of_net = sum(group["params"][0] not in of_loss for group in groups)
         self.skip: Tensor = getattr(optimizer, SKIP)
-        device = self.skip.device
-        starts, self.net, total = _laid_out(groups, self.groups_of_net)
-        self.flat = torch.zeros(total, device=device)
-        self.places = [
-            Place(one, self.flat.as_strided(one.shape, one.stride(), start), start, number)
-            for (number, one), start in zip(_numbered(groups), starts, strict=True)
-        ]
-        self.slots = {place.parameter: place.slot for place in self.places}
-        self.memory = [optimizer.state[one].get("momentum_buffer", one) for one in parameters_of(optimizer)]
-        self.addresses = [place.parameter.data_ptr() for place in self.places]
-        self.blocks = self._table(total // BLOCK).to(device)
-        self.decays = torch.tensor([float(group["weight_decay"]) for group in groups], device=device)
-        self.scales = torch.ones(len(groups), device=device)
-        self.partial = torch.zeros(2 * PROGRAMS, device=device)
-        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def _table(self, blocks: int) -> Int[Tensor, "blocks 4"]:
-        """List the blocks; those between network and loss have no numbers."""
-        rows = torch.zeros(blocks, COLUMNS, dtype=torch.int64)
-        width = self.flat.element_size()
-        for place, memory in zip(self.places, self.memory, strict=True):
-            first = torch.arange(0, place.parameter.numel(), BLOCK)
-            mine = rows[place.start // BLOCK :][: len(first)]
-            mine[:, 0], mine[:, 1] = place.parameter.data_ptr() + width * first, memory.data_ptr() + width * first
-            mine[:, 2], mine[:, 3] = (place.parameter.numel() - first).clamp_max(BLOCK), place.group
-        return rows
+        self.device = self.skip.device
+        self.parameters = list(parameters_of(optimizer))
+        self.addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.net, layout = _laid_out(groups, self.groups_of_net)
+        self.flat = torch.zeros(layout.end, device=self.device)
+        self.slots = dict(zip(self.parameters, layout.views(self.flat, self.parameters), strict=True))
+        memory = [optimizer.state[one].get("momentum_buffer", one) for one in self.parameters]
+        self.blocks = _table(self.parameters, memory, groups, layout).to(self.device)
+        self.decays = torch.tensor([float(group["weight_decay"]) for group in groups], device=self.device)
+        self.scales = torch.ones(len(groups), device=self.device)
+        self.partial = torch.zeros(layout.end // TILE, device=self.device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.all_in_slots = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.device)
+        self.narrow: dict[Tensor, Tensor] = {}
+        self.captured: list[Int[Tensor, " parameters"]] = []
+        self.captures = False
 
     tally = staticmethod(tally)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Take over narrow gradients as they are, while one step is captured.
+
+        A replay copies again from the host where they lie; so that memory is made before, and kept.
+        """
+        pinned = self.device.type == "cuda"
+        self.captured.append(torch.zeros(len(self.parameters), dtype=torch.int64, pin_memory=pinned))
+        self.captures = True
+        try:
+            yield
+        finally:
+            self.captures = False
+            self.narrow.clear()
+
+    def take(self, parameter: Tensor, gradient: Tensor) -> bool:
+        """Take over a gradient as it is, if that can be done; else it has to become wide, and the parameter's own."""
+        if parameter in self.narrow:  # of another pass through the network: the two are added up
+            parameter.grad = self.narrow.pop(parameter).float()
+        possible = self.captures and parameter in self.slots and _stays_narrow(parameter, gradient)
+        if possible and parameter.grad is None:
+            self.narrow[parameter] = gradient
+        return parameter in self.narrow
+
+    def widen(self) -> None:
+        """Let parameters have the gradients that were taken over."""
+        while self.narrow:
+            parameter, gradient = self.narrow.popitem()
+            parameter.grad = gradient.float()
 
     @property
     def ready(self) -> bool:
         """Whether all parameters have a gradient, and are where they were; torch leaves those without one alone."""
         return all(
-            place.parameter.grad is not None and place.parameter.data_ptr() == address
-            for place, address in zip(self.places, self.addresses, strict=True)
+            (parameter.grad is not None or parameter in self.narrow) and parameter.data_ptr() == address
+            for parameter, address in zip(self.parameters, self.addresses, strict=True)
         )
 
     @torch.no_grad()
@@ -291,45 +320,70 @@ class Descent:
             norms: sum that the length of the gradient is added to, unless the step is skipped.
         """
         self._gather()
-        recipe, table = self.recipe, self.rates.table
-        tiles, groups = len(self.flat) // TILE, len(self.scales)
-        norm_kernel[(min(PROGRAMS, tiles),)](
-            self.flat, self.partial, self.counter, fine, table, self.rates.factors, self.rates.now, self.scales, count,
-            first_bad, self.skip, steps, norms, self.net // TILE, tiles, len(table), groups,
-            groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
+        recipe, table, sources = self.recipe, self.rates.table, self._sources()
+        groups = len(self.scales)
+        norm_kernel[(len(self.partial),)](
+            self.flat, self.blocks, sources, self.partial, self.counter, fine, table, self.rates.factors,
+            self.rates.now, self.scales, count, first_bad, self.skip, steps, norms, self.net // TILE, len(table),
+            groups, groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
             CLIPS=recipe.clip is not None, TOGETHER=recipe.clip_loss, GROUPS=triton.next_power_of_2(groups),
-            TILE=TILE, PROGRAMS=PROGRAMS, num_warps=8,
+            SUMS=SUMS, TILE=TILE, BLOCK=BLOCK, COLUMNS=COLUMNS, EVEN=EVEN, num_warps=8,
         )  # fmt: skip
         sgd_kernel[(len(self.blocks),)](
-            self.flat, self.blocks, self.scales, self.rates.now, self.decays, self.skip, float(recipe.momentum),
-            HAS_MEMORY=recipe.momentum > 0, NESTEROV=recipe.nesterov, BLOCK=BLOCK, COLUMNS=COLUMNS, ALIGNED=ALIGNED,
-            num_warps=4,
+            self.flat, self.blocks, sources, self.scales, self.rates.now, self.decays, self.skip,
+            float(recipe.momentum), HAS_MEMORY=recipe.momentum > 0, NESTEROV=recipe.nesterov, BLOCK=BLOCK,
+            COLUMNS=COLUMNS, ALIGNED=ALIGNED, num_warps=4,
         )  # fmt: skip
+        self.narrow.clear()
 
     def _gather(self) -> None:
-        """Bring those gradients to their slots that are elsewhere."""
-        pairs: list[tuple[Tensor, Any]] = [(place.slot, place.parameter.grad) for place in self.places]
+        """Bring those gradients to their slots that are elsewhere, but for narrow ones that were taken over."""
+        pairs: list[tuple[Tensor, Any]] = [
+            (slot, parameter.grad) for parameter, slot in self.slots.items() if parameter not in self.narrow
+        ]
         away = [(slot, gradient) for slot, gradient in pairs if slot.data_ptr() != gradient.data_ptr()]
         if away:
             torch._foreach_copy_([slot for slot, _ in away], [gradient for _, gradient in away])
 
+    def _sources(self) -> Int[Tensor, " parameters"]:
+        """Say of each gradient where it lies: zero for its slot, else where narrow slots would begin for it to be one.
 
-def _numbered(groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
-    return [(number, one) for number, group in enumerate(groups) for one in group["params"]]
-
-
-def _laid_out(groups: list[dict[str, Any]], groups_of_net: int) -> tuple[list[int], int, int]:
-    """Say where gradients start, where those of the network end, and where all end; both ends are whole tiles."""
-    starts, end, of_net = [], 0, 0
-    for number, one in _numbered(groups):
-        if number < groups_of_net:
-            of_net = _up(end + one.numel(), TILE)
-        elif end < of_net:
-            end = of_net
-        starts.append(end)
-        end += _up(one.numel(), BLOCK)
-    return starts, of_net, _up(end, TILE)
+        So a narrow gradient is as many numbers away from its source as it would be from the start of all slots.
+        """
+        if not self.narrow:
+            return self.all_in_slots
+        sources = dict.fromkeys(self.slots, 0)
+        for parameter, gradient in self.narrow.items():
+            start = int(self.slots[parameter].storage_offset())
+            sources[parameter] = gradient.data_ptr() - gradient.element_size() * start
+        host = self.captured[-1].copy_(torch.tensor(list(sources.values())))
+        return host.to(self.device, non_blocking=True)
 
 
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+def _stays_narrow(parameter: Tensor, gradient: Tensor) -> bool:
+    """Say whether the kernels can read a narrow gradient as it is, and nobody else wants to."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return False
+    if gradient.dtype != torch.bfloat16 or gradient.data_ptr() % ALIGNED or gradient.numel() % EVEN:
+        return False
+    strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    return parameter.requires_grad and all(size == 1 or mine == its for size, mine, its in strides)
+
+
+def _laid_out(groups: list[dict[str, Any]], groups_of_net: int) -> tuple[int, Layout]:
+    """Say where gradients of the network end, and how all lie."""
+    of_net, of_loss = (
+        [one for group in part for one in group["params"]] for part in (groups[:groups_of_net], groups[groups_of_net:])
+    )
+    first = laid_out(of_net)
+    second = laid_out(of_loss, first.end)
+    return first.end, Layout(first.starts + second.starts, second.end)
+
+
+def _table(
+    parameters: list[Tensor], memory: list[Tensor], groups: list[dict[str, Any]], layout: Layout
+) -> Int[Tensor, "blocks 5"]:
+    """List the blocks of parameters, with the memory that belongs to each and its group."""
+    rows, remembered = table_of(parameters, layout), table_of(memory, layout)
+    group = torch.tensor([number for number, group in enumerate(groups) for _ in group["params"]])
+    return torch.cat([rows, remembered[:, :1], group[rows[:, 2:]]], 1)

@@ -122,14 +122,16 @@ class FusedResNet(ResNet):  # type: ignore[misc]
 
     Attributes:
         gradient_slots: where the gradients of some weights shall lie, for whoever wants to have them side by side.
+        gradient_taker: asked with a weight and its narrow gradient; says whether it keeps that, as it is.
     """
 
     gradient_slots: Mapping[Tensor, Tensor] = MappingProxyType({})
+    gradient_taker: Callable[[Tensor, Tensor], bool] | None = None
 
     def _forward_impl(self, x: Tensor) -> Tensor:
         if not self._fused_now(x):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
-        with _narrow_weights(self, x, self.gradient_slots):
+        with _narrow_weights(self, x):
             given = _first(self.conv1, self.bn1, x)
             if not isinstance(self.maxpool, nn.Identity):
                 pooled = self.maxpool(given.first).contiguous(memory_format=torch.channels_last)
@@ -189,14 +191,14 @@ def _joined(layer: Any, norm: nn.BatchNorm2d, given: Given, skip: Tensor, downsa
 
 
 @contextmanager
-def _narrow_weights(model: nn.Module, images: Tensor, slots: Mapping[Tensor, Tensor]) -> Iterator[None]:
+def _narrow_weights(model: FusedResNet, images: Tensor) -> Iterator[None]:
     """Make narrow copies of all convolutions' weights, at once, and let the layers have them for a while."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
     kind = images.device.type
     narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
     beside = _Beside(images.device, used=any(isinstance(layer, Bottleneck) for layer in model.modules()))
     weights = [layer.weight for layer in layers]
-    rooms = [_Room(weight, slots.get(weight)) for weight in weights]
+    rooms = [_Room(weight, model.gradient_slots.get(weight), model.gradient_taker) for weight in weights]
     copies = _Narrow.apply(narrow, beside, rooms, *weights)
     try:
         for layer, copy in zip(layers, copies, strict=True):
@@ -284,13 +286,16 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _Room(NamedTuple):
-    """A weight, and where its gradient shall lie."""
+    """A weight, where its gradient shall lie, and who may take that as it is."""
 
     weight: Tensor
     slot: Tensor | None
+    taker: Callable[[Tensor, Tensor], bool] | None = None
 
-    def make(self, gradient: Tensor) -> Tensor:
-        """Give room for a gradient; a slot may hold that of another part of the batch already."""
+    def make(self, gradient: Tensor) -> Tensor | None:
+        """Give room for a gradient that nobody takes; a slot may hold that of another part of the batch already."""
+        if self.taker is not None and self.taker(self.weight, gradient):
+            return None
         if self.slot is None or self.weight.grad is not None:
             return torch.empty_like(gradient, dtype=torch.float32)
         return self.slot.view_as(self.slot)  # a tensor of its own: torch takes over what nobody else holds
@@ -317,7 +322,9 @@ class _Narrow(torch.autograd.Function):
         if gradients[0].dtype == torch.float32:
             return None, None, None, *gradients
         copies = [room.make(gradient) for room, gradient in zip(ctx.rooms, gradients, strict=True)]
-        torch._foreach_copy_(copies, list(gradients))
+        pairs = [(copy, gradient) for copy, gradient in zip(copies, gradients, strict=True) if copy is not None]
+        if pairs:
+            torch._foreach_copy_([copy for copy, _ in pairs], [gradient for _, gradient in pairs])
         return None, None, None, *copies
 
 

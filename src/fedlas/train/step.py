@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -166,16 +166,17 @@ class TrainStep:
 
     @contextmanager
     def _slots(self) -> Iterator[None]:
-        """Let a network that can do so write gradients to where they are needed, until the next step does so again."""
+        """Let a network that can do so hand gradients over or write them to where they are needed, for a step."""
         model: Any = getattr(self.parts.net, "model", None)
         if self.parts.descent is None or not hasattr(model, "gradient_slots"):
             yield
             return
-        before, model.gradient_slots = model.gradient_slots, self.parts.descent.slots
+        before = model.gradient_slots, model.gradient_taker
+        model.gradient_slots, model.gradient_taker = self.parts.descent.slots, self.parts.descent.take
         try:
             yield
         finally:
-            model.gradient_slots = before
+            model.gradient_slots, model.gradient_taker = before
 
     def _learn(self, inputs: Inputs, share: float) -> Bool[Tensor, ""]:
         """Add the gradient of a batch, or of a part of one; say whether its loss is finite."""
@@ -210,6 +211,8 @@ class TrainStep:
             sums = self.meter.total("steps"), self.meter.total("gradient_norm")
             descent.step(fine, self.count, self.first_bad, *sums)
             return
+        if descent is not None:
+            descent.widen()
         self.parts.rates.set(self.count)
         self._update(fine)
         self.count.add_(1)
@@ -249,15 +252,24 @@ class TrainStep:
         places = tuple(value.clone() for value in inputs)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.device)
+        # Other threads may use the device meanwhile: one of a loader pins memory, for example.
+        recording = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
         try:
-            # Other threads may use the device meanwhile: one of a loader pins memory, for example.
-            with without_collector(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with without_collector(), self._taking(), recording:
                 self.eager(*places)
         except RuntimeError as error:
             self.capture = False
             warnings.warn(f"not captured: {_first_line(error)}", UserWarning, stacklevel=3)
         else:
             self._graphs[kind] = graph, places
+
+    def _taking(self) -> AbstractContextManager[None]:
+        """Let gradients stay as narrow as they come, where nobody adds to them."""
+        descent = self.parts.descent
+        if descent is None or self.recipe.accumulate > 1:
+            return nullcontext()
+        taking: AbstractContextManager[None] = descent.capturing()
+        return taking
 
     def bad_step(self) -> int | None:
         """Wait for the device, and give the first step whose loss or gradient was bad."""
