@@ -8,6 +8,7 @@ torch's layers and once for the fused ones.
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.models import WithFeatures
 from fedlas.train import kernels
+from fedlas.train.blocks import Narrowing
 from fedlas.train.fused import fuse
 
 BLOCKS = {"basic": BasicBlock, "bottleneck": Bottleneck}
@@ -133,7 +135,37 @@ def one_value(device: str) -> str:
     return "nothing"
 
 
+def narrowed(device: str) -> dict[str, bool]:
+    """Say whether narrow copies are exactly those of torch, and what becomes of tensors that move or are odd."""
+    torch.manual_seed(0)
+    shapes = (64, 64, 3, 3), (64, 3, 3, 3), (128, 64, 1, 1), (2,), (4,)
+    spread = 25 if kernels.INTERPRETED else 100  # the former has wrong numbers for the smallest of bfloat16
+    wide = [(torch.randn(shape, device=device) * spread).exp2() for shape in shapes]
+    wide[0][0, 0, 0] = torch.tensor([math.nan, -0.0, 1 + 2**-8], device=device)
+    if kernels.INTERPRETED:  # it cuts off what bfloat16 has no room for
+        wide = [one.bfloat16().float() for one in wide]
+    wide[:3] = [one.to(memory_format=torch.channels_last) for one in wide[:3]]
+    kept = [one for one in wide if one.numel() % 4 == 0]
+    even, odd = Narrowing(kept), Narrowing(wide)
+
+    def alike(narrowing: Narrowing, tensors: list[torch.Tensor]) -> bool:
+        found = [(dtype, narrowing.copies(tensors, dtype)) for dtype in (torch.bfloat16, torch.float16)]
+        pairs = [(one, two.to(dtype)) for dtype, copies in found for one, two in zip(copies, tensors, strict=True)]
+        same = all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
+        return same and all(one.stride() == two.stride() for one, two in pairs)
+
+    first, again = (even.copies(kept, torch.bfloat16) for _ in range(2))
+    return {
+        "even": even.fits and alike(even, kept),
+        "odd": not odd.fits and alike(odd, wide),
+        "apart": all(one.data_ptr() != two.data_ptr() for one, two in zip(first, again, strict=True)),
+        "stay": even.holds(kept),
+        "moved": not even.holds([*kept[:-1], kept[-1].clone()]),
+    }
+
+
 if __name__ == "__main__":
     where = sys.argv[1]
     about = {"falls back": falls_back(where), "far from zero": far_from_zero(where), "one value": one_value(where)}
+    about |= {"narrowed": narrowed(where)}
     print(json.dumps({kind: compared(kind, where) for kind in BLOCKS} | about))

@@ -15,7 +15,7 @@ from descent_case import CASES
 from fedlas.train import bench as bench_module
 from fedlas.train import descent, kernels, products, stem
 from fedlas.train.bench import Bench
-from fedlas.train.blocks import BLOCK, TILE
+from fedlas.train.blocks import BLOCK, TILE, Narrowing
 from fedlas.train.fused import _Beside, _Narrow, _Room
 from fedlas.train.optim import build_optimizer
 from fedlas.train.recipe import Recipe
@@ -87,7 +87,7 @@ def narrowed(
     weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor, taker: Any = None
 ) -> None:
     rooms = [_Room(weight, slot, taker) for weight, slot in zip(weights, slots, strict=True)]
-    copies = _Narrow.apply(torch.bfloat16, _Beside(CPU), rooms, *weights)
+    copies = _Narrow.apply(torch.bfloat16, _Beside(CPU), rooms, Narrowing(weights), *weights)
     sum((nn.functional.conv2d(images.bfloat16(), copy) ** 2).float().sum() for copy in copies).backward()
 
 

@@ -42,6 +42,11 @@ def test_one_value_a_channel_has_no_variance(found):
     assert "more than one value of each channel" in found["one value"]
 
 
+def test_narrow_copies_are_those_of_torch(found):
+    assert len(found["narrowed"]) == 5
+    assert all(found["narrowed"].values()), found["narrowed"]
+
+
 def test_networks_of_the_catalogue_are_taken():
     assert fuse(build_model("resnet18_cifar", 10))
     assert fuse(build_model("resnet50_tiny", 200))

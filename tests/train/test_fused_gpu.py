@@ -12,7 +12,7 @@ from fedlas.models import build_model
 pytest.importorskip("triton")
 import products_case
 import stem_case
-from fused_case import compared, distance, network, outcome
+from fused_case import compared, distance, narrowed, network, outcome
 from test_train_gpu import pytestmark, tensors, trained
 
 from fedlas.train import fused as fused_module
@@ -37,6 +37,11 @@ def test_as_exact_as_torchs_layers(kind):
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
         assert one["fused"][part] < max(bound, 3 * one["torch"][part]), (part, one)
     assert one["evaluates alike"]
+
+
+def test_narrow_copies_are_those_of_torch():
+    found = narrowed("cuda")
+    assert all(found.values()), found
 
 
 def images_of(count: int) -> torch.Tensor:
@@ -209,6 +214,24 @@ def test_more_rows_than_an_axis_has_programs():
     back = kernels.gradients(sums, y, about)
     assert back.bias[0].item() == pytest.approx((expected[:, 0] > 0).sum().item(), rel=1e-3)
     assert bool(torch.isfinite(back.y).all())
+
+
+def test_weights_that_have_moved_are_found_again():
+    model: Any = build_model("resnet18_cifar", 10).to("cuda", memory_format=torch.channels_last)
+    assert fuse(model)
+    images, other = images_of(8), copy.deepcopy(model)
+    in_bf16(model, images)
+    before = model.narrowing
+    in_bf16(model, images)
+    assert model.narrowing is before
+    for weight in model.parameters():
+        weight.data = 2 * weight.data
+    other.load_state_dict(model.state_dict())
+    model.zero_grad(set_to_none=True)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        found, right = in_bf16(model, images), in_bf16(other, images)
+    assert model.narrowing is not before
+    assert all(torch.equal(one, right["gradients"][name]) for name, one in found["gradients"].items())
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp16"}])

@@ -27,6 +27,7 @@ from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.train import kernels, products, stem
+from fedlas.train.blocks import Narrowing
 
 Convolved = tuple[Tensor, kernels.Normed | None]  # and what was found out about it already
 HEAD = ("avgpool", "fc")  # what computes as it always did
@@ -127,6 +128,13 @@ class FusedResNet(ResNet):  # type: ignore[misc]
 
     gradient_slots: Mapping[Tensor, Tensor] = MappingProxyType({})
     gradient_taker: Callable[[Tensor, Tensor], bool] | None = None
+    narrowing: Narrowing | None = None
+
+    def narrowing_of(self, weights: list[Tensor]) -> Narrowing:
+        """Give what makes narrow copies of weights; kept as long as these are where they were."""
+        if self.narrowing is None or not self.narrowing.holds(weights):
+            self.narrowing = Narrowing(weights)
+        return self.narrowing
 
     def _forward_impl(self, x: Tensor) -> Tensor:
         if not self._fused_now(x):
@@ -199,7 +207,7 @@ def _narrow_weights(model: FusedResNet, images: Tensor) -> Iterator[None]:
     beside = _Beside(images.device, used=any(isinstance(layer, Bottleneck) for layer in model.modules()))
     weights = [layer.weight for layer in layers]
     rooms = [_Room(weight, model.gradient_slots.get(weight), model.gradient_taker) for weight in weights]
-    copies = _Narrow.apply(narrow, beside, rooms, *weights)
+    copies = _Narrow.apply(narrow, beside, rooms, model.narrowing_of(weights), *weights)
     try:
         for layer, copy in zip(layers, copies, strict=True):
             layer.narrow, layer.beside = copy, beside
@@ -306,26 +314,24 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, beside: _Beside, rooms: list[_Room], *weights: Tensor
+        ctx: Any, dtype: torch.dtype, beside: _Beside, rooms: list[_Room], narrowing: Narrowing, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.beside, ctx.rooms = beside, rooms
         if dtype == torch.float32:
             return tuple(weight.detach() for weight in weights)
-        copies = [torch.empty_like(weight, dtype=dtype) for weight in weights]
-        torch._foreach_copy_(copies, list(weights))
-        return tuple(copies)
+        return tuple(narrowing.copies(weights, dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.beside.join()
         if gradients[0].dtype == torch.float32:
-            return None, None, None, *gradients
+            return None, None, None, None, *gradients
         copies = [room.make(gradient) for room, gradient in zip(ctx.rooms, gradients, strict=True)]
         pairs = [(copy, gradient) for copy, gradient in zip(copies, gradients, strict=True) if copy is not None]
         if pairs:
             torch._foreach_copy_([copy for copy, _ in pairs], [gradient for _, gradient in pairs])
-        return None, None, None, *copies
+        return None, None, None, None, *copies
 
 
 class _Convolution(torch.autograd.Function):
