@@ -5,10 +5,10 @@
      └──────────── skip ──────────────────────┘
 
 What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
-in a pass of their own. Weights of all convolutions become narrow in one kernel, and their gradients wide in another;
-on a GPU those gradients are computed on a second stream, beside the passes of the norms. In narrow numbers, a first
-convolution of 3 x 3 on three channels has kernels of its own (`stem`), and one of 1 x 1 another, which sums what its
-norm wants to know (`products`).
+in a pass of their own. Weights of all convolutions become narrow in one kernel (`blocks`), and their gradients wide in
+another, but for those that somebody takes as they are; on a GPU those gradients are computed on a second stream, beside
+the passes of the norms. In narrow numbers, a first convolution of 3 x 3 on three channels has kernels of its own
+(`stem`), and one of 1 x 1 another, which sums what its norm wants to know (`products`).
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
@@ -124,6 +124,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
     Attributes:
         gradient_slots: where the gradients of some weights shall lie, for whoever wants to have them side by side.
         gradient_taker: asked with a weight and its narrow gradient; says whether it keeps that, as it is.
+        narrowing: what makes narrow copies of the weights, as soon as it was needed once.
     """
 
     gradient_slots: Mapping[Tensor, Tensor] = MappingProxyType({})
