@@ -1,4 +1,4 @@
-"""Time the 1 x 1 convolutions of `resnet50_cifar`, by `fedlas.train.products` and by cuDNN; needs a GPU.
+"""Time the 1 x 1 convolutions of `resnet50_cifar`, by `fedlas.train.kernels` and by cuDNN; needs a GPU.
 
     python benchmarks/products.py [--back] [--tiles 64x64x4x396x3,64x128x4x264x3] [--shapes 131072x64x256] [--batch 128]
     for i in 0 1 2 3; do python benchmarks/products.py --part $i/4 & done; wait   # compiles all kernels, prints nothing
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.train import kernels, products
+from fedlas.train.kernels import norms, products
 from norms import microseconds
 
 # Rows at a batch of one, channels before and after: how many of them are in the network, with a stride of one.
@@ -40,14 +40,14 @@ SIDES = {1024: 32, 256: 16, 64: 8}
 Way = Callable[[], Any]
 
 
-def some_tiles(inputs: int, outputs: int) -> list[kernels.Tile]:
+def some_tiles(inputs: int, outputs: int) -> list[norms.Tile]:
     """Give tiles that suit a shape, the usual one first."""
     wide = 128 if outputs % 128 == 0 else 64
     others = [
-        kernels.Tile(64, wide, 4, 264, 3),
-        kernels.Tile(128, wide, 8, 132, 3),
-        kernels.Tile(64, 64, 4, 396, 3),
-        kernels.Tile(64, wide, 8, 132, 3),
+        norms.Tile(64, wide, 4, 264, 3),
+        norms.Tile(128, wide, 8, 132, 3),
+        norms.Tile(64, 64, 4, 396, 3),
+        norms.Tile(64, wide, 8, 132, 3),
     ]
     return list(dict.fromkeys([products.tile_for(inputs), *others]))
 
@@ -77,8 +77,8 @@ class Case:
         self.x = self.before.clone()
         self.factors = (torch.randn(outputs, inputs, 1, 1, device="cuda") / inputs**0.5).to(torch.bfloat16)
         weight, bias, mean, var = (torch.full((outputs,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
-        self.norm = kernels.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
-        self.counter = torch.zeros(outputs // kernels.NARROWEST, dtype=torch.int32, device="cuda")
+        self.norm = norms.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+        self.counter = torch.zeros(outputs // norms.NARROWEST, dtype=torch.int32, device="cuda")
         self.y, self.about = self.usual()
         self.after = torch.empty_like(self.y)
 
@@ -87,16 +87,16 @@ class Case:
         """Give y in float64, as a matrix."""
         return torch.mm(as_matrix(self.x), self.factors.double().flatten(1).T)
 
-    def usual(self) -> tuple[Tensor, kernels.Normed]:
+    def usual(self) -> tuple[Tensor, norms.Normed]:
         """Convolve by cuDNN, and sum in a pass of its own."""
         y = functional.conv2d(self.x, self.factors)
-        return y, kernels.statistics(y, self.norm, self.counter)
+        return y, norms.statistics(y, self.norm, self.counter)
 
-    def ours(self) -> tuple[Tensor, kernels.Normed]:
+    def ours(self) -> tuple[Tensor, norms.Normed]:
         """Convolve and sum in one kernel."""
         return products.multiply(self.x, self.factors, self.norm, self.counter)
 
-    def far(self, found: tuple[Tensor, kernels.Normed]) -> list[float]:
+    def far(self, found: tuple[Tensor, norms.Normed]) -> list[float]:
         """Give the distances of results from the right ones."""
         y, about = as_matrix(found[0]), found[1]
         spread, mean = torch.var_mean(y, 0, correction=0)
@@ -130,10 +130,10 @@ class BackCase(Case):
     def __init__(self, shape: tuple[int, ...], batch: int, *, two_norms: bool = False) -> None:
         super().__init__(shape, batch)  # of which x is the gradient that comes, y what was normalised
         self.other, skip = torch.randn_like(self.y), torch.randn_like(self.y)
-        self.met = shape[2] > shape[1] or shape[1] == kernels.NARROWEST  # at the end of a block, not inside of one
-        _, bits = kernels.activation(self.y, self.about, skip, None)
+        self.met = shape[2] > shape[1] or shape[1] == norms.NARROWEST  # at the end of a block, not inside of one
+        _, bits = norms.activation(self.y, self.about, skip, None)
         self.bits = bits if shape[2] > shape[1] else bits[:0]
-        self.beside = (skip, kernels.statistics(skip, self.norm, self.counter)) if two_norms else ()
+        self.beside = (skip, norms.statistics(skip, self.norm, self.counter)) if two_norms else ()
         self.weight = self.factors.transpose(0, 1).contiguous()
 
     @property
@@ -147,10 +147,10 @@ class BackCase(Case):
         found = torch.mm(as_matrix(self.x), self.weight.double().flatten(1))
         found += as_matrix(self.other) if self.met else 0
         gradient = torch.ones_like(self.y)
-        sums = kernels.gradient_sums(gradient, gradient * 0, self.y, self.bits, self.about, self.counter)
+        sums = norms.gradient_sums(gradient, gradient * 0, self.y, self.bits, self.about, self.counter)
         return found * as_matrix(sums.gradient)
 
-    def far(self, found: kernels.GradientSums) -> list[float]:  # type: ignore[override]
+    def far(self, found: norms.GradientSums) -> list[float]:  # type: ignore[override]
         """Give the distances of results from the right ones."""
         product = (self.right * (as_matrix(self.y) - self.about.mean)).sum(0) * self.about.rstd
         gradient = as_matrix(found.gradient)
@@ -166,7 +166,7 @@ class BackCase(Case):
             return super().usual()
         about = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
         first = torch.ops.aten.convolution_backward(self.x, self.y, self.weight, *about)[0]
-        return kernels.gradient_sums(first, self.second, *self._norms)
+        return norms.gradient_sums(first, self.second, *self._norms)
 
     @property
     def _norms(self) -> tuple[Any, ...]:
@@ -202,7 +202,7 @@ def main() -> None:
         for (rows, *channels), times in (BACK if options.back else SHAPES).items()
     }
     make = partial(BackCase, two_norms=options.two_norms) if options.back else Case
-    given = [kernels.Tile(*one) for one in read(options.tiles, 5)]
+    given = [norms.Tile(*one) for one in read(options.tiles, 5)]
     tried = [(shape, given or some_tiles(*shape[1:])) for shape in shapes]
     if options.part:
         warm(
@@ -216,7 +216,7 @@ def main() -> None:
         case = make(shape, options.batch)
         copies = case.measured(lambda case=case: (case.y, case.about))  # type: ignore[misc]
         print(f"{case.name:28} {'two copies alone':72} {copies:7.1f} us")
-        usual = case.shown(f"cuDNN and {kernels.SUMS}", case.usual)
+        usual = case.shown(f"cuDNN and {norms.SUMS}", case.usual)
         best = usual
         for tile in tiles:
             with trying(tile):
@@ -226,13 +226,13 @@ def main() -> None:
 
 
 @contextmanager
-def trying(tile: kernels.Tile) -> Iterator[None]:
+def trying(tile: norms.Tile) -> Iterator[None]:
     """Let both kernels work with a tile."""
     with patch.object(products, "tile_for", lambda *_: tile), patch.object(products, "BACK", tile):
         yield
 
 
-def warm(tried: list[tuple[tuple[int, ...], kernels.Tile]], part: str, make: Callable[[tuple[int, ...]], Case]) -> None:
+def warm(tried: list[tuple[tuple[int, ...], norms.Tile]], part: str, make: Callable[[tuple[int, ...]], Case]) -> None:
     """Compile and run a part of the kernels, so that Triton finds them compiled afterwards."""
     first, step = (int(one) for one in part.split("/"))
     for shape, tile in tried[first::step]:

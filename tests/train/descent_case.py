@@ -16,9 +16,10 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from fedlas.train import descent, recipe_for
+from fedlas.train import recipe_for
 from fedlas.train.bench import Bench
-from fedlas.train.descent import SUMS, WIDEST, tally
+from fedlas.train.kernels import descent
+from fedlas.train.kernels.descent import SUMS, WIDEST, tally
 from fedlas.train.meters import Meter
 from fedlas.train.optim import build_optimizer, memory_of, parameters_of
 from fedlas.train.precision import machine

@@ -19,9 +19,9 @@ from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.models import WithFeatures
-from fedlas.train import kernels
-from fedlas.train.blocks import Narrowing
-from fedlas.train.fused import fuse
+from fedlas.train.kernels import norms
+from fedlas.train.kernels.blocks import Narrowing
+from fedlas.train.kernels.fused import fuse
 
 BLOCKS = {"basic": BasicBlock, "bottleneck": Bottleneck}
 
@@ -118,8 +118,8 @@ def far_from_zero(device: str) -> dict[str, float]:
     """Give how wrong the statistics of numbers are whose mean is far larger than their spread, at the first step."""
     y = 300 + torch.randn(4, 64, 5, 5, device=device).to(memory_format=torch.channels_last)
     weight, bias, mean, var = torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64)
-    norm = kernels.Affine(*(one.to(device) for one in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
-    found = kernels.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
+    norm = norms.Affine(*(one.to(device) for one in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
+    found = norms.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
     right = y.double().var((0, 2, 3), unbiased=False).add(1e-5).rsqrt()
     return {"rstd": ((found.rstd.double() - right) / right).abs().max().item()}
 
@@ -139,10 +139,10 @@ def narrowed(device: str) -> dict[str, bool]:
     """Say whether narrow copies are exactly those of torch, and what becomes of tensors that move or are odd."""
     torch.manual_seed(0)
     shapes = (64, 64, 3, 3), (64, 3, 3, 3), (128, 64, 1, 1), (2,), (4,)
-    spread = 25 if kernels.INTERPRETED else 100  # the former has wrong numbers for the smallest of bfloat16
+    spread = 25 if norms.INTERPRETED else 100  # the former has wrong numbers for the smallest of bfloat16
     wide = [(torch.randn(shape, device=device) * spread).exp2() for shape in shapes]
     wide[0][0, 0, 0] = torch.tensor([math.nan, -0.0, 1 + 2**-8], device=device)
-    if kernels.INTERPRETED:  # it cuts off what bfloat16 has no room for
+    if norms.INTERPRETED:  # it cuts off what bfloat16 has no room for
         wide = [one.bfloat16().float() for one in wide]
     wide[:3] = [one.to(memory_format=torch.channels_last) for one in wide[:3]]
     kept = [one for one in wide if one.numel() % 4 == 0]

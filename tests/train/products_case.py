@@ -17,7 +17,7 @@ import torch
 from fused_case import distance, outcome, smaller
 from torch.nn import functional
 
-from fedlas.train import kernels, products
+from fedlas.train.kernels import norms, products
 
 # Images, height, width, channels before and after: a part of a tile, tiles that end with the last row, more tiles than
 # programs.
@@ -73,7 +73,7 @@ def by_kernels(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Do the same with the kernel; z is computed here, of its scale and shift."""
     given = {name: one.clone() for name, one in given.items()}
     statistics = given["running_mean"], given["running_var"]
-    norm = kernels.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
+    norm = norms.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
     counter = torch.zeros(len(given["weight"]) // 64, dtype=torch.int32, device=given["weight"].device)
     y, about = products.multiply(given["images"], given["factors"], norm, counter)
     assert y.is_contiguous(memory_format=torch.channels_last)
@@ -119,17 +119,17 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, *, twice: bool) 
     y, skip, channels = given["y"], given["skip"], given["y"].shape[1]
     counter = torch.zeros(channels // 64, dtype=torch.int32, device=y.device)
 
-    def looked(images: torch.Tensor, norm: str) -> kernels.Normed:
+    def looked(images: torch.Tensor, norm: str) -> norms.Normed:
         statistics = torch.zeros(2, channels, device=y.device).unbind()
-        affine = kernels.Affine(given[f"{norm}weight"], given[f"{norm}bias"], *statistics, eps=1e-5, momentum=0.1)
-        return kernels.statistics(images, affine, counter)
+        affine = norms.Affine(given[f"{norm}weight"], given[f"{norm}bias"], *statistics, eps=1e-5, momentum=0.1)
+        return norms.statistics(images, affine, counter)
 
     about, other = looked(y, ""), (skip, looked(skip, "skip ")) if added == "norm" else ()
-    _, bits = kernels.activation(y, about, None if added == "nothing" else skip, other[1] if other else None)
+    _, bits = norms.activation(y, about, None if added == "nothing" else skip, other[1] if other else None)
     owed = products.Product(given["gradient"], given["factors"])
     sums = products.gradient_sums(owed, given["second"] if twice else None, y, bits, about, counter, *other)
     assert not counter.any()
-    found = kernels.gradients(sums, y, about, *other)
+    found = norms.gradients(sums, y, about, *other)
     parts = {"y": found.y, "weight": found.weight, "bias": found.bias}
     if added == "skip":
         parts["skip"] = found.skip
@@ -147,7 +147,7 @@ def back_compared(name: str, device: str, dtype: torch.dtype) -> dict[str, float
     return {part: distance({"": ours[part]}, {"": right[part]}) for part in right}
 
 
-def few(inputs: int) -> kernels.Tile:
+def few(inputs: int) -> norms.Tile:
     """Choose a tile as usual, with few programs."""
     return CHOSEN(inputs)._replace(programs=4)
 
@@ -229,9 +229,9 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
         patch.object(products, "MANY_BACK", 0),
         patch.object(products, "TYPES", (*products.TYPES, torch.float32)),
         patch.object(products, "multiply", wraps=products.multiply) as multiplied,
-        patch.object(kernels, "statistics", wraps=kernels.statistics) as summed,
+        patch.object(norms, "statistics", wraps=norms.statistics) as summed,
         patch.object(products, "gradient_sums", wraps=products.gradient_sums) as left,
-        patch.object(kernels, "gradient_sums", wraps=kernels.gradient_sums) as summed_back,
+        patch.object(norms, "gradient_sums", wraps=norms.gradient_sums) as summed_back,
     ):
         ours = outcome(model, images, labels)
         asked = [[call.args[-1].data_ptr() for call in some.mock_calls] for some in (multiplied, summed)]

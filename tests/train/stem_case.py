@@ -18,8 +18,8 @@ from fused_case import distance, network, outcome, smaller
 from torch import nn
 from torch.nn import functional
 
-from fedlas.train import kernels, stem
-from fedlas.train.fused import fuse
+from fedlas.train.kernels import norms, stem
+from fedlas.train.kernels.fused import fuse
 
 FEW = {"FORWARD": stem.FORWARD._replace(programs=4), "BACKWARD": stem.BACKWARD._replace(programs=4)}
 SHAPES = {"part of a tile": (3, 5, 7, 64), "more tiles than programs": (3, 11, 13, 128), "one pixel": (9, 1, 1, 64)}
@@ -64,11 +64,11 @@ def by_kernels(given: dict[str, torch.Tensor], *, twice: bool) -> dict[str, torc
     """Go forward and back with the kernels."""
     given = {name: one.clone() for name, one in given.items()}
     statistics = given["running_mean"], given["running_var"]
-    norm = kernels.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
+    norm = norms.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
     counter = torch.zeros(len(given["weight"]) // 64, dtype=torch.int32, device=given["weight"].device)
     y, about = stem.convolve(given["images"], given["filters"], norm, counter)
-    z, bits = kernels.activation(y, about, None, None)
-    sums = kernels.gradient_sums(given["first"], given["second"] if twice else None, y, bits, about, counter)
+    z, bits = norms.activation(y, about, None, None)
+    sums = norms.gradient_sums(given["first"], given["second"] if twice else None, y, bits, about, counter)
     of_filters = stem.gradient_of_filters(given["images"], given["filters"], y, about, sums)
     assert of_filters.stride() == given["filters"].stride()
     assert not counter.any()

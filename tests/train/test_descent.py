@@ -13,10 +13,10 @@ import triton.language as tl
 from descent_case import CASES
 
 from fedlas.train import bench as bench_module
-from fedlas.train import descent, kernels, products, stem
 from fedlas.train.bench import Bench
-from fedlas.train.blocks import BLOCK, TILE, Narrowing
-from fedlas.train.fused import _Beside, _Narrow, _Room
+from fedlas.train.kernels import descent, norms, products, stem
+from fedlas.train.kernels.blocks import BLOCK, TILE, Narrowing
+from fedlas.train.kernels.fused import _Beside, _Narrow, _Room
 from fedlas.train.optim import build_optimizer
 from fedlas.train.recipe import Recipe
 
@@ -192,12 +192,12 @@ def not_aligned(net: nn.Linear) -> nn.Module:
     ],
 )
 def test_what_the_kernels_are_not_made_for_is_left_to_torch(change, changes, expected, monkeypatch):
-    monkeypatch.setattr(kernels, "why_not", lambda _: None)
+    monkeypatch.setattr(norms, "why_not", lambda _: None)
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
     assert descent.fits(recipe, optimizer, CPU) == expected
     if expected:
-        monkeypatch.setattr(kernels, "why_not", lambda _: "no compiler")
+        monkeypatch.setattr(norms, "why_not", lambda _: "no compiler")
         with pytest.warns(UserWarning, match="torch's optimizer has to do: no compiler"):
             assert not descent.fits(recipe, optimizer, CPU)
 
@@ -206,7 +206,7 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     assert Bench(recipe, CPU).step.parts.descent is None
     monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))
-    monkeypatch.setattr(kernels, "why_not", lambda _: None)
+    monkeypatch.setattr(norms, "why_not", lambda _: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     ours = Bench(recipe, CPU)
     descends = ours.step.parts.descent
@@ -228,7 +228,7 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
 def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))
-    monkeypatch.setattr(kernels, "why_not", lambda _: None)
+    monkeypatch.setattr(norms, "why_not", lambda _: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     ours = Bench(recipe, CPU)
     one, weight = ours.step.parts.descent, ours.net.model.layer1[0].conv1.weight

@@ -12,7 +12,7 @@ from descent_case import CASES, answers, compared, handed_over
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
 from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.fused import FusedResNet
+from fedlas.train.kernels.fused import FusedResNet
 from fedlas.train.precision import machine
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself

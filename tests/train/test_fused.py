@@ -10,8 +10,8 @@ from fedlas.models import build_model
 from fedlas.train import bench, recipe_for
 
 pytest.importorskip("triton")
-from fedlas.train import kernels
-from fedlas.train.fused import FusedResNet, _Beside, _Convolution, fuse
+from fedlas.train.kernels import norms
+from fedlas.train.kernels.fused import FusedResNet, _Beside, _Convolution, fuse
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_names_and_weights_stay():
 def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
     """Give the network that a bench prepares where there is a GPU, and whether torch's compiler was asked for it."""
     monkeypatch.setattr(bench.Bench, "compiled", property(lambda self: self.recipe.compile))
-    monkeypatch.setattr(kernels, "why_not", lambda _: reason)
+    monkeypatch.setattr(norms, "why_not", lambda _: reason)
     asked = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: asked.append(type(self).__name__))
     options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
@@ -199,7 +199,7 @@ def test_where_no_kernel_can_be_made_the_compiler_is_asked(monkeypatch):
 
 
 def test_why_not_gives_the_reason():
-    reason = kernels.why_not(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
+    reason = norms.why_not(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
     assert reason is not None
     assert "\n" not in reason
 

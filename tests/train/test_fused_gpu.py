@@ -15,9 +15,9 @@ import stem_case
 from fused_case import compared, distance, narrowed, network, outcome
 from test_train_gpu import pytestmark, tensors, trained
 
-from fedlas.train import fused as fused_module
-from fedlas.train import kernels, products, stem
-from fedlas.train.fused import FusedResNet, fuse
+from fedlas.train.kernels import fused as fused_module
+from fedlas.train.kernels import norms, products, stem
+from fedlas.train.kernels.fused import FusedResNet, fuse
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
 
@@ -204,14 +204,14 @@ def test_more_rows_than_an_axis_has_programs():
     """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; all axes of a grid but the first end before."""
     y = torch.randn(4096, 64, 32, 33, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
-    norm = kernels.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+    norm = norms.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    about = kernels.statistics(y, norm, counter)
-    z, bits = kernels.activation(y, about, None, None)
+    about = norms.statistics(y, norm, counter)
+    z, bits = norms.activation(y, about, None, None)
     expected = torch.nn.functional.batch_norm(y.float(), None, None, training=True).relu()
     torch.testing.assert_close(z.float(), expected, atol=0.02, rtol=0.02)
-    sums = kernels.gradient_sums(torch.ones_like(y), None, y, bits, about, counter)
-    back = kernels.gradients(sums, y, about)
+    sums = norms.gradient_sums(torch.ones_like(y), None, y, bits, about, counter)
+    back = norms.gradients(sums, y, about)
     assert back.bias[0].item() == pytest.approx((expected[:, 0] > 0).sum().item(), rel=1e-3)
     assert bool(torch.isfinite(back.y).all())
 

@@ -351,12 +351,12 @@ class Feed(nn.Module):
 def _fused(model: nn.Module, device: torch.device) -> bool:
     """Let a residual network train with kernels of our own, if it is one; it then needs no compiler."""
     try:
-        from fedlas.train import fused, kernels  # noqa: PLC0415
+        from fedlas.train.kernels import fused, norms  # noqa: PLC0415
     except ImportError:  # no Triton, or no torchvision
         return False
     if not fused.fits(model):
         return False
-    reason = kernels.why_not(device)
+    reason = norms.why_not(device)
     if reason is not None:
         warnings.warn(f"kernels of our own cannot be used, torch's compiler has to do: {reason}", stacklevel=2)
         return False
@@ -366,7 +366,7 @@ def _fused(model: nn.Module, device: torch.device) -> bool:
 def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
     """Make kernels of our own for the end of a step, if they fit."""
     try:
-        from fedlas.train.descent import Descent, fits  # noqa: PLC0415
+        from fedlas.train.kernels.descent import Descent, fits  # noqa: PLC0415
     except ImportError:  # no Triton
         return None
     return Descent(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None

@@ -25,7 +25,7 @@ class Meter:
 
     Args:
         device: where the sums live.
-        tally: takes in a batch with one kernel, where it can; see `descent.py`.
+        tally: takes in a batch with one kernel, where it can; see `kernels.descent`.
     """
 
     def __init__(self, device: torch.device, tally: Callable[..., bool] | None = None) -> None:

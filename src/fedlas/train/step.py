@@ -57,7 +57,7 @@ class Parts:
         rates: writes those tensors.
         feed: makes a batch of the inputs of a step.
         mixer: mixup and CutMix.
-        descent: kernels of our own for the end of a step (`descent.py`), where they can be used.
+        descent: kernels of our own for the end of a step (`kernels.descent`), where they can be used.
     """
 
     task: nn.Module

@@ -26,10 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedlas.train import kernels, products, stem
-from fedlas.train.blocks import Narrowing
+from fedlas.train.kernels import norms, products, stem
+from fedlas.train.kernels.blocks import Narrowing
 
-Convolved = tuple[Tensor, kernels.Normed | None]  # and what was found out about it already
+Convolved = tuple[Tensor, norms.Normed | None]  # and what was found out about it already
 HEAD = ("avgpool", "fc")  # what computes as it always did
 BESIDE = 4  # gradients of weights that may be under way on the second stream; each keeps what it reads
 
@@ -107,7 +107,7 @@ def _is_mean(pool: Any) -> bool:
 
 
 def _is_usual_norm(norm: Any) -> bool:
-    if type(norm) is not nn.BatchNorm2d or norm.num_features % kernels.NARROWEST:
+    if type(norm) is not nn.BatchNorm2d or norm.num_features % norms.NARROWEST:
         return False
     return norm.affine and norm.track_running_stats and norm.momentum is not None
 
@@ -155,7 +155,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
 
     def _fused_now(self, x: Tensor) -> bool:
         """Say whether the kernels may stand for the layers: in training alone, and where nobody looks at a layer."""
-        if not (torch.is_grad_enabled() and (x.is_cuda or kernels.INTERPRETED)):
+        if not (torch.is_grad_enabled() and (x.is_cuda or norms.INTERPRETED)):
             return False
         body = [layer for part, layer in self.named_modules() if part.partition(".")[0] not in ("", *HEAD)]
         return self.training and all(
@@ -248,9 +248,9 @@ def _convolve(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | Non
     return y.contiguous(memory_format=torch.channels_last), found  # as it is but for convolutions without cuDNN
 
 
-def _norm(  # noqa: PLR0917
-    y: Tensor, about: kernels.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
-    skip_about: kernels.Normed | None = None, skip_norm: nn.BatchNorm2d | None = None,
+def _norm(
+    y: Tensor, about: norms.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
+    skip_about: norms.Normed | None = None, skip_norm: nn.BatchNorm2d | None = None,
 ) -> Given:  # fmt: skip
     """Normalise, add what skipped the layers, cut off what is negative; give the result twice, for two uses."""
     other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
@@ -339,7 +339,7 @@ class _Convolution(torch.autograd.Function):
     """A convolution whose two gradients are computed beside each other; it looks at the batch for a norm, if given."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any, images: Tensor, weight: Tensor, about: tuple[Any, ...], beside: _Beside,
         norm: nn.BatchNorm2d | None, owed: Owed | None,
     ) -> Convolved:  # fmt: skip
@@ -378,18 +378,18 @@ class _NormAddReLU(torch.autograd.Function):
     """z = relu(norm(y) + skip), or relu(norm(y) + other norm(skip)), given twice."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor, skip: Tensor | None, skip_weight: Tensor | None,
         skip_bias: Tensor | None, norm: nn.BatchNorm2d, skip_norm: nn.BatchNorm2d | None,
-        abouts: tuple[kernels.Normed | None, kernels.Normed | None], owed: Owed,
+        abouts: tuple[norms.Normed | None, norms.Normed | None], owed: Owed,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         del weight, bias, skip_weight, skip_bias  # they are the norms' own
         about, other = abouts
         if about is None:
-            about = kernels.statistics(y, _affine(norm), _counter(norm))
+            about = norms.statistics(y, _affine(norm), _counter(norm))
         if other is None and skip is not None and skip_norm is not None:
-            other = kernels.statistics(skip, _affine(skip_norm), _counter(skip_norm))
-        z, bits = kernels.activation(y, about, skip, other)
+            other = norms.statistics(skip, _affine(skip_norm), _counter(skip_norm))
+        z, bits = norms.activation(y, about, skip, other)
         ctx.save_for_backward(y, bits, skip if other is not None else None)
         ctx.about, ctx.other, ctx.norm, ctx.owed, ctx.has_skip = about, other, norm, owed, skip is not None
         ctx.set_materialize_grads(False)
@@ -400,7 +400,7 @@ class _NormAddReLU(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         y, bits, skip = ctx.saved_tensors
         sums = _gradient_sums(ctx.owed, given, y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
-        found = kernels.gradients(sums, y, ctx.about, skip, ctx.other)
+        found = norms.gradients(sums, y, ctx.about, skip, ctx.other)
         of_skip = found.skip if ctx.has_skip else None
         nothing = None, None, None, None
         if ctx.other is not None:
@@ -420,19 +420,19 @@ class _Mean(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         height, width = ctx.size
-        return kernels.spread(gradient / (height * width), height, width)
+        return norms.spread(gradient / (height * width), height, width)
 
 
 class _Stem(torch.autograd.Function):
     """z = relu(norm(convolution of images)), given twice; images have no gradient, and y's is never written."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any, images: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d, owed: Owed
     ) -> tuple[Tensor, Tensor]:
         del weight, bias  # they are the norm's own
         y, about = stem.convolve(images, filters, _affine(norm), _counter(norm))
-        z, bits = kernels.activation(y, about, None, None)
+        z, bits = norms.activation(y, about, None, None)
         ctx.save_for_backward(images, filters, y, bits)
         ctx.about, ctx.norm, ctx.owed = about, norm, owed
         ctx.set_materialize_grads(False)
@@ -449,23 +449,23 @@ class _Stem(torch.autograd.Function):
         return None, of_filters, sums.weight, sums.bias, None, None
 
 
-def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) -> kernels.GradientSums:
+def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) -> norms.GradientSums:
     """Do the first pass back through a norm, from the gradients of z that there are, one or two."""
     product = owed.taken()
     there = [one.contiguous(memory_format=torch.channels_last) for one in given if one is not None]
     if product is not None:
         return products.gradient_sums(product, there[0] if there else None, *about)
-    return kernels.gradient_sums(there[0], there[1] if len(there) > 1 else None, *about)
+    return norms.gradient_sums(there[0], there[1] if len(there) > 1 else None, *about)
 
 
-def _affine(norm: Any) -> kernels.Affine:
-    return kernels.Affine(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum)
+def _affine(norm: Any) -> norms.Affine:
+    return norms.Affine(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum)
 
 
 def _counter(norm: Any) -> Tensor:
     """Give the zeros by which programs find out who is the last; kept, because they are zeros again afterwards."""
     if not hasattr(norm, "counter") or norm.counter.device != norm.weight.device:
-        blocks = norm.num_features // kernels.NARROWEST
+        blocks = norm.num_features // norms.NARROWEST
         norm.counter = torch.zeros(blocks, dtype=torch.int32, device=norm.weight.device)
     counter: Tensor = norm.counter
     return counter

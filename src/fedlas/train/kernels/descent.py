@@ -23,9 +23,9 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from fedlas.train import kernels
-from fedlas.train.blocks import ALIGNED, BLOCK, EVEN, TILE, Layout, is_plain, laid_out, table_of
-from fedlas.train.kernels import finished
+from fedlas.train.kernels import norms
+from fedlas.train.kernels.blocks import ALIGNED, BLOCK, EVEN, TILE, Layout, is_plain, laid_out, table_of
+from fedlas.train.kernels.norms import finished
 from fedlas.train.optim import SKIP, Rates, build_optimizer, parameters_of
 from fedlas.train.recipe import Recipe
 
@@ -203,7 +203,7 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
         both = parameter, optimizer.state[parameter].get("momentum_buffer", parameter)
         if both[0].stride() != both[1].stride() or not all(is_plain(one) for one in both):
             return False
-    reason = kernels.why_not(device) or (_why_not(recipe, device) if device.type == "cuda" else None)
+    reason = norms.why_not(device) or (_why_not(recipe, device) if device.type == "cuda" else None)
     if reason is not None:
         warnings.warn(f"kernels of our own cannot end a step, torch's optimizer has to do: {reason}", stacklevel=2)
     return reason is None
@@ -223,7 +223,7 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
         labels = torch.zeros(64, dtype=torch.int64, device=device)
         tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
 
-    return kernels.reason_against(work)
+    return norms.reason_against(work)
 
 
 class Descent:

@@ -1,11 +1,11 @@
 """Convolutions of 1 x 1 in narrow numbers, which are products of matrices, with the sums that batch norms want.
 
-    x ─► y = x · wᵀ, and sums of y ─► scale, shift                       (and from here on as in `kernels`)
+    x ─► y = x · wᵀ, and sums of y ─► scale, shift                       (and from here on as in `norms`)
     dy ─► g = dy · w + gradient of another use, cut off ─► sums of g     (for the norm that made x)
 
 Of few channels they wait for memory, not for the matrix units, and here their result is not read once more to be
 summed. A program keeps its columns of the result and goes over tiles of rows, the next of which are on their way while
-it multiplies. As in `kernels`, all programs together begin with the last rows, which the pass before has just written,
+it multiplies. As in `norms`, all programs together begin with the last rows, which the pass before has just written,
 and sums are added in a fixed order: equal inputs give equal bits.
 """
 
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedlas.train.kernels import (
+from fedlas.train.kernels.norms import (
     NARROWEST,
     ONCE,
     Affine,
@@ -237,7 +237,7 @@ def gradient_sums(
     owed: Product, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
     other: Tensor | None = None, other_about: Normed | None = None,
 ) -> GradientSums:  # fmt: skip
-    """Do the first pass back through a norm, as `kernels.gradient_sums`, from a product that is still to be made."""
+    """Do the first pass back through a norm, as `norms.gradient_sums`, from a product that is still to be made."""
     rows, channels = shape_of(y)
     tile = BACK
     blocks = tile.blocks(rows, channels)

@@ -1,12 +1,12 @@
 """The first layer of a network for small images, 3 x 3 on three channels, with its batch norm; Triton kernels.
 
-    images ─► y, and sums of y ─► scale, shift          (and from here on as in `kernels`)
+    images ─► y, and sums of y ─► scale, shift          (and from here on as in `norms`)
                                     │
-    dz ─► sums (`kernels`) ─► dy = a · g + b · y + c ─► gradient of the weight
+    dz ─► sums (`norms`) ─► dy = a · g + b · y + c ─► gradient of the weight
 
 So few channels keep no matrix unit busy: time goes into reading and writing y, the large one, and here it is written
 once and dy never. A pixel's row of a matrix is what its 27 weights look at, three channels of nine neighbours, and five
-zeros; they are read again and again, but from the cache. As in `kernels`, sums are added in a fixed order: equal inputs
+zeros; they are read again and again, but from the cache. As in `norms`, sums are added in a fixed order: equal inputs
 give equal bits.
 """
 
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedlas.train.kernels import (
+from fedlas.train.kernels.norms import (
     NARROWEST,
     Affine,
     GradientSums,
