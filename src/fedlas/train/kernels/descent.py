@@ -63,7 +63,7 @@ def _totals(partial, net, tiles, SUMS: tl.constexpr):
 @triton.jit
 @no_type_check
 def norm_kernel(
-    flat, blocks, sources, partial, counter, fine, table, factors, rates, scales, count, first_bad, skip, steps, norms,
+    flat, blocks, sources, partial, counter, fine, table, factors, rates, scales, count, first_bad, skip, steps, lengths,
     net, rows, groups, clipped, clip,
     CLIPS: tl.constexpr, TOGETHER: tl.constexpr, GROUPS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
@@ -90,7 +90,7 @@ def norm_kernel(
         tl.store(first_bad, bad_now)
         tl.store(skip, tl.where(skipped, 1.0, 0.0))
         tl.store(steps, tl.load(steps) + 1.0)
-        tl.store(norms, tl.load(norms) + tl.where(skipped, 0.0, norm))
+        tl.store(lengths, tl.load(lengths) + tl.where(skipped, 0.0, norm))
         tl.store(count, step + 1)
         group = tl.arange(0, GROUPS)
         known = group < groups
@@ -218,8 +218,8 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
         for parameter in layer.parameters():
             parameter.grad = torch.ones_like(parameter)
         count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
-        steps, norms, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
-        Descent(recipe, nn.Identity(), optimizer, rates).step(count == 0, count, first_bad, steps, norms)
+        steps, lengths, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
+        Descent(recipe, nn.Identity(), optimizer, rates).step(count == 0, count, first_bad, steps, lengths)
         labels = torch.zeros(64, dtype=torch.int64, device=device)
         tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
 
@@ -308,7 +308,7 @@ class Descent:
         count: Int[Tensor, ""],
         first_bad: Int[Tensor, ""],
         steps: Float[Tensor, ""],
-        norms: Float[Tensor, ""],
+        lengths: Float[Tensor, ""],
     ) -> None:
         """Take a step, or note why not.
 
@@ -317,14 +317,14 @@ class Descent:
             count: number of the step, raised by one.
             first_bad: number of the first bad step, below zero if there was none.
             steps: sum that one is added to.
-            norms: sum that the length of the gradient is added to, unless the step is skipped.
+            lengths: sum that the length of the gradient is added to, unless the step is skipped.
         """
         self._gather()
         recipe, table, sources = self.recipe, self.rates.table, self._sources()
         groups = len(self.scales)
         norm_kernel[(len(self.partial),)](
             self.flat, self.blocks, sources, self.partial, self.counter, fine, table, self.rates.factors,
-            self.rates.now, self.scales, count, first_bad, self.skip, steps, norms, self.net // TILE, len(table),
+            self.rates.now, self.scales, count, first_bad, self.skip, steps, lengths, self.net // TILE, len(table),
             groups, groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
             CLIPS=recipe.clip is not None, TOGETHER=recipe.clip_loss, GROUPS=triton.next_power_of_2(groups),
             SUMS=SUMS, TILE=TILE, BLOCK=BLOCK, COLUMNS=COLUMNS, EVEN=EVEN, num_warps=8,
