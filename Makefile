@@ -74,6 +74,7 @@ $(READY): pyproject.toml constraints.txt
 	fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip setuptools
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-	  --build-constraint constraints.txt -e '.[all,dev]'
+	  --build-constraint constraints.txt --no-compile -e '.[all,dev]'
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true # pip would compile one file after the other
 	@scripts/browser
 	@touch $@

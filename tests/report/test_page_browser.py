@@ -613,9 +613,8 @@ def test_the_page_can_be_used_without_seeing_it(visit, several):
     assert faults == []
 
 
-@pytest.mark.parametrize("width", [NARROW, WIDE])
-def test_nothing_runs_that_a_file_says(visit, hostile, width):
-    here = visit(hostile, width)
+def test_nothing_runs_that_a_file_says(visit, hostile):
+    here = visit(hostile, NARROW)
     assert here.page.title() == pages.HOSTILE[0]
     for model in ("0", "1"):
         here.page.select_option("#model", model)
