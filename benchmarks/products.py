@@ -34,7 +34,7 @@ SHAPES = {
 }  # fmt: skip
 BACK = {
     (1024, 64, 256): 2, (1024, 128, 256): 1, (256, 128, 512): 3, (256, 256, 512): 1, (64, 256, 1024): 5,
-    (1024, 64, 64): 1, (1024, 256, 64): 3,
+    (1024, 64, 64): 1,
 }  # fmt: skip
 SIDES = {1024: 32, 256: 16, 64: 8}
 Way = Callable[[], Any]
@@ -203,7 +203,8 @@ def main() -> None:
     }
     make = partial(BackCase, two_norms=options.two_norms) if options.back else Case
     given = [norms.Tile(*one) for one in read(options.tiles, 5)]
-    tried = [(shape, given or some_tiles(*shape[1:])) for shape in shapes]
+    chosen = [products.BACK] if options.back else []
+    tried = [(shape, given or list(dict.fromkeys(chosen + some_tiles(*shape[1:])))) for shape in shapes]
     if options.part:
         warm(
             [(shape, tile) for shape, tiles in tried for tile in tiles],

@@ -201,9 +201,9 @@ def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
         fine, count = torch.tensor([1, 0], device=device).unbind()
         first_bad = torch.full_like(count, -1)
         sums = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-        with one.capturing():
-            for _ in range(2):
-                optimizer.zero_grad(set_to_none=True)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            with one.capturing():
                 for parameter in parameters_of(optimizer):
                     narrow = torch.randn_like(parameter).bfloat16()
                     if takes:

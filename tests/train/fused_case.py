@@ -111,7 +111,15 @@ def falls_back(device: str) -> dict[str, bool]:
     def watched(model: Any) -> None:
         model.layer1[1].conv1.register_forward_hook(lambda *_: None)
 
-    return {"frozen norm": alike(frozen_norm), "watched layer": alike(watched), "nothing": alike(lambda _: None)}
+    def watched_back(model: Any) -> None:
+        model.layer1[0].register_full_backward_pre_hook(lambda *_: None)
+
+    return {
+        "frozen norm": alike(frozen_norm),
+        "watched layer": alike(watched),
+        "watched back": alike(watched_back),
+        "nothing": alike(lambda _: None),
+    }
 
 
 def far_from_zero(device: str) -> dict[str, float]:

@@ -36,8 +36,8 @@ BACK = {
     "inside of a block": ((3, 5, 7, 64, 64), "nothing", False),
     "first layer": ((2, 9, 9, 64, 64), "nothing", True),
     "end of a block": ((2, 8, 8, 128, 64), "skip", True),
-    "end of a block with one use": ((2, 7, 5, 64, 128), "skip", False),
-    "two norms": ((2, 9, 9, 64, 128), "norm", True),
+    "end of a block with one use": ((2, 7, 5, 64, 256), "skip", False),
+    "two norms": ((3, 10, 11, 64, 64), "norm", True),  # more tiles than programs
 }
 
 # All shapes in float32, which shows every digit, and one each in a type that the kernels are for; Triton's interpreter

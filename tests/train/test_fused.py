@@ -31,7 +31,12 @@ def test_values_gradients_and_running_statistics_are_as_exact_as_torchs(found, c
 
 def test_layers_that_are_frozen_or_watched_compute_as_they_always_did(found):
     # What is not touched differs in the last digits, or the comparison would show nothing.
-    assert found["falls back"] == {"frozen norm": True, "watched layer": True, "nothing": False}
+    assert found["falls back"] == {
+        "frozen norm": True,
+        "watched layer": True,
+        "watched back": True,
+        "nothing": False,
+    }
 
 
 def test_a_mean_far_from_zero_costs_no_digits(found):
@@ -101,6 +106,12 @@ def with_padding_by_name() -> nn.Module:
     return model
 
 
+def with_a_weight_twice() -> nn.Module:
+    model = narrow()
+    model.layer1[0].conv2.weight = model.layer1[0].conv1.weight
+    return model
+
+
 def with_a_block_twice() -> nn.Module:
     model = narrow()
     model.layer1.append(model.layer1[0])
@@ -149,6 +160,7 @@ def in_float64() -> nn.Module:
         with_reflected_borders,
         with_padding_by_name,
         with_a_block_twice,
+        with_a_weight_twice,
         with_a_stem_of_two_layers,
         without_a_stage,
         of_another_kind,

@@ -171,12 +171,11 @@ class TrainStep:
         if self.parts.descent is None or not hasattr(model, "gradient_slots"):
             yield
             return
-        before = model.gradient_slots, model.gradient_taker
         model.gradient_slots, model.gradient_taker = self.parts.descent.slots, self.parts.descent.take
         try:
             yield
         finally:
-            model.gradient_slots, model.gradient_taker = before
+            del model.gradient_slots, model.gradient_taker  # what is left says that there are none
 
     def _learn(self, inputs: Inputs, share: float) -> Bool[Tensor, ""]:
         """Add the gradient of a batch, or of a part of one; say whether its loss is finite."""

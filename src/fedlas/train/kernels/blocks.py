@@ -105,5 +105,5 @@ class Narrowing:
         return self.layout.views(flat, tensors)
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(one.data_ptr(), one.stride()) for one in tensors]
+def _addresses(tensors: Sequence[Tensor]) -> list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]]:
+    return [(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in tensors]

@@ -63,8 +63,8 @@ def _totals(partial, net, tiles, SUMS: tl.constexpr):
 @triton.jit
 @no_type_check
 def norm_kernel(
-    flat, blocks, sources, partial, counter, fine, table, factors, rates, scales, count, first_bad, skip, steps, lengths,
-    net, rows, groups, clipped, clip,
+    flat, blocks, sources, partial, counter, fine, table, factors, rates, scales, count, first_bad, skip, steps,
+    lengths, net, rows, groups, clipped, clip,
     CLIPS: tl.constexpr, TOGETHER: tl.constexpr, GROUPS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -246,12 +246,12 @@ class Descent:
         self.skip: Tensor = getattr(optimizer, SKIP)
         self.device = self.skip.device
         self.parameters = list(parameters_of(optimizer))
-        self.addresses = [parameter.data_ptr() for parameter in self.parameters]
+        self.optimizer = optimizer
+        self.addresses = self._addresses()
         self.net, layout = _laid_out(groups, self.groups_of_net)
         self.flat = torch.zeros(layout.end, device=self.device)
         self.slots = dict(zip(self.parameters, layout.views(self.flat, self.parameters), strict=True))
-        memory = [optimizer.state[one].get("momentum_buffer", one) for one in self.parameters]
-        self.blocks = _table(self.parameters, memory, groups, layout).to(self.device)
+        self.blocks = _table(self.parameters, self._memory(), groups, layout).to(self.device)
         self.decays = torch.tensor([float(group["weight_decay"]) for group in groups], device=self.device)
         self.scales = torch.ones(len(groups), device=self.device)
         self.partial = torch.zeros(layout.end // TILE, device=self.device)
@@ -262,6 +262,13 @@ class Descent:
         self.captures = False
 
     tally = staticmethod(tally)
+
+    def _memory(self) -> list[Tensor]:
+        """List what the optimizer remembers of each parameter; itself, where that is nothing."""
+        return [self.optimizer.state[one].get("momentum_buffer", one) for one in self.parameters]
+
+    def _addresses(self) -> list[int]:
+        return [one.data_ptr() for one in (*self.parameters, *self._memory())]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -281,7 +288,7 @@ class Descent:
     def take(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Take over a gradient as it is, if that can be done; else it has to become wide, and the parameter's own."""
         if parameter in self.narrow:  # of another pass through the network: the two are added up
-            parameter.grad = self.narrow.pop(parameter).float()
+            self._give_back(parameter)
         possible = self.captures and parameter in self.slots and _stays_narrow(parameter, gradient)
         if possible and parameter.grad is None:
             self.narrow[parameter] = gradient
@@ -289,17 +296,19 @@ class Descent:
 
     def widen(self) -> None:
         """Let parameters have the gradients that were taken over."""
-        while self.narrow:
-            parameter, gradient = self.narrow.popitem()
-            parameter.grad = gradient.float()
+        for parameter in list(self.narrow):
+            self._give_back(parameter)
+
+    def _give_back(self, parameter: Tensor) -> None:
+        """Add a gradient that was taken over to what the parameter has."""
+        gradient = self.narrow.pop(parameter).float()
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     @property
     def ready(self) -> bool:
-        """Whether all parameters have a gradient, and are where they were; torch leaves those without one alone."""
-        return all(
-            (parameter.grad is not None or parameter in self.narrow) and parameter.data_ptr() == address
-            for parameter, address in zip(self.parameters, self.addresses, strict=True)
-        )
+        """Whether all parameters have a gradient, and all is where it was; torch leaves those without one alone."""
+        there = all(parameter.grad is not None or parameter in self.narrow for parameter in self.parameters)
+        return there and self._addresses() == self.addresses
 
     @torch.no_grad()
     def step(
@@ -337,7 +346,9 @@ class Descent:
         self.narrow.clear()
 
     def _gather(self) -> None:
-        """Bring those gradients to their slots that are elsewhere, but for narrow ones that were taken over."""
+        """Bring those gradients to their slots that are elsewhere, but for narrow ones that are all there is."""
+        for parameter in [one for one in self.narrow if one.grad is not None]:  # a weight in the loss, say
+            self._give_back(parameter)
         pairs: list[tuple[Tensor, Any]] = [
             (slot, parameter.grad) for parameter, slot in self.slots.items() if parameter not in self.narrow
         ]

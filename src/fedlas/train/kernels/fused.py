@@ -75,8 +75,8 @@ def fits(model: Any) -> bool:
     """Say whether a network is a residual one of torchvision's kind, with the layers that the kernels stand for."""
     if type(model) is not ResNet or any(one.dtype != torch.float32 for one in model.parameters()):
         return False
-    layers = [layer for _, layer in model.named_modules(remove_duplicate=False)]
-    if len(layers) != len(set(layers)):  # gradients of a weight that is used twice would meet before both are there
+    weights = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
+    if len(weights) != len(set(weights)):  # gradients of one that is used twice would meet before both are there
         return False
     stages = (model.layer1, model.layer2, model.layer3, model.layer4)
     if any(type(stage) is not nn.Sequential for stage in stages):
@@ -102,8 +102,13 @@ def _is_plain(part: Any) -> bool:
 
 def _is_mean(pool: Any) -> bool:
     """Say whether a layer is a mean over the image, at which nobody looks."""
-    usual = type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1))
-    return usual and not (pool._forward_hooks or pool._forward_pre_hooks)
+    return type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1)) and not _is_watched(pool)
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Say whether somebody looks at what a layer takes or gives, forward or back."""
+    forward, back = layer._forward_hooks or layer._forward_pre_hooks, layer._backward_hooks or layer._backward_pre_hooks
+    return bool(forward or back)
 
 
 def _is_usual_norm(norm: Any) -> bool:
@@ -158,9 +163,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         if not (torch.is_grad_enabled() and (x.is_cuda or norms.INTERPRETED)):
             return False
         body = [layer for part, layer in self.named_modules() if part.partition(".")[0] not in ("", *HEAD)]
-        return self.training and all(
-            layer.training and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in body
-        )
+        return self.training and all(layer.training and not _is_watched(layer) for layer in body)
 
 
 class FusedBasicBlock(BasicBlock):  # type: ignore[misc]
@@ -208,7 +211,8 @@ def _narrow_weights(model: FusedResNet, images: Tensor) -> Iterator[None]:
     beside = _Beside(images.device, used=any(isinstance(layer, Bottleneck) for layer in model.modules()))
     weights = [layer.weight for layer in layers]
     rooms = [_Room(weight, model.gradient_slots.get(weight), model.gradient_taker) for weight in weights]
-    copies = _Narrow.apply(narrow, beside, rooms, model.narrowing_of(weights), *weights)
+    narrowing = None if narrow == torch.float32 else model.narrowing_of(weights)
+    copies = _Narrow.apply(narrow, beside, rooms, narrowing, *weights)
     try:
         for layer, copy in zip(layers, copies, strict=True):
             layer.narrow, layer.beside = copy, beside
@@ -315,10 +319,10 @@ class _Narrow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, beside: _Beside, rooms: list[_Room], narrowing: Narrowing, *weights: Tensor
+        ctx: Any, dtype: torch.dtype, beside: _Beside, rooms: list[_Room], narrowing: Narrowing | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.beside, ctx.rooms = beside, rooms
-        if dtype == torch.float32:
+        if narrowing is None:
             return tuple(weight.detach() for weight in weights)
         return tuple(narrowing.copies(weights, dtype))
 

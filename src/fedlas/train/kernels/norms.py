@@ -13,6 +13,7 @@ something was.
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, no_type_check
@@ -565,6 +566,14 @@ def reason_against(work: Callable[[], object]) -> str | None:
     except Exception as error:  # whatever it is, there is another way
         return f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0]}"
     return None
+
+
+def tried(device: torch.device, what: str, work: Callable[[], object]) -> bool:
+    """Say whether some work of kernels can be done, and warn where it cannot: an old GPU, say."""
+    reason = reason_against(work) if device.type == "cuda" else None
+    if reason is not None:
+        warnings.warn(f"{what} left to cuDNN, our own kernels cannot be used: {reason}", stacklevel=3)
+    return reason is None
 
 
 def example_norm(device: torch.device) -> Affine:

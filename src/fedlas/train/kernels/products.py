@@ -9,8 +9,6 @@ it multiplies. As in `norms`, all programs together begin with the last rows, wh
 and sums are added in a fixed order: equal inputs give equal bits.
 """
 
-import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, no_type_check
 
@@ -34,10 +32,10 @@ from fedlas.train.kernels.norms import (
     leave_gradients,
     meta,
     new_images,
-    reason_against,
     room_for_gradients,
     room_for_sums,
     shape_of,
+    tried,
 )
 
 MULTIPROCESSORS = 132  # of an H200, on which tiles, and where all this pays, were found
@@ -176,7 +174,12 @@ def _of_the_kind(images: Tensor, weight: Tensor) -> bool:
 @cache
 def _can_be_made(device: torch.device) -> bool:
     """Try the kernel with the fewest and the most channels."""
-    return _tried(device, "convolutions", lambda: [multiply(*_example(device, inputs, 64)) for inputs in (64, 256)])
+
+    def work() -> None:
+        for channels in (64, 256):
+            multiply(*_example(device, channels, NARROWEST))
+
+    return tried(device, "convolutions of 1 x 1 are", work)
 
 
 @cache
@@ -191,7 +194,7 @@ def _can_be_made_back(device: torch.device) -> bool:
             owed = Product(new_images(y, channels).zero_(), factors)
             gradient_sums(owed, y, y, bits, about, counter, y, about)
 
-    return _tried(device, "gradients of convolutions", work)
+    return tried(device, "gradients of convolutions of 1 x 1 are", work)
 
 
 def _example(device: torch.device, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Affine, Tensor]:
@@ -200,14 +203,6 @@ def _example(device: torch.device, inputs: int, outputs: int) -> tuple[Tensor, T
     factors = torch.zeros(outputs, inputs, 1, 1, device=device, dtype=torch.bfloat16)
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     return images.contiguous(memory_format=torch.channels_last), factors, example_norm(device), counter
-
-
-def _tried(device: torch.device, name: str, work: Callable[[], object]) -> bool:
-    """Say whether some work can be done, and warn where it cannot: an old GPU, say."""
-    reason = reason_against(work) if device.type == "cuda" else None
-    if reason is not None:
-        warnings.warn(f"{name} of 1 x 1 are left to cuDNN, our kernel cannot be used: {reason}", stacklevel=3)
-    return reason is None
 
 
 def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> tuple[Tensor, Normed]:

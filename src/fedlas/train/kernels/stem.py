@@ -10,7 +10,6 @@ zeros; they are read again and again, but from the cache. As in `norms`, sums ar
 give equal bits.
 """
 
-import warnings
 from functools import cache
 from typing import no_type_check
 
@@ -33,9 +32,9 @@ from fedlas.train.kernels.norms import (
     leave,
     meta,
     new_images,
-    reason_against,
     room_for_sums,
     shape_of,
+    tried,
 )
 
 WINDOW = (3, 3, 3)  # channels, height and width of what a pixel looks at
@@ -132,8 +131,6 @@ def fits(images: Tensor, filters: Tensor) -> bool:
 @cache
 def _can_be_made(device: torch.device) -> bool:
     """Try the kernels, forward and back, and warn once where they cannot be made; CIFAR's size is that of most uses."""
-    if device.type != "cuda":
-        return True
 
     def zeros(*shape: int) -> Tensor:
         made = torch.zeros(shape, device=device, dtype=torch.bfloat16)
@@ -146,10 +143,7 @@ def _can_be_made(device: torch.device) -> bool:
         bits = torch.empty(0, device=device, dtype=torch.uint8)
         gradient_of_filters(images, filters, y, about, gradient_sums(y, y, y, bits, about, counter))
 
-    reason = reason_against(work)
-    if reason is not None:
-        warnings.warn(f"the first layer is left to cuDNN, its own kernels cannot be used: {reason}", stacklevel=2)
-    return reason is None
+    return tried(device, "the first layer is", work)
 
 
 def convolve(images: Tensor, filters: Tensor, norm: Affine, counter: Tensor) -> tuple[Tensor, Normed]:
