@@ -12,6 +12,7 @@ from descent_case import CASES, answers, compared, handed_over
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
 from fedlas.train.bench import Bench, chosen_device
+from fedlas.train.kernels import blocks, descent, norms, products, stem
 from fedlas.train.kernels.fused import FusedResNet
 from fedlas.train.precision import machine
 
@@ -153,3 +154,30 @@ def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
 def test_a_step_never_waits(capture):
     recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
     assert assert_never_waits(recipe, capture=capture).step.parts.descent is not None
+
+
+def compiled(*modules: Any) -> list[Any]:
+    """List the kernels of modules that are compiled, each as often as there are kinds of it."""
+    kernels = {one for module in modules for name, one in vars(module).items() if name.endswith("_kernel")}
+    return [one for one in kernels for caches in one.device_caches.values() for _ in caches[0]]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("model", ["resnet18_cifar", "resnet50_cifar"])
+def test_after_a_rehearsal_a_step_has_little_to_compile(model):
+    """Some kinds are left: tensors that start at odd places, and what is tried first."""
+    recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
+    device, modules = chosen_device("cuda"), (norms, stem, products, blocks, descent)
+    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+        bench = Bench(recipe, device)
+        bench.net.train()
+        inputs = next(iter(bench.batches(0)))
+        for module in modules:
+            for name, one in vars(module).items():
+                if name.endswith("_kernel"):
+                    one.device_caches.clear()
+        bench.step._rehearse(inputs)
+        rehearsed = compiled(*modules)
+        assert len(rehearsed) >= 10
+        bench.step(*inputs)
+        assert len(compiled(*modules)) <= len(rehearsed) + 4

@@ -6,7 +6,9 @@ only the seed changes, even the captured step goes on with other data, weights a
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +174,8 @@ class Bench:
             feed.compile(fullgraph=True, dynamic=False)
         alone = self.compiled and self.world == 1
         descent = _descent(self.recipe, self.loss, optimizer, rates) if alone else None
-        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent)
+        rehearsal = _rehearsal(self.net.model, self.device) if alone else None
+        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent, rehearsal)
         watch = GateWatch(self.loss, self.samples, self.device)
         self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
 
@@ -370,6 +373,15 @@ def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, 
     except ImportError:  # no Triton
         return None
     return Descent(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None
+
+
+def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
+    """Give that in which the kernels of a network are compiled side by side, if it has any of our own."""
+    try:
+        from fedlas.train.kernels import fused, launching  # noqa: PLC0415
+    except ImportError:  # no Triton, or no torchvision
+        return None
+    return partial(launching.rehearsal, device) if isinstance(model, fused.FusedResNet) else None
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -58,6 +58,7 @@ class Parts:
         feed: makes a batch of the inputs of a step.
         mixer: mixup and CutMix.
         descent: kernels of our own for the end of a step (`kernels.descent`), where they can be used.
+        rehearsal: in which kernels of our own are compiled and not run (`kernels.launching`), where there are any.
     """
 
     task: nn.Module
@@ -68,6 +69,7 @@ class Parts:
     feed: nn.Module
     mixer: Mixer
     descent: Any = None
+    rehearsal: Callable[[], AbstractContextManager[None]] | None = None
 
 
 class TrainStep:
@@ -115,6 +117,7 @@ class TrainStep:
     def _first(self, *inputs: Tensor) -> None:
         """Do the first step; what cannot be compiled runs as it is from then on."""
         self._try_feed(inputs)
+        self._rehearse(inputs)
         compiled = [m for m in (self.parts.net, self.parts.loss) if m._compiled_call_impl is not None]
         put_back = self._remembered() if compiled else None
         try:
@@ -127,6 +130,22 @@ class TrainStep:
                 module._compiled_call_impl = None
             put_back()
             self.eager(*inputs)
+
+    def _rehearse(self, inputs: Inputs) -> None:
+        """Go forth and back through the network, for what it lets be compiled; everything is left as it was.
+
+        The loss stays out of it: who knows what it does with numbers that nobody has computed.
+        """
+        if self.parts.rehearsal is None:
+            return
+        put_back = self._remembered()
+        with suppress(Exception), self.parts.rehearsal(), self._slots():  # whatever it is, the step itself will say it
+            sample: Sample = self.parts.feed(*(value.chunk(self.recipe.accumulate)[0] for value in inputs))
+            with autocast(self.recipe.precision, self.device):
+                outputs = self.parts.net(sample.images)
+            torch.autograd.backward(list(outputs), [torch.zeros_like(one) for one in outputs])
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        put_back()
 
     def _try_feed(self, inputs: Inputs) -> None:
         """Make a batch, which changes nothing; where that cannot be compiled, network and loss still may be."""

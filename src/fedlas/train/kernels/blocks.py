@@ -17,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from fedlas.train.kernels import norms
+from fedlas.train.kernels.launching import launch
 
 BLOCK = 2048  # numbers of one tensor that a program changes
 TILE = 4 * BLOCK  # numbers that one looks at
@@ -99,8 +100,16 @@ class Narrowing:
             torch._foreach_copy_(copies, list(tensors))
             return copies
         flat = torch.empty(self.layout.end, dtype=dtype, device=self.blocks.device)
-        narrow_kernel[(len(self.blocks),)](
-            self.blocks, flat, BLOCK=BLOCK, COLUMNS=COLUMNS, ALIGNED=ALIGNED, EVEN=EVEN, num_warps=4
+        launch(
+            narrow_kernel,
+            (len(self.blocks),),
+            self.blocks,
+            flat,
+            BLOCK=BLOCK,
+            COLUMNS=COLUMNS,
+            ALIGNED=ALIGNED,
+            EVEN=EVEN,
+            num_warps=4,
         )
         return self.layout.views(flat, tensors)
 

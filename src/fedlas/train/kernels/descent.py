@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fedlas.train.kernels import norms
 from fedlas.train.kernels.blocks import ALIGNED, BLOCK, EVEN, TILE, Layout, is_plain, laid_out, table_of
+from fedlas.train.kernels.launching import launch
 from fedlas.train.kernels.norms import finished
 from fedlas.train.optim import SKIP, Rates, build_optimizer, parameters_of
 from fedlas.train.recipe import Recipe
@@ -188,7 +189,7 @@ def tally(
         return False
     columns = triton.next_power_of_2(classes)
     height = max(1, LOGITS // columns)
-    tally_kernel[(triton.cdiv(rows, height),)](
+    launch(tally_kernel, (triton.cdiv(rows, height),),
         logits, labels.contiguous(), samples, correct, tuple(means), tuple(sums), rows, classes, *logits.stride(),
         MEANS=len(means), ROWS=height, COLUMNS=columns, num_warps=8,
     )  # fmt: skip
@@ -331,14 +332,14 @@ class Descent:
         self._gather()
         recipe, table, sources = self.recipe, self.rates.table, self._sources()
         groups = len(self.scales)
-        norm_kernel[(len(self.partial),)](
+        launch(norm_kernel, (len(self.partial),),
             self.flat, self.blocks, sources, self.partial, self.counter, fine, table, self.rates.factors,
             self.rates.now, self.scales, count, first_bad, self.skip, steps, lengths, self.net // TILE, len(table),
             groups, groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
             CLIPS=recipe.clip is not None, TOGETHER=recipe.clip_loss, GROUPS=triton.next_power_of_2(groups),
             SUMS=SUMS, TILE=TILE, BLOCK=BLOCK, COLUMNS=COLUMNS, EVEN=EVEN, num_warps=8,
         )  # fmt: skip
-        sgd_kernel[(len(self.blocks),)](
+        launch(sgd_kernel, (len(self.blocks),),
             self.flat, self.blocks, sources, self.scales, self.rates.now, self.decays, self.skip,
             float(recipe.momentum), HAS_MEMORY=recipe.momentum > 0, NESTEROV=recipe.nesterov, BLOCK=BLOCK,
             COLUMNS=COLUMNS, ALIGNED=ALIGNED, num_warps=4,

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedlas.train.kernels.launching import launch
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
 AT_A_TIME = tl.constexpr(8)  # loads of what blocks of rows left
 ONCE = tl.constexpr("evict_first")  # how to read what nobody reads again for long: the cache may keep other things
@@ -414,7 +416,7 @@ def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     rows, channels = shape_of(y)
     blocks = SUMS.blocks(rows, channels)
     found, partial = room_for_sums(channels, blocks, y.device)
-    sums_kernel[(channels // SUMS.columns, blocks)](
+    launch(sums_kernel, (channels // SUMS.columns, blocks),
         y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
         rows, channels, blocks, norm.eps, norm.momentum, STAGES=SUMS.stages, **meta(SUMS),
     )  # fmt: skip
@@ -432,7 +434,7 @@ def activation(y: Tensor, about: Normed, skip: Tensor | None, skip_about: Normed
     z = torch.empty_like(y)
     bits = torch.empty(0 if skip is None else y.numel() // 8, device=y.device, dtype=torch.uint8)
     other = skip_about or about
-    apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
+    launch(apply_kernel, (channels // tile.columns * triton.cdiv(rows, tile.rows),),
         y, about.scale, about.shift, y if skip is None else skip, other.scale, other.shift, z, bits, rows, channels,
         HAS_SKIP=skip is not None, SKIP_IS_NORMED=skip_about is not None, **meta(tile),
     )  # fmt: skip
@@ -497,7 +499,7 @@ def gradient_sums(
     numbers, partial = room_for_gradients(channels, blocks, y.device, two_norms=other is not None)
     weight, bias, slope, offset, *of_other = numbers
     beside = other_about or about
-    back_sums_kernel[(channels // tile.columns, blocks)](
+    launch(back_sums_kernel, (channels // tile.columns, blocks),
         first, first if second is None else second, y, bits, kept, about.scale, about.shift,
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, beside.mean, beside.rstd, beside.scale, *of_other,
@@ -511,7 +513,7 @@ def gradient_applied(sums: GradientSums, y: Tensor, about: Normed, slope: Tensor
     """Do the second pass back, to what was normalised."""
     rows, channels = shape_of(y)
     tile, result = tile_for(channels), torch.empty_like(y)
-    back_apply_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
+    launch(back_apply_kernel, (channels // tile.columns * triton.cdiv(rows, tile.rows),),
         sums.gradient, y, about.scale, about.shift, slope, offset, result, rows, channels,
         MASK=sums.mask, **meta(tile),
     )  # fmt: skip
@@ -545,8 +547,15 @@ def spread(gradient: Tensor, height: int, width: int) -> Tensor:
     result = new_images(gradient, gradient.shape[1], height, width)
     rows, channels = shape_of(result)
     tile = tile_for(channels)
-    spread_kernel[(channels // tile.columns * triton.cdiv(rows, tile.rows),)](
-        gradient.contiguous(), result, rows, channels, height * width, **meta(tile)
+    launch(
+        spread_kernel,
+        (channels // tile.columns * triton.cdiv(rows, tile.rows),),
+        gradient.contiguous(),
+        result,
+        rows,
+        channels,
+        height * width,
+        **meta(tile),
     )
     return result
 

@@ -1,0 +1,123 @@
+"""A rehearsal compiles kernels and runs none; a step that is rehearsed first is the same step."""
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from runs_of import short
+from triton.runtime.jit import MockTensor
+
+from fedlas.models import build_model
+from fedlas.train import bench as bench_module
+from fedlas.train.bench import Bench
+from fedlas.train.kernels import launching
+from fedlas.train.kernels.fused import fuse
+from fedlas.train.kernels.launching import launch, rehearsal, rehearsing
+
+CPU = torch.device("cpu")
+
+
+class Kernel:
+    """Remembers how it was asked."""
+
+    def __init__(self) -> None:
+        self.ran, self.compiled = [], []
+
+    def __getitem__(self, grid):
+        return lambda *given, **about: self.ran.append((grid, given, about))
+
+    def warmup(self, *given, grid, **about):
+        self.compiled.append((grid, given, about, threading.get_ident()))
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    monkeypatch.setattr(launching.torch.cuda, "device", lambda _: nullcontext())
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_kernels_are_compiled_once_for_each_kind_and_not_run():
+    kernel, numbers = Kernel(), torch.zeros(3)
+    with rehearsal(CPU):
+        assert rehearsing()
+        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
+        launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
+        launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers, 1, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers.half(), 48, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
+    assert not rehearsing()
+    assert not kernel.ran
+    assert len(kernel.compiled) == 5
+    assert threading.get_ident() not in {thread for *_, thread in kernel.compiled}
+    kinds = {(given[0].dtype, given[1], about["WIDTH"]) for _, given, about, _ in kernel.compiled}
+    wide = torch.float32
+    assert kinds == {(wide, 48, 2), (wide, 49, 2), (wide, 1, 2), (torch.float16, 48, 2), (wide, 48, 4)}
+    assert all(isinstance(one, MockTensor) for _, given, *_ in kernel.compiled for one in (given[0], given[2][0]))
+    launch(kernel, (7,), numbers, 48, WIDTH=2)
+    assert kernel.ran == [((7,), (numbers, 48), {"WIDTH": 2})]
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
+    class Broken(Kernel):
+        def warmup(self, *given, **about):
+            raise RuntimeError("no")
+
+    with rehearsal(CPU):
+        launch(Broken(), (1,))
+    with pytest.raises(ZeroDivisionError), rehearsal(CPU):
+        raise ZeroDivisionError
+    assert not rehearsing()
+
+
+def state(bench: Bench) -> dict[str, torch.Tensor]:
+    everything = bench.state()
+    memory = {f"{n} {name}": value for n, one in enumerate(everything["optimizer"]) for name, value in one.items()}
+    sums = {f"sum {name}": value for name, value in bench.step.meter.sums.items()}
+    return everything["model"] | {f"loss {k}": v for k, v in everything["loss"].items()} | memory | sums
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2, "mixup": 0.5}], ids=str)
+def test_a_rehearsed_step_is_the_same_step(changes, monkeypatch):
+    """Here the rehearsal really computes, which is more than a rehearsal does, and is taken back all the same."""
+    rehearsed, found = [], []
+
+    def watched():
+        rehearsed.append(1)
+        return nullcontext()
+
+    for rehearses in (True, False):
+        bench = Bench(short("fedlas_ls", **changes), CPU)
+        bench.step.parts.rehearsal = watched if rehearses else None
+        bench.net.train()
+        for number, inputs in enumerate(bench.batches(0)):
+            if number < 3:
+                bench.step(*inputs)
+        found.append(state(bench))
+    assert rehearsed == [1]
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[1].items():
+        assert torch.equal(value, found[0][name]), name
+
+
+def test_a_rehearsal_that_fails_costs_nothing():
+    def broken():
+        raise RuntimeError("no")
+
+    bench = Bench(short("ce"), CPU)
+    bench.step.parts.rehearsal = broken
+    bench.net.train()
+    bench.step(*next(iter(bench.batches(0))))
+    assert int(bench.step.count) == 1
+
+
+def test_a_bench_rehearses_where_the_network_has_kernels_of_its_own():
+    assert Bench(short("ce"), CPU).step.parts.rehearsal is None
+    model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
+    assert bench_module._rehearsal(model, CPU) is None
+    assert fuse(model)
+    assert bench_module._rehearsal(model, CPU) is not None
