@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +20,9 @@ from torch import nn
 from fedlas.train import recipe_for
 from fedlas.train.bench import Bench
 from fedlas.train.kernels import descent
-from fedlas.train.kernels.descent import SUMS, WIDEST, tally
-from fedlas.train.meters import Meter
+from fedlas.train.kernels.descent import SUMS
+from fedlas.train.kernels.tallies import SAMPLES, WIDEST, tally, watch
+from fedlas.train.meters import GateWatch, Meter
 from fedlas.train.optim import build_optimizer, memory_of, parameters_of
 from fedlas.train.precision import machine
 
@@ -83,13 +85,18 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
 }
 
 
+def left_to_torch(bench: Bench) -> None:
+    """Do without kernels of our own."""
+    bench.step.parts.descent = bench.step.meter.tally = bench.step.watch.tally = None
+
+
 def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Bench:
     """Take some steps with a network of odd sizes."""
     recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
     with machine(recipe, torch.device(device)):
         bench: Any = Bench(recipe, torch.device(device), capture=False)
         if not ours:
-            bench.step.parts.descent = bench.step.meter.tally = None
+            left_to_torch(bench)
         bench.ready = []
         bench.net.train()
         for step, inputs in enumerate([*bench.batches(0), *bench.batches(1)][:count]):
@@ -106,6 +113,7 @@ def numbers(bench: Bench) -> dict[str, list[torch.Tensor]]:
         "weights": list(parameters_of(optimizer)),
         "memory": [value for one in memory_of(optimizer) for value in one.values()],
         "sums": [bench.step.meter.sums[name] for name in sorted(bench.step.meter.sums)],
+        "gate": [bench.step.watch.sums, bench.step.watch.history.now],
         "rates": [bench.step.parts.rates.now],
     }
 
@@ -183,6 +191,37 @@ def answers(device: str) -> list[list[bool]]:
     return found
 
 
+class Gated:
+    """Stands for a loss whose gate has just seen a batch."""
+
+    def __init__(self, psi: torch.Tensor, gamma: torch.Tensor, alpha_i: torch.Tensor) -> None:
+        self.psi, self.gamma, self.alpha_i = psi, gamma, alpha_i
+        self.smoothing = SimpleNamespace(alpha=0.05)
+
+
+def watched(device: str) -> list[list[bool]]:
+    """Say for batches of several sizes, with ignored samples, whether the kernel notes what torch does."""
+    found = []
+    for rows in (1, 5, SAMPLES, 2 * SAMPLES + 3):
+        torch.manual_seed(rows)
+        psi, gamma = torch.randn(rows).sign(), 3 * torch.randn(rows)
+        gamma[:4] = torch.tensor([0.0, 0.5, 1e6, -1e6])[:rows]  # an edge, and far beyond all of them
+        psi[1:2] = 0
+        loss: Any = Gated(psi.to(device), gamma.to(device), torch.rand(rows).to(device))
+        for one in (loss.psi, loss.gamma, loss.alpha_i):
+            one[3::7] = math.nan
+        places = torch.randperm(3 * rows)[: 2 * rows]
+        ours, torchs = (GateWatch(loss, 3 * rows, torch.device(device), tally) for tally in (watch, None))
+        for gate in (ours, torchs):
+            for index in places.split(rows):
+                gate.add(index.to(device))
+        counts = [0, *range(2, len(ours.sums))]
+        same = torch.equal(ours.sums[counts], torchs.sums[counts])
+        near = math.isclose(ours.sums[1].item(), torchs.sums[1].item(), rel_tol=1e-6)
+        found.append([same, near, bool(ours.sums[0] > 0), torch.equal(ours.history.now, torchs.history.now)])
+    return found
+
+
 def layers(device: str) -> nn.ModuleList:
     """Make layers whose weights are many blocks, a part of one, and odd."""
     torch.manual_seed(0)
@@ -217,5 +256,5 @@ def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
 
 if __name__ == "__main__":
     where = sys.argv[1]
-    about = {"answers": answers(where), "handed over": handed_over(where)}
+    about = {"answers": answers(where), "watched": watched(where), "handed over": handed_over(where)}
     print(json.dumps({case: compared(case, where) for case in CASES} | about))

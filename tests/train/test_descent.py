@@ -15,7 +15,7 @@ from descent_case import CASES
 
 from fedlas.train import bench as bench_module
 from fedlas.train.bench import Bench
-from fedlas.train.kernels import descent, norms, products, stem
+from fedlas.train.kernels import descent, norms, products, stem, tallies
 from fedlas.train.kernels.blocks import BLOCK, TILE, Narrowing
 from fedlas.train.kernels.fused import _Beside, _Narrow, _Room
 from fedlas.train.optim import build_optimizer
@@ -49,6 +49,12 @@ def test_right_answers_are_those_of_torch(found):
     """The first of equal logits, and NaN before all others."""
     assert len(found["answers"]) == 5
     assert all(all(one) and len(one) == 6 for one in found["answers"])  # the kernel was used, and five sums
+
+
+def test_what_the_gate_did_is_what_torch_says(found):
+    """Ignored samples count nowhere, a state of zero as -1."""
+    assert len(found["watched"]) == 4
+    assert all(len(one) == 4 and all(one) for one in found["watched"])
 
 
 def test_narrow_gradients_give_the_bits_of_wide_ones(found):
@@ -248,7 +254,8 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     with ours.step._slots():
         assert ours.net.model.gradient_slots is descends.slots
     assert not ours.net.model.gradient_slots
-    assert ours.step.meter.tally is descent.tally
+    assert ours.step.meter.tally is tallies.tally
+    assert ours.step.watch.tally is tallies.watch
     other = Bench(recipe.replace(seed=5), CPU, before=ours)
     assert other.step.parts.descent is descends
     addresses = [parameter.data_ptr() for parameter in descends.slots]

@@ -176,7 +176,7 @@ class Bench:
         descent = _descent(self.recipe, self.loss, optimizer, rates) if alone else None
         rehearsal = _rehearsal(self.net.model, self.device) if alone else None
         parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent, rehearsal)
-        watch = GateWatch(self.loss, self.samples, self.device)
+        watch = GateWatch(self.loss, self.samples, self.device, None if descent is None else descent.watch)
         self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
 
     def _take_over(self, before: "Bench", loss: AbstractLoss) -> None:

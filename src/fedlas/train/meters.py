@@ -25,7 +25,7 @@ class Meter:
 
     Args:
         device: where the sums live.
-        tally: takes in a batch with one kernel, where it can; see `kernels.descent`.
+        tally: takes in a batch with one kernel, where it can; see `kernels.tallies`.
     """
 
     def __init__(self, device: torch.device, tally: Callable[..., bool] | None = None) -> None:
@@ -100,10 +100,14 @@ class GateWatch:
         loss: any loss.
         samples: size of the training split.
         device: where the sums live.
+        tally: takes in a batch with one kernel; see `kernels.tallies`.
     """
 
-    def __init__(self, loss: nn.Module, samples: int, device: torch.device) -> None:
+    def __init__(
+        self, loss: nn.Module, samples: int, device: torch.device, tally: Callable[..., None] | None = None
+    ) -> None:
         self.loss: Any = loss
+        self.tally = tally
         self.used = all(hasattr(loss, name) for name in ("psi", "gamma", "alpha_i"))
         self.history = GateHistory(samples).to(device)
         self.edges = torch.tensor(EDGES, device=device)
@@ -112,16 +116,20 @@ class GateWatch:
 
     @torch.no_grad()
     def add(self, index: Int[Tensor, " n"]) -> None:
-        """Take in the latest batch of the loss."""
+        """Take in the latest batch of the loss; ignored samples, whose psi is NaN, count nowhere."""
         psi, gamma, alpha_i = (getattr(self.loss, name, None) for name in ("psi", "gamma", "alpha_i"))
         if not self.used or psi is None or gamma is None or alpha_i is None:
             return
+        alpha = max(self.loss.smoothing.alpha, 1e-12)
+        if self.tally is not None:
+            self.tally(index, psi, gamma, alpha_i, alpha, self.edges, self.history.now, self.sums)
+            return
         self.history.update(index, psi)
-        ratio = alpha_i / max(self.loss.smoothing.alpha, 1e-12)
-        against = (psi == -gamma.sign()).to(ratio.dtype)
+        known = ~psi.isnan()
+        ratio = torch.where(known, alpha_i / alpha, 0).double()
+        against = known & (psi == -gamma.sign())
         reached = (gamma.unsqueeze(1) >= self.edges).sum(0)
-        known = torch.stack([torch.ones_like(ratio).sum(), ratio.sum(), against.sum()])
-        self.sums.add_(torch.cat([known, reached.to(known.dtype)]))
+        self.sums.add_(torch.cat([known.sum().reshape(1), ratio.sum().reshape(1), against.sum().reshape(1), reached]))
 
     def read(self) -> dict[str, Any]:
         """Wait for the device, and say what the gate did in the epoch that ends now."""

@@ -1,6 +1,5 @@
-"""The end of a step in few Triton kernels: sums of the epoch, norm of the gradient, SGD with momentum.
+"""The end of a step in few Triton kernels: norm of the gradient, SGD with momentum.
 
-    logits, loss ─► tally ─► samples, correct, loss and its terms
     gradients ─► flat ─► norm ─► bad? skip? clip, rates, step + 1
                    └──────────────► SGD ─► weights
 
@@ -23,7 +22,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from fedlas.train.kernels import norms
+from fedlas.train.kernels import norms, tallies
 from fedlas.train.kernels.blocks import ALIGNED, BLOCK, EVEN, TILE, Layout, is_plain, laid_out, table_of
 from fedlas.train.kernels.launching import launch
 from fedlas.train.kernels.norms import finished
@@ -33,8 +32,6 @@ from fedlas.train.recipe import Recipe
 BYTES = tl.constexpr(ALIGNED // 2)  # of narrow gradients that are read together: as many as of wide ones
 SUMS = 2048  # of programs that the last one adds at a time
 COLUMNS = 5  # of the table of blocks: those that all such tables have, address of memory, group
-LOGITS = 4096  # that a program looks at
-WIDEST = 16384  # classes; more do not fit into the registers
 
 
 @triton.jit
@@ -146,56 +143,6 @@ def sgd_kernel(
             _move(*given, False, HAS_MEMORY, NESTEROV, BLOCK)
 
 
-@triton.jit
-@no_type_check
-def tally_kernel(
-    logits, labels, samples, correct, means, sums, rows, classes, down, across,
-    MEANS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Add a batch to the sums of the epoch.
-
-    A label is the network's answer if no other class is ahead: has a larger logit, or the same and comes first. NaN is
-    larger than all numbers, as torch has it.
-    """
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    label = tl.load(labels + row, mask=row < rows, other=-1)
-    known = (label >= 0) & (label < classes)
-    start = logits + row.to(tl.int64) * down
-    own = tl.load(start + label * across, mask=known, other=0.0).to(tl.float32)
-    there = (row < rows) & (column < classes)
-    other = tl.load(start + column * across, mask=there, other=-float("inf")).to(tl.float32)
-    first = column < label
-    is_nan, own_is_nan = other != other, own != own  # noqa: PLR0124
-    ahead = tl.where(own_is_nan, is_nan & first, is_nan | (other > own) | ((other == own) & first))
-    hits = known & (tl.sum(ahead.to(tl.int32), 1, keep_dims=True) == 0)
-    tl.atomic_add(correct, tl.sum(hits.to(tl.int32)).to(tl.float64))  # whole numbers: no order changes their sum
-    if tl.program_id(0) == 0:
-        tl.store(samples, tl.load(samples) + rows)
-        for number in tl.static_range(MEANS):
-            tl.store(sums[number], tl.load(sums[number]) + tl.load(means[number]) * rows)
-
-
-def tally(
-    logits: Float[Tensor, "n classes"],
-    labels: Int[Tensor, " n"],
-    samples: Float[Tensor, ""],
-    correct: Float[Tensor, ""],
-    means: list[Tensor],
-    sums: list[Tensor],
-) -> bool:
-    """Add to the sums of an epoch: samples, right answers, and means times samples; say whether that is possible."""
-    rows, classes = logits.shape
-    if classes > WIDEST:
-        return False
-    columns = triton.next_power_of_2(classes)
-    height = max(1, LOGITS // columns)
-    launch(tally_kernel, (triton.cdiv(rows, height),),
-        logits, labels.contiguous(), samples, correct, tuple(means), tuple(sums), rows, classes, *logits.stride(),
-        MEANS=len(means), ROWS=height, COLUMNS=columns, num_warps=8,
-    )  # fmt: skip
-    return True
-
-
 def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Say whether the kernels can take the steps of an optimizer."""
     if recipe.optimizer != "sgd" or recipe.precision == "fp16" or not hasattr(tl, "tuple"):
@@ -222,7 +169,10 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
         steps, lengths, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
         Descent(recipe, nn.Identity(), optimizer, rates).step(count == 0, count, first_bad, steps, lengths)
         labels = torch.zeros(64, dtype=torch.int64, device=device)
-        tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
+        tallies.tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
+        psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
+        tallies.watch(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
 
     return norms.reason_against(work)
 
@@ -261,8 +211,9 @@ class Descent:
         self.narrow: dict[Tensor, Tensor] = {}
         self.captured: list[Int[Tensor, " parameters"]] = []
         self.captures = False
+        self.late: Int[Tensor, " parameters"] | None = None
 
-    tally = staticmethod(tally)
+    tally, watch = staticmethod(tallies.tally), staticmethod(tallies.watch)
 
     def _memory(self) -> list[Tensor]:
         """List what the optimizer remembers of each parameter; itself, where that is nothing."""
@@ -275,15 +226,16 @@ class Descent:
     def capturing(self) -> Iterator[None]:
         """Take over narrow gradients as they are, while one step is captured.
 
-        A replay copies again from the host where they lie; so that memory is made before, and kept.
+        Where they lie is known before the end, and written down after it: replays need not do it again.
         """
-        pinned = self.device.type == "cuda"
-        self.captured.append(torch.zeros(len(self.parameters), dtype=torch.int64, pin_memory=pinned))
-        self.captures = True
+        self.captured.append(torch.zeros_like(self.all_in_slots))
+        self.captures, self.late = True, None
         try:
             yield
+            if self.late is not None:
+                self.captured[-1].copy_(self.late)
         finally:
-            self.captures = False
+            self.captures, self.late = False, None
             self.narrow.clear()
 
     def take(self, parameter: Tensor, gradient: Tensor) -> bool:
@@ -368,8 +320,11 @@ class Descent:
         for parameter, gradient in self.narrow.items():
             start = int(self.slots[parameter].storage_offset())
             sources[parameter] = gradient.data_ptr() - gradient.element_size() * start
-        host = self.captured[-1].copy_(torch.tensor(list(sources.values())))
-        return host.to(self.device, non_blocking=True)
+        known = torch.tensor(list(sources.values()))
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.late = known
+            return self.captured[-1]
+        return self.captured[-1].copy_(known)
 
 
 def _stays_narrow(parameter: Tensor, gradient: Tensor) -> bool:
