@@ -68,7 +68,7 @@ def measured(shape: tuple[int, int, int], tile: norms.Tile) -> dict[str, float]:
         sums = norms.gradient_sums(first, other, y, bits, about, counter)
         after.copy_(norms.gradients(sums, y, about).y)
 
-    with patch.object(norms, "SUMS", tile), patch.object(norms, "SUMS_WITH_KEPT", tile):
+    with patch.object(norms, "tile_for_sums", lambda _: tile), patch.object(norms, "SUMS_WITH_KEPT", tile):
         about = norms.statistics(y, norm, counter)
         bits = norms.activation(y, about, skip, None)[1]
         return {

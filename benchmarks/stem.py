@@ -53,7 +53,7 @@ def measured(batch: int, forward: list[norms.Tile], backward: list[norms.Tile]) 
         return y
 
     y = functional.conv2d(images.double(), filters.double(), padding=1)
-    shown(f"{batch} forward, cuDNN and {norms.SUMS}", usual_forward, y)
+    shown(f"{batch} forward, cuDNN and our norm", usual_forward, y)
     for tile in forward:
         with patch.object(stem, "FORWARD", tile):
             shown(f"{batch} forward, {tile}", lambda: stem.convolve(images, filters, norm, counter)[0], y)

@@ -55,6 +55,7 @@ RUNGS: dict[str, dict[str, Any]] = {
 # Dense bfloat16 TFLOP/s and TB/s of memory, as the makers state them.
 MACHINES = {"H200": (989.0, 4.8), "H100": (989.0, 3.35), "A100": (312.0, 2.0)}
 WARM_STEPS = 24
+ROUNDS = 7  # in which losses take turns
 
 
 class Synthetic(AbstractDataset):
@@ -303,7 +304,7 @@ def top(options: argparse.Namespace, bench: Bench, told: Callable[[str, str, flo
     for loss in ("fedlas_ls", "fedlas_mbls"):
         benches[loss] = Bench(bench.recipe.replace(loss=loss), bench.device, options.data_root, before=bench)
         steps(benches[loss], WARM_STEPS)
-    rounds = [{loss: epoch(one, n) for loss, one in benches.items()} for n in range(max(3, options.epochs))]
+    rounds = [{loss: epoch(one, n) for loss, one in benches.items()} for n in range(max(ROUNDS, options.epochs))]
     medians = {loss: statistics.median(one[loss] for one in rounds) for loss in benches}
     for loss, speed in medians.items():
         told("graph", loss, speed)

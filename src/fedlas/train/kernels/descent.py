@@ -211,7 +211,7 @@ class Descent:
         self.narrow: dict[Tensor, Tensor] = {}
         self.captured: list[Int[Tensor, " parameters"]] = []
         self.captures = False
-        self.late: Int[Tensor, " parameters"] | None = None
+        self.late: list[int] = []
 
     tally, watch = staticmethod(tallies.tally), staticmethod(tallies.watch)
 
@@ -229,13 +229,13 @@ class Descent:
         Where they lie is known before the end, and written down after it: replays need not do it again.
         """
         self.captured.append(torch.zeros_like(self.all_in_slots))
-        self.captures, self.late = True, None
+        self.captures, self.late = True, []
         try:
             yield
-            if self.late is not None:
-                self.captured[-1].copy_(self.late)
+            if self.late:
+                self.captured[-1].copy_(torch.tensor(self.late))
         finally:
-            self.captures, self.late = False, None
+            self.captures, self.late = False, []
             self.narrow.clear()
 
     def take(self, parameter: Tensor, gradient: Tensor) -> bool:
@@ -320,11 +320,10 @@ class Descent:
         for parameter, gradient in self.narrow.items():
             start = int(self.slots[parameter].storage_offset())
             sources[parameter] = gradient.data_ptr() - gradient.element_size() * start
-        known = torch.tensor(list(sources.values()))
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.late = known
+            self.late = list(sources.values())
             return self.captured[-1]
-        return self.captured[-1].copy_(known)
+        return self.captured[-1].copy_(torch.tensor(list(sources.values())))
 
 
 def _stays_narrow(parameter: Tensor, gradient: Tensor) -> bool:

@@ -50,7 +50,14 @@ class Tile(NamedTuple):
 
 
 SUMS = Tile(64, 64, 4, 264, stages=4)
+SUMS_OF_FEW = Tile(64, 64, 4, 132, stages=4)  # the last program has less to add up
+FEW = 2**23  # numbers to be read; of 16 MiB or less, that is most of what a sum takes
 SUMS_WITH_KEPT = Tile(64, 64, 4, 264)  # of gradients that are added up and written too
+
+
+def tile_for_sums(numbers: int) -> Tile:
+    """Choose the shape of a program's work where so many numbers are read and summed."""
+    return SUMS_OF_FEW if numbers <= FEW else SUMS
 
 
 def tile_for(channels: int) -> Tile:
@@ -414,11 +421,12 @@ def room_for_sums(channels: int, blocks: int, device: torch.device) -> tuple[Nor
 def statistics(y: Tensor, norm: Affine, counter: Tensor) -> Normed:
     """Look at a batch, and move running statistics."""
     rows, channels = shape_of(y)
-    blocks = SUMS.blocks(rows, channels)
+    tile = tile_for_sums(y.numel())
+    blocks = tile.blocks(rows, channels)
     found, partial = room_for_sums(channels, blocks, y.device)
-    launch(sums_kernel, (channels // SUMS.columns, blocks),
+    launch(sums_kernel, (channels // tile.columns, blocks),
         y, partial, counter, norm.weight, norm.bias, *found, norm.running_mean, norm.running_var,
-        rows, channels, blocks, norm.eps, norm.momentum, STAGES=SUMS.stages, **meta(SUMS),
+        rows, channels, blocks, norm.eps, norm.momentum, STAGES=tile.stages, **meta(tile),
     )  # fmt: skip
     return found
 
@@ -493,7 +501,7 @@ def gradient_sums(
     """
     rows, channels = shape_of(y)
     keep = bits.numel() > 0 or second is not None
-    tile = SUMS_WITH_KEPT if keep else SUMS
+    tile = SUMS_WITH_KEPT if keep else tile_for_sums(2 * y.numel())
     blocks = tile.blocks(rows, channels)
     kept = torch.empty_like(y) if keep else y
     numbers, partial = room_for_gradients(channels, blocks, y.device, two_norms=other is not None)
