@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -116,8 +116,8 @@ class TrainStep:
 
     def _first(self, *inputs: Tensor) -> None:
         """Do the first step; what cannot be compiled runs as it is from then on."""
-        self._try_feed(inputs)
-        self._rehearse(inputs)
+        with self._rehearsed(inputs):
+            self._try_feed(inputs)
         compiled = [m for m in (self.parts.net, self.parts.loss) if m._compiled_call_impl is not None]
         put_back = self._remembered() if compiled else None
         try:
@@ -131,21 +131,35 @@ class TrainStep:
             put_back()
             self.eager(*inputs)
 
-    def _rehearse(self, inputs: Inputs) -> None:
-        """Go forth and back through the network, for what it lets be compiled; everything is left as it was.
-
-        The loss stays out of it: who knows what it does with numbers that nobody has computed.
-        """
+    @contextmanager
+    def _rehearsed(self, inputs: Inputs) -> Iterator[None]:
+        """Let kernels be compiled side by side, and beside what happens meanwhile; all else is left as it was."""
         if self.parts.rehearsal is None:
+            yield
             return
         put_back = self._remembered()
-        with suppress(Exception), self.parts.rehearsal(), self._slots():  # whatever it is, the step itself will say it
-            sample: Sample = self.parts.feed(*(value.chunk(self.recipe.accumulate)[0] for value in inputs))
-            with autocast(self.recipe.precision, self.device):
-                outputs = self.parts.net(sample.images)
-            torch.autograd.backward(list(outputs), [torch.zeros_like(one) for one in outputs])
-        self.parts.optimizer.zero_grad(set_to_none=True)
-        put_back()
+        with ExitStack() as rehearsal:
+            with suppress(Exception):  # whatever it is, the step itself will say it
+                rehearsal.enter_context(self.parts.rehearsal())
+                self._rehearse(tuple(value.chunk(self.recipe.accumulate)[0] for value in inputs))
+            self.parts.optimizer.zero_grad(set_to_none=True)
+            put_back()
+            yield
+
+    def _rehearse(self, inputs: Inputs) -> None:
+        """Go forth and back through the network, for what it lets be compiled, and then through the loss.
+
+        Nobody has computed what the network says, so the loss sees zeros.
+        """
+        sample: Sample = self.parts.feed.forward(*inputs)  # without the compiler, whose turn comes later
+        images, labels = self.parts.mixer(sample.images, sample.labels, self.count)
+        with autocast(self.recipe.precision, self.device):
+            with self._slots():
+                output = self.parts.net(images)
+                torch.autograd.backward(list(output), [torch.zeros_like(one) for one in output])
+            logits, features = (torch.zeros_like(one).requires_grad_() + 0 for one in output)
+            value = self.parts.loss(logits, labels, features=features, index=sample.index)
+        self.scale.of(value).backward()
 
     def _try_feed(self, inputs: Inputs) -> None:
         """Make a batch, which changes nothing; where that cannot be compiled, network and loss still may be."""

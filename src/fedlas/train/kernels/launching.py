@@ -2,7 +2,7 @@
 
 The first step of a network asks for some thirty kernels one after the other, and each is compiled before it runs. In a
 rehearsal the same step is gone through with numbers that nobody has computed, and each kernel is only compiled, in a
-thread of its own; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss.
+thread of its own; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss and what makes batches.
 """
 
 import os
