@@ -12,6 +12,7 @@ Where a ReLU cut off is computed again from y where nothing was added to it, and
 something was.
 """
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedlas.train.kernels.launching import launch
+from fedlas.train.kernels.launching import launch, rehearsing
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
 AT_A_TIME = tl.constexpr(8)  # loads of what blocks of rows left
@@ -591,6 +592,14 @@ def tried(device: torch.device, what: str, work: Callable[[], object]) -> bool:
     if reason is not None:
         warnings.warn(f"{what} left to cuDNN, our own kernels cannot be used: {reason}", stacklevel=3)
     return reason is None
+
+
+def can_be_made(trial: Callable[[torch.device], bool], device: torch.device) -> bool:
+    """Ask a trial that remembers its answer; in a rehearsal its kernels are compiled, and it knows nothing yet."""
+    if not rehearsing():
+        return trial(device)
+    inspect.unwrap(trial)(device)
+    return True
 
 
 def example_norm(device: torch.device) -> Affine:
