@@ -191,10 +191,11 @@ def answers(device: str) -> list[list[bool]]:
     return found
 
 
-class Gated:
+class Gated(nn.Module):
     """Stands for a loss whose gate has just seen a batch."""
 
     def __init__(self, psi: torch.Tensor, gamma: torch.Tensor, alpha_i: torch.Tensor) -> None:
+        super().__init__()
         self.psi, self.gamma, self.alpha_i = psi, gamma, alpha_i
         self.smoothing = SimpleNamespace(alpha=0.05)
 

@@ -169,7 +169,7 @@ def compiled(*modules: Any) -> list[Any]:
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("model", ["resnet18_cifar", "resnet50_cifar"])
 def test_after_a_rehearsal_a_step_has_little_to_compile(model):
-    """Some kinds are left: tensors that start at odd places, and what is tried first."""
+    """Some kinds are left: those of tensors that start at odd places."""
     recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
     device, modules = chosen_device("cuda"), (norms, stem, products, blocks, descent, tallies)
     with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):

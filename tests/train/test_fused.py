@@ -236,3 +236,9 @@ def test_a_weight_that_does_not_learn_leaves_nothing_under_way(learns):
     torch.testing.assert_close(given, images.grad)
     assert asked == ([2] if learns else [])
     assert (weight.grad is not None) is learns
+
+
+def test_few_numbers_are_summed_by_fewer_programs():
+    few, many = norms.tile_for_sums(norms.FEW), norms.tile_for_sums(norms.FEW + 1)
+    assert few.programs < many.programs
+    assert few.blocks(10**6, 64) == few.programs

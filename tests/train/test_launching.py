@@ -3,6 +3,7 @@
 import threading
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from fedlas.train.bench import Bench
 from fedlas.train.kernels import launching
 from fedlas.train.kernels.fused import fuse
 from fedlas.train.kernels.launching import launch, rehearsal, rehearsing
-from fedlas.train.kernels.norms import can_be_made
+from fedlas.train.kernels.norms import asked
+from fedlas.train.step import TrainStep
 
 CPU = torch.device("cpu")
 
@@ -44,8 +46,8 @@ def anywhere(monkeypatch):
 @pytest.mark.usefixtures("anywhere")
 def test_kernels_are_compiled_once_for_each_kind_and_not_run():
     kernel, numbers = Kernel(), torch.zeros(3)
-    with rehearsal(CPU):
-        assert rehearsing()
+    with rehearsal(CPU) as one, one.going_on():
+        assert rehearsing() is one
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
         launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
         launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
@@ -70,30 +72,70 @@ def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
         def warmup(self, *given, **about):
             raise RuntimeError("no")
 
-    with rehearsal(CPU):
+    with rehearsal(CPU) as one, one.going_on():
         launch(Broken(), (1,))
-    with pytest.raises(ZeroDivisionError), rehearsal(CPU):
+    with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
         raise ZeroDivisionError
     assert not rehearsing()
 
 
 @pytest.mark.usefixtures("anywhere")
+def test_other_devices_and_later_launches_are_not_part_of_a_rehearsal():
+    kernel = Kernel()
+    with rehearsal(CPU) as one:
+        with one.going_on():
+            launch(kernel, (1,), torch.zeros(1, device="meta"))
+        launch(kernel, (1,), torch.zeros(1))
+    assert len(kernel.ran) == 2
+    assert not kernel.compiled
+    any_gpu, second = launching.Rehearsal(torch.device("cuda")), launching.Rehearsal(torch.device("cuda", 1))
+    assert any_gpu.concerns(())
+    assert not any_gpu.concerns((torch.zeros(1),))
+    assert not second.concerns((3, torch.zeros(1)))
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_is_still_to_be_compiled_is_left_where_something_fails():
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow(Kernel):
+        def warmup(self, *given, **about):
+            begun.set()
+            end.wait(20)
+            super().warmup(*given, **about)
+
+    kernel = Slow()
+
+    def fails():
+        for number in range(launching._processors() + 3):
+            launch(kernel, (1,), WIDTH=number)
+        assert begun.wait(20)
+        threading.Timer(0.2, end.set).start()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
+        fails()
+    assert 1 <= len(kernel.compiled) <= launching._processors()
+
+
+@pytest.mark.usefixtures("anywhere")
 def test_what_is_tried_in_a_rehearsal_is_compiled_and_tried_again():
-    kernel, asked = Kernel(), []
+    kernel, times = Kernel(), []
 
     @cache
     def trial(device):
-        asked.append(device)
+        times.append(device)
         launch(kernel, (1,))
         return False
 
-    with rehearsal(CPU):
-        assert can_be_made(trial, CPU)
-    assert len(kernel.compiled) == 1
+    with rehearsal(CPU) as one, one.going_on():
+        assert asked(trial, CPU)
+        assert asked(trial, CPU)
+    assert len(kernel.compiled) == len(times) == 1
     assert not kernel.ran
-    assert not can_be_made(trial, CPU)
-    assert not can_be_made(trial, CPU)
-    assert len(asked) == 2
+    assert not asked(trial, CPU)
+    assert not asked(trial, CPU)
+    assert len(times) == 2
     assert len(kernel.ran) == 1
 
 
@@ -107,23 +149,26 @@ def state(bench: Bench) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("loss", "changes"), [*((loss, {}) for loss in LOSSES.entries), ("fedlas_ls", {"accumulate": 2, "mixup": 0.5})]
 )
-def test_a_rehearsed_step_is_the_same_step(loss, changes):
+def test_a_rehearsed_step_is_the_same_step(loss, changes, monkeypatch):
     """Here the rehearsal really computes, which is more than a rehearsal does, and is taken back all the same."""
     rehearsed, found = [], []
+    computing = nullcontext(SimpleNamespace(going_on=nullcontext))
 
-    def watched():
-        rehearsed.append(1)
-        return nullcontext()
+    def watched(step, inputs, rehearse=TrainStep._rehearse):
+        rehearse(step, inputs)
+        grown = [one.grad is not None for one in (*step.parts.net.parameters(), *step.parts.loss.parameters())]
+        rehearsed.append(all(grown) and len(grown) > 0)
 
+    monkeypatch.setattr(TrainStep, "_rehearse", watched)
     for rehearses in (True, False):
         bench = Bench(short(loss, **changes), CPU)
-        bench.step.parts.rehearsal = watched if rehearses else None
+        bench.step.parts.rehearsal = (lambda: computing) if rehearses else None
         bench.net.train()
         for number, inputs in enumerate(bench.batches(0)):
             if number < 2:
                 bench.step(*inputs)
         found.append(state(bench))
-    assert rehearsed == [1]
+    assert rehearsed == [True]  # to its end, through network and loss
     assert found[0].keys() == found[1].keys()
     for name, value in found[1].items():
         assert torch.equal(value, found[0][name]), name

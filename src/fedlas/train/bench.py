@@ -375,7 +375,7 @@ def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, 
     return Descent(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None
 
 
-def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
+def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
     """Give that in which the kernels of a network are compiled side by side, if it has any of our own."""
     try:
         from fedlas.train.kernels import fused, launching  # noqa: PLC0415

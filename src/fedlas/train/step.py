@@ -69,7 +69,7 @@ class Parts:
     feed: nn.Module
     mixer: Mixer
     descent: Any = None
-    rehearsal: Callable[[], AbstractContextManager[None]] | None = None
+    rehearsal: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 class TrainStep:
@@ -133,14 +133,14 @@ class TrainStep:
 
     @contextmanager
     def _rehearsed(self, inputs: Inputs) -> Iterator[None]:
-        """Let kernels be compiled side by side, and beside what happens meanwhile; all else is left as it was."""
+        """Let kernels be compiled side by side, and beside what happens meanwhile; buffers are left as they were."""
         if self.parts.rehearsal is None:
             yield
             return
         put_back = self._remembered()
-        with ExitStack() as rehearsal:
-            with suppress(Exception):  # whatever it is, the step itself will say it
-                rehearsal.enter_context(self.parts.rehearsal())
+        with ExitStack() as wait:
+            # Whatever goes wrong, the step itself will say it.
+            with suppress(Exception), wait.enter_context(self.parts.rehearsal()).going_on():
                 self._rehearse(tuple(value.chunk(self.recipe.accumulate)[0] for value in inputs))
             self.parts.optimizer.zero_grad(set_to_none=True)
             put_back()
@@ -153,11 +153,12 @@ class TrainStep:
         """
         sample: Sample = self.parts.feed.forward(*inputs)  # without the compiler, whose turn comes later
         images, labels = self.parts.mixer(sample.images, sample.labels, self.count)
-        with autocast(self.recipe.precision, self.device):
-            with self._slots():
+        with self._slots():
+            with autocast(self.recipe.precision, self.device):
                 output = self.parts.net(images)
-                torch.autograd.backward(list(output), [torch.zeros_like(one) for one in output])
-            logits, features = (torch.zeros_like(one).requires_grad_() + 0 for one in output)
+            torch.autograd.backward(list(output), [torch.zeros_like(one) for one in output])
+        logits, features = (torch.zeros_like(one).requires_grad_() + 0 for one in output)
+        with autocast(self.recipe.precision, self.device):
             value = self.parts.loss(logits, labels, features=features, index=sample.index)
         self.scale.of(value).backward()
 

@@ -175,7 +175,7 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
         tallies.watch(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
 
     def rehearsed() -> None:
-        with rehearsal(device):
+        with rehearsal(device) as one, one.going_on():
             work()
         work()
 

@@ -1,8 +1,10 @@
 """How kernels are started: at once, or, in a rehearsal, not at all but compiled, many of them side by side.
 
 The first step of a network asks for some thirty kernels one after the other, and each is compiled before it runs. In a
-rehearsal the same step is gone through with numbers that nobody has computed, and each kernel is only compiled, in a
+rehearsal the network is gone through with numbers that nobody has computed, and each kernel is only compiled, in a
 thread of its own; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss and what makes batches.
+
+A rehearsal holds for all threads, because a backward pass has its own: no other may train on its device meanwhile.
 """
 
 import os
@@ -28,7 +30,22 @@ class Rehearsal:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.known: set[tuple[Any, ...]] = set()
-        self.pool = ThreadPoolExecutor(os.cpu_count())
+        self.tried: set[Any] = set()
+        self.pool = ThreadPoolExecutor(_processors())
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Let kernels of the device be compiled and not run."""
+        _now.append(self)
+        try:
+            yield
+        finally:
+            _now.pop()
+
+    def concerns(self, given: tuple[Any, ...]) -> bool:
+        """Say whether a kernel with these arguments is one of the device."""
+        device = next((one.device for one in given if isinstance(one, Tensor)), self.device)
+        return device == self.device or (device.type == self.device.type and self.device.index is None)
 
     def compile(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], about: dict[str, Any]) -> None:
         """Let a kernel be compiled, unless it is already; its tensors are not kept."""
@@ -42,36 +59,42 @@ class Rehearsal:
             kernel.warmup(*given, grid=grid, **about)
 
 
-_now: Rehearsal | None = None
+_now: list[Rehearsal] = []  # the last one counts
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **about: Any) -> None:
     """Start a kernel, or, in a rehearsal, let it be compiled."""
-    if _now is None:
+    now = rehearsing()
+    if now is None or not now.concerns(given):
         kernel[grid](*given, **about)
     else:
-        _now.compile(kernel, grid, given, about)
+        now.compile(kernel, grid, given, about)
 
 
-def rehearsing() -> bool:
-    """Say whether kernels are only compiled, so that nothing can be tried."""
-    return _now is not None
+def rehearsing() -> Rehearsal | None:
+    """Give the rehearsal that is going on, in which nothing can be tried."""
+    return _now[-1] if _now else None
 
 
 @contextmanager
-def rehearsal(device: torch.device) -> Iterator[None]:
-    """Let kernels be compiled and not run; in the end, wait for them."""
-    global _now  # a backward pass runs in another thread, which has to see it
-    before, _now = _now, Rehearsal(device)
+def rehearsal(device: torch.device) -> Iterator[Rehearsal]:
+    """Give a rehearsal, which can go on for a while, and in the end wait for what is being compiled."""
+    made = Rehearsal(device)
     try:
-        yield
-    finally:
-        now, _now = _now, before
-        now.pool.shutdown()
+        yield made
+    except BaseException:
+        made.pool.shutdown(cancel_futures=True)
+        raise
+    made.pool.shutdown()
+
+
+def _processors() -> int:
+    """Say how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _kind(one: Any) -> Any:
-    """Say what of an argument decides which kernel is compiled."""
+    """Say what of an argument decides which kernel is compiled, but for places that are odd and enormous numbers."""
     if isinstance(one, tuple):
         return tuple(_kind(part) for part in one)
     if isinstance(one, Tensor):

@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 
 SUMS = Tile(64, 64, 4, 264, stages=4)
 SUMS_OF_FEW = Tile(64, 64, 4, 132, stages=4)  # the last program has less to add up
-FEW = 2**23  # numbers to be read; of 16 MiB or less, that is most of what a sum takes
+FEW = 2**23  # numbers to be read, up to which that pays
 SUMS_WITH_KEPT = Tile(64, 64, 4, 264)  # of gradients that are added up and written too
 
 
@@ -594,11 +594,14 @@ def tried(device: torch.device, what: str, work: Callable[[], object]) -> bool:
     return reason is None
 
 
-def can_be_made(trial: Callable[[torch.device], bool], device: torch.device) -> bool:
+def asked(trial: Callable[[torch.device], bool], device: torch.device) -> bool:
     """Ask a trial that remembers its answer; in a rehearsal its kernels are compiled, and it knows nothing yet."""
-    if not rehearsing():
+    now = rehearsing()
+    if now is None:
         return trial(device)
-    inspect.unwrap(trial)(device)
+    if trial not in now.tried:
+        now.tried.add(trial)
+        inspect.unwrap(trial)(device)
     return True
 
 

@@ -25,7 +25,7 @@ from fedlas.train.kernels.norms import (
     GradientSums,
     Normed,
     Tile,
-    can_be_made,
+    asked,
     cut,
     example_norm,
     expected,
@@ -151,14 +151,14 @@ def fits(images: Tensor, weight: Tensor) -> bool:
     """
     outputs, inputs = weight.shape[:2]
     pays = images.numel() // inputs >= MANY and (inputs in (64, 128) or (inputs == 256 and outputs <= 128))
-    return pays and _of_the_kind(images, weight) and can_be_made(_can_be_made, images.device)
+    return pays and _of_the_kind(images, weight) and asked(_can_be_made, images.device)
 
 
 def fits_back(images: Tensor, weight: Tensor) -> bool:
     """Say the same of the gradient of the images and the sums back through the norm before."""
     outputs, inputs = weight.shape[:2]
     pays = images.numel() // inputs >= MANY_BACK and outputs in (64, 128, 256) and outputs <= inputs
-    return pays and _of_the_kind(images, weight) and can_be_made(_can_be_made_back, images.device)
+    return pays and _of_the_kind(images, weight) and asked(_can_be_made_back, images.device)
 
 
 def _of_the_kind(images: Tensor, weight: Tensor) -> bool:

@@ -25,7 +25,7 @@ from fedlas.train.kernels.norms import (
     GradientSums,
     Normed,
     Tile,
-    can_be_made,
+    asked,
     example_norm,
     expected,
     folded,
@@ -126,7 +126,7 @@ def fits(images: Tensor, filters: Tensor) -> bool:
     return (
         filters.shape[1:] == WINDOW
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, filters))
-        and can_be_made(_can_be_made, images.device)
+        and asked(_can_be_made, images.device)
     )
 
 

@@ -112,7 +112,9 @@ def watch(
     sums: Float[Tensor, " 3+edges"],
 ) -> None:
     """Note the gate's state by sample, and add to samples, alpha_i / alpha, psi = -sign(gamma), gammas at each edge."""
-    given = (one.contiguous() for one in (index, psi, gamma, alphas))
+    given = [one.contiguous() for one in (index, psi, gamma, alphas)]
+    if any(one.shape != index.shape for one in given):
+        raise ValueError(f"index, psi, gamma and alpha_i have shapes {[tuple(one.shape) for one in given]}")
     launch(watch_kernel, (1,),
         *given, edges, now, sums, len(index), len(now), len(edges), alpha,
         ROWS=SAMPLES, EDGES=triton.next_power_of_2(len(edges)), num_warps=8,
