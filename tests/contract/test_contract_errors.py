@@ -1,6 +1,7 @@
 """One contract for every loss: what is refused, and that the message says what was wrong."""
 
 import contextlib
+import inspect
 import math
 
 import jaxtyping
@@ -9,6 +10,7 @@ import torch
 from loss_cases import CLASSES, LOSSES, assert_same, batch, choices, every, every_loss, is_number, keyword_types, run
 
 import fedlas
+from fedlas.losses import base as losses_base
 
 
 @pytest.fixture
@@ -254,6 +256,13 @@ def test_common_keywords_out_of_range_are_named(case):
         case.build(weight=torch.ones(CLASSES, dtype=torch.long))
     with pytest.raises(ValueError, match="weight must be one floating-point number per class"):
         case.build(weight=torch.ones(CLASSES, 1))
+
+
+def test_weights_that_are_no_numbers_are_named():
+    """As they come from a command line, past the checks of types that tests have."""
+    for given in ("1,1,2", ["a", "b"], {"a": 1}):
+        with pytest.raises(ValueError, match=r"one floating-point number per class, such as \[1\.0, .*, not ['\[{]"):
+            inspect.unwrap(losses_base._class_weight)(given, None)
 
 
 @every_loss

@@ -416,11 +416,13 @@ def _without_classes(logits: Tensor) -> tuple[int, ...]:
 def _class_weight(weight: Tensor | Sequence[float] | None, num_classes: int | None) -> Tensor | None:
     if weight is None:
         return None
-    weight = torch.as_tensor(weight, dtype=None if isinstance(weight, Tensor) else torch.float32)
+    wanted = "weight must be one floating-point number per class, such as [1.0, 0.5, 2.0]"
+    try:
+        weight = torch.as_tensor(weight, dtype=None if isinstance(weight, Tensor) else torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{wanted}, not {weight!r}") from error
     if weight.ndim != 1 or not weight.is_floating_point():
-        raise ValueError(
-            f"weight must be one floating-point number per class, not {weight.dtype} {tuple(weight.shape)}"
-        )
+        raise ValueError(f"{wanted}, not a tensor of {weight.dtype} and shape {tuple(weight.shape)}")
     if num_classes is not None and len(weight) != num_classes:
         raise ValueError(f"weight has {len(weight)} entries for {num_classes} classes")
     return weight
