@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+SELDOM := /tests/|/site-packages/(transformers|mlflow|databricks|sqlalchemy)/# is compiled when somebody asks for it
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow example docs bench bench-train bench-growth faults-numbers constraints licences sbom audit release-check clean
@@ -75,6 +76,6 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip setuptools
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --build-constraint constraints.txt --no-compile -e '.[all,dev]'
-	@$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true # pip would compile one file after the other
+	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(SELDOM)' .venv/lib || true # pip would do one file after the other
 	@scripts/browser
 	@touch $@

@@ -149,9 +149,12 @@ def bytes_kept(kind):
 
 
 def test_a_stream_of_sums_keeps_no_samples():
-    """Half a byte is less than any sample takes; one that keeps samples is measured in the same way, and found."""
+    """Half a byte is less than any sample takes; one that keeps samples is measured in the same way, and found.
+
+    What the process has freed before, and not given back, may hide what is kept: up to three looks at that.
+    """
     assert bytes_kept(metrics.ECE) < growth.SUMS
-    assert bytes_kept(metrics.AURC) > 4 * growth.SUMS
+    assert any(bytes_kept(metrics.AURC) > 4 * growth.SUMS for _ in range(3))
 
 
 def test_a_process_that_dies_is_named():
