@@ -29,13 +29,18 @@ class Kernel:
     """Remembers how it was asked."""
 
     def __init__(self) -> None:
-        self.ran, self.compiled = [], []
+        self.ran, self.compiled, self.ready = [], [], 0
 
     def __getitem__(self, grid):
         return lambda *given, **about: self.ran.append((grid, given, about))
 
     def warmup(self, *given, grid, **about):
         self.compiled.append((grid, given, about, threading.get_ident()))
+        return self
+
+    @property
+    def run(self):
+        self.ready += 1
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def test_kernels_are_compiled_once_for_each_kind_and_not_run():
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
     assert not rehearsing()
     assert not kernel.ran
-    assert len(kernel.compiled) == 5
+    assert len(kernel.compiled) == kernel.ready == 5
     assert threading.get_ident() not in {thread for *_, thread in kernel.compiled}
     kinds = {(given[0].dtype, given[1], about["WIDTH"]) for _, given, about, _ in kernel.compiled}
     wide = torch.float32
@@ -77,6 +82,22 @@ def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
     with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
         raise ZeroDivisionError
     assert not rehearsing()
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_happens_beside_a_rehearsal_is_waited_for_and_may_fail(fails):
+    kernel, threads = Kernel(), []
+
+    def meanwhile():
+        threads.append(threading.get_ident())
+        if fails:
+            raise RuntimeError("no")
+
+    with rehearsal(CPU, meanwhile) as one, one.going_on():
+        launch(kernel, (1,))
+    assert len(threads) == len(kernel.compiled) == 1
+    assert threads != [threading.get_ident()]
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -185,9 +206,15 @@ def test_a_rehearsal_that_fails_costs_nothing():
     assert int(bench.step.count) == 1
 
 
-def test_a_bench_rehearses_where_the_network_has_kernels_of_its_own():
+def test_a_bench_rehearses_where_the_network_has_kernels_of_its_own(monkeypatch):
     assert Bench(short("ce"), CPU).step.parts.rehearsal is None
     model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
     assert bench_module._rehearsal(model, CPU) is None
     assert fuse(model)
-    assert bench_module._rehearsal(model, CPU) is not None
+    loaded = []
+    monkeypatch.setattr(bench_module, "import_module", loaded.append)
+    begin = bench_module._rehearsal(model, CPU)
+    assert begin is not None
+    with begin() as one:
+        assert isinstance(one, launching.Rehearsal)
+    assert loaded == ["torch._inductor.compile_fx"]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -381,7 +382,9 @@ def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractC
         from fedlas.train.kernels import fused, launching  # noqa: PLC0415
     except ImportError:  # no Triton, or no torchvision
         return None
-    return partial(launching.rehearsal, device) if isinstance(model, fused.FusedResNet) else None
+    # The compiler, whose turn comes after the network's, takes seconds to be loaded.
+    load = partial(import_module, "torch._inductor.compile_fx")
+    return partial(launching.rehearsal, device, load) if isinstance(model, fused.FusedResNet) else None
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

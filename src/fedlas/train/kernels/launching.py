@@ -2,13 +2,14 @@
 
 The first step of a network asks for some thirty kernels one after the other, and each is compiled before it runs. In a
 rehearsal the network is gone through with numbers that nobody has computed, and each kernel is only compiled, in a
-thread of its own; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss and what makes batches.
+thread of its own, and made ready to start; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss and
+what makes batches.
 
 A rehearsal holds for all threads, because a backward pass has its own: no other may train on its device meanwhile.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -56,7 +57,8 @@ class Rehearsal:
 
     def _compile(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], about: dict[str, Any]) -> None:
         with torch.cuda.device(self.device), suppress(Exception):  # it will be told when the kernel is to run
-            kernel.warmup(*given, grid=grid, **about)
+            made = kernel.warmup(*given, grid=grid, **about)
+            made.run  # noqa: B018  # asking loads the kernel, and compiles what starts it
 
 
 _now: list[Rehearsal] = []  # the last one counts
@@ -77,9 +79,16 @@ def rehearsing() -> Rehearsal | None:
 
 
 @contextmanager
-def rehearsal(device: torch.device) -> Iterator[Rehearsal]:
-    """Give a rehearsal, which can go on for a while, and in the end wait for what is being compiled."""
+def rehearsal(device: torch.device, meanwhile: Callable[[], object] | None = None) -> Iterator[Rehearsal]:
+    """Give a rehearsal, which can go on for a while, and in the end wait for what is being compiled.
+
+    Args:
+        device: whose kernels are compiled.
+        meanwhile: what else may happen beside, and may fail.
+    """
     made = Rehearsal(device)
+    if meanwhile is not None:
+        made.pool.submit(meanwhile)
     try:
         yield made
     except BaseException:
