@@ -59,6 +59,7 @@ def test_kernels_are_compiled_once_for_each_kind_and_not_run():
         launch(kernel, (7,), numbers, 1, (numbers.double(),), WIDTH=2)
         launch(kernel, (7,), numbers.half(), 48, (numbers.double(),), WIDTH=2)
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
+        assert kernel.ready == 0  # nothing is loaded while cuDNN measures
     assert not rehearsing()
     assert not kernel.ran
     assert len(kernel.compiled) == kernel.ready == 5

@@ -2,16 +2,16 @@
 
 The first step of a network asks for some thirty kernels one after the other, and each is compiled before it runs. In a
 rehearsal the network is gone through with numbers that nobody has computed, and each kernel is only compiled, in a
-thread of its own, and made ready to start; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss and
-what makes batches.
+thread of its own; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss. Kernels are loaded
+afterwards, because that would disturb whoever measures, and beside that the compiler compiles what makes batches.
 
 A rehearsal holds for all threads, because a backward pass has its own: no other may train on its device meanwhile.
 """
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,16 +32,19 @@ class Rehearsal:
         self.device = device
         self.known: set[tuple[Any, ...]] = set()
         self.tried: set[Any] = set()
+        self.making: list[Future[Any]] = []
         self.pool = ThreadPoolExecutor(_processors())
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Let kernels of the device be compiled and not run."""
+        """Let kernels of the device be compiled and not run; after that they are loaded."""
         _now.append(self)
         try:
             yield
         finally:
             _now.pop()
+            while self.making:
+                self.pool.submit(self._load, self.making.pop(0))
 
     def concerns(self, given: tuple[Any, ...]) -> bool:
         """Say whether a kernel with these arguments is one of the device."""
@@ -53,12 +56,18 @@ class Rehearsal:
         key = kernel, tuple(_kind(one) for one in given), *sorted(about.items())
         if key not in self.known:
             self.known.add(key)
-            self.pool.submit(self._compile, kernel, grid, tuple(_like(one) for one in given), about)
+            given = tuple(_like(one) for one in given)
+            self.making.append(self.pool.submit(self._compile, kernel, grid, given, about))
 
-    def _compile(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], about: dict[str, Any]) -> None:
-        with torch.cuda.device(self.device), suppress(Exception):  # it will be told when the kernel is to run
-            made = kernel.warmup(*given, grid=grid, **about)
-            made.run  # noqa: B018  # asking loads the kernel, and compiles what starts it
+    # What fails in these two will be told when the kernel is to run.
+    def _compile(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], about: dict[str, Any]) -> Any:
+        with torch.cuda.device(self.device):
+            return kernel.warmup(*given, grid=grid, **about)
+
+    def _load(self, making: "Future[Any]") -> None:
+        """Wait for a kernel, which is being compiled if it is not yet, and load it with what will start it."""
+        with torch.cuda.device(self.device):
+            making.result().run  # noqa: B018  # to ask for it is to load
 
 
 _now: list[Rehearsal] = []  # the last one counts
