@@ -224,7 +224,7 @@ def test_a_finished_run_is_found_where_nothing_can_be_written(finished, monkeypa
 
 def test_a_file_is_no_run_folder(tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(RunError, match="run is a file; choose another --out"):
+    with pytest.raises(RunError, match=r"run is a file; choose another --out \(in Python out=\)"):
         fit(short("ce"), out=tmp_path / "run")
 
 

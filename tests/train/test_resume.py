@@ -106,7 +106,7 @@ def test_a_run_killed_while_it_predicts_only_predicts(unbroken, tmp_path):
 def test_an_unfinished_run_is_not_touched_unless_asked(tmp_path):
     with pytest.raises(StoppedError):
         fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
-    with pytest.raises(RunError, match="unfinished run of this recipe; continue it with --resume"):
+    with pytest.raises(RunError, match=r"unfinished run of this recipe; .* --resume \(in Python resume=True\)"):
         fit(short(), out=tmp_path)
 
 

@@ -38,7 +38,7 @@ def test_an_unfinished_run_is_not_made_to_look_finished(tmp_path):
     run = Run(tmp_path / "run")
     for split in ("val", "test"):
         for state in ("best", "last"):
-            with pytest.raises(RunError, match="is not finished: 1 of 4 epochs; continue it with --resume, or say"):
+            with pytest.raises(RunError, match=r"is not finished: 1 of 4 epochs; .* --resume \(.*\), or say"):
                 predict_with(run.folder, "digits", split=split, state=state)
             made = predict_with(
                 run.folder, "digits", split=split, state=state, out=run.predictions_file(f"{state}-{split}")

@@ -39,7 +39,7 @@ from fedlas.train.predict import Source, predictions_of, rank
 from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all, share_buffers
 from fedlas.train.protocols import check_parts
 from fedlas.train.recipe import Recipe
-from fedlas.train.runs import MACHINE, Run, locked, run_in
+from fedlas.train.runs import MACHINE, RESUME, Run, locked, run_in
 from fedlas.train.validation import judged
 
 NO_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # what torch calls processors that compute bfloat16 step by step
@@ -197,7 +197,7 @@ class _Training:
 
     def __init__(self, run: Run, bench: Bench, onlookers: Sequence[AbstractCallback], *, resume: bool) -> None:
         self.run, self.bench, self.recipe, self.onlookers = run, bench, bench.recipe, onlookers
-        self.to_go_on = "start the same command again to go on" if resume else "continue with --resume"
+        self.to_go_on = "start the same command again to go on" if resume else f"continue with {RESUME}"
         self.writer = checkpoint.Writer()
         self.signals = StopSignals(patient=ranks.count() > 1)
         self.best: dict[str, Tensor] = {}

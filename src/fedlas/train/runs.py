@@ -33,6 +33,10 @@ from fedlas.train.recipe import Recipe, differences
 STATES = ("best", "last")
 # In the log of each epoch, what differs between equal runs.
 MACHINE = "machine"
+# What to do, for those who gave a command and for those who write Python.
+RESUME = "--resume (in Python resume=True)"
+ELSEWHERE = "choose another --out (in Python out=)"
+WRITE_TO = "say where to write: --out FILE (in Python out=)"
 
 
 class RunError(ValueError):
@@ -168,17 +172,15 @@ class Run:
         if self.recipe_file.exists() and self.begun:
             others = differences(self.recipe, recipe)
             if others:
-                raise RunError(
-                    f"{self.folder} holds a run of another recipe ({'; '.join(others)}); choose another --out"
-                )
+                raise RunError(f"{self.folder} holds a run of another recipe ({'; '.join(others)}); {ELSEWHERE}")
             if self.finished_for(recipe):
                 return "finished"
             if self.checkpoint.exists() and not resume and not self.finished:
-                raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with --resume")
+                raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with {RESUME}")
             if self.finished and not self.checkpoint.exists():
                 raise RunError(f"{self.folder} is finished and has no checkpoint, so it can predict nothing more")
         elif not self.recipe_file.exists() and any(one for one in self.folder.glob("*") if one.name[0] != "."):
-            raise RunError(f"{self.folder} is not empty and holds no run; choose another --out")
+            raise RunError(f"{self.folder} is not empty and holds no run; {ELSEWHERE}")
         elif self.recipe_file.exists():
             _ = self.recipe  # an error where it is something else of that name, which is not written over
         for folder in (self.folder, self.predictions_file("any").parent):
@@ -258,7 +260,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run folder; the lock goes when its process does, however it ends."""
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"{folder} is a file; choose another --out")
+        raise RunError(f"{folder} is a file; {ELSEWHERE}")
     folder.mkdir(parents=True, exist_ok=True)
     lock = Run(folder).own(".lock")
     descriptor, owner = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), os.getpid()

@@ -25,7 +25,7 @@ from fedlas.train.callbacks import downloads
 from fedlas.train.precision import machine
 from fedlas.train.predict import evaluation_source, predictions_of
 from fedlas.train.recipe import Plain, Recipe
-from fedlas.train.runs import STATES, Run, RunError, locked
+from fedlas.train.runs import RESUME, STATES, WRITE_TO, Run, RunError, locked
 
 
 def predict_with(
@@ -74,7 +74,7 @@ def predict_with(
         checkpoint.check_stand(saved, run.checkpoint, recipe.epochs)
         if out is None and saved["epoch"] < recipe.epochs:
             stands = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
-            raise RunError(f"{stands}; continue it with --resume, or say where to write: --out FILE")
+            raise RunError(f"{stands}; continue it with {RESUME}, or {WRITE_TO}")
         common = {"seed": recipe.seed, "progress": shown} | ({} if data_root is None else {"root": data_root})
         home = build_data(recipe.data, **common, **recipe.data_options)
         other = build_data(data, **common, **wanted)
@@ -175,4 +175,4 @@ def _about(held: Predictions, found: Split, names: tuple[str, ...], *, name: str
 
 
 def _others(path: Path) -> RunError:
-    return RunError(f"{path} is there and holds other predictions; remove it, or say where to write: --out FILE")
+    return RunError(f"{path} is there and holds other predictions; remove it, or {WRITE_TO}")
