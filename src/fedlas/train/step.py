@@ -156,7 +156,7 @@ class TrainStep:
         with self._slots():
             with autocast(self.recipe.precision, self.device):
                 output = self.parts.net(images)
-            # From a number: were cuBLAS the first to work in the thread that goes back, it would warn of a device asleep.
+            # From a number: cuBLAS, if it comes first in the thread that goes back, warns of a device asleep.
             (0 * sum(one.sum() for one in output)).backward()
         logits, features = (torch.zeros_like(one).requires_grad_() + 0 for one in output)
         with autocast(self.recipe.precision, self.device):
