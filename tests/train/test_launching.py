@@ -1,6 +1,7 @@
 """A rehearsal compiles kernels and runs none; a step that is rehearsed first is the same step."""
 
 import threading
+import time
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -78,11 +79,41 @@ def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
         def warmup(self, *given, **about):
             raise RuntimeError("no")
 
+        def __getitem__(self, grid):
+            return self.warmup  # what runs is compiled first
+
+    broken = Broken()
     with rehearsal(CPU) as one, one.going_on():
-        launch(Broken(), (1,))
+        launch(broken, (1,))
+    with pytest.raises(RuntimeError, match="no"):
+        launch(broken, (1,))
     with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
         raise ZeroDivisionError
     assert not rehearsing()
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_cannot_be_loaded_is_loaded_when_it_is_to_run():
+    class Heavy(Kernel):
+        """As Triton has it: what starts a kernel is there before the kernel is."""
+
+        _run, loaded = None, False
+
+        @property
+        def run(self):
+            if self._run is None:
+                self._run, self.ready = "started", self.ready + 1
+                if self.ready == 1:
+                    raise MemoryError
+                self.loaded = True
+            return self._run
+
+    kernel = Heavy()
+    with rehearsal(CPU) as one, one.going_on():
+        launch(kernel, (1,))
+    assert not kernel.loaded
+    assert kernel.run == "started"
+    assert kernel.loaded
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -91,6 +122,7 @@ def test_what_happens_beside_a_rehearsal_is_waited_for_and_may_fail(fails):
     kernel, threads = Kernel(), []
 
     def meanwhile():
+        time.sleep(0.3)
         threads.append(threading.get_ident())
         if fails:
             raise RuntimeError("no")

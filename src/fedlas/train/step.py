@@ -156,7 +156,8 @@ class TrainStep:
         with self._slots():
             with autocast(self.recipe.precision, self.device):
                 output = self.parts.net(images)
-            # From a number: cuBLAS, if it comes first in the thread that goes back, warns of a device asleep.
+            # From a number, whose kernel is the first of autograd's thread: if cuBLAS were, it would warn that there is
+            # no CUDA context.
             (0 * sum(one.sum() for one in output)).backward()
         logits, features = (torch.zeros_like(one).requires_grad_() + 0 for one in output)
         with autocast(self.recipe.precision, self.device):

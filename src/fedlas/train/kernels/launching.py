@@ -3,7 +3,7 @@
 The first step of a network asks for some thirty kernels one after the other, and each is compiled before it runs. In a
 rehearsal the network is gone through with numbers that nobody has computed, and each kernel is only compiled, in a
 thread of its own; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss. Kernels are loaded
-afterwards, because that would disturb whoever measures, and beside that the compiler compiles what makes batches.
+afterwards, so that it does not disturb cuDNN, which measures; meanwhile the compiler compiles what makes batches.
 
 A rehearsal holds for all threads, because a backward pass has its own: no other may train on its device meanwhile.
 """
@@ -37,7 +37,7 @@ class Rehearsal:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """Let kernels of the device be compiled and not run; after that they are loaded."""
+        """Let kernels of the device be compiled and not run; then they are loaded, and none may start meanwhile."""
         _now.append(self)
         try:
             yield
@@ -59,15 +59,20 @@ class Rehearsal:
             given = tuple(_like(one) for one in given)
             self.making.append(self.pool.submit(self._compile, kernel, grid, given, about))
 
-    # What fails in these two will be told when the kernel is to run.
+    # What fails in these two is tried again, and told, when the kernel is to run.
     def _compile(self, kernel: Any, grid: tuple[int, ...], given: tuple[Any, ...], about: dict[str, Any]) -> Any:
         with torch.cuda.device(self.device):
             return kernel.warmup(*given, grid=grid, **about)
 
-    def _load(self, making: "Future[Any]") -> None:
+    def _load(self, making: Future[Any]) -> None:
         """Wait for a kernel, which is being compiled if it is not yet, and load it with what will start it."""
-        with torch.cuda.device(self.device):
-            making.result().run  # noqa: B018  # to ask for it is to load
+        made = making.result()
+        try:
+            with torch.cuda.device(self.device):
+                made.run  # noqa: B018  # to ask for it is to load
+        except Exception:
+            made._run = None  # or Triton would start what was never loaded
+            raise
 
 
 _now: list[Rehearsal] = []  # the last one counts
@@ -89,7 +94,7 @@ def rehearsing() -> Rehearsal | None:
 
 @contextmanager
 def rehearsal(device: torch.device, meanwhile: Callable[[], object] | None = None) -> Iterator[Rehearsal]:
-    """Give a rehearsal, which can go on for a while, and in the end wait for what is being compiled.
+    """Give a rehearsal, which can go on for a while, and in the end wait for what is being compiled and loaded.
 
     Args:
         device: whose kernels are compiled.
