@@ -69,6 +69,11 @@ def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
         (["train", "--data", "digits", "--loss", "ce", "--device", "gpu"], "it has to be cpu, cuda or cuda:NUMBER"),
         (["train", "--data", "digits", "--loss", "ce", "--set", "ood=folder"], "ood=folder does not say which images"),
         (["train", "--data", "digits", "--loss", "ce", "--set", "ood=svnh"], "did you mean 'svhn'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "loss=ls"], "give --loss ls and not --set loss"),
+        (
+            ["train", "--data", "digits", "--loss", "ce", "--set", "lr=1", "--set", "lr=2"],
+            "lr is given twice: '1' and '2'",
+        ),
         (["train", "--data", "digits", "--loss", "ce", "--set", "warmup=3"], "warmup does nothing with schedule"),
         (["train", "--data", "digits", "--loss", "ce", "--protocol", "paper", "--model", "small_cnn"], "says nothing"),
         (["predict", "nowhere", "--data", "digits"], "is no run folder"),

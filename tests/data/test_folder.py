@@ -47,11 +47,43 @@ def test_splits_that_are_given(tmp_path):
     pictures(tmp_path / "test", {"a": 3, "c": 4})
     data = fedlas.build_data("folder", path=tmp_path)
     assert data.class_names == ("a", "b", "c")
-    assert {split: len(data.split(split)) for split in data.splits} == {"train": 36, "val": 4, "test": 7, "all": 47}
+    with pytest.warns(UserWarning, match=f"{tmp_path} has no images to train on of: c$"):
+        train = data.split("train")
+    pictures(tmp_path / "train", {"c": 10})
+    data = fedlas.build_data("folder", path=tmp_path)
+    assert {split: len(data.split(split)) for split in data.splits} == {"train": 45, "val": 5, "test": 7, "all": 57}
     pictures(tmp_path / "val", {"a": 5})
     data = fedlas.build_data("folder", path=tmp_path)
-    assert {split: len(data.split(split)) for split in data.splits} == {"train": 40, "val": 5, "test": 7, "all": 52}
-    assert "train" in data.split("train").images[0].parts
+    assert {split: len(data.split(split)) for split in data.splits} == {"train": 50, "val": 5, "test": 7, "all": 62}
+    assert "train" in train.images[0].parts
+
+
+@pytest.mark.parametrize(("name", "meant"), [("Train", "train"), ("valid", "val"), ("Validation", "val")])
+def test_splits_with_other_names_are_no_classes(tmp_path, name, meant):
+    pictures(tmp_path / name, {"a": 2, "b": 2})
+    pictures(tmp_path / "test", {"a": 2, "b": 2})
+    with pytest.raises(ValueError, match=f"{name} holds directories, as a split does; call it {meant}"):
+        fedlas.build_data("folder", path=tmp_path).split("test")
+
+
+def test_a_class_may_be_called_like_a_split(tmp_path):
+    pictures(tmp_path, {"train": 20, "bus": 20, "train/.checkpoints": 2})
+    data = fedlas.build_data("folder", path=tmp_path)
+    assert (data.class_names, len(data.split("all"))) == (("bus", "train"), 40)
+    pictures(tmp_path, {"train/steam": 3})
+    with pytest.warns(UserWarning, match="is divided into splits; passed over: bus"):
+        assert fedlas.build_data("folder", path=tmp_path).class_names == ("steam",)
+
+
+def test_what_is_hidden_is_no_image(tmp_path):
+    pictures(tmp_path, {"a": 10, "b": 10, "a/.copies": 3})
+    (tmp_path / "b" / "._0.png").write_text("left by another system")
+    assert len(fedlas.build_data("folder", path=tmp_path).split("all")) == 20
+
+
+def test_named_classes_need_no_folder(tmp_path):
+    names = fedlas.build_data("folder", path=tmp_path / "gone", class_names=["b", "a"]).class_names
+    assert names == ("b", "a")
 
 
 def test_a_split_that_is_not_given(tmp_path):

@@ -107,7 +107,7 @@ def test_a_finished_run_is_found_and_not_repeated(finished):
 
 
 def test_another_recipe_in_the_folder_is_an_error(finished, tmp_path):
-    with pytest.raises(RunError, match=r"another recipe \(lr: 0.1 and 0.3\)"):
+    with pytest.raises(RunError, match=r"another recipe \(lr: 0.1 there, 0.3 here\)"):
         fit(short(lr=0.3), out=finished.folder, resume=True)
     (tmp_path / "photo.jpg").touch()
     with pytest.raises(RunError, match="is not empty and holds no run"):

@@ -121,7 +121,7 @@ def test_values_of_another_type_are_refused():
 
 def test_differences_are_named():
     assert differences(SMALL, SMALL.replace(checkpoint_every=3)) == []
-    assert differences(SMALL, SMALL.replace(lr=0.2)) == ["lr: 0.1 and 0.2"]
+    assert differences(SMALL, SMALL.replace(lr=0.2)) == ["lr: 0.1 there, 0.2 here"]
 
 
 def test_every_ready_recipe_can_be_built():

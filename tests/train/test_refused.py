@@ -115,6 +115,15 @@ def test_fit_looks_at_what_it_is_given(tmp_path, given, callbacks, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_fit_many_looks_at_what_it_is_given_before_a_run_is_asked_for(tmp_path):
+    with pytest.raises(TypeError, match="fit_many takes several recipes; for a single one there is fit"):
+        fit_many(short("ce"), folder=tmp_path)
+    with pytest.raises(TypeError, match="fodler"):
+        fit_many([short("ce")], fodler=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedlas
+from fedlas.predictions import Predictions
 from fedlas.storage import CHECKSUM
 from fedlas.train import Run, RunError, StoppedError, fit
 from fedlas.train.runs import locked
@@ -66,6 +67,54 @@ def test_a_finished_run_needs_no_checkpoint(digits, tmp_path):
     assert fit(digits.recipe, out=copied.folder).log == digits.log
     with pytest.raises(RunError, match="finished and has no checkpoint, so it can predict nothing more"):
         fit(digits.recipe.replace(ood=("digits",)), out=copied.folder)
+
+    with pytest.raises(RunError, match="is finished, but its checkpoint is gone: train it again, and choose another"):
+        predict_with(copied.folder, "digits", split="train")
+
+
+def test_images_that_have_changed_are_noticed(tmp_path):
+    home, out = photographs(tmp_path / "home"), tmp_path / "run"
+    recipe = large(home, "ce", workers=0)
+
+    def swap() -> None:
+        for place in range(10):  # names of all files stay; of those that cats and dogs have, ten are the others'
+            (home / "cat" / f"{place}.png").rename(home / "kept.png")
+            (home / "dog" / f"{place}.png").rename(home / "cat" / f"{place}.png")
+            (home / "kept.png").rename(home / "dog" / f"{place}.png")
+
+    with pytest.raises(StoppedError):
+        fit(recipe, out=out, callbacks=[SignalAt(12, signal.SIGTERM)])
+    log = (out / "log.jsonl").read_bytes()
+    swap()
+    with pytest.raises(RunError, match=r"learned from other data: images or labels of train and val have changed; put"):
+        fit(recipe, out=out, resume=True)
+    assert (out / "log.jsonl").read_bytes() == log
+    swap()
+    assert fit(recipe, out=out, resume=True).finished
+    swap()
+    with pytest.raises(RunError, match=r"images or labels of its train split have changed since .*; put back .*--out"):
+        predict_with(out, "folder", split="train")
+    assert not Run(out).predictions_file("best-train").exists()
+    assert predict_with(out, "folder", split="train", out=tmp_path / "changed.safetensors").exists()
+
+
+def test_a_network_whose_images_are_gone_can_still_be_asked(folder, tmp_path):
+    home, away = folder.folder.parent / "home", folder.folder.parent / "away"
+    asked = {"data": "folder", "options": {"path": str(folder.folder.parent / "other")}, "split": "all"}
+    there = Predictions.load(predict_with(folder.folder, **asked, out=tmp_path / "there.safetensors"))
+    home.rename(away)
+    try:
+        gone = Predictions.load(predict_with(folder.folder, **asked, out=tmp_path / "gone.safetensors"))
+        assert gone.class_names == there.class_names == ("cat", "dog", "owl")
+        assert torch.equal(gone.logits, there.logits)
+        bare = Run(tmp_path / "bare")
+        bare.folder.mkdir()
+        for name in ("recipe.json", "checkpoint.pt", "log.jsonl"):
+            (bare.folder / name).write_bytes((folder.folder / name).read_bytes())
+        with pytest.raises(FileNotFoundError, match=r"was trained on data that is needed for its classes: .*home"):
+            predict_with(bare.folder, **asked, out=tmp_path / "none.safetensors")
+    finally:
+        away.rename(home)
 
 
 def test_the_data_of_the_recipe_has_the_bare_name(digits):

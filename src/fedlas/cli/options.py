@@ -46,5 +46,16 @@ def parsed(settings: Sequence[str] | None) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ValueError(f"--set takes FIELD=VALUE, not {text!r}")
+        if name.strip() in found:
+            raise ValueError(f"--set {name.strip()} is given twice: {found[name.strip()]!r} and {value.strip()!r}")
         found[name.strip()] = value.strip()
+    return found
+
+
+def parsed_fields(settings: Sequence[str] | None) -> dict[str, str]:
+    """Take fields of a recipe apart, but for those that decide which recipe it is."""
+    found = parsed(settings)
+    for name in ("data", "model", "loss"):
+        if name in found:
+            raise ValueError(f"give --{name} {found[name]} and not --set {name}: it decides about the other fields")
     return found

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlas.cli.endings import one_line_errors
-from fedlas.cli.options import Device, Root, Settings, numbers, parsed
+from fedlas.cli.options import Device, Root, Settings, numbers, parsed, parsed_fields
 from fedlas.cli.places import check_places, has_format, refuse_other_kind
 from fedlas.cli.terminal import show_table
 
@@ -31,7 +31,7 @@ def train_run(
         from fedlas.train import fit, recipe_for
 
         check_places([], out)
-        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed(settings))
+        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed_fields(settings))
         run = fit(recipe, out=out, resume=resume, data_root=data_root, device=device)
         if os.environ.get("RANK", "0") == "0":
             typer.echo(run.folder)
@@ -86,7 +86,7 @@ def search_options(
 
         check_places([], out)
         refuse_other_kind(out / KEPT, "search of fedlas", partial(has_format, FORMAT))
-        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed(settings))
+        recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed_fields(settings))
         found = search(
             recipe, [Range.parse(text) for text in over], trials=trials, folder=out, metric=metric,
             seeds=numbers(seeds), told=partial(typer.echo, err=True), device=device, data_root=data_root,

@@ -10,7 +10,7 @@ Classes are numbered in the order of their names, or of `class_names` if it is g
 
 import csv
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Unpack
@@ -32,6 +32,7 @@ from fedlas.data.base.fetching import DamagedFileError, MissingFileError
 
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 GIVEN = ("train", "val", "test")
+ALSO = {"training": "train", "valid": "val", "validation": "val", "testing": "test"}  # what others call them
 SHOWN = 8  # classes that a message names
 
 
@@ -94,6 +95,8 @@ class Folder(AbstractDataset):
     @cached_property
     def class_names(self) -> tuple[str, ...]:
         """The names given, or those found, in order."""
+        if self._names is not None and not self.path.exists():  # a network that was trained on it can still be used
+            return self._names
         found = {row.label for row in self._rows}
         if self._names is None:
             return tuple(sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found))
@@ -139,6 +142,8 @@ class Folder(AbstractDataset):
             raise MissingFileError(f"{self.path} has no {wanted} split; it has {', '.join(sorted(given))}")
         part = self.part(wanted)
         assert part.index is not None
+        if wanted == "train":
+            _tell_of_classes(self.path, self.class_names, part.labels)
         whole = Split(name, part.images, part.labels, part.index, self.class_names, self.name)
         if name == "all" or wanted in {"val", "test"} or (wanted == "train" and "val" in given):
             return whole
@@ -165,16 +170,42 @@ class Folder(AbstractDataset):
         )
 
 
+def _tell_of_classes(path: Path, names: tuple[str, ...], labels: torch.Tensor) -> None:
+    """Say which classes nobody can learn."""
+    counts = torch.bincount(labels, minlength=len(names)).tolist()
+    missing = [name for name, count in zip(names, counts, strict=True) if not count]
+    if missing:
+        warnings.warn(f"{path} has no images to train on of: {', '.join(missing)}", stacklevel=3)
+
+
 def _rows_of_directory(folder: Path) -> list[_Row]:
-    if any(inside.is_dir() for name in GIVEN for inside in (folder / name).glob("*")):
+    inside = _directories(folder)
+    divided = [one for one in inside if _directories(one)]
+    for one in divided:
+        meant = ALSO.get(one.name.lower(), one.name.lower())
+        if meant in GIVEN and one.name != meant:
+            raise ValueError(f"{one} holds directories, as a split does; call it {meant}, so that it is taken for one")
+    if any(one.name in GIVEN for one in divided):
+        others = [one.name for one in inside if one.name not in GIVEN]
+        if others:
+            warnings.warn(f"{folder} is divided into splits; passed over: {', '.join(others)}", stacklevel=2)
         return [row._replace(split=name) for name in GIVEN for row in _rows_below(folder / name)]
-    flat = [path for path in sorted(folder.glob("*")) if path.suffix.lower() in IMAGES and path.is_file()]
+    flat = [path for path in _seen(folder.glob("*"), folder) if path.suffix.lower() in IMAGES and path.is_file()]
     return _rows_below(folder) or [_Row(path, folder.name, "") for path in flat]
 
 
+def _directories(folder: Path) -> list[Path]:
+    return [inside for inside in _seen(folder.glob("*"), folder) if inside.is_dir()]
+
+
+def _seen(paths: Iterable[Path], folder: Path) -> list[Path]:
+    """Pass over what is hidden: copies that editors and other systems leave behind are no images of anyone's."""
+    return sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
 def _rows_below(folder: Path) -> list[_Row]:
-    classes = sorted(inside for inside in folder.glob("*") if inside.is_dir() and not inside.name.startswith("."))
-    files = [(path, inside.name) for inside in classes for path in sorted(inside.rglob("*"))]
+    classes = _directories(folder)
+    files = [(path, inside.name) for inside in classes for path in _seen(inside.rglob("*"), inside)]
     rows = [_Row(path, label, "") for path, label in files if path.suffix.lower() in IMAGES and _may_be_image(path)]
     empty = sorted({inside.name for inside in classes} - {row.label for row in rows})
     if rows and empty:

@@ -39,9 +39,10 @@ from fedlas.train.predict import Source, predictions_of, rank
 from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all, share_buffers
 from fedlas.train.protocols import check_parts
 from fedlas.train.recipe import Recipe
-from fedlas.train.runs import MACHINE, RESUME, Run, locked, run_in
+from fedlas.train.runs import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
 from fedlas.train.validation import judged
 
+LEARNED = ("train", "val")  # splits from which a run learns, and by which it chooses
 NO_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # what torch calls processors that compute bfloat16 step by step
 
 
@@ -96,6 +97,8 @@ def fit_many(
 ) -> Iterator[Run]:
     """Train many recipes in one process; a network that several share is compiled once.
 
+    Each is trained when its run is asked for, as in `for run in fit_many(...)`; one that fails ends it.
+
     Args:
         recipes: what to do, one after the other; neighbours that are alike share most.
         folder: every run gets a folder in it.
@@ -104,11 +107,13 @@ def fit_many(
         progress: whether to show a bar for each; by default in a terminal.
         options: device and data_root, as for `fit`.
     """
+    if isinstance(recipes, Recipe):
+        raise TypeError("fit_many takes several recipes; for a single one there is fit")
     engine = Engine(**options)
-    for recipe in recipes:
-        yield engine.fit(
-            recipe, out=run_in(folder, recipe).folder, resume=resume, callbacks=callbacks, progress=progress
-        )
+    return (
+        engine.fit(recipe, out=run_in(folder, recipe).folder, resume=resume, callbacks=callbacks, progress=progress)
+        for recipe in recipes
+    )
 
 
 class Engine:
@@ -208,6 +213,7 @@ class _Training:
         """Train, then predict."""
         try:
             with self.signals.listening():
+                agreed(self._know_data)
                 epoch, start = self._stand()
                 for onlooker in self.onlookers:
                     onlooker.begun(self.run, self.bench, epoch)
@@ -348,6 +354,18 @@ class _Training:
                 raise checkpoint.refused(path, f"its generators of random numbers: {error}") from error
         return epoch, position
 
+    def _know_data(self) -> None:
+        """Write down on what a run learns; one that continues has to find what it learned from before."""
+        found = {name: self.bench.data.split(name).checksum() for name in LEARNED}
+        known = self.run.environment.get("data", {}) if self.run.checkpoint.exists() else {}
+        others = [name for name in LEARNED if known.get(name, found[name]) != found[name]]
+        if others:
+            raise RunError(
+                f"{self.run.folder} learned from other data: images or labels of {' and '.join(others)} have changed; "
+                f"put back what was there, or {ELSEWHERE}"
+            )
+        self.run.note({"data": known | found})
+
     def _stop_if_diverged(self) -> None:
         step = self.bench.step.bad_step()
         if step is None:
@@ -364,7 +382,10 @@ class _Training:
         samples = ", ".join(map(str, index[:8])) + (f" and {len(index) - 8} more" if len(index) > 8 else "")
         last = f"the last good checkpoint is {kept}" if kept else "there is no checkpoint before it"
         raise DivergedError(
-            f"{where}; samples of that batch: {samples} (all in {self.run.log_file}); {last}", step + 1, index
+            f"{where}; samples of that batch: {samples} (all in {self.run.log_file}); {last}; "
+            "a smaller lr may help, or clip",
+            step + 1,
+            index,
         )
 
     def _predict(self, source: Source, split: str, *, labelled: bool = True) -> Predictions:
@@ -377,9 +398,10 @@ class _Training:
     def _predict_everything(self) -> None:
         """Write the predictions of the last weights and of the best, and on what data; foreign data comes last."""
         if is_first():
-            looked_at = dict.fromkeys(("train", "val", *(name.partition("-")[0] for name in self.recipe.splits)))
+            looked_at = dict.fromkeys(name.partition("-")[0] for name in self.recipe.splits)
             foreign = {data.name: data for data in map(self.bench.foreign_data, self.recipe.ood)}
-            sums = {name: self.bench.data.split(name).checksum() for name in looked_at}
+            sums = dict(self.run.environment["data"])
+            sums |= {name: self.bench.data.split(name).checksum() for name in looked_at if name not in LEARNED}
             sums |= {f"ood-{name}": data.split("test").checksum() for name, data in foreign.items()}
             self.run.note({"data": sums, "titles": {name: data.title for name, data in foreign.items()}})
         states = {"last": {name: value.clone() for name, value in self.bench.net.model.state_dict().items()}}

@@ -285,10 +285,10 @@ class Recipe:
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
-    """Name the fields in which two recipes would give other results."""
+    """Name the fields in which two recipes would give other results; the first is that of a folder."""
     mine, theirs = one.deciding(), other.deciding()
     names = [f.name for f in fields(Recipe) if mine.get(f.name, MISSING) != theirs.get(f.name, MISSING)]
-    return [f"{name}: {getattr(one, name)!r} and {getattr(other, name)!r}" for name in names]
+    return [f"{name}: {getattr(one, name)!r} there, {getattr(other, name)!r} here" for name in names]
 
 
 def _idle(values: Mapping[str, Plain]) -> dict[str, Plain]:

@@ -178,7 +178,9 @@ class Run:
             if self.checkpoint.exists() and not resume and not self.finished:
                 raise RunError(f"{self.folder} holds an unfinished run of this recipe; continue it with {RESUME}")
             if self.finished and not self.checkpoint.exists():
-                raise RunError(f"{self.folder} is finished and has no checkpoint, so it can predict nothing more")
+                raise RunError(
+                    f"{self.folder} is finished and has no checkpoint, so it can predict nothing more; {ELSEWHERE}"
+                )
         elif not self.recipe_file.exists() and any(one for one in self.folder.glob("*") if one.name[0] != "."):
             raise RunError(f"{self.folder} is not empty and holds no run; {ELSEWHERE}")
         elif self.recipe_file.exists():

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fedlas.catalog import nearest
-from fedlas.data import AbstractDataset, Split, build_data
+from fedlas.catalog import keywords, nearest
+from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
 from fedlas.files import held_at, same_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import Predictions
@@ -25,7 +25,7 @@ from fedlas.train.callbacks import downloads
 from fedlas.train.precision import machine
 from fedlas.train.predict import evaluation_source, predictions_of
 from fedlas.train.recipe import Plain, Recipe
-from fedlas.train.runs import RESUME, STATES, WRITE_TO, Run, RunError, locked
+from fedlas.train.runs import ELSEWHERE, RESUME, STATES, WRITE_TO, Run, RunError, locked
 
 
 def predict_with(
@@ -65,7 +65,8 @@ def predict_with(
         raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
     held = None if out is None else _held(Path(out))
     if not run.checkpoint.exists():
-        raise RunError(f"{run.folder} has no checkpoint; train it first")
+        more = f"is finished, but its checkpoint is gone: train it again, and {ELSEWHERE}" if run.finished else ""
+        raise RunError(f"{run.folder} {more or 'has no checkpoint; train it first'}")
     given = recipe.replace(data_options=dict(options or {})).data_options
     wanted = {**recipe.data_options, **given} if data == recipe.data else dict(given)
     own = data == recipe.data and wanted == recipe.data_options
@@ -76,13 +77,17 @@ def predict_with(
             stands = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
             raise RunError(f"{stands}; continue it with {RESUME}, or {WRITE_TO}")
         common = {"seed": recipe.seed, "progress": shown} | ({} if data_root is None else {"root": data_root})
-        home = build_data(recipe.data, **common, **recipe.data_options)
+        home = _home(run, recipe, common)
         other = build_data(data, **common, **wanted)
         split = split or ("all" if "all" in other.splits and not own else "test")
         name = split if own else _name(data, split, wanted)
         path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
         held = _held(path) if out is None else held
         found = other.split(split)
+        known = run.environment.get("data", {}).get(name)
+        if own and out is None and known is not None and known != found.checksum():
+            changed = f"images or labels of its {name} split have changed since {run.folder} looked at them"
+            raise RunError(f"{changed}; put back what was there, or {WRITE_TO}")
         labelled = found.class_names == home.class_names
         if held is not None and not _about(held, found, home.class_names, name=name, labelled=labelled):
             raise _others(path)
@@ -93,6 +98,22 @@ def predict_with(
             raise _others(path)
         made.save(path)
     return path
+
+
+def _home(run: Run, recipe: Recipe, common: dict[str, Any]) -> AbstractDataset:
+    """Give the data that a network was trained on; where it is gone, what the run wrote down knows the classes."""
+    home = build_data(recipe.data, **common, **recipe.data_options)
+    try:
+        _ = home.class_names
+    except MissingFileError as error:
+        files = (run.predictions_file(f"{state}-{split}") for state in STATES for split in recipe.splits)
+        names = next((Predictions.load(one).class_names for one in files if one.exists()), None)
+        if names is None or "class_names" not in keywords(type(home)):
+            raise MissingFileError(
+                f"{run.folder} was trained on data that is needed for its classes: {error}"
+            ) from error
+        return build_data(recipe.data, **common, **{**recipe.data_options, "class_names": list(names)})
+    return home
 
 
 def _tell_of_labels(home: AbstractDataset, other: AbstractDataset) -> None:
