@@ -383,8 +383,8 @@ def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractC
     except ImportError:  # no Triton, or no torchvision
         return None
     # The compiler, whose turn comes after the network's, takes seconds to be loaded.
-    load = partial(import_module, "torch._inductor.compile_fx")
-    return partial(launching.rehearsal, device, load) if isinstance(model, fused.FusedResNet) else None
+    compiler = partial(import_module, "torch._inductor.compile_fx")
+    return partial(launching.rehearsal, device, compiler) if isinstance(model, fused.FusedResNet) else None
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:
