@@ -8,7 +8,8 @@ What a block gives away is used twice, and handed out twice, so that the two gra
 in a pass of their own. Weights of all convolutions become narrow in one kernel (`blocks`), and their gradients wide in
 another, but for those that somebody takes as they are; on a GPU those gradients are computed on a second stream, beside
 the passes of the norms. In narrow numbers, a first convolution of 3 x 3 on three channels has kernels of its own
-(`stem`), and one of 1 x 1 another, which sums what its norm wants to know (`products`).
+(`stem`); one of 1 x 1 (`products`) and one of 3 x 3 on 64 channels (`windows`) have others, which sum what norms want to
+know.
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedlas.train.kernels import norms, products, stem
+from fedlas.train.kernels import norms, products, stem, windows
 from fedlas.train.kernels.blocks import Narrowing
 
 Convolved = tuple[Tensor, norms.Normed | None]  # and what was found out about it already
@@ -37,11 +38,17 @@ BESIDE = 4  # gradients of weights that may be under way on the second stream; e
 class Owed:
     """A place where the gradient of some images may be left as a product that is still to be made.
 
-    A convolution of 1 x 1 leaves it there in its backward pass, and gives no gradient of its images. The norm that made
-    the images takes it, and sums while it multiplies.
+    A convolution leaves it there in its backward pass, and gives no gradient of its images. The norm that made the
+    images takes it, and sums while it multiplies.
+
+    Args:
+        two_norms: whether what another norm gave was added to the images.
     """
 
     product: products.Product | None = None
+
+    def __init__(self, *, two_norms: bool = False) -> None:
+        self.two_norms = two_norms
 
     def taken(self) -> products.Product | None:
         """Give what was left, once."""
@@ -246,8 +253,10 @@ def _convolve(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | Non
     about = layer.stride, layer.padding, layer.dilation, layer.groups
     narrow = images.to(layer.narrow.dtype)
     is_product = about == ((1, 1), (0, 0), (1, 1), 1)
-    looks = norm if is_product and products.fits(narrow, layer.narrow) else None
-    leaves = owed if is_product and products.fits_back(narrow, layer.narrow) else None
+    is_window = about == ((1, 1), (1, 1), (1, 1), 1) and windows.fits(narrow, layer.narrow)
+    looks = norm if is_window or (is_product and products.fits(narrow, layer.narrow)) else None
+    is_taken = is_window and owed is not None and not owed.two_norms
+    leaves = owed if is_taken or (is_product and products.fits_back(narrow, layer.narrow)) else None
     y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, looks, leaves)
     return y.contiguous(memory_format=torch.channels_last), found  # as it is but for convolutions without cuDNN
 
@@ -258,7 +267,7 @@ def _norm(
 ) -> Given:  # fmt: skip
     """Normalise, add what skipped the layers, cut off what is negative; give the result twice, for two uses."""
     other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
-    abouts, owed = (about, skip_about), Owed()
+    abouts, owed = (about, skip_about), Owed(two_norms=skip_norm is not None)
     first, second = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norm, skip_norm, abouts, owed)
     return Given(first, second, owed)
 
@@ -351,7 +360,9 @@ class _Convolution(torch.autograd.Function):
         ctx.about, ctx.beside, ctx.owed = about, beside, owed
         if norm is None:
             return functional.conv2d(images, weight, None, *about), None
-        return products.multiply(images, weight, _affine(norm), _counter(norm))
+        if _is_product(weight):
+            return products.multiply(images, weight, _affine(norm), _counter(norm))
+        return windows.convolve(images, weight, _affine(norm))
 
     @staticmethod
     @once_differentiable
@@ -366,7 +377,7 @@ class _Convolution(torch.autograd.Function):
             return gradients[place]  # type: ignore[no-any-return]
 
         of_images = of_weight = None
-        window_first = weight.shape[2:] != (1, 1)  # it needs the matrix units, so that of the weight waits for a norm
+        window_first = not _is_product(weight)  # it needs the matrix units, so that of the weight waits for a norm
         if ctx.owed is not None:
             ctx.owed.product = products.Product(gradient, weight)
         elif ctx.needs_input_grad[0] and window_first:
@@ -457,9 +468,18 @@ def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) ->
     """Do the first pass back through a norm, from the gradients of z that there are, one or two."""
     product = owed.taken()
     there = [one.contiguous(memory_format=torch.channels_last) for one in given if one is not None]
-    if product is not None:
-        return products.gradient_sums(product, there[0] if there else None, *about)
-    return norms.gradient_sums(there[0], there[1] if len(there) > 1 else None, *about)
+    if product is None:
+        return norms.gradient_sums(there[0], there[1] if len(there) > 1 else None, *about)
+    second = there[0] if there else None
+    if _is_product(product.weight):
+        return products.gradient_sums(product, second, *about)
+    y, bits, normed = about[:3]
+    return windows.gradient_sums(product.gradient, product.weight, second, y, bits, normed)
+
+
+def _is_product(weight: Tensor) -> bool:
+    """Say whether a convolution is a product of matrices."""
+    return weight.shape[2:] == (1, 1)
 
 
 def _affine(norm: Any) -> norms.Affine:

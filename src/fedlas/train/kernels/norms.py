@@ -114,7 +114,7 @@ def _totals(partial, column, blocks, channels, COLUMNS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _finish(
+def finish(
     around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels, blocks,
     eps, momentum, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,7 @@ def leave(
     tl.store(here, first)
     tl.store(here + blocks * channels, second)
     if finished(counter + tl.program_id(0), blocks):
-        _finish(
+        finish(
             around, partial, weight, bias, mean, rstd, scale, shift, running_mean, running_var, column, rows, channels,
             blocks, eps, momentum, COLUMNS,
         )  # fmt: skip
@@ -311,15 +311,29 @@ def leave_gradients(
     if HAS_OTHER:
         tl.store(here + 2 * blocks * channels, tl.sum(other_product, 0, keep_dims=True))
     if finished(counter + tl.program_id(0), blocks):
-        all_of_it, times = _totals(partial, column, blocks, channels, COLUMNS)
-        tl.store(bias_gradient + column, all_of_it)
-        _factors(all_of_it, times, middle, rstd, scale, weight_gradient, slope, offset, column, rows)
+        all_of_it = finish_gradients(
+            partial, middle, rstd, scale, weight_gradient, bias_gradient, slope, offset, column, rows, channels, blocks,
+            COLUMNS,
+        )  # fmt: skip
         if HAS_OTHER:
             _, times = _totals(partial + blocks * channels, column, blocks, channels, COLUMNS)
             _factors(
                 all_of_it, times, other_middle, other_rstd, other_scale,
                 other_weight_gradient, other_slope, other_offset, column, rows,
             )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def finish_gradients(
+    partial, middle, rstd, scale, weight_gradient, bias_gradient, slope, offset, column, rows, channels, blocks,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Make factors of dy of what all blocks of rows have left of two sums; give the first sum."""
+    total, product = _totals(partial, column, blocks, channels, COLUMNS)
+    tl.store(bias_gradient + column, total)
+    _factors(total, product, middle, rstd, scale, weight_gradient, slope, offset, column, rows)
+    return total
 
 
 @triton.jit
