@@ -8,8 +8,7 @@ What a block gives away is used twice, and handed out twice, so that the two gra
 in a pass of their own. Weights of all convolutions become narrow in one kernel (`blocks`), and their gradients wide in
 another, but for those that somebody takes as they are; on a GPU those gradients are computed on a second stream, beside
 the passes of the norms. In narrow numbers, a first convolution of 3 x 3 on three channels has kernels of its own
-(`stem`); one of 1 x 1 (`products`) and one of 3 x 3 on 64 channels (`windows`) have others, which sum what norms want to
-know.
+(`stem`); one of 1 x 1 (`products`) and one of 3 x 3 on 64 channels (`windows`) have others, which sum for norms.
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """

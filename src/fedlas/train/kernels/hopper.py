@@ -25,28 +25,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.7 gave it another name.
+# Names that have changed: those of Triton 3.9, or else those of 3.6.
 everyone = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+send = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
 @no_type_check
 def _fetch(x, ring, ready, number, image, TILES: gl.constexpr, SLOTS: gl.constexpr):
     """Let a tile come into its slot: line number // 3, moved by number % 3 - 1; zeros outside of the image."""
-    slot, there = number % SLOTS, number < TILES
-    mbarrier.expect(ready.index(slot), x.block_type.nbytes, there)
-    tma.async_copy_global_to_shared(
-        x, [image, number // 3, number % 3 - 1, 0], ready.index(slot), ring.index(slot), there
-    )
+    line, there = number // 3, number < TILES
+    come = ready.index(line % 3)
+    mbarrier.expect(come, x.block_type.nbytes, there)
+    bring(x, [image, line, number % 3 - 1, 0], come, ring.index(number % SLOTS), there)
 
 
 @gluon.jit
 @no_type_check
-def _tile(ring, ready, number, SLOTS: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
-    """Wait for a tile, and give it as a matrix with a row for each pixel."""
-    slot = number % SLOTS
-    mbarrier.wait(ready.index(slot), (number // SLOTS) & 1)
-    return ring.index(slot).reshape([ROWS, C])
+def _tile(ring, number, SLOTS: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr):
+    """Give a tile as a matrix with a row for each pixel."""
+    return ring.index(number % SLOTS).reshape([ROWS, C])
 
 
 @gluon.jit
@@ -63,20 +62,20 @@ def _matrix(weights, PLACE: gl.constexpr, BACK: gl.constexpr):
 @no_type_check
 def _begin(x, w, image, TILES: gl.constexpr, SLOTS: gl.constexpr, C: gl.constexpr):
     """Fetch the weights and the first tiles; give where they are and what tells that a tile has come."""
-    ring = gl.allocate_shared_memory(x.dtype, [SLOTS] + x.block_shape, x.layout)
-    weights = gl.allocate_shared_memory(w.dtype, [9] + w.block_shape, w.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    ring = gl.allocate_shared_memory(x.dtype, [SLOTS] + x.block_shape, x.layout)  # noqa: RUF005  # no stars in here
+    weights = gl.allocate_shared_memory(w.dtype, [9] + w.block_shape, w.layout)  # noqa: RUF005
+    ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(slot), count=1)
+    for line in gl.static_range(3):
+        mbarrier.init(ready.index(line), count=3)
     mbarrier.init(loaded, count=1)
     fence_async_shared()
     everyone()
     mbarrier.expect(loaded, 9 * w.block_type.nbytes)
     for place in gl.static_range(9):
-        tma.async_copy_global_to_shared(w, [0, place * C], loaded, weights.index(place))
-    for slot in gl.static_range(SLOTS):
-        _fetch(x, ring, ready, slot, image, TILES, SLOTS)
+        bring(w, [0, place * C], loaded, weights.index(place))
+    for number in gl.static_range(SLOTS):
+        _fetch(x, ring, ready, number, image, TILES, SLOTS)
     mbarrier.wait(loaded, 0)
     return ring, ready, weights
 
@@ -89,9 +88,10 @@ def _line(
     layout: gl.constexpr,
 ):  # fmt: skip
     """Multiply a line; give the one above, which is complete, and two that are still on their way."""
-    left = _tile(ring, ready, 3 * line, SLOTS, ROWS, C)
-    middle = _tile(ring, ready, 3 * line + 1, SLOTS, ROWS, C)
-    right = _tile(ring, ready, 3 * line + 2, SLOTS, ROWS, C)
+    mbarrier.wait(ready.index(line % 3), line // 3 & 1)
+    left = _tile(ring, 3 * line, SLOTS, ROWS, C)
+    middle = _tile(ring, 3 * line + 1, SLOTS, ROWS, C)
+    right = _tile(ring, 3 * line + 2, SLOTS, ROWS, C)
     above = warpgroup_mma(left, _matrix(weights, 6, BACK), above, is_async=True)
     above = warpgroup_mma(middle, _matrix(weights, 7, BACK), above, is_async=True)
     above = warpgroup_mma(right, _matrix(weights, 8, BACK), above, is_async=True)
@@ -115,8 +115,22 @@ def _line(
 @no_type_check
 def _summed(value, ROWS: gl.constexpr, C: gl.constexpr):
     """Add rows that one thread has."""
-    TOGETHER: gl.constexpr = 4 * gl.num_warps()
-    return gl.sum(gl.reshape(value, [ROWS // TOGETHER, TOGETHER, C]), 0)
+    together: gl.constexpr = 4 * gl.num_warps()
+    return gl.sum(gl.reshape(value, [ROWS // together, together, C]), 0)
+
+
+@gluon.jit
+@no_type_check
+def _cut(
+    value, seen, word, bit, scale, shift, column,
+    MASK: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, spread: gl.constexpr,
+):  # fmt: skip
+    """Give a gradient before the ReLU, as `norms.cut` does."""
+    if MASK == "bits":
+        off = gl.convert_layout(gl.reshape((word.to(gl.int32) >> bit) & 1, [ROWS, C]), spread) != 0
+    else:
+        off = seen * gl.load(scale + column)[None, :] + gl.load(shift + column)[None, :] <= 0
+    return gl.where(off, 0.0, value)
 
 
 @gluon.jit
@@ -136,37 +150,37 @@ def lines_kernel(
     EVEN: gl.constexpr,
 ):  # fmt: skip
     """Convolve, and sum columns and their squares, around the usual mean, as `norms.expected` has it."""
-    ROWS: gl.constexpr = IMAGES * WIDTH
-    LINES: gl.constexpr = (HEIGHT + 3) // 3 * 3  # with one more than there are, the last is complete, too
+    rows: gl.constexpr = IMAGES * WIDTH
+    lines: gl.constexpr = (HEIGHT + 3) // 3 * 3  # with one more than there are, the last is complete, too
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, C, 16])
     spread: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     image = gl.program_id(0) * IMAGES
-    ring, ready, weights = _begin(x, w, image, 3 * LINES, SLOTS, C)
+    ring, ready, weights = _begin(x, w, image, 3 * lines, SLOTS, C)
     staging = gl.allocate_shared_memory(y.dtype, y.block_shape, y.layout)
     column = gl.arange(0, C, gl.SliceLayout(0, spread))
     usual = gl.load(running_mean + column)
     around = gl.where(gl.abs(usual) < 1e30, usual, 0.0)[None, :]
-    pixel = gl.arange(0, ROWS, gl.SliceLayout(1, spread))
-    there = (pixel < (ROWS if EVEN else (count - image) * WIDTH))[:, None]
-    first = _summed(gl.zeros([ROWS, C], gl.float32, spread), ROWS, C)
+    pixel = gl.arange(0, rows, gl.SliceLayout(1, spread))
+    there = (pixel < (rows if EVEN else (count - image) * WIDTH))[:, None]
+    first = _summed(gl.zeros([rows, C], gl.float32, spread), rows, C)
     second = first
-    above = warpgroup_mma_init(gl.zeros([ROWS, C], gl.float32, layout))
-    here = warpgroup_mma_init(gl.zeros([ROWS, C], gl.float32, layout))
-    for turn in range(LINES // 3):
+    above = warpgroup_mma_init(gl.zeros([rows, C], gl.float32, layout))
+    here = warpgroup_mma_init(gl.zeros([rows, C], gl.float32, layout))
+    for turn in range(lines // 3):
         for part in gl.static_range(3):  # after which each sum is again where it was
             line = 3 * turn + part
             done, above, here = _line(
-                x, ring, ready, weights, line, image, above, here, 3 * LINES, SLOTS, ROWS, C, False, layout
+                x, ring, ready, weights, line, image, above, here, 3 * lines, SLOTS, rows, C, False, layout
             )
-            staging.reshape([ROWS, C]).store(done.to(y.dtype))
+            staging.reshape([rows, C]).store(done.to(y.dtype))
             fence_async_shared()
             everyone()
             if (line > 0) & (line <= HEIGHT):
-                tma.async_copy_shared_to_global(y, [image, line - 1, 0, 0], staging)
-                value = staging.reshape([ROWS, C]).load(spread).to(gl.float32) - around
+                send(y, [image, line - 1, 0, 0], staging)
+                value = staging.reshape([rows, C]).load(spread).to(gl.float32) - around
                 value = gl.where(there, value, 0.0)
-                first += _summed(value, ROWS, C)
-                second += _summed(value * value, ROWS, C)
+                first += _summed(value, rows, C)
+                second += _summed(value * value, rows, C)
         above, here = warpgroup_mma_wait(0, deps=[above, here])  # or all would be done one by one
         above, here = warpgroup_mma_init(above), warpgroup_mma_init(here)
     tma.store_wait(0)
@@ -181,58 +195,56 @@ def back_lines_kernel(
     C: gl.constexpr, SLOTS: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Convolve, add the gradient of another use, cut off, and sum as `norms.back_sums_kernel` does."""
-    ROWS: gl.constexpr = IMAGES * WIDTH
-    LINES: gl.constexpr = (HEIGHT + 3) // 3 * 3
+    rows: gl.constexpr = IMAGES * WIDTH
+    lines: gl.constexpr = (HEIGHT + 3) // 3 * 3
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, C, 16])
     spread: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     eights: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
     image = gl.program_id(0) * IMAGES
-    ring, ready, weights = _begin(dy, w, image, 3 * LINES, SLOTS, C)
+    ring, ready, weights = _begin(dy, w, image, 3 * lines, SLOTS, C)
     staging = gl.allocate_shared_memory(dy.dtype, dy.block_shape, dy.layout)
     column = gl.arange(0, C, gl.SliceLayout(0, spread))
-    pixel = gl.arange(0, ROWS, gl.SliceLayout(1, spread))
-    there = (pixel < (ROWS if EVEN else (count - image) * WIDTH))[:, None]
+    pixel = gl.arange(0, rows, gl.SliceLayout(1, spread))
+    there = (pixel < (rows if EVEN else (count - image) * WIDTH))[:, None]
     offset = (pixel // WIDTH * (HEIGHT * WIDTH * C) + pixel % WIDTH * C)[:, None] + column[None, :]
     start = image.to(gl.int64) * (HEIGHT * WIDTH * C)
     bit = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, eights)))[None, None, :]
     byte = gl.arange(0, C // 8, gl.SliceLayout(0, gl.SliceLayout(2, eights)))[None, :, None]
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, eights)))
-    row_there = (row < (ROWS if EVEN else (count - image) * WIDTH))[:, None, None]
+    row = gl.arange(0, rows, gl.SliceLayout(1, gl.SliceLayout(2, eights)))
+    row_there = (row < (rows if EVEN else (count - image) * WIDTH))[:, None, None]
     byte += (row // WIDTH * (HEIGHT * WIDTH * C // 8) + row % WIDTH * (C // 8))[:, None, None]
-    total = _summed(gl.zeros([ROWS, C], gl.float32, spread), ROWS, C)
+    seen = gl.zeros([rows, C], dy.dtype, spread)
+    beside = seen
+    word = gl.zeros([rows, C // 8, 1], gl.uint8, eights)
+    total = _summed(gl.zeros([rows, C], gl.float32, spread), rows, C)
     product = total
-    above = warpgroup_mma_init(gl.zeros([ROWS, C], gl.float32, layout))
-    here = warpgroup_mma_init(gl.zeros([ROWS, C], gl.float32, layout))
-    for turn in range(LINES // 3):
+    above = warpgroup_mma_init(gl.zeros([rows, C], gl.float32, layout))
+    here = warpgroup_mma_init(gl.zeros([rows, C], gl.float32, layout))
+    for turn in range(lines // 3):
         for part in gl.static_range(3):
             line = 3 * turn + part
-            complete = (line > 0) & (line <= HEIGHT)
             before = start + (line - 1) * (WIDTH * C)
-            seen = gl.load(y + before + offset, mask=there & complete, other=0.0)
-            if HAS_SECOND:
-                beside = gl.load(second + before + offset, mask=there & complete, other=0.0)
-            if MASK == "bits":
-                word = gl.load(bits + before // 8 + byte, mask=row_there & complete, other=0)
             done, above, here = _line(
-                dy, ring, ready, weights, line, image, above, here, 3 * LINES, SLOTS, ROWS, C, True, layout
+                dy, ring, ready, weights, line, image, above, here, 3 * lines, SLOTS, rows, C, True, layout
             )
-            staging.reshape([ROWS, C]).store(done.to(dy.dtype))
-            if complete:
-                value = staging.reshape([ROWS, C]).load(spread).to(gl.float32)
+            staging.reshape([rows, C]).store(done.to(dy.dtype))
+            if (line > 0) & (line <= HEIGHT):
+                value = staging.reshape([rows, C]).load(spread).to(gl.float32)
                 if HAS_SECOND:
                     value += beside.to(gl.float32)
                 wide = seen.to(gl.float32)
-                if MASK == "bits":
-                    off = gl.reshape((word.to(gl.int32) >> bit) & 1, [ROWS, C])
-                    value = gl.where(gl.convert_layout(off, spread) != 0, 0.0, value)
-                else:
-                    times, plus = gl.load(scale + column)[None, :], gl.load(shift + column)[None, :]
-                    value = gl.where(wide * times + plus <= 0, 0.0, value)
+                value = _cut(value, wide, word, bit, scale, shift, column, MASK, rows, C, spread)
                 narrow = gl.where(there, value, 0.0).to(dy.dtype)
                 gl.store(gradient + before + offset, narrow, mask=there)
                 value = narrow.to(gl.float32)
-                total += _summed(value, ROWS, C)
-                product += _summed(value * (wide - gl.load(mean + column)[None, :]), ROWS, C)
+                total += _summed(value, rows, C)
+                product += _summed(value * (wide - gl.load(mean + column)[None, :]), rows, C)
+            after, more = before + WIDTH * C, line < HEIGHT  # what the next line needs is on its way meanwhile
+            seen = gl.load(y + after + offset, mask=there & more, other=0.0)
+            if HAS_SECOND:
+                beside = gl.load(second + after + offset, mask=there & more, other=0.0)
+            if MASK == "bits":
+                word = gl.load(bits + after // 8 + byte, mask=row_there & more, other=0)
         above, here = warpgroup_mma_wait(0, deps=[above, here])
         above, here = warpgroup_mma_init(above), warpgroup_mma_init(here)
     _leave(total, product, partial, column, blocks, C, spread)

@@ -4,8 +4,8 @@
     dy ─► g = dy convolved back + gradient of another use, cut off ─► sums of g  (for the norm that made x)
 
 So few channels keep no matrix unit busy if each pixel is fetched nine times, once for each weight of the window; the
-kernels of `hopper` fetch it three times, and what they have convolved is not read once more to be summed. As in `norms`,
-sums are added in a fixed order: equal inputs give equal bits.
+kernels of `hopper` fetch it three times, and what they have convolved is not read once more to be summed. As in
+`norms`, sums are added in a fixed order: equal inputs give equal bits.
 """
 
 from functools import cache
@@ -100,8 +100,7 @@ def _can_be_made(device: torch.device) -> bool:
     def work() -> None:
         images = torch.zeros(8, CHANNELS, 32, 32, device=device, dtype=torch.bfloat16)
         images = images.contiguous(memory_format=torch.channels_last)
-        weight = images[:CHANNELS, :, :3, :3].new_zeros(CHANNELS, CHANNELS, 3, 3)
-        weight = weight.contiguous(memory_format=torch.channels_last)
+        weight = images.new_zeros(CHANNELS, CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last)
         y, about = convolve(images, weight, example_norm(device))
         bits = torch.zeros(y.numel() // 8, dtype=torch.uint8, device=device)
         for second, off in ((None, bits[:0]), (y, bits)):
