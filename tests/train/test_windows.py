@@ -53,6 +53,7 @@ def test_they_sum_for_the_norm_before_unless_it_was_added_to_another(found):
         ({"shape": (128, 64, 32, 32)}, False),
         ({"shape": (540, 64, 32, 32)}, False),  # three in a second turn
         ({"shape": (512, 64, 32, 24)}, False),
+        ({"shape": (512, 64, 2, 32)}, False),
         ({"dtype": torch.float32}, False),
         ({"weight": (64, 128, 3, 3)}, False),
         ({"weight": (64, 64, 1, 1)}, False),

@@ -45,6 +45,7 @@ MULTIPROCESSORS = 132  # of an H200, on which all this was tried
 GENERATION = 9  # of the GPUs that have the instructions
 BUSY = 0.75  # share of the multiprocessors that has to have work, for it to pay
 CHANNELS = 64
+LEAST = 3  # lines of an image; Triton cannot compile a loop that is gone through once
 ROWS = 128  # pixels of a line of some images, which a program convolves together
 SLOTS = 8  # lines of these that are there or on their way; three are worked on, three more are next
 WARPS = 8
@@ -84,7 +85,9 @@ def fits(images: Tensor, weight: Tensor) -> bool:
     """Say whether the kernels can convolve these with a stride and padding of one, there and back, and are faster."""
     if hopper is None or not images.is_cuda or weight.shape != (CHANNELS, CHANNELS, 3, 3) or weight.dtype not in TYPES:
         return False
-    if torch.cuda.get_device_capability(images.device)[0] != GENERATION or ROWS % images.shape[3]:
+    if torch.cuda.get_device_capability(images.device)[0] != GENERATION:
+        return False
+    if images.shape[2] < LEAST or ROWS % images.shape[3]:
         return False
     if not all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight)):
         return False
