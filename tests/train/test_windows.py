@@ -63,12 +63,16 @@ def test_they_sum_for_the_norm_before_unless_it_was_added_to_another(found):
         ({"works": False}, False),
         ({"is_cuda": False}, False),
         ({"hopper": None}, False),
+        ({"address": 520}, False),
     ],
 )
 @needs_gluon
 def test_takes_what_keeps_a_gpu_of_the_kind_busy_alone(changes, taken, monkeypatch):
     class Images(torch.Tensor):
         is_cuda = changes.get("is_cuda", True)
+
+        def data_ptr(self) -> int:
+            return changes.get("address", 512)
 
     dtype, layout = changes.get("dtype", torch.bfloat16), changes.get("layout", torch.channels_last)
     shape, weight = changes.get("shape", (512, 64, 32, 32)), changes.get("weight", (64, 64, 3, 3))
@@ -77,9 +81,8 @@ def test_takes_what_keeps_a_gpu_of_the_kind_busy_alone(changes, taken, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
     monkeypatch.setattr(windows, "hopper", changes.get("hopper", windows.hopper))
     monkeypatch.setattr(windows, "_can_be_made", lambda _: changes.get("works", True))
-    assert (
-        windows.fits(images, torch.empty(weight, dtype=dtype, device="meta").contiguous(memory_format=layout)) == taken
-    )
+    filters = torch.empty(weight, dtype=dtype, device="meta").contiguous(memory_format=layout)
+    assert windows.fits(images, filters) == taken
 
 
 def compiled(kernel: Any, **about: Any) -> Any:

@@ -119,6 +119,12 @@ def test_a_step_with_them_is_as_exact_as_one_without(work, monkeypatch):
     assert_as_exact_as_without("resnet18_cifar", 512, windows, monkeypatch, work=work, times=4)
 
 
+@pytest.mark.parametrize("work", ["convolve", "gradient_sums"])
+def test_in_a_network_of_bottlenecks_too(work, monkeypatch):
+    monkeypatch.setattr(windows, "BUSY", 0)
+    assert_as_exact_as_without("resnet50_cifar", 8, windows, monkeypatch, work=work, times=3)
+
+
 def test_few_images_are_left_to_cudnn(monkeypatch):
     assert_as_exact_as_without("resnet18_cifar", 128, windows, monkeypatch, work="convolve", times=0)
 

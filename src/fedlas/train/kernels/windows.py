@@ -46,6 +46,7 @@ GENERATION = 9  # of the GPUs that have the instructions
 BUSY = 0.75  # share of the multiprocessors that has to have work, for it to pay
 CHANNELS = 64
 LEAST = 3  # lines of an image; Triton cannot compile a loop that is gone through once
+ALIGNED = 16  # bytes, at which images and weights have to start
 ROWS = 128  # pixels of a line of some images, which a program convolves together
 SLOTS = 8  # lines of these that are there or on their way; three are worked on, three more are next
 WARPS = 8
@@ -90,6 +91,8 @@ def fits(images: Tensor, weight: Tensor) -> bool:
     if images.shape[2] < LEAST or ROWS % images.shape[3]:
         return False
     if not all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight)):
+        return False
+    if any(one.data_ptr() % ALIGNED for one in (images, weight)):
         return False
     programs = _programs(images)
     turns = -(-programs // MULTIPROCESSORS)
