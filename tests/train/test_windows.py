@@ -1,5 +1,6 @@
 """Convolutions of 3 x 3 on 64 channels: who uses their kernels, what is done around them, and how they compile."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,8 +40,16 @@ def test_norms_after_them_are_not_summed_once_more(found):
 def test_they_sum_for_the_norm_before_unless_it_was_added_to_another(found):
     assert found["float16"]["back"] == 2
     assert found["float16"]["seconds"] == [False, True]  # what the first layer gives is used twice
-    assert found["beside a norm"]["back"] == 3  # of four
-    assert len(found["beside a norm"]["convolved"]) == 4
+    beside = found["beside a norm"]
+    assert len(beside["convolved"]) == 6
+    assert beside["seconds"] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]  # back from the last; the third would be for two norms
+    assert beside["bits"] == [False, True, False, False, False]  # something was added in the block before
 
 
 @pytest.mark.parametrize(
@@ -64,6 +73,12 @@ def test_they_sum_for_the_norm_before_unless_it_was_added_to_another(found):
         ({"is_cuda": False}, False),
         ({"hopper": None}, False),
         ({"address": 520}, False),
+        ({"shape": (512, 128, 32, 32)}, False),
+        ({"shape": (0, 64, 32, 32)}, False),
+        ({"shape": (512, 64, 32, 0)}, False),
+        ({"images": torch.float32}, False),
+        ({"multiprocessors": 114}, False),  # 14 programs in a second turn
+        ({"multiprocessors": 64}, True),
     ],
 )
 @needs_gluon
@@ -76,9 +91,15 @@ def test_takes_what_keeps_a_gpu_of_the_kind_busy_alone(changes, taken, monkeypat
 
     dtype, layout = changes.get("dtype", torch.bfloat16), changes.get("layout", torch.channels_last)
     shape, weight = changes.get("shape", (512, 64, 32, 32)), changes.get("weight", (64, 64, 3, 3))
-    images = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=layout).as_subclass(Images)
+    images = (
+        torch.empty(shape, dtype=changes.get("images", dtype), device="meta")
+        .contiguous(memory_format=layout)
+        .as_subclass(Images)
+    )
     generation = changes.get("generation", 9)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
+    about = SimpleNamespace(multi_processor_count=changes.get("multiprocessors", 132))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
     monkeypatch.setattr(windows, "hopper", changes.get("hopper", windows.hopper))
     monkeypatch.setattr(windows, "_can_be_made", lambda _: changes.get("works", True))
     filters = torch.empty(weight, dtype=dtype, device="meta").contiguous(memory_format=layout)
@@ -114,6 +135,7 @@ def test_products_of_a_line_are_under_way_at_once(back, tmp_path, monkeypatch):
     made = compiled(kernel, **LINES, **back)
     assert made.metadata.shared <= MOST_SHARED
     assert made.asm["ptx"].count("wgmma.mma_async") == 3 * 9 * 4  # three lines, nine products, 64 channels
+    assert made.asm["ptx"].count("wgmma.wait_group.sync.aligned 6;") == 3  # for the complete line alone
     said = made.asm["sass"]  # what runs, after ptxas
     assert said.count("HGMMA") == 3 * 9 * 4
-    assert said.count("WARPGROUP.DEPBAR") < 3 * 9, "each waits for the last"
+    assert said.count("WARPGROUP.DEPBAR") == 3 + 1, "ptxas lets them wait for each other"

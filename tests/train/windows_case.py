@@ -88,10 +88,11 @@ def usable(images: Tensor, weight: Tensor) -> bool:
 
 
 def beside_a_norm(device: str) -> tuple[Any, Tensor, Tensor, Any]:
-    """Make what `smaller` makes, of two blocks on 64 channels, the first beside a convolution with a norm."""
+    """Make what `smaller` makes, of three blocks on 64 channels, the first beside a convolution with a norm."""
     plain: Any = network("basic").to(device, memory_format=torch.channels_last)
     aside = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), nn.BatchNorm2d(64))
     plain.layer1[0].downsample = aside.to(device, memory_format=torch.channels_last)
+    plain.layer1.append(copy.deepcopy(plain.layer1[1]))
     plain.layer2 = plain.layer2[:0]
     plain.fc = nn.Linear(64, 5, device=device)
     images = torch.randn(5, 3, 3, 4, device=device).to(memory_format=torch.channels_last)

@@ -254,8 +254,9 @@ def _convolve(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | Non
     is_product = about == ((1, 1), (0, 0), (1, 1), 1)
     is_window = about == ((1, 1), (1, 1), (1, 1), 1) and windows.fits(narrow, layer.narrow)
     looks = norm if is_window or (is_product and products.fits(narrow, layer.narrow)) else None
-    is_taken = is_window and owed is not None and not owed.two_norms
-    leaves = owed if is_taken or (is_product and products.fits_back(narrow, layer.narrow)) else None
+    # On a second stream the gradient of the weight would begin first, and have the matrix units.
+    can_be_left = is_window and owed is not None and not owed.two_norms and layer.beside.stream is None
+    leaves = owed if can_be_left or (is_product and products.fits_back(narrow, layer.narrow)) else None
     y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, looks, leaves)
     return y.contiguous(memory_format=torch.channels_last), found  # as it is but for convolutions without cuDNN
 
@@ -377,13 +378,14 @@ class _Convolution(torch.autograd.Function):
 
         of_images = of_weight = None
         window_first = not _is_product(weight)  # it needs the matrix units, so that of the weight waits for a norm
-        if ctx.owed is not None:
+        learns = ctx.needs_input_grad[0]  # or nobody would take what is left
+        if learns and ctx.owed is not None:
             ctx.owed.product = products.Product(gradient, weight)
-        elif ctx.needs_input_grad[0] and window_first:
+        elif learns and window_first:
             of_images = found(0)
         if ctx.needs_input_grad[1]:  # else nobody would wait for it
             of_weight = ctx.beside.run(lambda: found(1), gradient, images)
-        if ctx.owed is None and ctx.needs_input_grad[0] and not window_first:
+        if learns and ctx.owed is None and not window_first:
             of_images = found(0)
         return of_images, of_weight, None, None, None, None
 
@@ -472,7 +474,9 @@ def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) ->
     second = there[0] if there else None
     if _is_product(product.weight):
         return products.gradient_sums(product, second, *about)
-    y, bits, normed = about[:3]
+    y, bits, normed, _, *other = about
+    if any(one is not None for one in other):
+        raise ValueError("a convolution of 3 x 3 cannot sum for two norms")  # see Owed.two_norms
     return windows.gradient_sums(product.gradient, product.weight, second, y, bits, normed)
 
 

@@ -181,7 +181,7 @@ def lines_kernel(
                 value = gl.where(there, value, 0.0)
                 first += _summed(value, rows, C)
                 second += _summed(value * value, rows, C)
-        above, here = warpgroup_mma_wait(0, deps=[above, here])  # or all would be done one by one
+        above, here = warpgroup_mma_wait(0, deps=[above, here])  # once in three lines, for ptxas wants it in a loop
         above, here = warpgroup_mma_init(above), warpgroup_mma_init(here)
     tma.store_wait(0)
     _leave(first, second, partial, column, blocks, C, spread)

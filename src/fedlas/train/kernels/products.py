@@ -48,7 +48,7 @@ TYPES = (torch.bfloat16, torch.float16)  # the matrix units would round float32
 
 
 class Product(NamedTuple):
-    """The gradient of a convolution of 1 x 1 and its weight, whose product is the gradient of its images."""
+    """The gradient of a convolution and its weight, whose product, or convolution, is the gradient of its images."""
 
     gradient: Tensor
     weight: Tensor

@@ -41,14 +41,13 @@ try:
 except (ImportError, AttributeError):  # an older Triton, or one in which names have changed
     hopper = None  # type: ignore[assignment]
 
-MULTIPROCESSORS = 132  # of an H200, on which all this was tried
-GENERATION = 9  # of the GPUs that have the instructions
+GENERATION = 9  # of the GPUs that have the instructions; all this was tried on an H200
 BUSY = 0.75  # share of the multiprocessors that has to have work, for it to pay
 CHANNELS = 64
-LEAST = 3  # lines of an image; Triton cannot compile a loop that is gone through once
+LEAST = 3  # lines of an image; the way back with fewer, a loop that is gone through once, breaks Triton's compiler
 ALIGNED = 16  # bytes, at which images and weights have to start
 ROWS = 128  # pixels of a line of some images, which a program convolves together
-SLOTS = 8  # lines of these that are there or on their way; three are worked on, three more are next
+SLOTS = 8  # such lines, moved to one side or not, that are there or on their way; three are worked on
 WARPS = 8
 COLUMNS = 16  # that one program finishes
 TYPES = (torch.bfloat16, torch.float16)
@@ -84,19 +83,31 @@ def back_finish_kernel(
 
 def fits(images: Tensor, weight: Tensor) -> bool:
     """Say whether the kernels can convolve these with a stride and padding of one, there and back, and are faster."""
-    if hopper is None or not images.is_cuda or weight.shape != (CHANNELS, CHANNELS, 3, 3) or weight.dtype not in TYPES:
+    return _of_the_kind(images, weight) and _keep_busy(images) and asked(_can_be_made, images.device)
+
+
+def _of_the_kind(images: Tensor, weight: Tensor) -> bool:
+    """Say whether GPU, images and weight are of the kind, and lie in memory, as the kernels take them."""
+    if hopper is None or not images.is_cuda or weight.shape != (CHANNELS, CHANNELS, 3, 3) or not images.numel():
         return False
     if torch.cuda.get_device_capability(images.device)[0] != GENERATION:
         return False
-    if images.shape[2] < LEAST or ROWS % images.shape[3]:
-        return False
-    if not all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight)):
-        return False
-    if any(one.data_ptr() % ALIGNED for one in (images, weight)):
-        return False
-    programs = _programs(images)
-    turns = -(-programs // MULTIPROCESSORS)
-    return programs >= BUSY * turns * MULTIPROCESSORS and asked(_can_be_made, images.device)
+    _, channels, height, width = images.shape
+    return (
+        channels == CHANNELS
+        and height >= LEAST
+        and ROWS % width == 0
+        and images.dtype == weight.dtype
+        and weight.dtype in TYPES
+        and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
+        and not any(one.data_ptr() % ALIGNED for one in (images, weight))
+    )
+
+
+def _keep_busy(images: Tensor) -> bool:
+    """Say whether there are images for most multiprocessors, in the last turn too."""
+    programs, together = _programs(images), torch.cuda.get_device_properties(images.device).multi_processor_count
+    return programs >= BUSY * -(-programs // together) * together
 
 
 @cache
@@ -104,7 +115,7 @@ def _can_be_made(device: torch.device) -> bool:
     """Try the kernels, forward and back, with all that they can read; CIFAR's size is that of most uses."""
 
     def work() -> None:
-        images = torch.zeros(8, CHANNELS, 32, 32, device=device, dtype=torch.bfloat16)
+        images = torch.zeros(64, CHANNELS, 32, 32, device=device, dtype=torch.bfloat16)  # as even a number as 512
         images = images.contiguous(memory_format=torch.channels_last)
         weight = images.new_zeros(CHANNELS, CHANNELS, 3, 3).contiguous(memory_format=torch.channels_last)
         y, about = convolve(images, weight, example_norm(device))
