@@ -44,6 +44,8 @@ SAFE = {
     "sklearn.datasets.load_digits",
     "tomllib.load",
     "tomllib.loads",
+    "triton.experimental.gluon.language.load",
+    "triton.experimental.gluon.language.nvidia.hopper.tma.async_load",
     "triton.language.load",
 }
 SAFE_METHODS = {"load_state_dict"}  # takes what has been read already
@@ -69,6 +71,8 @@ ADMITTED = {
         "place.pipe.recv",
     },
     "integrations/base.py": {"torch.distributed.all_gather_object"},
+    # from the memory of a GPU's multiprocessor
+    "train/kernels/hopper.py": {"staging.reshape().load"},
     "metrics/stores.py": {"torch.distributed.all_gather_object"},
     "train/processes.py": {
         "torch.distributed.all_gather_object",
