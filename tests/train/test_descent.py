@@ -35,13 +35,13 @@ def test_steps_are_those_of_torch(found, case):
     one = found[case]
     assert one["taken"]
     assert one["flags"] == one["torch's flags"]
-    assert max(one["distance"].values()) < 1e-5, one["distance"]  # relative, also where numbers are near zero
+    assert max(one["distance"].values()) < 5e-6, one["distance"]
     assert one["distance"]["rates"] == 0
     assert (one["flags"]["first bad"] == 2) == case.startswith(("bad", "too large"))
 
 
 def test_steps_that_lack_a_gradient_are_left_to_torch(found):
-    assert found["a gradient is missing"]["steps"] == [True, False, False, True]
+    assert found["a gradient is missing"]["steps"] == [True, False, True]
     assert found["usual"]["steps"] == [True] * 2
 
 

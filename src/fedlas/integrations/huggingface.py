@@ -37,7 +37,7 @@ except ImportError as missing:
 NAME = "calibration_loss"
 
 
-class Calibration(TrainerCallback):  # type: ignore[misc]
+class Calibration(TrainerCallback):
     """Joins a model with a loss, for the Trainer: its loss, its metrics, and what happens between epochs.
 
     Args:

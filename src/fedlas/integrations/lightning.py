@@ -54,7 +54,7 @@ else:
     _Callback = type("_Callback", _callbacks(), {})
 
 
-class CalibrationCallback(_Callback):  # type: ignore[misc]
+class CalibrationCallback(_Callback):
     """Logs calibration and the state of the gate, and ends the epochs of the loss.
 
     Args:

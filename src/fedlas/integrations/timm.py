@@ -27,7 +27,7 @@ except ImportError as missing:
 Joined = dict[str, dict[str, Tensor]]
 
 
-class CalibrationTask(TrainingTask):  # type: ignore[misc]
+class CalibrationTask(TrainingTask):
     """Trains a network with a calibration loss, whose own parameters and state belong to the task.
 
     Args:
@@ -63,7 +63,7 @@ class CalibrationTask(TrainingTask):  # type: ignore[misc]
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
-    def compile(  # as in timm's tasks
+    def compile(  # type: ignore[override]  # as in timm's tasks
         self, backend: str = "inductor", mode: str | None = None, **compile_kwargs: Any
     ) -> nn.Module:
         """Compile network and loss together, and the network alone for validation."""
