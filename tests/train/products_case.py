@@ -233,7 +233,7 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
         torch.autocast(device, dtype, enabled=dtype != torch.float32),
         patch.object(products, "MANY", 0),
         patch.object(products, "MANY_BACK", 0),
-        patch.object(products, "TYPES", (*products.TYPES, torch.float32)),
+        patch.object(products, "NARROW", (*norms.NARROW, torch.float32)),
         patch.object(products, "multiply", wraps=products.multiply) as multiplied,
         patch.object(norms, "statistics", wraps=norms.statistics) as summed,
         patch.object(products, "gradient_sums", wraps=products.gradient_sums) as left,

@@ -77,6 +77,8 @@ def _begin(x, w, image, TILES: gl.constexpr, SLOTS: gl.constexpr, C: gl.constexp
     for number in gl.static_range(SLOTS):
         _fetch(x, ring, ready, number, image, TILES, SLOTS)
     mbarrier.wait(loaded, 0)
+    everyone()
+    mbarrier.invalidate(loaded)  # before its place is used for anything else
     return ring, ready, weights
 
 
@@ -135,8 +137,11 @@ def _cut(
 
 @gluon.jit
 @no_type_check
-def _leave(first, second, partial, column, blocks, C: gl.constexpr, spread: gl.constexpr):
-    """Leave what this program has of two sums."""
+def _leave(ready, first, second, partial, column, blocks, C: gl.constexpr, spread: gl.constexpr):
+    """Leave what this program has of two sums; nobody waits for a tile any more."""
+    everyone()
+    for line in gl.static_range(3):
+        mbarrier.invalidate(ready.index(line))
     place = partial + gl.program_id(0) * C + column
     gl.store(place, gl.convert_layout(gl.sum(first, 0), gl.SliceLayout(0, spread)))
     gl.store(place + blocks * C, gl.convert_layout(gl.sum(second, 0), gl.SliceLayout(0, spread)))
@@ -184,7 +189,7 @@ def lines_kernel(
         above, here = warpgroup_mma_wait(0, deps=[above, here])  # once in three lines, for ptxas wants it in a loop
         above, here = warpgroup_mma_init(above), warpgroup_mma_init(here)
     tma.store_wait(0)
-    _leave(first, second, partial, column, blocks, C, spread)
+    _leave(ready, first, second, partial, column, blocks, C, spread)
 
 
 @gluon.jit
@@ -247,4 +252,4 @@ def back_lines_kernel(
                 word = gl.load(bits + after // 8 + byte, mask=row_there & more, other=0)
         above, here = warpgroup_mma_wait(0, deps=[above, here])
         above, here = warpgroup_mma_init(above), warpgroup_mma_init(here)
-    _leave(total, product, partial, column, blocks, C, spread)
+    _leave(ready, total, product, partial, column, blocks, C, spread)

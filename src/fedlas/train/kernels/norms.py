@@ -30,6 +30,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it
 AT_A_TIME = tl.constexpr(8)  # loads of what blocks of rows left
 ONCE = tl.constexpr("evict_first")  # how to read what nobody reads again for long: the cache may keep other things
 NARROWEST = 64  # how many channels there have to be a multiple of
+NARROW = (torch.bfloat16, torch.float16)  # types that matrix units multiply as they are; they would round float32
 
 
 class Tile(NamedTuple):

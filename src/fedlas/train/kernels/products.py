@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedlas.train.kernels.launching import launch
 from fedlas.train.kernels.norms import (
+    NARROW,
     NARROWEST,
     ONCE,
     Affine,
@@ -44,7 +45,6 @@ MULTIPROCESSORS = 132  # of an H200, on which tiles, and where all this pays, we
 MANY = 1 << 15  # rows from which on it pays
 MANY_BACK = 1 << 13  # and back
 BACK = Tile(64, 64, 4, 264, stages=3)
-TYPES = (torch.bfloat16, torch.float16)  # the matrix units would round float32
 
 
 class Product(NamedTuple):
@@ -168,7 +168,7 @@ def _of_the_kind(images: Tensor, weight: Tensor) -> bool:
         window == [1, 1]
         and outputs % NARROWEST == 0
         and inputs % NARROWEST == 0
-        and weight.dtype in TYPES
+        and weight.dtype in NARROW
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
     )
 

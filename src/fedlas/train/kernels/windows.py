@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedlas.train.kernels.launching import launch
 from fedlas.train.kernels.norms import (
+    NARROW,
     Affine,
     GradientSums,
     Normed,
@@ -50,7 +51,6 @@ ROWS = 128  # pixels of a line of some images, which a program convolves togethe
 SLOTS = 8  # such lines, moved to one side or not, that are there or on their way; three are worked on
 WARPS = 8
 COLUMNS = 16  # that one program finishes
-TYPES = (torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _of_the_kind(images: Tensor, weight: Tensor) -> bool:
         and height >= LEAST
         and ROWS % width == 0
         and images.dtype == weight.dtype
-        and weight.dtype in TYPES
+        and weight.dtype in NARROW
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
         and not any(one.data_ptr() % ALIGNED for one in (images, weight))
     )
