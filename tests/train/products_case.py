@@ -241,12 +241,14 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     ):
         ours = outcome(model, images, labels)
         asked = [[call.args[-1].data_ptr() for call in some.mock_calls] for some in (multiplied, summed)]
-        asked += [[call.args[5].data_ptr() for call in some.mock_calls] for some in (left, summed_back)]
+        back = left.mock_calls, summed_back.mock_calls
+        asked += [[call.args[5].data_ptr() for call in some] for some in back]
+        asked += [[call.args[5].data_ptr() for some in back for call in some if isinstance(call.args[1], norms.Apart)]]
         with patch.object(products, "fits", lambda *_: False), patch.object(products, "fits_back", lambda *_: False):
             usual = ours if dtype == torch.float32 else outcome(plain, images, labels)
     names = {layer.counter.data_ptr(): name for name, layer in model.named_modules() if hasattr(layer, "counter")}
     far = {part: [distance(found[part], right[part]) for found in (ours, usual)] for part in right}
-    kinds = "multiplied", "summed", "left", "summed back"
+    kinds = "multiplied", "summed", "left", "summed back", "apart"
     return {"far": far} | {kind: [names[one] for one in some] for kind, some in zip(kinds, asked, strict=True)}
 
 

@@ -10,8 +10,8 @@ from fedlas.models import build_model
 from fedlas.train import bench, recipe_for
 
 pytest.importorskip("triton")
-from fedlas.train.kernels import norms
-from fedlas.train.kernels.fused import FusedResNet, _Beside, _Convolution, fuse
+from fedlas.train.kernels import norms, products, windows
+from fedlas.train.kernels.fused import FusedResNet, Owed, _Beside, _Convolution, _every, _gradient_sums, fuse
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +242,44 @@ def test_few_numbers_are_summed_by_fewer_programs():
     few, many = norms.tile_for_sums(norms.FEW), norms.tile_for_sums(norms.FEW + 1)
     assert few.programs < many.programs
     assert few.blocks(10**6, 64) == few.programs
+
+
+@pytest.mark.parametrize(("stride", "side"), [(2, 6), (2, 7), (3, 7)])
+def test_a_convolution_with_a_stride_leaves_what_its_gradient_is_made_of(stride, side):
+    torch.manual_seed(0)
+    images, weight = torch.randn(2, 8, side, side, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
+    about, owed = ((stride, stride), (0, 0), (1, 1), 1), Owed()
+    y, _ = _Convolution.apply(images, weight, about, _Beside(torch.device("cpu")), None, owed)
+    gradient = torch.randn_like(y)
+    y.backward(gradient)
+    assert images.grad is None
+    product, apart = owed.taken()
+    assert product is None
+    assert apart.gradient.shape[2:] == y.shape[2:]
+    assert owed.taken() == (None, None)
+    usual = [one.detach().requires_grad_() for one in (images, weight)]
+    nn.functional.conv2d(*usual, stride=stride).backward(gradient)
+    torch.testing.assert_close(apart.spread_over(images), usual[0].grad)
+    torch.testing.assert_close(weight.grad, usual[1].grad)
+
+
+def test_every_pixel_counts_where_a_convolution_is_of_another_kind():
+    one, three = torch.zeros(8, 8, 1, 1), torch.zeros(8, 8, 3, 3)
+    assert _every(((2, 2), (0, 0), (1, 1), 1), one) == 2
+    others = [(2, 1), (0, 0), (1, 1), 1], [(2, 2), (1, 1), (1, 1), 1], [(2, 2), (0, 0), (1, 1), 2]
+    assert [_every(tuple(about), one) for about in others] == [1, 1, 1]
+    assert _every(((2, 2), (0, 0), (1, 1), 1), three) == 1
+
+
+def test_a_gradient_of_some_pixels_is_spread_for_a_kernel_that_wants_all(monkeypatch):
+    given, owed = [], Owed()
+    y = torch.zeros(1, 64, 5, 5).contiguous(memory_format=torch.channels_last)
+    found = norms.GradientSums(y, "none", *torch.zeros(7, 64).unbind())
+    monkeypatch.setattr(windows, "gradient_sums", lambda *about: given.append(about) or found)
+    owed.product = products.Product(y, torch.zeros(64, 64, 3, 3))
+    owed.apart = norms.Apart(torch.ones(1, 64, 3, 3), 2)
+    _gradient_sums(owed, (None, None), y, torch.zeros(0), None, None)
+    whole = given[0][2]
+    assert whole.shape == y.shape
+    assert whole.sum() == 64 * 9
+    assert bool((whole[:, :, ::2, ::2] == 1).all())

@@ -73,3 +73,7 @@ def test_gradients_of_1_x_1_sum_for_the_norm_that_made_their_images(found):
     assert sorted(step["summed back"]) == sorted(
         {f"layer{stage}.0.bn{norm}" for stage in (1, 2) for norm in (1, 2, 3)} - before_products
     )
+
+
+def test_a_convolution_with_a_stride_leaves_the_gradient_of_the_pixels_that_it_looked_at(found):
+    assert found["step"]["float16"]["apart"] == ["layer1.0.bn3"]

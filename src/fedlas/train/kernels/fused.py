@@ -35,28 +35,30 @@ BESIDE = 4  # gradients of weights that may be under way on the second stream; e
 
 
 class Owed:
-    """A place where the gradient of some images may be left as a product that is still to be made.
+    """A place where the gradients of some images may be left in another shape than that of the images.
 
-    A convolution leaves it there in its backward pass, and gives no gradient of its images. The norm that made the
-    images takes it, and sums while it multiplies.
+    A convolution leaves it there in its backward pass, and gives no gradient of its images; the norm that made the
+    images takes it. The first use of them may leave a product that is still to be made: the norm sums while it
+    multiplies. The second may leave the gradient of the pixels that it looked at.
 
     Args:
         two_norms: whether what another norm gave was added to the images.
     """
 
     product: products.Product | None = None
+    apart: norms.Apart | None = None
 
     def __init__(self, *, two_norms: bool = False) -> None:
         self.two_norms = two_norms
 
-    def taken(self) -> products.Product | None:
+    def taken(self) -> tuple[products.Product | None, norms.Apart | None]:
         """Give what was left, once."""
-        product, self.product = self.product, None
-        return product
+        left, self.product, self.apart = (self.product, self.apart), None, None
+        return left
 
 
 class Given(NamedTuple):
-    """What a norm gives away: its result twice, for two uses, and where the gradient of the first may be left."""
+    """What a norm gives away: its result twice, for two uses, and where their gradients may be left."""
 
     first: Tensor
     second: Tensor
@@ -179,7 +181,7 @@ class FusedBasicBlock(BasicBlock):  # type: ignore[misc]
         if isinstance(x, Tensor):
             return super().forward(x)
         inside = _layer(self.conv1, self.bn1, x.first, x.owed)
-        return _joined(self.conv2, self.bn2, inside, x.second, self.downsample)
+        return _joined(self.conv2, self.bn2, inside, x, self.downsample)
 
 
 class FusedBottleneck(Bottleneck):  # type: ignore[misc]
@@ -190,7 +192,7 @@ class FusedBottleneck(Bottleneck):  # type: ignore[misc]
             return super().forward(x)
         inside = _layer(self.conv1, self.bn1, x.first, x.owed)
         inside = _layer(self.conv2, self.bn2, inside.first, inside.owed)
-        return _joined(self.conv3, self.bn3, inside, x.second, self.downsample)
+        return _joined(self.conv3, self.bn3, inside, x, self.downsample)
 
 
 _FUSED: dict[type, type] = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet}
@@ -200,12 +202,12 @@ def _layer(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | None =
     return _norm(*_convolve(layer, norm, images, owed), norm)
 
 
-def _joined(layer: Any, norm: nn.BatchNorm2d, given: Given, skip: Tensor, downsample: Any) -> Given:
+def _joined(layer: Any, norm: nn.BatchNorm2d, given: Given, skipped: Given, downsample: Any) -> Given:
     y, about = _convolve(layer, norm, given.first, given.owed)
     if downsample is None:
-        return _norm(y, about, norm, skip)
+        return _norm(y, about, norm, skipped.second)
     aside, aside_norm = downsample
-    return _norm(y, about, norm, *_convolve(aside, aside_norm, skip), aside_norm)
+    return _norm(y, about, norm, *_convolve(aside, aside_norm, skipped.second, skipped.owed, first=False), aside_norm)
 
 
 @contextmanager
@@ -247,8 +249,18 @@ def _first(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Given:
     return Given(first, second, owed)
 
 
-def _convolve(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | None = None) -> Convolved:
-    """Convolve, and, where that pays, look at the batch for the norm after it, and at gradients for the one before."""
+def _convolve(
+    layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | None = None, *, first: bool = True
+) -> Convolved:
+    """Convolve, and, where that pays, look at the batch for the norm after it, and at gradients for the one before.
+
+    Args:
+        layer: a convolution.
+        norm: what comes after it.
+        images: what a norm gave away.
+        owed: where their gradient may be left.
+        first: whether this is their first use.
+    """
     about = layer.stride, layer.padding, layer.dilation, layer.groups
     narrow = images.to(layer.narrow.dtype)
     is_product = about == ((1, 1), (0, 0), (1, 1), 1)
@@ -256,7 +268,8 @@ def _convolve(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | Non
     looks = norm if is_window or (is_product and products.fits(narrow, layer.narrow)) else None
     # On a second stream the gradient of the weight would begin first, and have the matrix units.
     can_be_left = is_window and owed is not None and not owed.two_norms and layer.beside.stream is None
-    leaves = owed if can_be_left or (is_product and products.fits_back(narrow, layer.narrow)) else None
+    can_be_left = can_be_left or (is_product and products.fits_back(narrow, layer.narrow))
+    leaves = owed if (can_be_left if first else _every(about, layer.narrow) > 1) else None
     y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, looks, leaves)
     return y.contiguous(memory_format=torch.channels_last), found  # as it is but for convolutions without cuDNN
 
@@ -379,7 +392,10 @@ class _Convolution(torch.autograd.Function):
         of_images = of_weight = None
         window_first = not _is_product(weight)  # it needs the matrix units, so that of the weight waits for a norm
         learns = ctx.needs_input_grad[0]  # or nobody would take what is left
-        if learns and ctx.owed is not None:
+        every = _every(ctx.about, weight)
+        if learns and ctx.owed is not None and every > 1:
+            ctx.owed.apart = norms.Apart(_multiplied_back(gradient, weight), every)
+        elif learns and ctx.owed is not None:
             ctx.owed.product = products.Product(gradient, weight)
         elif learns and window_first:
             of_images = found(0)
@@ -467,22 +483,37 @@ class _Stem(torch.autograd.Function):
 
 def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) -> norms.GradientSums:
     """Do the first pass back through a norm, from the gradients of z that there are, one or two."""
-    product = owed.taken()
+    product, apart = owed.taken()
     there = [one.contiguous(memory_format=torch.channels_last) for one in given if one is not None]
     if product is None:
-        return norms.gradient_sums(there[0], there[1] if len(there) > 1 else None, *about)
-    second = there[0] if there else None
+        return norms.gradient_sums(there[0], there[1] if len(there) > 1 else apart, *about)
+    second = there[0] if there else apart
     if _is_product(product.weight):
         return products.gradient_sums(product, second, *about)
     y, bits, normed, _, *other = about
     if any(one is not None for one in other):
         raise ValueError("a convolution of 3 x 3 cannot sum for two norms")  # see Owed.two_norms
-    return windows.gradient_sums(product.gradient, product.weight, second, y, bits, normed)
+    whole = second.spread_over(y) if isinstance(second, norms.Apart) else second
+    return windows.gradient_sums(product.gradient, product.weight, whole, y, bits, normed)
 
 
 def _is_product(weight: Tensor) -> bool:
     """Say whether a convolution is a product of matrices."""
     return weight.shape[2:] == (1, 1)
+
+
+def _every(about: tuple[Any, ...], weight: Tensor) -> int:
+    """Say for which a convolution of 1 x 1 looks at every so-many-th pixel alone, or 1 if it is another one."""
+    (down, across), *rest = about
+    return down if down == across and _is_product(weight) and rest == [(0, 0), (1, 1), 1] else 1
+
+
+def _multiplied_back(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Give the gradient of the pixels that a convolution of 1 x 1 looked at."""
+    looked_at = norms.new_images(gradient, weight.shape[1])  # only its shape is asked for
+    about = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
+    found: Tensor = torch.ops.aten.convolution_backward(gradient, looked_at, weight, *about)[0]
+    return found.contiguous(memory_format=torch.channels_last)
 
 
 def _affine(norm: Any) -> norms.Affine:

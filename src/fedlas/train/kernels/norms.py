@@ -252,13 +252,29 @@ def cut(
 
 @triton.jit
 @no_type_check
+def of_other_use(
+    second, place, row, column, channels, there, EVERY: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Give a tile of the gradient of another use; one that looked at some pixels alone left nothing of the others."""
+    if EVERY > 1:
+        across, line = row % WIDTH, row // WIDTH
+        image, down = line // HEIGHT, line % HEIGHT
+        there = there & (across % EVERY == 0) & (down % EVERY == 0)
+        line = image * ((HEIGHT + EVERY - 1) // EVERY) + down // EVERY
+        pixel = line * ((WIDTH + EVERY - 1) // EVERY) + across // EVERY
+        place = pixel.to(tl.int64) * channels + column
+    return tl.load(second + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
 def back_sums_kernel(
     first, second, y, bits, kept, scale, shift, mean, rstd, partial, counter,
     weight_gradient, bias_gradient, slope, offset,
     other, other_mean, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
     rows, channels, blocks,
-    HAS_SECOND: tl.constexpr, MASK: tl.constexpr, KEEP: tl.constexpr, HAS_OTHER: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_SECOND: tl.constexpr, EVERY: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr,
+    KEEP: tl.constexpr, HAS_OTHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient, and the gradient times what was normalised; the last program makes factors of dy of them."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -275,7 +291,7 @@ def back_sums_kernel(
         seen = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
         value = tl.load(first + place, mask=there, other=0.0, eviction_policy=last_use).to(tl.float32)
         if HAS_SECOND:
-            value += tl.load(second + place, mask=there, other=0.0, eviction_policy=last_use).to(tl.float32)
+            value += of_other_use(second, place, row, column, channels, there, EVERY, HEIGHT, WIDTH)
         value = cut(
             value, seen, bits, scale, shift, row, column, tl.program_id(0), channels, there, MASK, ROWS, COLUMNS
         )
@@ -465,6 +481,28 @@ def activation(y: Tensor, about: Normed, skip: Tensor | None, skip_about: Normed
     return z, bits
 
 
+class Apart(NamedTuple):
+    """The gradient of some images from a use that looked at every so-many-th pixel alone, of every so-many-th line."""
+
+    gradient: Tensor
+    every: int
+
+    def spread_over(self, images: Tensor) -> Tensor:
+        """Give a gradient for all pixels."""
+        whole = torch.zeros_like(images)
+        whole[:, :, :: self.every, :: self.every] = self.gradient
+        return whole
+
+
+def other_use(second: Tensor | Apart | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:
+    """Give the gradient of another use, if there is one, and what kernels are compiled for because of it."""
+    if isinstance(second, Apart):
+        height, width = y.shape[2:]
+        return second.gradient, {"HAS_SECOND": True, "EVERY": second.every, "HEIGHT": height, "WIDTH": width}
+    about = {"HAS_SECOND": second is not None, "EVERY": 1, "HEIGHT": 1, "WIDTH": 1}
+    return y if second is None else second, about
+
+
 class GradientSums(NamedTuple):
     """What the first pass back through a batch norm found, and what its second pass needs.
 
@@ -500,7 +538,7 @@ def room_for_gradients(
 
 
 def gradient_sums(
-    first: Tensor, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
+    first: Tensor, second: Tensor | Apart | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
     other: Tensor | None = None, other_about: Normed | None = None,
 ) -> GradientSums:  # fmt: skip
     """Do the first pass back from the gradients of both uses of z.
@@ -523,12 +561,13 @@ def gradient_sums(
     numbers, partial = room_for_gradients(channels, blocks, y.device, two_norms=other is not None)
     weight, bias, slope, offset, *of_other = numbers
     beside = other_about or about
+    of_second, about_second = other_use(second, y)
     launch(back_sums_kernel, (channels // tile.columns, blocks),
-        first, first if second is None else second, y, bits, kept, about.scale, about.shift,
+        first, of_second, y, bits, kept, about.scale, about.shift,
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, beside.mean, beside.rstd, beside.scale, *of_other,
-        rows, channels, blocks, HAS_SECOND=second is not None, MASK="bits" if bits.numel() else "y", KEEP=keep,
-        HAS_OTHER=other is not None, STAGES=tile.stages, **meta(tile),
+        rows, channels, blocks, MASK="bits" if bits.numel() else "y", KEEP=keep,
+        HAS_OTHER=other is not None, STAGES=tile.stages, **about_second, **meta(tile),
     )  # fmt: skip
     return GradientSums(kept if keep else first, "none" if keep else "y", *numbers)
 

@@ -21,8 +21,8 @@ from fedlas.train.kernels.launching import launch
 from fedlas.train.kernels.norms import (
     NARROW,
     NARROWEST,
-    ONCE,
     Affine,
+    Apart,
     GradientSums,
     Normed,
     Tile,
@@ -35,6 +35,8 @@ from fedlas.train.kernels.norms import (
     leave_gradients,
     meta,
     new_images,
+    of_other_use,
+    other_use,
     room_for_gradients,
     room_for_sums,
     shape_of,
@@ -91,8 +93,9 @@ def back_product_kernel(
     weight_gradient, bias_gradient, slope, offset,
     other, other_mean, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
     rows, channels, blocks,
-    K: tl.constexpr, HAS_SECOND: tl.constexpr, MASK: tl.constexpr, HAS_OTHER: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, HAS_SECOND: tl.constexpr, EVERY: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    MASK: tl.constexpr, HAS_OTHER: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Multiply, add the gradient of another use, cut off, and sum for the norm before, as `back_sums_kernel` does."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -112,7 +115,7 @@ def back_product_kernel(
         seen = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
         value = tl.dot(given, factor)
         if HAS_SECOND:
-            value += tl.load(second + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
+            value += of_other_use(second, place, top + down, column, channels, there, EVERY, HEIGHT, WIDTH)
         value = cut(
             value, seen, bits, scale, shift, top + down, column, tl.program_id(0), channels, there, MASK, ROWS, COLUMNS
         )
@@ -231,7 +234,7 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
 
 
 def gradient_sums(
-    owed: Product, second: Tensor | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
+    owed: Product, second: Tensor | Apart | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
     other: Tensor | None = None, other_about: Normed | None = None,
 ) -> GradientSums:  # fmt: skip
     """Do the first pass back through a norm, as `norms.gradient_sums`, from a product that is still to be made."""
@@ -242,12 +245,12 @@ def gradient_sums(
     numbers, partial = room_for_gradients(channels, blocks, y.device, two_norms=other is not None)
     weight, bias, slope, offset, *of_other = numbers
     beside = other_about or about
+    of_second, about_second = other_use(second, y)
     launch(back_product_kernel, (channels // tile.columns, blocks),
-        owed.gradient, owed.weight, y if second is None else second, y, bits, gradient, about.scale, about.shift,
+        owed.gradient, owed.weight, of_second, y, bits, gradient, about.scale, about.shift,
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,
         y if other is None else other, beside.mean, beside.rstd, beside.scale, *of_other,
-        rows, channels, blocks, K=len(owed.weight), HAS_SECOND=second is not None,
-        MASK="bits" if bits.numel() else "y", HAS_OTHER=other is not None, STAGES=tile.stages,
-        EVEN=rows % tile.rows == 0, **meta(tile),
+        rows, channels, blocks, K=len(owed.weight), MASK="bits" if bits.numel() else "y",
+        HAS_OTHER=other is not None, STAGES=tile.stages, EVEN=rows % tile.rows == 0, **about_second, **meta(tile),
     )  # fmt: skip
     return GradientSums(gradient, "none", *numbers)
