@@ -116,7 +116,12 @@ def back_by_torch(given: dict[str, torch.Tensor], added: str, *, twice: bool) ->
     z = functional.relu(z)
     total = (functional.conv2d(z, given["factors"]) * given["gradient"]).sum()
     (total + (z * given["second"]).sum() if twice else total).backward()
-    names = ["y", "weight", "bias", *{"nothing": [], "skip": ["skip"], "norm": ["skip", "skip weight"]}[added]]
+    names = [
+        "y",
+        "weight",
+        "bias",
+        *{"nothing": [], "skip": ["skip"], "norm": ["skip", "skip weight", "skip bias"]}[added],
+    ]
     return {name: learns[name].grad for name in names}
 
 
@@ -139,7 +144,8 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, *, twice: bool) 
     parts = {"y": found.y, "weight": found.weight, "bias": found.bias}
     if added == "skip":
         parts["skip"] = found.skip
-    return parts | ({"skip": found.other_y, "skip weight": found.other_weight} if other else {})
+    of_other = {"skip": found.other_y, "skip weight": found.other_weight, "skip bias": found.other_bias}
+    return parts | (of_other if other else {})
 
 
 def back_compared(name: str, device: str, dtype: torch.dtype) -> dict[str, float]:

@@ -274,7 +274,7 @@ def test_every_pixel_counts_where_a_convolution_is_of_another_kind():
 def test_a_gradient_of_some_pixels_is_spread_for_a_kernel_that_wants_all(monkeypatch):
     given, owed = [], Owed()
     y = torch.zeros(1, 64, 5, 5).contiguous(memory_format=torch.channels_last)
-    found = norms.GradientSums(y, "none", *torch.zeros(7, 64).unbind())
+    found = norms.GradientSums(y, "none", *torch.zeros(8, 64).unbind())
     monkeypatch.setattr(windows, "gradient_sums", lambda *about: given.append(about) or found)
     owed.product = products.Product(y, torch.zeros(64, 64, 3, 3))
     owed.apart = norms.Apart(torch.ones(1, 64, 3, 3), 2)

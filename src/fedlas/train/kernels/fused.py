@@ -436,7 +436,7 @@ class _NormAddReLU(torch.autograd.Function):
         of_skip = found.skip if ctx.has_skip else None
         nothing = None, None, None, None
         if ctx.other is not None:
-            return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.bias.clone(), *nothing
+            return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.other_bias, *nothing
         return found.y, found.weight, found.bias, of_skip, None, None, *nothing
 
 
@@ -452,7 +452,7 @@ class _Mean(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         height, width = ctx.size
-        return norms.spread(gradient / (height * width), height, width)
+        return norms.spread(gradient, height, width)
 
 
 class _Stem(torch.autograd.Function):

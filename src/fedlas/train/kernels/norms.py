@@ -271,7 +271,7 @@ def of_other_use(
 def back_sums_kernel(
     first, second, y, bits, kept, scale, shift, mean, rstd, partial, counter,
     weight_gradient, bias_gradient, slope, offset,
-    other, other_mean, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
+    other, other_mean, other_rstd, other_scale, other_weight_gradient, other_bias_gradient, other_slope, other_offset,
     rows, channels, blocks,
     HAS_SECOND: tl.constexpr, EVERY: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr,
     KEEP: tl.constexpr, HAS_OTHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -308,8 +308,8 @@ def back_sums_kernel(
             other_product += value * (beside - other_middle)
     leave_gradients(
         total, product, other_product, middle, other_middle, rstd, scale, partial, counter, weight_gradient,
-        bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
-        column, rows, channels, blocks, HAS_OTHER, COLUMNS,
+        bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_bias_gradient,
+        other_slope, other_offset, column, rows, channels, blocks, HAS_OTHER, COLUMNS,
     )  # fmt: skip
 
 
@@ -317,8 +317,8 @@ def back_sums_kernel(
 @no_type_check
 def leave_gradients(
     total, product, other_product, middle, other_middle, rstd, scale, partial, counter, weight_gradient,
-    bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
-    column, rows, channels, blocks, HAS_OTHER: tl.constexpr, COLUMNS: tl.constexpr,
+    bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_bias_gradient,
+    other_slope, other_offset, column, rows, channels, blocks, HAS_OTHER: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Leave what this program has of the sums back; the last one makes factors of dy of what all have left."""
     here = partial + tl.program_id(1) * channels + column
@@ -334,6 +334,7 @@ def leave_gradients(
         )  # fmt: skip
         if HAS_OTHER:
             _, times = _totals(partial + blocks * channels, column, blocks, channels, COLUMNS)
+            tl.store(other_bias_gradient + column, all_of_it)
             _factors(
                 all_of_it, times, other_middle, other_rstd, other_scale,
                 other_weight_gradient, other_slope, other_offset, column, rows,
@@ -396,11 +397,11 @@ def back_apply_kernel(
 @triton.jit
 @no_type_check
 def spread_kernel(gradient, result, rows, channels, pixels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Give all pixels of an image the same gradient."""
+    """Give each pixel of an image its share of a gradient."""
     row, column, _ = _tile(channels, ROWS, COLUMNS)
     there = row < rows
-    value = tl.load(gradient + (row // pixels).to(tl.int64) * channels + column, mask=there, other=0.0)
-    tl.store(result + row.to(tl.int64) * channels + column, value, mask=there)
+    value = tl.load(gradient + (row // pixels).to(tl.int64) * channels + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(result + row.to(tl.int64) * channels + column, (value / pixels).to(result.dtype.element_ty), mask=there)
 
 
 class Normed(NamedTuple):
@@ -514,6 +515,7 @@ class GradientSums(NamedTuple):
         slope: b of dy = scale · gradient + b · y + c.
         offset: c of it.
         other_weight: the same, of the norm whose result was added, if there was one.
+        other_bias: the same; equal to `bias`, in a place of its own.
         other_slope: the same.
         other_offset: the same.
     """
@@ -525,6 +527,7 @@ class GradientSums(NamedTuple):
     slope: Tensor
     offset: Tensor
     other_weight: Tensor
+    other_bias: Tensor
     other_slope: Tensor
     other_offset: Tensor
 
@@ -532,8 +535,8 @@ class GradientSums(NamedTuple):
 def room_for_gradients(
     channels: int, blocks: int, device: torch.device, *, two_norms: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Make room for the seven numbers a channel that the first pass back finds, and for what blocks of rows leave."""
-    numbers = torch.empty(7, channels, device=device, dtype=torch.float32).unbind()
+    """Make room for the eight numbers a channel that the first pass back finds, and for what blocks of rows leave."""
+    numbers = torch.empty(8, channels, device=device, dtype=torch.float32).unbind()
     return numbers, torch.empty(3 if two_norms else 2, blocks, channels, device=device, dtype=torch.float32)
 
 
@@ -590,8 +593,9 @@ class Gradients(NamedTuple):
     weight: Tensor
     bias: Tensor
     skip: Tensor | None
-    other_y: Tensor | None
-    other_weight: Tensor | None
+    other_y: Tensor | None = None
+    other_weight: Tensor | None = None
+    other_bias: Tensor | None = None
 
 
 def gradients(
@@ -600,13 +604,13 @@ def gradients(
     """Do the second pass back; arguments are those of `gradient_sums`."""
     of_y = gradient_applied(sums, y, about, sums.slope, sums.offset)
     if other is None or other_about is None:
-        return Gradients(of_y, sums.weight, sums.bias, sums.gradient if sums.mask == "none" else None, None, None)
+        return Gradients(of_y, sums.weight, sums.bias, sums.gradient if sums.mask == "none" else None)
     of_other = gradient_applied(sums, other, other_about, sums.other_slope, sums.other_offset)
-    return Gradients(of_y, sums.weight, sums.bias, sums.gradient, of_other, sums.other_weight)
+    return Gradients(of_y, sums.weight, sums.bias, sums.gradient, of_other, sums.other_weight, sums.other_bias)
 
 
 def spread(gradient: Tensor, height: int, width: int) -> Tensor:
-    """Make images of one pixel larger, all of their pixels alike."""
+    """Make images of one pixel larger; all of their pixels get the same share of it."""
     result = new_images(gradient, gradient.shape[1], height, width)
     rows, channels = shape_of(result)
     tile = tile_for(channels)

@@ -91,7 +91,7 @@ def product_kernel(
 def back_product_kernel(
     dy, factors, second, y, bits, gradient, scale, shift, mean, rstd, partial, counter,
     weight_gradient, bias_gradient, slope, offset,
-    other, other_mean, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
+    other, other_mean, other_rstd, other_scale, other_weight_gradient, other_bias_gradient, other_slope, other_offset,
     rows, channels, blocks,
     K: tl.constexpr, HAS_SECOND: tl.constexpr, EVERY: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     MASK: tl.constexpr, HAS_OTHER: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
@@ -128,8 +128,8 @@ def back_product_kernel(
             other_product += value * (tl.load(other + place, mask=there, other=0.0).to(tl.float32) - other_middle)
     leave_gradients(
         total, product, other_product, middle, other_middle, rstd, scale, partial, counter, weight_gradient,
-        bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_slope, other_offset,
-        column, rows, channels, blocks, HAS_OTHER, COLUMNS,
+        bias_gradient, slope, offset, other_rstd, other_scale, other_weight_gradient, other_bias_gradient,
+        other_slope, other_offset, column, rows, channels, blocks, HAS_OTHER, COLUMNS,
     )  # fmt: skip
 
 
