@@ -18,6 +18,8 @@ import torch
 
 import shape_checks
 
+gc.disable()  # until all is imported, of which nothing is garbage: to look for some took a tenth of that time
+
 pytest_plugins = ["no_silent_skips"]
 
 if os.environ.get("FEDLAS_SHAPE_CHECKS", "1") != "0" and importlib.util.find_spec("beartype"):
@@ -38,6 +40,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # half a million objects of torch
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
