@@ -6,11 +6,11 @@ from typing import Any
 import digit_batches
 import numpy as np
 import pytest
+import timm
 import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bare_timm import timm
 from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.task import ClassificationTask, resume_task_checkpoint
