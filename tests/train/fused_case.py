@@ -71,7 +71,7 @@ def smaller(kind: str, device: str, shape: tuple[int, ...]) -> tuple[Any, torch.
 def compared(kind: str, device: str) -> dict[str, Any]:
     """Compare both kinds of layers with float64."""
     plain = network(kind).to(device, memory_format=torch.channels_last)
-    images = 1 + torch.randn(5, 3, 7, 7, device=device).to(memory_format=torch.channels_last)
+    images = 1 + torch.randn(5, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
     labels = torch.arange(5, device=device)
     right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
     fused = copy.deepcopy(plain)

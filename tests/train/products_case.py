@@ -31,13 +31,15 @@ SHAPES = {
 
 
 # Images, height, width, channels of the images and of what they become: with what the images' norm was added, and
-# whether they have another use.
+# how far apart the pixels are that another use looks at, 0 if there is none.
 BACK = {
-    "inside of a block": ((3, 5, 7, 64, 64), "nothing", False),
-    "first layer": ((2, 9, 9, 64, 64), "nothing", True),
-    "end of a block": ((2, 8, 8, 128, 64), "skip", True),
-    "end of a block with one use": ((2, 7, 5, 64, 256), "skip", False),
-    "two norms": ((3, 10, 11, 64, 64), "norm", True),  # more tiles than programs
+    "inside of a block": ((3, 5, 7, 64, 64), "nothing", 0),
+    "first layer": ((2, 9, 9, 64, 64), "nothing", 1),
+    "end of a block": ((2, 8, 8, 128, 64), "skip", 1),
+    "end of a block with one use": ((2, 7, 5, 64, 256), "skip", 0),
+    "two norms": ((3, 10, 11, 64, 64), "norm", 1),  # more tiles than programs
+    "two norms, then a stride": ((2, 7, 6, 128, 64), "norm", 2),
+    "then a stride of three": ((2, 5, 7, 64, 64), "skip", 3),
 }
 
 # All shapes in float32, which shows every digit, and one each in a type that the kernels are for; Triton's interpreter
@@ -102,7 +104,7 @@ def block(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
     return {name: one.to(device) for name, one in (many | few).items()}
 
 
-def back_by_torch(given: dict[str, torch.Tensor], added: str, *, twice: bool) -> dict[str, torch.Tensor]:
+def back_by_torch(given: dict[str, torch.Tensor], added: str, every: int) -> dict[str, torch.Tensor]:
     """Go back through a convolution of 1 x 1, a ReLU, a sum and a norm with torch's layers."""
     learns = {name: one.clone().requires_grad_() for name, one in given.items()}
 
@@ -115,7 +117,9 @@ def back_by_torch(given: dict[str, torch.Tensor], added: str, *, twice: bool) ->
         z = z + (normed("skip", "skip ") if added == "norm" else learns["skip"])
     z = functional.relu(z)
     total = (functional.conv2d(z, given["factors"]) * given["gradient"]).sum()
-    (total + (z * given["second"]).sum() if twice else total).backward()
+    if every:
+        total = total + (z * given["second"])[:, :, ::every, ::every].sum()
+    total.backward()
     names = [
         "y",
         "weight",
@@ -125,7 +129,7 @@ def back_by_torch(given: dict[str, torch.Tensor], added: str, *, twice: bool) ->
     return {name: learns[name].grad for name in names}
 
 
-def back_by_kernels(given: dict[str, torch.Tensor], added: str, *, twice: bool) -> dict[str, torch.Tensor]:
+def back_by_kernels(given: dict[str, torch.Tensor], added: str, every: int) -> dict[str, torch.Tensor]:
     """Do the same with the kernels, product and first pass back in one."""
     y, skip, channels = given["y"], given["skip"], given["y"].shape[1]
     counter = torch.zeros(channels // 64, dtype=torch.int32, device=y.device)
@@ -138,7 +142,11 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, *, twice: bool) 
     about, other = looked(y, ""), (skip, looked(skip, "skip ")) if added == "norm" else ()
     _, bits = norms.activation(y, about, None if added == "nothing" else skip, other[1] if other else None)
     owed = products.Product(given["gradient"], given["factors"])
-    sums = products.gradient_sums(owed, given["second"] if twice else None, y, bits, about, counter, *other)
+    second: torch.Tensor | norms.Apart | None = given["second"] if every else None
+    if every > 1:
+        looked_at = given["second"][:, :, ::every, ::every].contiguous(memory_format=torch.channels_last)
+        second = norms.Apart(looked_at, every)
+    sums = products.gradient_sums(owed, second, y, bits, about, counter, *other)
     assert not counter.any()
     found = norms.gradients(sums, y, about, *other)
     parts = {"y": found.y, "weight": found.weight, "bias": found.bias}
@@ -150,11 +158,11 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, *, twice: bool) 
 
 def back_compared(name: str, device: str, dtype: torch.dtype) -> dict[str, float]:
     """Give how far the way back with the kernels is from float64; it gives equal bits again."""
-    shape, added, twice = BACK[name]
+    shape, added, every = BACK[name]
     given = narrowed(block(shape, device), dtype)
-    right = back_by_torch({name: one.double() for name, one in given.items()}, added, twice=twice)
+    right = back_by_torch({name: one.double() for name, one in given.items()}, added, every)
     with patch.object(products, "BACK", products.BACK._replace(programs=4)):
-        ours, again = (back_by_kernels(given, added, twice=twice) for _ in range(2))
+        ours, again = (back_by_kernels(given, added, every) for _ in range(2))
     assert all(torch.equal(ours[part], again[part]) for part in ours)
     return {part: distance({"": ours[part]}, {"": right[part]}) for part in right}
 
@@ -239,7 +247,7 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
         torch.autocast(device, dtype, enabled=dtype != torch.float32),
         patch.object(products, "MANY", 0),
         patch.object(products, "MANY_BACK", 0),
-        patch.object(products, "NARROW", (*norms.NARROW, torch.float32)),
+        patch.object(products, "NARROW_TYPES", (*norms.NARROW_TYPES, torch.float32)),
         patch.object(products, "multiply", wraps=products.multiply) as multiplied,
         patch.object(norms, "statistics", wraps=norms.statistics) as summed,
         patch.object(products, "gradient_sums", wraps=products.gradient_sums) as left,

@@ -1,5 +1,7 @@
 """Residual networks with kernels of our own compute what torch's layers do; here in Triton's interpreter."""
 
+from functools import partial
+
 import pytest
 import torch
 from interpreted import found_by
@@ -244,12 +246,13 @@ def test_few_numbers_are_summed_by_fewer_programs():
     assert few.blocks(10**6, 64) == few.programs
 
 
-@pytest.mark.parametrize(("stride", "side"), [(2, 6), (2, 7), (3, 7)])
-def test_a_convolution_with_a_stride_leaves_what_its_gradient_is_made_of(stride, side):
+@pytest.mark.parametrize(("stride", "size"), [(2, (6, 6)), (2, (5, 7)), (2, (6, 3)), (3, (7, 4))])
+def test_a_convolution_with_a_stride_leaves_what_its_gradient_is_made_of(stride, size):
     torch.manual_seed(0)
-    images, weight = torch.randn(2, 8, side, side, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
+    images, weight = torch.randn(2, 8, *size, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
     about, owed = ((stride, stride), (0, 0), (1, 1), 1), Owed()
-    y, _ = _Convolution.apply(images, weight, about, _Beside(torch.device("cpu")), None, owed)
+    leave = partial(owed.leave_apart, stride)
+    y, _ = _Convolution.apply(images, weight, about, _Beside(torch.device("cpu")), None, leave)
     gradient = torch.randn_like(y)
     y.backward(gradient)
     assert images.grad is None
@@ -259,7 +262,7 @@ def test_a_convolution_with_a_stride_leaves_what_its_gradient_is_made_of(stride,
     assert owed.taken() == (None, None)
     usual = [one.detach().requires_grad_() for one in (images, weight)]
     nn.functional.conv2d(*usual, stride=stride).backward(gradient)
-    torch.testing.assert_close(apart.spread_over(images), usual[0].grad)
+    torch.testing.assert_close(apart.whole(images), usual[0].grad)
     torch.testing.assert_close(weight.grad, usual[1].grad)
 
 
@@ -283,3 +286,11 @@ def test_a_gradient_of_some_pixels_is_spread_for_a_kernel_that_wants_all(monkeyp
     assert whole.shape == y.shape
     assert whole.sum() == 64 * 9
     assert bool((whole[:, :, ::2, ::2] == 1).all())
+
+
+def test_what_is_left_cannot_be_differentiated_twice():
+    images, weight = torch.randn(2, 8, 4, 4, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
+    about, leave = ((1, 1), (0, 0), (1, 1), 1), Owed().leave_product
+    y, _ = _Convolution.apply(images, weight, about, _Beside(torch.device("cpu")), None, leave)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(y.square().sum(), weight, create_graph=True)

@@ -5,10 +5,11 @@
      └──────────── skip ──────────────────────┘
 
 What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
-in a pass of their own. Weights of all convolutions become narrow in one kernel (`blocks`), and their gradients wide in
-another, but for those that somebody takes as they are; on a GPU those gradients are computed on a second stream, beside
-the passes of the norms. In narrow numbers, a first convolution of 3 x 3 on three channels has kernels of its own
-(`stem`); one of 1 x 1 (`products`) and one of 3 x 3 on 64 channels (`windows`) have others, which sum for norms.
+in a pass of their own; a skip with a stride has one for the pixels alone that it looked at. Weights of all convolutions
+become narrow in one kernel (`blocks`), and their gradients wide in another, but for those that somebody takes as they
+are; on a GPU those gradients are computed on a second stream, beside the passes of the norms. In narrow numbers, a
+first convolution of 3 x 3 on three channels has kernels of its own (`stem`); one of 1 x 1 (`products`) and one of 3 x 3
+on 64 channels (`windows`) have others, which sum for norms.
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
@@ -16,7 +17,7 @@ is meant to be captured: launched one by one, so many kernels wait for the host.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from fedlas.train.kernels import norms, products, stem, windows
 from fedlas.train.kernels.blocks import Narrowing
 
 Convolved = tuple[Tensor, norms.Normed | None]  # and what was found out about it already
+Leave = Callable[[Tensor, Tensor], None]  # takes the gradient of a convolution and its weight
 HEAD = ("avgpool", "fc")  # what computes as it always did
 BESIDE = 4  # gradients of weights that may be under way on the second stream; each keeps what it reads
 
@@ -37,9 +39,9 @@ BESIDE = 4  # gradients of weights that may be under way on the second stream; e
 class Owed:
     """A place where the gradients of some images may be left in another shape than that of the images.
 
-    A convolution leaves it there in its backward pass, and gives no gradient of its images; the norm that made the
-    images takes it. The first use of them may leave a product that is still to be made: the norm sums while it
-    multiplies. The second may leave the gradient of the pixels that it looked at.
+    A convolution leaves its own there in its backward pass, and gives autograd none; the norm that made the images
+    takes it. The first use of them may leave a product that is still to be made: the norm sums while it multiplies.
+    The second may leave the gradient of the pixels that it looked at.
 
     Args:
         two_norms: whether what another norm gave was added to the images.
@@ -50,6 +52,17 @@ class Owed:
 
     def __init__(self, *, two_norms: bool = False) -> None:
         self.two_norms = two_norms
+
+    def leave_product(self, gradient: Tensor, weight: Tensor) -> None:
+        """Leave what the gradient of the images is the product, or the convolution, of."""
+        self.product = products.Product(gradient, weight)
+
+    def leave_apart(self, every: int, gradient: Tensor, weight: Tensor) -> None:
+        """Leave the gradient of the pixels that a convolution of 1 x 1 looked at, every so-many-th."""
+        looked_at = norms.new_images(gradient, weight.shape[1])  # only its shape is asked for
+        about = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
+        found: Tensor = torch.ops.aten.convolution_backward(gradient, looked_at, weight, *about)[0]
+        self.apart = norms.Apart(found.contiguous(memory_format=torch.channels_last), every)
 
     def taken(self) -> tuple[products.Product | None, norms.Apart | None]:
         """Give what was left, once."""
@@ -266,11 +279,15 @@ def _convolve(
     is_product = about == ((1, 1), (0, 0), (1, 1), 1)
     is_window = about == ((1, 1), (1, 1), (1, 1), 1) and windows.fits(narrow, layer.narrow)
     looks = norm if is_window or (is_product and products.fits(narrow, layer.narrow)) else None
-    # On a second stream the gradient of the weight would begin first, and have the matrix units.
-    can_be_left = is_window and owed is not None and not owed.two_norms and layer.beside.stream is None
-    can_be_left = can_be_left or (is_product and products.fits_back(narrow, layer.narrow))
-    leaves = owed if (can_be_left if first else _every(about, layer.narrow) > 1) else None
-    y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, looks, leaves)
+    leave: Leave | None = None
+    if owed is not None and first:
+        # On a second stream the gradient of the weight would begin first, and have the matrix units.
+        window_can = is_window and not owed.two_norms and layer.beside.stream is None
+        if window_can or (is_product and products.fits_back(narrow, layer.narrow)):
+            leave = owed.leave_product
+    elif owed is not None and (every := _every(about, layer.narrow)) > 1:
+        leave = partial(owed.leave_apart, every)
+    y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, looks, leave)
     return y.contiguous(memory_format=torch.channels_last), found  # as it is but for convolutions without cuDNN
 
 
@@ -367,10 +384,10 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, images: Tensor, weight: Tensor, about: tuple[Any, ...], beside: _Beside,
-        norm: nn.BatchNorm2d | None, owed: Owed | None,
+        norm: nn.BatchNorm2d | None, leave: Leave | None,
     ) -> Convolved:  # fmt: skip
         ctx.save_for_backward(images, weight)
-        ctx.about, ctx.beside, ctx.owed = about, beside, owed
+        ctx.about, ctx.beside, ctx.leave = about, beside, leave
         if norm is None:
             return functional.conv2d(images, weight, None, *about), None
         if _is_product(weight):
@@ -380,6 +397,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Any, ...]:
+        if ctx.leave is not None and gradient.requires_grad:  # what is left has no graph, so nobody would notice
+            raise RuntimeError("the kernels of residual networks cannot be differentiated twice")
         images, weight = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.about
 
@@ -392,16 +411,13 @@ class _Convolution(torch.autograd.Function):
         of_images = of_weight = None
         window_first = not _is_product(weight)  # it needs the matrix units, so that of the weight waits for a norm
         learns = ctx.needs_input_grad[0]  # or nobody would take what is left
-        every = _every(ctx.about, weight)
-        if learns and ctx.owed is not None and every > 1:
-            ctx.owed.apart = norms.Apart(_multiplied_back(gradient, weight), every)
-        elif learns and ctx.owed is not None:
-            ctx.owed.product = products.Product(gradient, weight)
+        if learns and ctx.leave is not None:
+            ctx.leave(gradient, weight)
         elif learns and window_first:
             of_images = found(0)
         if ctx.needs_input_grad[1]:  # else nobody would wait for it
             of_weight = ctx.beside.run(lambda: found(1), gradient, images)
-        if learns and ctx.owed is None and not window_first:
+        if learns and ctx.leave is None and not window_first:
             of_images = found(0)
         return of_images, of_weight, None, None, None, None
 
@@ -493,7 +509,7 @@ def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) ->
     y, bits, normed, _, *other = about
     if any(one is not None for one in other):
         raise ValueError("a convolution of 3 x 3 cannot sum for two norms")  # see Owed.two_norms
-    whole = second.spread_over(y) if isinstance(second, norms.Apart) else second
+    whole = second.whole(y) if isinstance(second, norms.Apart) else second
     return windows.gradient_sums(product.gradient, product.weight, whole, y, bits, normed)
 
 
@@ -503,17 +519,9 @@ def _is_product(weight: Tensor) -> bool:
 
 
 def _every(about: tuple[Any, ...], weight: Tensor) -> int:
-    """Say for which a convolution of 1 x 1 looks at every so-many-th pixel alone, or 1 if it is another one."""
+    """Say how far apart the pixels are that a convolution of 1 x 1 looks at; 1 for any other convolution."""
     (down, across), *rest = about
     return down if down == across and _is_product(weight) and rest == [(0, 0), (1, 1), 1] else 1
-
-
-def _multiplied_back(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Give the gradient of the pixels that a convolution of 1 x 1 looked at."""
-    looked_at = norms.new_images(gradient, weight.shape[1])  # only its shape is asked for
-    about = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
-    found: Tensor = torch.ops.aten.convolution_backward(gradient, looked_at, weight, *about)[0]
-    return found.contiguous(memory_format=torch.channels_last)
 
 
 def _affine(norm: Any) -> norms.Affine:

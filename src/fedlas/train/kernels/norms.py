@@ -30,7 +30,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it
 AT_A_TIME = tl.constexpr(8)  # loads of what blocks of rows left
 ONCE = tl.constexpr("evict_first")  # how to read what nobody reads again for long: the cache may keep other things
 NARROWEST = 64  # how many channels there have to be a multiple of
-NARROW = (torch.bfloat16, torch.float16)  # types that matrix units multiply as they are; they would round float32
+NARROW_TYPES = (torch.bfloat16, torch.float16)  # types that matrix units multiply as they are; they would round float32
 
 
 class Tile(NamedTuple):
@@ -252,7 +252,7 @@ def cut(
 
 @triton.jit
 @no_type_check
-def of_other_use(
+def load_other_use(
     second, place, row, column, channels, there, EVERY: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Give a tile of the gradient of another use; one that looked at some pixels alone left nothing of the others."""
@@ -291,7 +291,7 @@ def back_sums_kernel(
         seen = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
         value = tl.load(first + place, mask=there, other=0.0, eviction_policy=last_use).to(tl.float32)
         if HAS_SECOND:
-            value += of_other_use(second, place, row, column, channels, there, EVERY, HEIGHT, WIDTH)
+            value += load_other_use(second, place, row, column, channels, there, EVERY, HEIGHT, WIDTH)
         value = cut(
             value, seen, bits, scale, shift, row, column, tl.program_id(0), channels, there, MASK, ROWS, COLUMNS
         )
@@ -488,14 +488,14 @@ class Apart(NamedTuple):
     gradient: Tensor
     every: int
 
-    def spread_over(self, images: Tensor) -> Tensor:
+    def whole(self, images: Tensor) -> Tensor:
         """Give a gradient for all pixels."""
         whole = torch.zeros_like(images)
         whole[:, :, :: self.every, :: self.every] = self.gradient
         return whole
 
 
-def other_use(second: Tensor | Apart | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:
+def about_other_use(second: Tensor | Apart | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:
     """Give the gradient of another use, if there is one, and what kernels are compiled for because of it."""
     if isinstance(second, Apart):
         height, width = y.shape[2:]
@@ -564,7 +564,7 @@ def gradient_sums(
     numbers, partial = room_for_gradients(channels, blocks, y.device, two_norms=other is not None)
     weight, bias, slope, offset, *of_other = numbers
     beside = other_about or about
-    of_second, about_second = other_use(second, y)
+    of_second, about_second = about_other_use(second, y)
     launch(back_sums_kernel, (channels // tile.columns, blocks),
         first, of_second, y, bits, kept, about.scale, about.shift,
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,

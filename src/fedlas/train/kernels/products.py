@@ -19,13 +19,14 @@ from torch import Tensor
 
 from fedlas.train.kernels.launching import launch
 from fedlas.train.kernels.norms import (
-    NARROW,
+    NARROW_TYPES,
     NARROWEST,
     Affine,
     Apart,
     GradientSums,
     Normed,
     Tile,
+    about_other_use,
     asked,
     cut,
     example_norm,
@@ -33,10 +34,9 @@ from fedlas.train.kernels.norms import (
     folded,
     leave,
     leave_gradients,
+    load_other_use,
     meta,
     new_images,
-    of_other_use,
-    other_use,
     room_for_gradients,
     room_for_sums,
     shape_of,
@@ -115,7 +115,7 @@ def back_product_kernel(
         seen = tl.load(y + place, mask=there, other=0.0).to(tl.float32)
         value = tl.dot(given, factor)
         if HAS_SECOND:
-            value += of_other_use(second, place, top + down, column, channels, there, EVERY, HEIGHT, WIDTH)
+            value += load_other_use(second, place, top + down, column, channels, there, EVERY, HEIGHT, WIDTH)
         value = cut(
             value, seen, bits, scale, shift, top + down, column, tl.program_id(0), channels, there, MASK, ROWS, COLUMNS
         )
@@ -171,7 +171,7 @@ def _of_the_kind(images: Tensor, weight: Tensor) -> bool:
         window == [1, 1]
         and outputs % NARROWEST == 0
         and inputs % NARROWEST == 0
-        and weight.dtype in NARROW
+        and weight.dtype in NARROW_TYPES
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
     )
 
@@ -194,10 +194,11 @@ def _can_be_made_back(device: torch.device) -> bool:
     def work() -> None:
         for channels in (64, 256):
             y, factors, _, counter = _example(device, NARROWEST, channels)
+            second = y if channels == 256 else Apart(new_images(y, NARROWEST, 16, 16).zero_(), 2)
             about = Normed(*torch.zeros(4, NARROWEST, device=device).unbind())
             bits = torch.zeros(y.numel() // 8, dtype=torch.uint8, device=device)
             owed = Product(new_images(y, channels).zero_(), factors)
-            gradient_sums(owed, y, y, bits, about, counter, y, about)
+            gradient_sums(owed, second, y, bits, about, counter, y, about)
 
     return tried(device, "gradients of convolutions of 1 x 1 are", work)
 
@@ -245,7 +246,7 @@ def gradient_sums(
     numbers, partial = room_for_gradients(channels, blocks, y.device, two_norms=other is not None)
     weight, bias, slope, offset, *of_other = numbers
     beside = other_about or about
-    of_second, about_second = other_use(second, y)
+    of_second, about_second = about_other_use(second, y)
     launch(back_product_kernel, (channels // tile.columns, blocks),
         owed.gradient, owed.weight, of_second, y, bits, gradient, about.scale, about.shift,
         about.mean, about.rstd, partial, counter, weight, bias, slope, offset,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlas.train.kernels.launching import launch
 from fedlas.train.kernels.norms import (
-    NARROW,
+    NARROW_TYPES,
     Affine,
     GradientSums,
     Normed,
@@ -98,7 +98,7 @@ def _of_the_kind(images: Tensor, weight: Tensor) -> bool:
         and height >= LEAST
         and ROWS % width == 0
         and images.dtype == weight.dtype
-        and weight.dtype in NARROW
+        and weight.dtype in NARROW_TYPES
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, weight))
         and not any(one.data_ptr() % ALIGNED for one in (images, weight))
     )
