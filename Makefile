@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-SELDOM := /tests/|/site-packages/(transformers|mlflow|databricks|sqlalchemy)/# is compiled when somebody asks for it
+SELDOM := /tests/|/site-packages/(transformers|ray|mlflow|databricks|sqlalchemy|numba|mypyc?|pip|setuptools|fontTools|pygments|onnxruntime|pyro|sentry_sdk|tensorboard)/# is compiled when somebody asks for it
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow example docs bench bench-train bench-growth faults-numbers constraints licences sbom audit release-check clean
