@@ -161,6 +161,7 @@ def test_a_step_with_the_kernel_of_their_gradients_is_as_exact_as_one_without(co
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("added", ["nothing", "skip", "norm"])
 @pytest.mark.parametrize(
     "shape",
@@ -172,11 +173,11 @@ def test_a_step_with_the_kernel_of_their_gradients_is_as_exact_as_one_without(co
         (31, 17, 13, 192, 128),
     ],
 )
-def test_their_gradients_are_as_exact_as_their_type_and_give_equal_bits(shape, added, dtype):
+def test_their_gradients_are_as_exact_as_their_type_and_give_equal_bits(shape, added, every, dtype):
     given = products_case.narrowed(products_case.block(shape, "cuda"), dtype)
     wide = {name: one.double() for name, one in given.items()}
-    right = products_case.back_by_torch(wide, added, twice=True)
-    found, again = (products_case.back_by_kernels(given, added, twice=True) for _ in range(2))
+    right = products_case.back_by_torch(wide, added, every)
+    found, again = (products_case.back_by_kernels(given, added, every) for _ in range(2))
     for part, value in found.items():
         assert torch.equal(value, again[part]), part
         assert distance({"": value}, {"": right[part]}) < 2 * torch.finfo(dtype).eps, part
