@@ -33,6 +33,22 @@ def test_a_class_per_directory(tmp_path):
     assert data.title == tmp_path.name
 
 
+@pytest.mark.parametrize("given", [["cat", "cow", "dog"], "cat,cow,dog", "[cat, cow, dog]"])
+def test_classes_may_be_named_by_a_list_or_a_text(tmp_path, given):
+    pictures(tmp_path, {"dog": 2, "cat": 2})
+    data = fedlas.build_data("folder", path=tmp_path, class_names=given)
+    assert data.class_names == ("cat", "cow", "dog")
+    assert data.split("all").labels.tolist() == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"), [("cat,dog,cat", "twice: cat, dog, cat"), ("cat,,dog", "empty"), ("", "empty")]
+)
+def test_classes_that_cannot_be_told_apart_are_refused(tmp_path, given, why):
+    with pytest.raises(ValueError, match=f"class_names has .*{why}"):
+        fedlas.build_data("folder", path=tmp_path, class_names=given)
+
+
 def test_too_few_images_for_a_split_are_named(tmp_path):
     pictures(tmp_path, {"dog": 3, "cat": 4})
     data = fedlas.build_data("folder", path=tmp_path)
@@ -124,6 +140,8 @@ def test_a_table_without_splits_whose_path_is_absolute(tmp_path):
         ("file,label\nx/0.png,a\n", "needs the columns path and label; it has file, label"),
         ("", "needs the columns path and label; it has none"),
         ("path,label\nx/0.png\n", "line 2 does not have a cell for each column"),
+        ("path,label\nx/0.png,\n", "line 2 has an empty label"),
+        ("path,label\nx/0.png,a\n ,a\n", "line 3 has an empty path"),
         ("path,label\nx/0.png,a\nx/1.png,a,b\n", "line 3 does not have a cell for each column"),
         ("path,label,split\nx/0.png,a,training\n", "split is train, val or test .* found .'training'"),
         ("path,label,split\nx/0.png,a,train\nx/1.png,a,\n", "in every row, or in none; found gaps"),

@@ -110,6 +110,20 @@ def test_an_unfinished_run_is_not_touched_unless_asked(tmp_path):
         fit(short(), out=tmp_path)
 
 
+def test_a_terminal_that_is_closed_stops_a_run_unless_that_is_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(StoppedError) as caught:
+            fit(short(), out=tmp_path / "heard", callbacks=[SignalAt(3, signal.SIGHUP)])
+        assert caught.value.signal_number == signal.SIGHUP
+        assert weights(Run(tmp_path / "heard"))["position"] == 3
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        assert fit(short(), out=tmp_path / "ignored", callbacks=[SignalAt(3, signal.SIGHUP)]).finished
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_checkpoints_come_as_often_as_asked(tmp_path):
     with pytest.raises(StoppedError):
         fit(short("ce", checkpoint_every=5), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])

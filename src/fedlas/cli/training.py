@@ -42,7 +42,8 @@ def predict_run(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     data: Annotated[str, typer.Option(help="The data set, or `folder` with --set path=DIR.")],
     split: Annotated[
-        str | None, typer.Option(help="train, val, test or, of a folder, all; by default test, and all of a folder.")
+        str | None,
+        typer.Option(help="train, val, test or, of a folder, all; by default test, and all of another folder."),
     ] = None,
     state: Annotated[str, typer.Option(help="best or last weights.")] = "best",
     settings: Annotated[

@@ -47,7 +47,8 @@ class Folder(AbstractDataset):
 
     Args:
         path: the directory or the CSV file; relative ones are looked for here first, then below the root.
-        class_names: names in the order of their class numbers, for a network that knows more classes than are here.
+        class_names: names in the order of their class numbers, for a network that knows more classes than are here; a
+            list, or a text with commas between them.
         image_size: side of the square that the network sees.
         resize: side of the square that images are brought to before they are cropped; by default a little larger.
         normalisation: "imagenet", or "half" for networks that expect values from -1 to 1.
@@ -66,7 +67,7 @@ class Folder(AbstractDataset):
         self,
         *,
         path: str | Path,
-        class_names: Sequence[str] | None = None,
+        class_names: str | Sequence[str] | None = None,
         image_size: int = 224,
         resize: int | None = None,
         normalisation: NormalisationName = "imagenet",
@@ -78,9 +79,7 @@ class Folder(AbstractDataset):
         self._here = Path(path).expanduser().absolute()
         self.path = self._here if self._here.exists() else self.root / Path(path).expanduser()
         self.transform = large_transform(image_size, resize, normalisation, antialias, flip)
-        self._names = None if class_names is None else tuple(map(str, class_names))
-        if self._names is not None and len(set(self._names)) < len(self._names):
-            raise ValueError(f"class_names has a name twice: {', '.join(self._names)}")
+        self._names = None if class_names is None else _names(class_names)
 
     @property
     def title(self) -> str:  # type: ignore[override]
@@ -229,6 +228,17 @@ def _rows_of_table(file: Path) -> list[_Row]:
         raise DamagedFileError(f"{file} is no CSV file: {error}") from error
 
 
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Take names of classes apart if they are one text, and refuse those that cannot be told apart."""
+    parts = given.strip("[]() ").split(",") if isinstance(given, str) else given
+    names = tuple(str(part).strip() for part in parts)
+    if not all(names):
+        raise ValueError(f"class_names has an empty name: {given!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"class_names has a name twice: {', '.join(names)}")
+    return names
+
+
 def _rows_of_text(file: Path) -> list[_Row]:
     with file.open(newline="", encoding="utf-8-sig") as text:
         table = csv.DictReader(text, skipinitialspace=True)
@@ -238,8 +248,10 @@ def _rows_of_text(file: Path) -> list[_Row]:
         rows = []
         for number, row in enumerate(table, 2):
             path, label, split = row["path"], row["label"], (row.get("split") or "").strip()
-            if not path or not label or None in row:
+            if path is None or label is None or None in row:
                 raise DamagedFileError(f"{file}: line {number} does not have a cell for each column")
+            if not path.strip() or not label.strip():
+                raise DamagedFileError(f"{file}: line {number} has an empty {'label' if path.strip() else 'path'}")
             rows.append(_Row(file.parent / path.strip(), label.strip(), split))
     strangers = sorted({row.split for row in rows} - {*GIVEN, ""})
     if strangers or len({bool(row.split) for row in rows}) > 1:

@@ -270,7 +270,9 @@ def last_good(run: Run) -> bool:
 
 
 class StopSignals:
-    """Remembers that SIGINT or SIGTERM came, so that a run can end after the step that it is in.
+    """Remembers that a signal came, so that a run can end after the step that it is in.
+
+    SIGINT and SIGTERM are heard, and SIGHUP, which comes when a terminal is closed, unless `nohup` has it ignored.
 
     Args:
         patient: hear one signal only, as one of several processes: each may get its own and the others', and whoever
@@ -288,7 +290,11 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        self._before = {number: signal.signal(number, self._catch) for number in (signal.SIGINT, signal.SIGTERM)}
+        hung_up = getattr(signal, "SIGHUP", None)  # not on Windows
+        asked = [signal.SIGINT, signal.SIGTERM]
+        if hung_up is not None and signal.getsignal(hung_up) != signal.SIG_IGN:
+            asked.append(hung_up)
+        self._before = {number: signal.signal(number, self._catch) for number in asked}
         try:
             yield self
         finally:
