@@ -120,13 +120,8 @@ def back_by_torch(given: dict[str, torch.Tensor], added: str, every: int) -> dic
     if every:
         total = total + (z * given["second"])[:, :, ::every, ::every].sum()
     total.backward()
-    names = [
-        "y",
-        "weight",
-        "bias",
-        *{"nothing": [], "skip": ["skip"], "norm": ["skip", "skip weight", "skip bias"]}[added],
-    ]
-    return {name: learns[name].grad for name in names}
+    of_added = {"nothing": [], "skip": ["skip"], "norm": ["skip", "skip weight", "skip bias"]}[added]
+    return {name: learns[name].grad for name in ("y", "weight", "bias", *of_added)}
 
 
 def back_by_kernels(given: dict[str, torch.Tensor], added: str, every: int) -> dict[str, torch.Tensor]:

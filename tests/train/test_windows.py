@@ -42,13 +42,8 @@ def test_they_sum_for_the_norm_before_unless_it_was_added_to_another(found):
     assert found["float16"]["seconds"] == [False, True]  # what the first layer gives is used twice
     beside = found["beside a norm"]
     assert len(beside["convolved"]) == 6
-    assert beside["seconds"] == [
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]  # back from the last; the third would be for two norms
+    # Back from the last; the third would be for two norms.
+    assert beside["seconds"] == [False, True, False, False, True]
     assert beside["bits"] == [False, True, False, False, False]  # something was added in the block before
 
 
@@ -113,8 +108,10 @@ def compiled(kernel: Any, **about: Any) -> Any:
 
     lines = f"tensordesc<bf16[4, 1, 32, 64],{gl.NVMMASharedLayout(128, 16, 4)!r}>"
     matrices = f"tensordesc<bf16[64, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
-    known = {"dy": lines, "w": matrices, "bits": "*u8"} | dict.fromkeys(("y", "second", "gradient"), "*bf16")
+    known = dict.fromkeys(("x", "y", "dy"), lines) | {"w": matrices, "bits": "*u8"}
     known |= dict.fromkeys(("count", "blocks"), "i32") | dict.fromkeys(about, "constexpr")
+    if "MASK" in about:
+        known |= dict.fromkeys(("y", "second", "gradient"), "*bf16")
     kinds = {name: known.get(name, "*fp32") for name in kernel.arg_names}
     places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
     aligned = {places[name]: [["tt.divisibility", 16]] for name, kind in kinds.items() if kind.startswith("*")}
@@ -124,13 +121,12 @@ def compiled(kernel: Any, **about: Any) -> Any:
 
 @needs_gluon
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_products_of_a_line_are_under_way_at_once(tmp_path, monkeypatch):
-    """On the way back, which is the harder one, as compiled for the GPUs it is for.
-
-    Where registers are read too early, ptxas lets each product wait for the last.
-    """
+@pytest.mark.parametrize("back", [{}, {"HAS_SECOND": True, "MASK": "bits"}])
+def test_products_of_a_line_are_under_way_at_once(back, tmp_path, monkeypatch):
+    """As compiled for the GPUs they are for; where registers are read too early, ptxas lets each wait for the last."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    made = compiled(windows.hopper.back_lines_kernel, **LINES, HAS_SECOND=True, MASK="bits")
+    kernel = windows.hopper.back_lines_kernel if back else windows.hopper.lines_kernel
+    made = compiled(kernel, **LINES, **back)
     assert made.metadata.shared <= MOST_SHARED
     assert made.asm["ptx"].count("wgmma.mma_async") == 3 * 9 * 4  # three lines, nine products, 64 channels
     assert made.asm["ptx"].count("wgmma.wait_group.sync.aligned 6;") == 3  # for the complete line alone

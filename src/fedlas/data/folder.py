@@ -228,17 +228,6 @@ def _rows_of_table(file: Path) -> list[_Row]:
         raise DamagedFileError(f"{file} is no CSV file: {error}") from error
 
 
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Take names of classes apart if they are one text, and refuse those that cannot be told apart."""
-    parts = given.strip("[]() ").split(",") if isinstance(given, str) else given
-    names = tuple(str(part).strip() for part in parts)
-    if not all(names):
-        raise ValueError(f"class_names has an empty name: {given!r}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"class_names has a name twice: {', '.join(names)}")
-    return names
-
-
 def _rows_of_text(file: Path) -> list[_Row]:
     with file.open(newline="", encoding="utf-8-sig") as text:
         table = csv.DictReader(text, skipinitialspace=True)
@@ -259,3 +248,14 @@ def _rows_of_text(file: Path) -> list[_Row]:
             f"{file}: split is train, val or test in every row, or in none; found {strangers or 'gaps'}"
         )
     return rows
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Take names of classes apart if they are one text, and refuse those that cannot be told apart."""
+    parts = given.strip("[]() ").split(",") if isinstance(given, str) else given
+    names = tuple(str(part).strip() for part in parts)
+    if not all(names):
+        raise ValueError(f"class_names has an empty name: {given!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"class_names has a name twice: {', '.join(names)}")
+    return names
