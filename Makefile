@@ -5,7 +5,7 @@ READY := .venv/.ready
 SELDOM := /tests/|/site-packages/(transformers|ray|mlflow|databricks|sqlalchemy|numba|mypyc?|pip|setuptools|fontTools|pygments|onnxruntime|pyro|sentry_sdk|tensorboard)/# is compiled when somebody asks for it
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow example docs bench bench-train bench-growth faults-numbers constraints licences sbom audit release-check clean
+.PHONY: help setup demo test test-all test-gpu example docs bench bench-train bench-growth faults-numbers constraints licences sbom audit release-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1@/' | awk -F@ '{printf "make %-14s %s\n", $$1, $$2}'
@@ -15,11 +15,15 @@ setup: $(READY) ## create .venv and install fedlas with all extras and the devel
 demo: $(READY) ## train five losses on handwritten digits and compare what their confidence is worth
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/fedlas demo
 
-test: $(READY) ## format, lint, types and tests, as the continuous integration runs them
+test: $(READY) ## format, lint, types and the fast tests, as CI runs them (8 minutes on two cores)
 	@scripts/check
 
-test-slow: $(READY) ## only the tests that take longer than a minute
-	$(BIN)/python -m pytest -m slow
+test-all: $(READY) ## all of that with every test, campaigns included, then the lowest supported versions (no time limit)
+	@scripts/check --all
+	@scripts/lowest
+
+test-gpu: $(READY) ## only the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
 
 example: $(READY) ## train FeDLaS-LS on scikit-learn's digits beside plain label smoothing
 	$(BIN)/python examples/digits.py

@@ -76,7 +76,7 @@ def test_the_guard_refuses_large_files_and_private_keys(tmp_path, content, compl
 
 def test_check_refuses_unknown_options():
     result = run([ROOT / "scripts" / "check", "--quick"])
-    assert (result.returncode, result.stdout) == (2, "usage: scripts/check [--fast | --fix]\n")
+    assert (result.returncode, result.stdout) == (2, "usage: scripts/check [--all | --fast | --fix]\n")
 
 
 def test_check_stops_at_the_first_failing_stage_and_says_how_to_repair_it(checkout):

@@ -212,7 +212,7 @@ def test_two_processes_of_which_one_is_killed(tmp_path, words):
     assert not any(exists(pid) for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_time_is_up_for_two_processes(tmp_path, words):
     recipes = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
     began = time.monotonic()
@@ -223,7 +223,7 @@ def test_time_is_up_for_two_processes(tmp_path, words):
     assert [holder(Run(tmp_path / recipe.name)) for recipe in recipes] == [None, None]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_that_kills_every_process_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "TRIES", 2)
     deadly, other = short(epochs=LONG), short("ls")
@@ -252,7 +252,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_launcher_may_end_at_any_time(tmp_path, number):
     """Told to stop, or killed: its processes stop with a checkpoint, and the next launcher goes on."""

@@ -127,7 +127,7 @@ for run in launched(recipes, folder=Path({folder!r}), how="ray", address={addres
 """
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_launcher_dies_and_another_goes_on(cluster, tmp_path, number):
     """Killed, it takes its tasks with it; told to stop, it has them write checkpoints first."""
@@ -154,7 +154,7 @@ def test_the_launcher_dies_and_another_goes_on(cluster, tmp_path, number):
     assert times(hit)[: len(before) - 2] == before[:-2]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_time_is_up_on_the_cluster(cluster, tmp_path):
     """One run in the middle, one that waits for a processor: the first writes a checkpoint, the second never starts."""
     recipes: list[Recipe] = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]

@@ -111,7 +111,7 @@ def test_every_network_trains(made_up, place):
     trains(NETWORKS[place])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("key", list(RECIPES))
 def test_every_recipe_trains_its_own_network(made_up, key):
     trains(RECIPES[key])

@@ -18,7 +18,7 @@ def test_every_number_of_the_ledger_comes_out_again():
     assert list(problems(Ledger(HOUSE / "results"))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_every_interval_of_the_ledger_comes_out_again():
     assert list(problems(Ledger(HOUSE / "results"), intervals=True)) == []
 

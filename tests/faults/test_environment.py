@@ -29,7 +29,7 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path):
     assert found[2]["says"] == "probmetrics, which needs numba, is needed for this: pip install 'fedlas[posthoc]'"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("words", [(), ("--extras",)])
 def test_without_packages_and_extras_the_rest_works(words):
     done = subprocess.run(
@@ -55,14 +55,14 @@ def test_numbers_are_the_same_everywhere_at_once(tmp_path):
     assert unlike(walked(PLACES["all at once"], tmp_path / "odd", "--quick"), usual) == []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_numbers_are_the_same_in_each_place(tmp_path):
     usual = walked(PLACES["usual"], tmp_path / "usual")
     found = {name: unlike(walked(place, tmp_path / name), usual) for name, place in PLACES.items() if name != "usual"}
     assert found == {name: [] for name in found}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_lowest_versions_do(tmp_path):
     """Where they have been installed; that takes gigabytes, so no test does it."""
     python = HERE.parents[1] / "build" / "lowest" / "bin" / "python"

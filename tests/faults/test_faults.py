@@ -44,13 +44,13 @@ def out(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_terminated_trainings_go_on():
     kills = campaign("kill.py", "--runs", "3", "--seed", "3", "--signal", "SIGTERM")
     assert all(kill["steps"] == 28 for kill in kills)  # nothing is done twice
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_nodes_and_workers_die():
     """A node of a cluster dies in every run of the tests, in tests/experiments/test_launch_ray.py."""
     found = campaign("nodes.py", "--kills", "2", "--epochs", "30", "--torchrun", "1")

@@ -171,7 +171,7 @@ def test_a_process_that_dies_is_named():
 SHORT = {"data_options": {"train_samples": 100}, "model_options": {"width": 8}, "batch_size": 50}
 
 
-@pytest.mark.parametrize(("epochs", "options"), [(30, SHORT), pytest.param(40, {}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("epochs", "options"), [(30, SHORT), pytest.param(40, {}, marks=pytest.mark.campaign)])
 def test_training_holds_no_more_with_every_epoch(epochs, options):
     seen = growth.training(epochs, **options)
     assert seen[-1]["files"] == seen[2]["files"]

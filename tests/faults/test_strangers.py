@@ -148,7 +148,7 @@ def test_the_search_lets_the_known_pass(text):
 
 @pytest.mark.parametrize(
     ("copies", "big", "many"),
-    [(1, 2**22, 5_000), pytest.param(4, 2**29, strangers.MANY, marks=pytest.mark.slow)],
+    [(1, 2**22, 5_000), pytest.param(4, 2**29, strangers.MANY, marks=pytest.mark.campaign)],
     ids=["small", "large"],
 )
 def test_no_hostile_file_does_anything(tmp_path, copies, big, many):

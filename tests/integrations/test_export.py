@@ -19,7 +19,7 @@ NAMES = [record.name for record in list_calibrators() if record.name not in OUTS
 # An export to ONNX takes seconds. These have graphs of different kinds: one number, bins, curves. torch.export, which
 # makes the graph, is asked for every calibrator.
 USUAL = {"temperature", "histogram_binning", "isotonic"}
-IN_ONNX = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+IN_ONNX = [name if name in USUAL else pytest.param(name, marks=pytest.mark.campaign) for name in NAMES]
 
 
 def fitted(name: str, classes: int = 3) -> AbstractCalibrator:

@@ -55,7 +55,7 @@ def two_models(random: np.random.Generator, n: int, hot: float, cold: float):
 
 @pytest.mark.parametrize(
     ("hot", "cold", "n"),
-    [(1.3, 1.0, 800), *(pytest.param(*way, marks=pytest.mark.slow) for way in [(1.0, 1.0, 1_000), (2.0, 2.0, 500)])],
+    [(1.3, 1.0, 800), *(pytest.param(*way, marks=pytest.mark.campaign) for way in [(1.0, 1.0, 1_000), (2.0, 2.0, 500)])],
 )
 def test_the_difference_of_two_models_is_covered(hot, cold, n):
     random = np.random.default_rng(5)
@@ -81,7 +81,7 @@ def saturated_pair(random: np.random.Generator, n: int):
     return torch.from_numpy(first), torch.from_numpy(second), real
 
 
-@pytest.mark.parametrize("metric", [ece, pytest.param(aece, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("metric", [ece, pytest.param(aece, marks=pytest.mark.campaign)])
 def test_the_difference_of_saturated_models_is_covered(metric):
     random = np.random.default_rng(5)
     first, second, chance = saturated_pair(random, 300_000)
@@ -111,7 +111,7 @@ def test_a_level_in_percent_is_refused(golden, cooled):
         paired_bootstrap(ece, golden, cooled, level=95)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_equal_models_are_seldom_told_apart():
     """False alarms: the same calibrated model with independent noise must not be called better."""
     random = np.random.default_rng(0)

@@ -155,7 +155,7 @@ def test_areas_under_risk_and_coverage_are_covered(metric):
     assert 0.9 <= coverage(metric, "over-confident", trials=100, resamples=400) <= 0.99
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2, aurc, e_aurc, augrc])
 def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
@@ -172,7 +172,7 @@ def test_intervals_of_saturated_models_cover(metric, name):
     assert coverage(metric, name, trials=60, resamples=200) >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", [*SATURATED, *SMALL])
 @pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2])
 def test_intervals_of_saturated_models_and_of_few_samples_cover(metric, name):
@@ -274,7 +274,7 @@ def test_over_and_under_confidence_are_covered(name):
     assert min(both_coverages(name, trials=40, resamples=300)) >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", list(MODELS))
 def test_over_and_under_confidence_are_covered_in_90_percent_or_more(name):
     """A part that is zero cannot be missed from below, and seldom from above."""

@@ -82,7 +82,7 @@ def test_every_family_of_torchvision(name, monkeypatch):
     on_torchvision(name, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_all_of_torchvision(name, monkeypatch):
     on_torchvision(name, monkeypatch)
@@ -177,7 +177,7 @@ def test_everyday_and_refused_families_of_timm(family):
     on_timm(TIMM_FAMILIES[family], TIMM_REFUSED.get(family))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("family", sorted(LATER))
 def test_every_other_family_of_timm(family):
     on_timm(TIMM_FAMILIES[family], None)
@@ -332,7 +332,7 @@ NAMES = [getattr(modeling_auto, f"MODEL_FOR_{task}_CLASSIFICATION_MAPPING_NAMES"
 HUGGING_FACE = {name for names in NAMES for each in names for name in ([each] if isinstance(each, str) else each)}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_all_heads_of_hugging_face():
     found, refused, unbuilt = set(), set(), set()
     for name in sorted(

@@ -275,7 +275,7 @@ def test_95_percent_intervals_cover_the_true_value(shift, spread, n, m):
     assert min(found.values()) >= 0.92
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("sizes", [(20, 20), (50, 200), (500, 500), (2_000, 5_000)])
 @pytest.mark.parametrize(("shift", "spread"), [(0, 1), (1, 1), (2.5, 1), (2, 0.3), (4, 1), (1, 2)])
 def test_95_percent_intervals_cover_everywhere(shift, spread, sizes):

@@ -123,7 +123,7 @@ def visit(browser: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("width", [NARROW, WIDE])
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", ["several", "many", "hostile"])
 def test_no_page_is_wider_than_its_window(visit, request, name, width, scheme):
     here = visit(request.getfixturevalue(name), width, scheme)

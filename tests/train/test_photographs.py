@@ -55,7 +55,7 @@ def test_a_stopped_run_goes_on_in_the_same_process_bit_for_bit(images, finished,
     assert run.log[1]["machine"]["continued_at_step"] == 5
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_killed_run_leaves_no_lock(images, finished, tmp_path):
     """Forked workers notice the end of their parent seconds later; they must not hold its lock until then."""
     code = f"""

@@ -302,7 +302,7 @@ def test_a_lack_of_memory_is_no_fault_of_the_compiler():
 
 
 @pytest.mark.filterwarnings("ignore:.*attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("loss", ["fedlas_ls", pytest.param("crl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", ["fedlas_ls", pytest.param("crl", marks=pytest.mark.campaign)])
 def test_a_compiled_step_sees_terms_and_gate_too(loss):
     """Traced whole, as on a GPU, but carried out by torch's own kernels."""
     recipe = short(loss)
