@@ -1,7 +1,7 @@
 """Seeded mutation check: does a set of tests notice small errors in the source?
 
-    python tests/mutation/mutation.py list --seed 1 --count 60 mutants.json   # choose mutants
-    python tests/mutation/mutation.py probe mutants.json reached.txt          # make src record the tests that reach them
+    python tests/mutation/mutation.py list --seed 1 --count 60 mutants.json     # choose mutants
+    python tests/mutation/mutation.py probe mutants.json reached.txt            # add probes to src
     python tests/mutation/mutation.py run mutants.json reached.txt result.jsonl   # mutate src, run those tests
 
 `probe` and `run` rewrite files below `src/`, so use a separate checkout with its own environment. Between `probe` and
@@ -184,11 +184,12 @@ def probe(mutants: list[dict[str, Any]], out: Path) -> None:
 
 
 def reaching(out: Path) -> dict[int, set[str]]:
-    """Return the tests that reached each mutant."""
+    """Return the tests that reached each mutant; a fixture that reached it stands for all tests of its file."""
     tests: dict[int, set[str]] = defaultdict(set)
     for line in out.read_text(encoding="utf-8").splitlines():
         number, _, test = line.partition("\t")
-        tests[int(number)].add(re.sub(r" \((setup|call|teardown)\)$", "", test))
+        name, _, phase = test.rpartition(" ")
+        tests[int(number)].add(name.partition("::")[0] if phase == "(setup)" else name)
     return tests
 
 
