@@ -52,11 +52,11 @@ def test_without_files_it_says_what_to_put_where(name, tmp_path):
     with pytest.raises(MissingFileError, match=re.escape(str(tmp_path / "nowhere"))) as caught:
         data.split("train")
     if name != "folder":
-        assert re.search(r"put \S+ into .* by hand: it is at https?://\S+ .*\(MD5 \w{32}\)", str(caught.value))
+        assert re.search(r"https?://\S+ .*MD5 \w{32}", str(caught.value))
 
 
 def test_a_wrong_keyword_is_named(name):
-    with pytest.raises(TypeError, match=f"data set '{name}' takes no 'sed'; did you mean 'seed'"):
+    with pytest.raises(TypeError, match=f"'{name}'.*'sed'.*'seed'"):
         fedlas.build_data(name, sed=1)
 
 
@@ -71,9 +71,9 @@ def test_facts_agree_with_each_other(name, tmp_path, monkeypatch):
     assert len(data.class_names) == data.num_classes == len(set(data.class_names))
     assert data.title
     assert data.transform.channels == len(data.transform.mean)
-    with pytest.raises(ValueError, match="no split is called 'tset'; did you mean 'test'"):
+    with pytest.raises(ValueError, match=r"'tset'.*'test'"):
         data.split("tset")
-    with pytest.raises(ValueError, match="no split is called 'tset'"):
+    with pytest.raises(ValueError, match="'tset'"):
         data.transform_for("tset")
 
 
@@ -189,7 +189,7 @@ def test_a_sample_that_is_missing_is_noticed(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     cls = RECORDS[name].cls
     monkeypatch.setattr(cls, "sizes", {part: size + 1 for part, size in cls.sizes.items()})
-    with pytest.raises(DamagedFileError, match=rf"official train part.*: \d+ samples, where {cls.sizes['train']}"):
+    with pytest.raises(DamagedFileError, match=rf"train.*\b{cls.sizes['train']}\b"):
         data.split("train")
 
 
@@ -198,14 +198,14 @@ def test_a_class_that_lacks_samples_is_named(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
     cls = RECORDS[name].cls
     monkeypatch.setattr(cls, "per_class", {"test": (*cls.per_class["test"][:-1], 99)})
-    with pytest.raises(DamagedFileError, match=f"class {cls.num_classes - 1} has {twins.TEST} samples, where 99"):
+    with pytest.raises(DamagedFileError, match=f"class {cls.num_classes - 1} .*{twins.TEST} .*99"):
         data.split("test")
     monkeypatch.setattr(cls, "per_class", {"test": range(70, 80)})
-    with pytest.raises(DamagedFileError, match=f"class 0 has {twins.TEST} samples, where 70 to 79"):
+    with pytest.raises(DamagedFileError, match=f"class 0 .*{twins.TEST} .*70.*79"):
         data.split("test")
 
 
 def test_a_label_out_of_range_is_noticed(name, tmp_path, monkeypatch):
     data = twins.build(name, tmp_path, monkeypatch)
-    with pytest.raises(DamagedFileError, match="labels from 0 to 3000"):
+    with pytest.raises(DamagedFileError, match=r"labels.*0.*3000"):
         data.check("test", torch.tensor(np.array([0, 3000])))

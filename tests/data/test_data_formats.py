@@ -50,7 +50,7 @@ def test_what_comes_after_an_idx_array_is_noticed(tmp_path):
     path = tmp_path / "images"
     twins.idx(path, np.zeros((3, 4, 5), np.uint8), compressed=False)
     path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(DamagedFileError, match="announces 3 x 4 x 5 bytes, and 61 follow"):
+    with pytest.raises(DamagedFileError, match=r"3 x 4 x 5.*61"):
         read_idx(path)
 
 
@@ -65,7 +65,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path, damage):
 
 def test_idx_of_other_numbers_is_refused(tmp_path):
     (tmp_path / "a").write_bytes(struct.pack(">BBBBI", 0, 0, 13, 1, 1) + b"\0\0\0\0")
-    with pytest.raises(DamagedFileError, match="starts with 00 00 0d 01"):
+    with pytest.raises(DamagedFileError, match="00 00 0d 01"):
         read_idx(tmp_path / "a")
 
 
@@ -96,7 +96,7 @@ def test_changed_pixels_are_noticed(tmp_path, monkeypatch):
     data = twins.build("mnist", tmp_path, monkeypatch)
     path = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x07")
-    with pytest.raises(DamagedFileError, match=f"{named(path)} is damaged: the MD5 of its content"):
+    with pytest.raises(DamagedFileError, match=f"{named(path)}.*MD5"):
         data.split("test")
 
 
@@ -116,7 +116,7 @@ def test_cifar_records_are_red_green_blue_planes(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"x" * 3073 + b"y"])
 def test_records_that_do_not_add_up_are_noticed(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(DamagedFileError, match="no multiple of 3073"):
+    with pytest.raises(DamagedFileError, match="3073"):
         read_cifar_binary(tmp_path / "a", 1)
 
 
@@ -124,7 +124,7 @@ def test_a_truncated_batch_is_named(tmp_path, monkeypatch):
     data = twins.build("cifar10", tmp_path, monkeypatch)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-3073])
-    with pytest.raises(DamagedFileError, match=f"{named(path)} is damaged: its MD5"):
+    with pytest.raises(DamagedFileError, match=f"{named(path)}.*MD5"):
         data.split("train")
     assert len(data.split("test"))
 
@@ -132,7 +132,7 @@ def test_a_truncated_batch_is_named(tmp_path, monkeypatch):
 def test_a_batch_that_is_missing_is_named(tmp_path, monkeypatch):
     data = twins.build("cifar10", tmp_path, monkeypatch)
     (tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin").unlink()
-    with pytest.raises(MissingFileError, match=r"data_batch_3\.bin is not there: remove .* and unpack it again"):
+    with pytest.raises(MissingFileError, match=r"data_batch_3\.bin"):
         data.split("train")
 
 
@@ -201,7 +201,7 @@ def test_a_malicious_pickle_does_nothing(tmp_path, payload, protocol):
     """Even when its checksum is the one we expect."""
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps(EVIL[payload], protocol))
-    with pytest.raises(DamagedFileError, match=f"{named(path)} (asks for .* it is not unpickled|holds a set)"):
+    with pytest.raises(DamagedFileError, match=rf"{named(path)}.*\b(exec|open|getattr|fromfile|default_rng|set|encode)\b"):
         read_cifar_pickle(path, "labels", twins.md5(path))
 
 
@@ -219,7 +219,7 @@ def test_a_pickle_cannot_ask_for_memory():
             with pytest.raises(DamagedFileError, match="batch"):
                 plain_unpickled(pickle.dumps(payload, protocol), Path("batch"))
     hidden = np.zeros(1, dtype=[("a", "O")])
-    with pytest.raises(DamagedFileError, match="no plain data"):
+    with pytest.raises(DamagedFileError, match=r"batch.*ndarray"):
         plain_unpickled(pickle.dumps(hidden, 4), Path("batch"))
 
 
@@ -227,7 +227,7 @@ def test_a_pickle_with_another_checksum_is_not_even_opened(tmp_path, monkeypatch
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps({"data": 1}))
     monkeypatch.setattr("fedlas.data.base.formats.plain_unpickled", lambda *_: pytest.fail("it was opened"))
-    with pytest.raises(DamagedFileError, match="its MD5 is"):
+    with pytest.raises(DamagedFileError, match="MD5"):
         read_cifar_pickle(path, "labels", "0" * 32)
 
 
@@ -266,7 +266,7 @@ def test_a_changed_mat_file_is_named(tmp_path, monkeypatch):
     data = twins.build("svhn", tmp_path, monkeypatch)
     path = tmp_path / "svhn" / "test_32x32.mat"
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(DamagedFileError, match=f"{named(path)} is damaged: its MD5"):
+    with pytest.raises(DamagedFileError, match=f"{named(path)}.*MD5"):
         data.split("test")
 
 
@@ -294,7 +294,7 @@ def test_the_rebuilt_crops_are_read_and_called_so(tmp_path, monkeypatch):
     assert data.title == "SVHN (rebuilt crops)"
     assert np.array_equal(data.split("test").images.permute(0, 2, 3, 1).numpy(), images)
     assert data.split("test").labels.tolist() == labels.tolist()
-    with pytest.raises(MissingFileError, match=r"put train_32x32\.mat into"):
+    with pytest.raises(MissingFileError, match=r"train_32x32\.mat"):
         data.split("train")
 
 
@@ -325,7 +325,7 @@ def test_damaged_rebuilt_crops_are_named(tmp_path, monkeypatch, changes):
 def test_an_archive_that_is_none_is_named(tmp_path, monkeypatch, content):
     _, _, data = rebuilt(tmp_path, monkeypatch)
     (tmp_path / "svhn_rebuilt" / "test.npz").write_bytes(content)
-    with pytest.raises(DamagedFileError, match=r"test\.npz is damaged"):
+    with pytest.raises(DamagedFileError, match=r"test\.npz"):
         data.split("test")
 
 
@@ -365,19 +365,19 @@ def test_a_damaged_image_is_named(tmp_path, monkeypatch, damage):
     data = twins.build("tiny_imagenet", tmp_path, monkeypatch)
     path = tmp_path / "tiny-imagenet-200" / "val" / "images" / "val_4.JPEG"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DamagedFileError, match=f"{named(path)} is damaged"):
+    with pytest.raises(DamagedFileError, match=named(path)):
         Resident(data.split("test"), data.transform, train=False)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "val" / "images" / "val_4.JPEG").unlink(), r"1 images of .*val_4\.JPEG"),
-        (lambda f: (f / "val" / "val_annotations.txt").unlink(), r"val_annotations\.txt is not there"),
-        (lambda f: (f / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn99\t0\n"), "names no known class"),
-        (lambda f: (f / "val" / "val_annotations.txt").write_bytes(b"\xff\xfe"), r"val_annotations\.txt is damaged"),
-        (lambda f: (f / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn01\t0\n"), "1 samples, where 18"),
-        (lambda f: (f / "wnids.txt").write_text("n01\nn02\nn02\n"), r"wnids\.txt is damaged: 2 classes, where 3"),
+        (lambda f: (f / "val" / "images" / "val_4.JPEG").unlink(), r"\b1 .*val_4\.JPEG"),
+        (lambda f: (f / "val" / "val_annotations.txt").unlink(), r"val_annotations\.txt"),
+        (lambda f: (f / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn99\t0\n"), "n99"),
+        (lambda f: (f / "val" / "val_annotations.txt").write_bytes(b"\xff\xfe"), r"val_annotations\.txt"),
+        (lambda f: (f / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn01\t0\n"), r"\b1 .*\b18\b"),
+        (lambda f: (f / "wnids.txt").write_text("n01\nn02\nn02\n"), r"wnids\.txt.*\b2 .*\b3\b"),
     ],
 )
 def test_damage_to_tiny_imagenet_is_named(tmp_path, monkeypatch, change, message):
@@ -403,10 +403,10 @@ def test_cub_follows_its_lists(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "train_test_split.txt").write_text("1 1\n"), "do not list the same images"),
-        (lambda f: (f / "classes.txt").write_text("one\n"), r"classes\.txt is damaged: the line 'one'"),
-        (lambda f: (f / "images.txt").unlink(), r"images\.txt is not there"),
-        (lambda f: (f / "images" / "002.Bird_1" / "bird_40.jpg").unlink(), r"1 images of .*bird_40\.jpg"),
+        (lambda f: (f / "train_test_split.txt").write_text("1 1\n"), "train_test_split"),
+        (lambda f: (f / "classes.txt").write_text("one\n"), r"classes\.txt.*'one'"),
+        (lambda f: (f / "images.txt").unlink(), r"images\.txt"),
+        (lambda f: (f / "images" / "002.Bird_1" / "bird_40.jpg").unlink(), r"\b1 .*bird_40\.jpg"),
     ],
 )
 def test_damage_to_cub_is_named(tmp_path, monkeypatch, change, message):
@@ -426,9 +426,9 @@ def test_aircraft_variants_are_in_order(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "images_variant_trainval.txt").write_text("0000000 Concorde\n"), "names no known variant"),
-        (lambda f: (f / "variants.txt").write_text("a\nb\n"), r"variants\.txt is damaged: 2 variants, where 3"),
-        (lambda f: (f / "images" / "0000004.jpg").unlink(), r"1 images of .*0000004\.jpg"),
+        (lambda f: (f / "images_variant_trainval.txt").write_text("0000000 Concorde\n"), "Concorde"),
+        (lambda f: (f / "variants.txt").write_text("a\nb\n"), r"variants\.txt.*\b2 .*\b3\b"),
+        (lambda f: (f / "images" / "0000004.jpg").unlink(), r"\b1 .*0000004\.jpg"),
     ],
 )
 def test_damage_to_aircraft_is_named(tmp_path, monkeypatch, change, message):
@@ -447,9 +447,9 @@ def test_selection_on_test_has_to_be_asked_for(tmp_path, monkeypatch, name):
     official = fedlas.build_data(name, selection="official", **options)
     assert official.split("val").images == official.split("test").images
     assert len(official.split("train")) == 3 * twins.TRAIN
-    with pytest.raises(ValueError, match="no selection is called 'test'"):
+    with pytest.raises(ValueError, match=r"selection.*'test'"):
         fedlas.build_data(name, selection="test", **options)
-    with pytest.raises(ValueError, match="no normalisation is called 'halve'; did you mean 'half'"):
+    with pytest.raises(ValueError, match=r"'halve'.*'half'"):
         fedlas.build_data(name, normalisation="halve", **options)
 
 

@@ -109,7 +109,7 @@ def test_a_connection_that_breaks_is_taken_up_again(server, tmp_path):
 
 def test_after_many_breaks_what_came_is_kept(server, tmp_path):
     server.break_after = [1000] * 3
-    with pytest.raises(MissingFileError, match=r"broke off after 1000 of 512000 bytes.*put a\.bin into"):
+    with pytest.raises(MissingFileError, match=r"1000.*512000.*a\.bin"):
         fetch(source(server), tmp_path)
     assert (tmp_path / "a.bin.part").stat().st_size == 3000
     assert fetch(source(server), tmp_path).read_bytes() == CONTENT
@@ -140,7 +140,7 @@ def test_a_wrong_part_is_thrown_away(server, tmp_path):
 
 
 def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
-    with pytest.raises(MissingFileError, match=f"what came has the MD5 {hashlib.md5(CONTENT).hexdigest()}"):
+    with pytest.raises(MissingFileError, match=f"MD5 {hashlib.md5(CONTENT).hexdigest()}"):
         fetch(source(server, md5="0" * 32), tmp_path)
     assert left_in(tmp_path) == []
 
@@ -148,21 +148,21 @@ def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
 def test_a_file_with_the_right_md5_and_the_wrong_sha256_is_refused(server, tmp_path):
     """Two files can be made that have one MD5."""
     forged = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest(), "0" * 64)
-    with pytest.raises(MissingFileError, match=f"what came has the SHA-256 {hashlib.sha256(CONTENT).hexdigest()}"):
+    with pytest.raises(MissingFileError, match=f"SHA-256 {hashlib.sha256(CONTENT).hexdigest()}"):
         fetch(forged, tmp_path)
     assert left_in(tmp_path) == []
     (tmp_path / "x.tar.gz").write_bytes(tar_of({"inside/b.txt": b"hello"}))
     archive = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"), "0" * 64)
-    with pytest.raises(DamagedFileError, match=r"x\.tar\.gz is damaged: its SHA-256 is .*, the published one 0{64}"):
+    with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*SHA-256.*0{64}"):
         unpack(archive, tmp_path, "inside")
     (tmp_path / "a.mat").write_bytes(CONTENT)
-    with pytest.raises(DamagedFileError, match=r"a\.mat is damaged: its SHA-256 is .*, the published one 0{64}"):
+    with pytest.raises(DamagedFileError, match=r"a\.mat.*SHA-256.*0{64}"):
         fetching.checked_bytes(tmp_path / "a.mat", hashlib.md5(CONTENT).hexdigest(), "0" * 64)
 
 
 def test_plain_http_and_an_md5_alone_give_a_warning(server, tmp_path):
     weak = Source((f"{server.url}/a.bin",), hashlib.md5(CONTENT).hexdigest())
-    with pytest.warns(UserWarning, match=r"/a\.bin has no TLS, and only an MD5 is known"):
+    with pytest.warns(UserWarning, match=r"/a\.bin.*TLS.*MD5"):
         fetch(weak, tmp_path)
     fetch(weak, tmp_path)  # it is there: nothing is fetched, and nobody warned
 
@@ -198,7 +198,7 @@ def test_another_address_is_tried(server, tmp_path):
 
 
 def test_a_file_that_is_gone(server, tmp_path):
-    with pytest.raises(MissingFileError, match=r"HTTP Error 404.*put gone\.bin into .* by hand: it is at http"):
+    with pytest.raises(MissingFileError, match=r"404.*gone\.bin.*http"):
         fetch(source(server, "/gone.bin"), tmp_path)
     assert len(server.asked) == 1
 
@@ -208,13 +208,12 @@ def test_offline(tmp_path):
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     lonely = sourced(b"", f"http://127.0.0.1:{port}/a.bin")
-    message = rf"{tmp_path}/a\.bin could not be fetched .*refused.*; put a\.bin into {tmp_path} by hand: it is at "
-    with pytest.raises(MissingFileError, match=message):
+    with pytest.raises(MissingFileError, match=rf"{tmp_path}/a\.bin.*refused.*{tmp_path}.*http://127.0.0.1:{port}"):
         fetch(lonely, tmp_path)
 
 
 def test_download_may_be_off(server, tmp_path):
-    with pytest.raises(MissingFileError, match="download is off"):
+    with pytest.raises(MissingFileError, match="download"):
         fetch(source(server), tmp_path, download=False)
     assert server.asked == []
     assert not (tmp_path / "new").exists()
@@ -222,12 +221,12 @@ def test_download_may_be_off(server, tmp_path):
 
 def test_a_folder_that_cannot_be_written_to(server, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(MissingFileError, match="could not be fetched"):
+    with pytest.raises(MissingFileError, match=r"file/a\.bin"):
         fetch(source(server), tmp_path / "file")
 
 
 def test_other_addresses_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no web address"):
+    with pytest.raises(ValueError, match="file:///etc/passwd"):
         fetch(Source(("file:///etc/passwd",), "0" * 32), tmp_path)
 
 
@@ -306,7 +305,7 @@ def test_a_damaged_archive_is_named(tmp_path):
     content = tar_of({"inside/b.txt": b"hello"})
     (tmp_path / "x.tar.gz").write_bytes(content[:-4])
     wanted = Source(("https://example.org/x.tar.gz",), hashlib.md5(content).hexdigest())
-    with pytest.raises(DamagedFileError, match=rf"{tmp_path}/x\.tar\.gz is damaged: its MD5 is"):
+    with pytest.raises(DamagedFileError, match=rf"{tmp_path}/x\.tar\.gz.*MD5"):
         unpack(wanted, tmp_path, "inside")
     assert left_in(tmp_path) == ["x.tar.gz"]
 
@@ -314,7 +313,7 @@ def test_a_damaged_archive_is_named(tmp_path):
 def test_an_archive_of_something_else(tmp_path):
     (tmp_path / "x.tar.gz").write_bytes(tar_of({"outside/b.txt": b"hello"}))
     wanted = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "x.tar.gz"))
-    with pytest.raises(DamagedFileError, match="holds no folder inside"):
+    with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*inside"):
         unpack(wanted, tmp_path, "inside")
     assert left_in(tmp_path) == ["x.tar.gz"]
 
@@ -323,7 +322,7 @@ def test_an_archive_cannot_write_elsewhere(tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "x.tar.gz").write_bytes(tar_of({"inside/a": b"", "../../evil.txt": b"hello"}))
     wanted = Source(("https://example.org/x.tar.gz",), md5_of(tmp_path / "root" / "x.tar.gz"))
-    with pytest.raises(DamagedFileError, match=r"x\.tar\.gz cannot be unpacked: .*outside the destination"):
+    with pytest.raises(DamagedFileError, match=r"x\.tar\.gz.*outside the destination"):
         unpack(wanted, tmp_path / "root", "inside")
     assert left_in(tmp_path / "root") == ["x.tar.gz"]
     assert not list(tmp_path.rglob("evil.txt"))
@@ -331,8 +330,7 @@ def test_an_archive_cannot_write_elsewhere(tmp_path):
 
 def test_what_to_do_about_a_missing_archive(tmp_path):
     wanted = Source(("https://example.org/x.tar.gz",), "0" * 32)
-    message = rf"{tmp_path}/inside is not there\. .*put x\.tar\.gz into {tmp_path} by hand.*or unpack it to"
-    with pytest.raises(MissingFileError, match=message):
+    with pytest.raises(MissingFileError, match=rf"{tmp_path}/inside.*x\.tar\.gz.*{tmp_path}.*https://example\.org"):
         unpack(wanted, tmp_path, "inside", download=False)
 
 

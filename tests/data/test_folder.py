@@ -41,11 +41,9 @@ def test_classes_may_be_named_by_a_list_or_a_text(tmp_path, given):
     assert data.split("all").labels.tolist() == [0, 0, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("given", "why"), [("cat,dog,cat", "twice: cat, dog, cat"), ("cat,,dog", "empty"), ("", "empty")]
-)
+@pytest.mark.parametrize(("given", "why"), [("cat,dog,cat", "cat, dog, cat"), ("cat,,dog", "empty"), ("", "empty")])
 def test_classes_that_cannot_be_told_apart_are_refused(tmp_path, given, why):
-    with pytest.raises(ValueError, match=f"class_names has .*{why}"):
+    with pytest.raises(ValueError, match=f"class_names.*{why}"):
         fedlas.build_data("folder", path=tmp_path, class_names=given)
 
 
@@ -53,7 +51,7 @@ def test_too_few_images_for_a_split_are_named(tmp_path):
     pictures(tmp_path, {"dog": 3, "cat": 4})
     data = fedlas.build_data("folder", path=tmp_path)
     for name in ("val", "test"):
-        with pytest.raises(ValueError, match=f"too few images for its {name} split, .*: cat 4, dog 3; add images"):
+        with pytest.raises(ValueError, match=f"{name}.*cat 4, dog 3"):
             data.split(name)
     assert len(data.split("all")) == 7
 
@@ -63,7 +61,7 @@ def test_splits_that_are_given(tmp_path):
     pictures(tmp_path / "test", {"a": 3, "c": 4})
     data = fedlas.build_data("folder", path=tmp_path)
     assert data.class_names == ("a", "b", "c")
-    with pytest.warns(UserWarning, match=f"{tmp_path} has no images to train on of: c$"):
+    with pytest.warns(UserWarning, match=f"{tmp_path}.*: c$"):
         train = data.split("train")
     pictures(tmp_path / "train", {"c": 10})
     data = fedlas.build_data("folder", path=tmp_path)
@@ -78,7 +76,7 @@ def test_splits_that_are_given(tmp_path):
 def test_splits_with_other_names_are_no_classes(tmp_path, name, meant):
     pictures(tmp_path / name, {"a": 2, "b": 2})
     pictures(tmp_path / "test", {"a": 2, "b": 2})
-    with pytest.raises(ValueError, match=f"{name} holds directories, as a split does; call it {meant}"):
+    with pytest.raises(ValueError, match=rf"{name}\b.* {meant}"):
         fedlas.build_data("folder", path=tmp_path).split("test")
 
 
@@ -87,7 +85,7 @@ def test_a_class_may_be_called_like_a_split(tmp_path):
     data = fedlas.build_data("folder", path=tmp_path)
     assert (data.class_names, len(data.split("all"))) == (("bus", "train"), 40)
     pictures(tmp_path, {"train/steam": 3})
-    with pytest.warns(UserWarning, match="is divided into splits; passed over: bus"):
+    with pytest.warns(UserWarning, match=r"split.*bus"):
         assert fedlas.build_data("folder", path=tmp_path).class_names == ("steam",)
 
 
@@ -107,7 +105,7 @@ def test_a_split_that_is_not_given(tmp_path):
     data = fedlas.build_data("folder", path=tmp_path)
     assert len(data.split("test")) == 7
     for split in ("train", "val"):
-        with pytest.raises(MissingFileError, match="has no train split; it has test"):
+        with pytest.raises(MissingFileError, match=r"train.*test"):
             data.split(split)
 
 
@@ -137,14 +135,14 @@ def test_a_table_without_splits_whose_path_is_absolute(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\nx/0.png,a\n", "needs the columns path and label; it has file, label"),
-        ("", "needs the columns path and label; it has none"),
-        ("path,label\nx/0.png\n", "line 2 does not have a cell for each column"),
-        ("path,label\nx/0.png,\n", "line 2 has an empty label"),
-        ("path,label\nx/0.png,a\n ,a\n", "line 3 has an empty path"),
-        ("path,label\nx/0.png,a\nx/1.png,a,b\n", "line 3 does not have a cell for each column"),
-        ("path,label,split\nx/0.png,a,training\n", "split is train, val or test .* found .'training'"),
-        ("path,label,split\nx/0.png,a,train\nx/1.png,a,\n", "in every row, or in none; found gaps"),
+        ("file,label\nx/0.png,a\n", "path.*label.*file, label"),
+        ("", "path.*label.*none"),
+        ("path,label\nx/0.png\n", "line 2"),
+        ("path,label\nx/0.png,\n", "line 2.*label"),
+        ("path,label\nx/0.png,a\n ,a\n", "line 3.*path"),
+        ("path,label\nx/0.png,a\nx/1.png,a,b\n", "line 3"),
+        ("path,label,split\nx/0.png,a,training\n", "split.*train, val.*test.*'training'"),
+        ("path,label,split\nx/0.png,a,train\nx/1.png,a,\n", "split.*train, val.*test"),
     ],
 )
 def test_a_table_that_cannot_be_understood(tmp_path, text, message):
@@ -155,27 +153,27 @@ def test_a_table_that_cannot_be_understood(tmp_path, text, message):
 def test_a_table_in_another_encoding_is_named(tmp_path):
     path = table(tmp_path, "")
     path.write_bytes("path,label\nx/0.png,Kätzchen\n".encode("latin-1"))
-    with pytest.raises(DamagedFileError, match=r"list\.csv is not text in UTF-8"):
+    with pytest.raises(DamagedFileError, match=r"list\.csv.*UTF-8"):
         fedlas.build_data("folder", path=path).split("all")
 
 
 def test_a_table_without_rows_is_not_told_about_directories(tmp_path):
-    with pytest.raises(DamagedFileError, match=r"list\.csv has no rows below its header"):
+    with pytest.raises(DamagedFileError, match=r"list\.csv.*header"):
         fedlas.build_data("folder", path=table(tmp_path, "path,label\n")).split("all")
 
 
 def test_a_folder_that_is_nowhere_is_named_in_both_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MissingFileError, match=f"neither {tmp_path}/pets nor {tmp_path}/root/pets is there"):
+    with pytest.raises(MissingFileError, match=rf"{tmp_path}/pets\b.*{tmp_path}/root/pets\b"):
         fedlas.build_data("folder", path="pets", root=tmp_path / "root").split("all")
-    with pytest.raises(MissingFileError, match=f"^{tmp_path}/pets is not there"):
+    with pytest.raises(MissingFileError, match=rf"{tmp_path}/pets\b(?!.*/pets)"):
         fedlas.build_data("folder", path=tmp_path / "pets").split("all")
 
 
 def test_directories_without_images_are_named(tmp_path):
     pictures(tmp_path, {"dog": 3, "cat": 3})
     (tmp_path / "owl").mkdir()
-    with pytest.warns(UserWarning, match="directories without images, which are no classes: owl"):
+    with pytest.warns(UserWarning, match="owl"):
         assert fedlas.build_data("folder", path=tmp_path).class_names == ("cat", "dog")
 
 
@@ -190,13 +188,13 @@ def test_a_pipe_is_no_image(tmp_path):
     data = fedlas.build_data("folder", path=tmp_path / "images", image_size=16)
     assert len(data.split("all")) == 5  # with the link to an image
     for path in (pipe, tmp_path / "images" / "b" / "endless.png", tmp_path):
-        with pytest.raises(DamagedFileError, match=f"{path} is a folder, a pipe or a device, not a file"):
+        with pytest.raises(DamagedFileError, match=f"{path} .*device"):
             decode(path, data.transform)
     (tmp_path / "t.csv").write_text("path,label\nimages/a/0.png,a\nimages/a/p.png,a\n")
-    with pytest.raises(DamagedFileError, match=r"1 images of .*t\.csv are folders, devices or pipes, such as .*p\.png"):
+    with pytest.raises(DamagedFileError, match=r"\b1 .*t\.csv.*device.*p\.png"):
         fedlas.build_data("folder", path=tmp_path / "t.csv").split("all")
     (tmp_path / "images" / "b" / "gone.png").symlink_to(tmp_path / "nowhere.png")
-    with pytest.raises(MissingFileError, match=r"are not there, such as .*gone\.png"):
+    with pytest.raises(MissingFileError, match=r"gone\.png"):
         fedlas.build_data("folder", path=tmp_path / "images").split("all")
 
 
@@ -209,16 +207,16 @@ def test_images_side_by_side_can_be_looked_at(tmp_path):
 
 
 def test_an_image_size_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="image_size must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=r"image_size.*1.*0"):
         fedlas.build_data("folder", path=tmp_path, image_size=0)
 
 
 def test_what_is_missing_is_named(tmp_path):
     path = table(tmp_path, "path,label\nx/0.png,a\nx/77.png,a\n")
-    with pytest.raises(MissingFileError, match=r"1 images of .*list\.csv are not there, such as .*77\.png"):
+    with pytest.raises(MissingFileError, match=r"\b1 .*list\.csv.*77\.png"):
         fedlas.build_data("folder", path=path).split("all")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MissingFileError, match="has no images in it"):
+    with pytest.raises(MissingFileError, match="/empty"):
         fedlas.build_data("folder", path=tmp_path / "empty").split("all")
 
 
@@ -227,7 +225,7 @@ def test_classes_may_be_named(tmp_path):
     data = fedlas.build_data("folder", path=tmp_path, class_names=["dog", "bird", "cat"])
     assert data.num_classes == 3
     assert data.split("all").labels.tolist() == [2, 2, 2, 0, 0, 0]
-    with pytest.raises(ValueError, match="classes that class_names lacks: dog"):
+    with pytest.raises(ValueError, match=r"class_names.*dog"):
         fedlas.build_data("folder", path=tmp_path, class_names=["cat"]).split("all")
 
 
@@ -257,7 +255,7 @@ def test_images_without_a_known_white_are_refused(tmp_path):
     transform = fedlas.build_data("folder", path=tmp_path).transform
     for number, pixels in enumerate((np.ones((4, 4), np.float32), np.full((4, 4), 1 << 20, np.int32))):
         image.fromarray(pixels).save(tmp_path / f"{number}.tiff")
-        with pytest.raises(DamagedFileError, match=rf"{number}\.tiff is damaged: its pixels are"):
+        with pytest.raises(DamagedFileError, match=rf"{number}\.tiff"):
             decode(tmp_path / f"{number}.tiff", transform)
 
 

@@ -223,11 +223,11 @@ def test_another_split_can_take_the_place_of_one():
     for a, b in zip(next(data.batches(20)), next(wanted.batches(20)), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(data.index, second.index)
-    with pytest.raises(ValueError, match="3 samples cannot take the place of 20"):
+    with pytest.raises(ValueError, match=r"3 .*20"):
         data.refill(twins.split_of(CIFAR, 3), seed=1)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.campaign)])
 def test_a_batch_compiles_as_one_graph_and_once(backend):
     torch._dynamo.reset()
     data = Resident(twins.split_of(CIFAR), CIFAR, train=True, channels_last=True)
