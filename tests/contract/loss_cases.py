@@ -6,7 +6,7 @@ Nothing here names a loss. A case is a loss with one choice of its words and swi
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -176,12 +176,6 @@ def cases_of(record: LossRecord) -> list[Case]:
     return list(found.values())
 
 
-def every_pair(cases: list[Case], kinds: Iterable[str], allowed: Callable[[Case, str], bool]) -> pytest.MarkDecorator:
-    """Ask a test of all cases with all kinds of input that the case takes."""
-    pairs = [(case, kind) for case in cases for kind in kinds if allowed(case, kind)]
-    return pytest.mark.parametrize(("case", "kind"), pairs, ids=[f"{case}-{kind}" for case, kind in pairs])
-
-
 def batch(
     n: int = SIZE,
     classes: int = CLASSES,
@@ -270,5 +264,3 @@ def every(cases: list[Case], condition: Callable[[Case], bool] = lambda _: True)
 every_loss = every(LOSSES)
 every_case = every(CASES)
 every_exact_case = every(EXACT_CASES)
-every_soft_case = every(CASES, lambda case: case.cls.takes_soft_labels)
-each_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)

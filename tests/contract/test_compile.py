@@ -95,9 +95,9 @@ def test_checks_raise_inside_a_compiled_graph() -> None:
     with fedlas.checks(True):
         step = compiled(loss)
         assert step(**batch(0)).isfinite()
-        with pytest.raises(ValueError, match=f"label {CLASSES} at position"):
+        with pytest.raises(ValueError, match=f"label {CLASSES} "):
             step(**wrong_label)
-        with pytest.raises(ValueError, match="outside of the training split"):
+        with pytest.raises(ValueError, match=f"index {SAMPLES} "):
             step(**wrong_index)
 
 

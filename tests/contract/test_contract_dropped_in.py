@@ -11,6 +11,7 @@ import pytest
 
 import fedlas
 
+pytestmark = pytest.mark.campaign  # it runs pytest on the contract
 HERE = Path(__file__).parent
 # A file of ten lines, as somebody would write it
 NEW = '''
@@ -30,14 +31,14 @@ FOUND_BY = {
     "overflows": "test_huge_logits_are_finite",
     "leaks": "test_ignored_samples_are_as_if_cut_out",
     "weighs": "test_regularisers_have_no_class_weight",
-    "averages": "test_reductions_are_sums_and_means_of_the_shares",
+    "averages": "test_reductions_are_sums_and_means_over_samples",
     "hardens": "test_a_soft_label_averages_the_loss_over_the_classes",
     "lies": "test_slopes_are_those_of_finite_differences",
-    "rounds": "test_narrow_types_are_computed_in_float32",
+    "rounds": "test_low_precision_is_computed_in_float32",
     "forgets": "test_a_copy_goes_on_as_the_original_would",
     "replaces": "test_state_is_changed_in_place",
     "peeks": "test_evaluation_changes_nothing",
-    "mumbles": "test_a_citation",
+    "mumbles": "test_a_summary_and_a_citation",
     "stumbles": "test_nothing_but_logits_and_labels_is_asked_for_without_need",
 }
 CARELESS = '''

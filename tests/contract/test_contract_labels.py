@@ -1,5 +1,6 @@
 """One contract for every loss: soft labels, class weights, ignored samples and the three reductions."""
 
+import itertools
 import math
 
 import pytest
@@ -15,12 +16,10 @@ from loss_cases import (
     assert_close,
     assert_same,
     batch,
-    each_reduction,
     every,
     every_case,
     every_exact_case,
-    every_pair,
-    every_soft_case,
+    every_loss,
     parts,
     run,
     state,
@@ -30,15 +29,16 @@ from torch.nn import functional
 import fedlas
 
 PULL = torch.linspace(1, 2, SIZE, dtype=torch.float64)
-weighted_or_not = pytest.mark.parametrize("weight", [None, WEIGHT], ids=["plain", "weighted"])
+WEIGHTS = (None, WEIGHT)
 
 
 def one_hot(labels):
     return functional.one_hot(labels, CLASSES).double()
 
 
-def takes(case, kind):
-    return case.cls.takes_soft_labels or kind != "soft"
+def kinds_of(case, *kinds):
+    """Return the kinds of labels that the loss takes."""
+    return [kind for kind in kinds if case.cls.takes_soft_labels or kind != "soft"]
 
 
 def labelled(kind):
@@ -52,55 +52,42 @@ def labelled(kind):
 # Soft labels
 
 
-@weighted_or_not
 @every(CASES, lambda case: case.cls.takes_soft_labels and not case.sees_other_labels)
-def test_a_soft_label_averages_the_loss_over_the_classes(case, weight):
-    loss = case.trained(reduction="none", weight=weight).eval()
+def test_a_soft_label_averages_the_loss_over_the_classes(case):
     inputs = batch(soft=True)
-    of_class = [run(loss, inputs._replace(labels=torch.full((SIZE,), k)), PULL * y)
-                for k, y in enumerate(inputs.labels.t())]  # fmt: skip
-    averaged = sum(y * outcome.value for y, outcome in zip(inputs.labels.t(), of_class, strict=True))
-    slope = sum(outcome.by_logits for outcome in of_class)
-    parameters = [sum(slopes) for slopes in zip(*(outcome.by_parameters for outcome in of_class), strict=True)]
-    soft = run(loss, inputs, PULL)
-    assert_close(soft.value, averaged)
-    assert_close(soft.by_logits, slope)
-    assert_close(soft.by_parameters, parameters)
+    for weight in WEIGHTS:
+        loss = case.trained(reduction="none", weight=weight).eval()
+        of_class = [run(loss, inputs._replace(labels=torch.full((SIZE,), k)), PULL * y)
+                    for k, y in enumerate(inputs.labels.t())]  # fmt: skip
+        averaged = sum(y * outcome.value for y, outcome in zip(inputs.labels.t(), of_class, strict=True))
+        slope = sum(outcome.by_logits for outcome in of_class)
+        parameters = [sum(slopes) for slopes in zip(*(outcome.by_parameters for outcome in of_class), strict=True)]
+        soft = run(loss, inputs, PULL)
+        assert_close(soft.value, averaged)
+        assert_close(soft.by_logits, slope)
+        assert_close(soft.by_parameters, parameters)
 
 
-@each_reduction
-@every_soft_case
-def test_one_hot_labels_are_hard_labels(case, reduction):
-    hard, soft = case.trained(reduction=reduction), case.trained(reduction=reduction)
+@every(CASES, lambda case: case.cls.takes_soft_labels)
+def test_one_hot_labels_are_hard_labels(case):
     inputs = batch()
-    pull = PULL if reduction == "none" else None
-    expected = run(hard, inputs, pull)
-    assert_close(run(soft, inputs._replace(labels=one_hot(inputs.labels)), pull), expected)
-    assert_close(state(soft), state(hard))
-
-
-@every_soft_case
-def test_one_hot_labels_are_weighted_like_hard_labels(case):
-    inputs = batch()
-    soft = inputs._replace(labels=one_hot(inputs.labels))
-    assert_close(
-        run(case.trained(reduction="sum", weight=WEIGHT), soft),
-        run(case.trained(reduction="sum", weight=WEIGHT), inputs),
-    )
-
-
-@pytest.mark.parametrize("name", ["cpc", "crl"])
-def test_soft_labels_have_no_meaning_where_classes_are_paired_or_counted(name):
-    loss = fedlas.build_loss(name, num_classes=CLASSES)
-    assert not loss.takes_soft_labels
-    with pytest.raises(ValueError, match=rf"{name}.*not soft labels"):
-        loss(*batch(soft=True))
+    for reduction, weight in [("mean", None), ("none", None), ("sum", WEIGHT)]:  # weights divide the mean otherwise
+        options = {"reduction": reduction, "weight": weight}
+        hard, soft = case.trained(**options), case.trained(**options)
+        pull = PULL if reduction == "none" else None
+        expected = run(hard, inputs, pull)
+        assert_close(run(soft, inputs._replace(labels=one_hot(inputs.labels)), pull), expected)
+        assert_close(state(soft), state(hard))
 
 
 @every(LOSSES, lambda case: not case.cls.takes_soft_labels)
 def test_refused_soft_labels_are_named(case):
     with pytest.raises(ValueError, match=rf"{case.record.name}.*soft labels"):
         case.build()(*batch(soft=True))
+
+
+def test_losses_that_pair_classes_or_count_correct_predictions_take_hard_labels_only():
+    assert {"cpc", "crl"} <= {case.record.name for case in LOSSES if not case.cls.takes_soft_labels}
 
 
 def test_mmce_takes_the_share_of_the_prediction_as_its_correctness():
@@ -136,15 +123,12 @@ AS_TORCH = [
 ]
 
 
-@weighted_or_not
-@each_reduction
 @pytest.mark.parametrize("kind", ["hard", "soft", "ignored"])
-@pytest.mark.parametrize("smoothed", AS_TORCH, ids=[name for name, *_ in AS_TORCH])
-def test_equal_to_the_cross_entropy_of_torch(smoothed, kind, reduction, weight):
-    name, options, smoothing = smoothed
-    common = {"weight": weight, "reduction": reduction, "ignore_index": 2 if kind == "ignored" else -100}
-    loss = fedlas.build_loss(name, num_classes=CLASSES, **options, **common)
-    for space in [(), (2, 3)]:
+@pytest.mark.parametrize(("name", "options", "smoothing"), AS_TORCH, ids=[name for name, *_ in AS_TORCH])
+def test_equal_to_the_cross_entropy_of_torch(name, options, smoothing, kind):
+    for weight, reduction, space in itertools.product(WEIGHTS, REDUCTIONS, [(), (2, 3)]):
+        common = {"weight": weight, "reduction": reduction, "ignore_index": 2 if kind == "ignored" else -100}
+        loss = fedlas.build_loss(name, num_classes=CLASSES, **options, **common)
         inputs = batch(space=space, soft=kind == "soft")
         logits = inputs.logits.detach().requires_grad_()
         expected = functional.cross_entropy(logits, inputs.labels, label_smoothing=smoothing, **common)
@@ -155,15 +139,16 @@ def test_equal_to_the_cross_entropy_of_torch(smoothed, kind, reduction, weight):
         assert_close(fedlas.smoothed_cross_entropy(logits, inputs.labels, smoothing, **common), expected, 1e-12)
 
 
-@every_pair(CASES, ["hard", "soft"], takes)
-def test_regularisers_have_no_class_weight(case, kind):
-    inputs, _ = labelled(kind)
-    plain, _ = parts(case.trained().eval(), inputs)
-    weighted, _ = parts(case.trained(weight=WEIGHT).eval(), inputs)
-    assert "classification" in weighted
-    assert weighted.keys() == plain.keys()
-    for name in plain.keys() - {"classification"}:
-        assert_close(weighted[name], plain[name])
+@every_case
+def test_regularisers_have_no_class_weight(case):
+    for kind in kinds_of(case, "hard", "soft"):
+        inputs, _ = labelled(kind)
+        plain, _ = parts(case.trained().eval(), inputs)
+        weighted, _ = parts(case.trained(weight=WEIGHT).eval(), inputs)
+        assert "classification" in weighted
+        assert weighted.keys() == plain.keys()
+        for name in plain.keys() - {"classification"}:
+            assert_close(weighted[name], plain[name])
 
 
 @every_exact_case
@@ -184,21 +169,22 @@ def test_the_classification_term_is_weighted_by_the_label_or_as_label_smoothing_
     assert_close(others, others[:, :1].expand_as(others))
 
 
-@every_pair(LOSSES, ["hard", "soft", "ignored"], takes)
-def test_weights_divide_the_mean_as_in_torch(case, kind):
-    inputs, number = labelled(kind)
-    each, _ = parts(case.trained(weight=WEIGHT).eval(), inputs)
-    totals = {name: part.sum() for name, part in each.items()}
-    divisors = dict.fromkeys(totals, number)
-    if kind != "soft":
-        divisors["classification"] = sum(float(WEIGHT[label]) for label in inputs.labels if label >= 0)
-    for reduction, expected in {
-        "mean": sum(total / divisors[name] for name, total in totals.items()),
-        "sum": sum(totals.values()),
-        "none": sum(each.values()),
-    }.items():
-        outcome = run(case.trained(weight=WEIGHT, reduction=reduction).eval(), inputs)
-        assert_close(outcome.value, expected.detach())
+@every_loss
+def test_weights_divide_the_mean_as_in_torch(case):
+    for kind in kinds_of(case, "hard", "soft", "ignored"):
+        inputs, number = labelled(kind)
+        each, _ = parts(case.trained(weight=WEIGHT).eval(), inputs)
+        totals = {name: part.sum() for name, part in each.items()}
+        divisors = dict.fromkeys(totals, number)
+        if kind != "soft":
+            divisors["classification"] = sum(float(WEIGHT[label]) for label in inputs.labels if label >= 0)
+        for reduction, expected in {
+            "mean": sum(total / divisors[name] for name, total in totals.items()),
+            "sum": sum(totals.values()),
+            "none": sum(each.values()),
+        }.items():
+            outcome = run(case.trained(weight=WEIGHT, reduction=reduction).eval(), inputs)
+            assert_close(outcome.value, expected.detach())
 
 
 # Ignored samples
@@ -220,30 +206,27 @@ def with_garbage(inputs, ignore_index):
     return Inputs(**filled), place
 
 
-@pytest.mark.parametrize(
-    ("reduction", "weight", "ignore_index"),
-    [("mean", None, -100), ("mean", WEIGHT, 255), ("sum", None, 255), ("none", WEIGHT, -100)],
-    ids=["mean", "mean-weighted", "sum", "none-weighted"],
-)
 @every_exact_case
-def test_ignored_samples_are_as_if_cut_out(case, ignore_index, reduction, weight):
-    options = {"reduction": reduction, "weight": weight, "ignore_index": ignore_index}
-    loss, twin = case.trained(**options), case.trained(**options)
+def test_ignored_samples_are_as_if_cut_out(case):
     inputs = batch()
-    filled, place = with_garbage(inputs, ignore_index)
-    pull = None if reduction != "none" else PULL
-    outcome = run(loss, filled, None if pull is None else torch.ones(9).double().index_copy(0, place, pull))
-    expected = run(twin, inputs, pull)
-    ignored = torch.ones(9, dtype=torch.bool).index_fill(0, place, False)
-    if reduction == "none":
-        assert_same(outcome.value[ignored], torch.zeros(3).double())
-        assert_close(outcome.value[place], expected.value)
-    else:
-        assert_close(outcome.value, expected.value)
-    assert_same(outcome.by_logits[ignored], torch.zeros(3, CLASSES).double())
-    assert_close(outcome.by_logits[place], expected.by_logits)
-    assert_close(outcome.by_parameters, expected.by_parameters)
-    assert_close(state(loss), state(twin))
+    for reduction, weight, ignore_index in [("mean", None, -100), ("mean", WEIGHT, 255), ("sum", None, 255),
+                                            ("none", WEIGHT, -100)]:  # fmt: skip
+        options = {"reduction": reduction, "weight": weight, "ignore_index": ignore_index}
+        loss, twin = case.trained(**options), case.trained(**options)
+        filled, place = with_garbage(inputs, ignore_index)
+        pull = None if reduction != "none" else PULL
+        outcome = run(loss, filled, None if pull is None else torch.ones(9).double().index_copy(0, place, pull))
+        expected = run(twin, inputs, pull)
+        ignored = torch.ones(9, dtype=torch.bool).index_fill(0, place, False)
+        if reduction == "none":
+            assert_same(outcome.value[ignored], torch.zeros(3).double())
+            assert_close(outcome.value[place], expected.value)
+        else:
+            assert_close(outcome.value, expected.value)
+        assert_same(outcome.by_logits[ignored], torch.zeros(3, CLASSES).double())
+        assert_close(outcome.by_logits[place], expected.by_logits)
+        assert_close(outcome.by_parameters, expected.by_parameters)
+        assert_close(state(loss), state(twin))
 
 
 @every_exact_case
@@ -258,7 +241,7 @@ def test_a_class_can_be_the_ignored_one(case):
     assert_close(state(loss), state(twin))
 
 
-@every_case
+@every(CASES, lambda case: case.random)  # of the others, more is asked above
 def test_garbage_in_ignored_samples_harms_nothing(case):
     loss = case.trained()
     outcome = run(loss, with_garbage(batch(), -100)[0])
@@ -282,14 +265,14 @@ NOTHING = dict(nothing_to_learn_from())
 def takes_nothing(case, kind):
     if kind in ("empty", "all ignored"):
         return True
-    return case in LOSSES and (case.cls.takes_maps or "maps" not in kind) and takes(case, kind.split()[-1])
+    return case in LOSSES and (case.cls.takes_maps or "maps" not in kind) and bool(kinds_of(case, kind.split()[-1]))
 
 
-@every_pair(CASES, NOTHING, takes_nothing)
-def test_nothing_to_learn_from_is_zero(case, kind):
-    inputs = NOTHING[kind]
-    for options in ({}, {"weight": WEIGHT}, {"reduction": "sum"}, {"reduction": "none"}):
-        loss = case.trained(**options)
+@every_case
+def test_nothing_to_learn_from_is_zero(case):
+    every_option = ({}, {"weight": WEIGHT}, {"reduction": "sum"}, {"reduction": "none"})
+    for kind, options in itertools.product([kind for kind in NOTHING if takes_nothing(case, kind)], every_option):
+        inputs, loss = NOTHING[kind], case.trained(**options)
         before = state(loss)
         outcome = run(loss, inputs)
         shape = (inputs.logits.shape[0], *inputs.logits.shape[2:]) if "none" in options.values() else ()
@@ -301,32 +284,33 @@ def test_nothing_to_learn_from_is_zero(case, kind):
 
 @every(LOSSES, lambda case: case.cls.takes_soft_labels)
 def test_ignoring_has_no_meaning_for_soft_labels(case):
-    with pytest.raises(ValueError, match=r"ignore_index has no meaning for soft labels"):
+    with pytest.raises(ValueError, match=r"ignore_index.*soft labels"):
         case.build(ignore_index=2)(*batch(soft=True))
 
 
 # Reductions
 
 
-@every_pair(CASES, ["hard", "soft", "ignored", "weighted"], takes)
-def test_reductions_are_sums_and_means_of_the_shares(case, kind):
-    inputs, number = labelled(kind)
-    weight = WEIGHT if kind == "weighted" else None
-    outcomes, states = {}, {}
-    for reduction in REDUCTIONS:
-        loss = case.trained(reduction=reduction, weight=weight)
-        outcomes[reduction] = run(loss, inputs)
-        states[reduction] = state(loss)
-    none, total, mean = (outcomes[reduction] for reduction in ("none", "sum", "mean"))
-    assert_close(none.value.sum(), total.value)
-    assert_close(none.by_logits, total.by_logits)
-    assert_close(none.by_parameters, total.by_parameters)
-    if weight is None:
-        assert_close(none.value.sum() / number, mean.value)
-        assert_close(none.by_logits / number, mean.by_logits)
-        assert_close([slope / number for slope in none.by_parameters], mean.by_parameters)
-    assert_close(states["none"], states["mean"])
-    assert_close(states["sum"], states["mean"])
+@every_case
+def test_reductions_are_sums_and_means_over_samples(case):
+    for kind in kinds_of(case, "hard", "soft", "ignored", "weighted"):
+        inputs, number = labelled(kind)
+        weight = WEIGHT if kind == "weighted" else None
+        outcomes, states = {}, {}
+        for reduction in REDUCTIONS:
+            loss = case.trained(reduction=reduction, weight=weight)
+            outcomes[reduction] = run(loss, inputs)
+            states[reduction] = state(loss)
+        none, total, mean = (outcomes[reduction] for reduction in ("none", "sum", "mean"))
+        assert_close(none.value.sum(), total.value)
+        assert_close(none.by_logits, total.by_logits)
+        assert_close(none.by_parameters, total.by_parameters)
+        if weight is None:
+            assert_close(none.value.sum() / number, mean.value)
+            assert_close(none.by_logits / number, mean.by_logits)
+            assert_close([slope / number for slope in none.by_parameters], mean.by_parameters)
+        assert_close(states["none"], states["mean"])
+        assert_close(states["sum"], states["mean"])
 
 
 @every_case

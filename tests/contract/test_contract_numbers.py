@@ -1,8 +1,8 @@
 """One contract for every loss: finite at the extremes, the right slope, float32 or better whatever comes in."""
 
+import itertools
 import math
 
-import pytest
 import torch
 from loss_cases import (
     CASES,
@@ -19,7 +19,6 @@ from loss_cases import (
     every,
     every_case,
     every_loss,
-    every_pair,
     parts,
     run,
     state,
@@ -64,11 +63,10 @@ def assert_all_finite(loss, inputs):
     assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @every_case
-def test_huge_logits_are_finite(case, dtype):
+def test_huge_logits_are_finite(case):
     loss = case.trained()
-    for labels in LABELS:
+    for dtype, labels in itertools.product((torch.float32, torch.float64), LABELS):
         inputs = extremes(dtype, labels)
         assert_all_finite(loss.train(), inputs)
         assert_all_finite(loss.eval(), inputs.rows(slice(2, 3)))
@@ -78,20 +76,19 @@ def test_huge_logits_are_finite(case, dtype):
             assert_all_finite(loss, inputs._replace(labels=(one_hot + 1 / CLASSES) / 2))
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.01, 0.5, 1.0, 3.0])
 @every(CASES, lambda case: "gamma" in case.record.keywords)
-def test_any_exponent_is_finite(case, gamma):
-    for dtype in (torch.float32, torch.float64):
+def test_any_exponent_is_finite(case):
+    for gamma, dtype in itertools.product([0.0, 0.01, 0.5, 1.0, 3.0], (torch.float32, torch.float64)):
+        loss = Case(case.record, {**case.options, "gamma": gamma}).build()
         for labels in LABELS:
-            assert_all_finite(Case(case.record, {**case.options, "gamma": gamma}).build(), extremes(dtype, labels))
+            assert_all_finite(loss, extremes(dtype, labels))
 
 
-@pytest.mark.parametrize("gamma", [-2.0, -0.5, -0.2])
-def test_adafocal_is_finite_where_it_looks_closer(gamma):
-    for dtype in (torch.float32, torch.float64):
+def test_adafocal_is_finite_with_negative_exponents():
+    for gamma, dtype in itertools.product([-2.0, -0.5, -0.2], (torch.float32, torch.float64)):
+        loss = fedlas.build_loss("adafocal", gamma=gamma)
+        assert (loss.gammas < 0).all()
         for labels in LABELS:
-            loss = fedlas.build_loss("adafocal", gamma=gamma)
-            assert (loss.gammas < 0).all()
             assert_all_finite(loss, extremes(dtype, labels))
 
 
@@ -102,17 +99,17 @@ def test_mmce_takes_no_root_of_a_negative_number():
     assert_finite(value, *torch.autograd.grad(value, logits))
 
 
-@pytest.mark.parametrize("labels", LABELS)
 @every_loss
-def test_huge_logits_mean_the_same_in_single_precision(case, labels):
-    single, double = extremes(torch.float32, labels), extremes(torch.float64, labels)
-    assert_close(case.build()(*single).double(), case.build()(*double), 1e-5)
-    # The slope of a regulariser may jump where all is level; that of the classification term may not.
-    slopes = []
-    for inputs in (single, double):
-        found, logits = parts(case.build().eval(), inputs)
-        slopes.append(torch.autograd.grad(found["classification"].mean(), logits)[0].double())
-    assert_close(slopes[0], slopes[1], 1e-4)
+def test_huge_logits_mean_the_same_in_single_precision(case):
+    for labels in LABELS:
+        single, double = extremes(torch.float32, labels), extremes(torch.float64, labels)
+        assert_close(case.build()(*single).double(), case.build()(*double), 1e-5)
+        # The slope of a regulariser may jump where all is level; that of the classification term may not.
+        slopes = []
+        for inputs in (single, double):
+            found, logits = parts(case.build().eval(), inputs)
+            slopes.append(torch.autograd.grad(found["classification"].mean(), logits)[0].double())
+        assert_close(slopes[0], slopes[1], 1e-4)
 
 
 @every_loss
@@ -126,22 +123,19 @@ def test_the_classification_term_of_huge_logits_is_their_gap(case):
     assert (outcome.by_logits[:, 1] < -0.1 / SIZE).all()
 
 
-@pytest.mark.parametrize("what", [0.0, 1e30, 1e-30, math.nan, math.inf])
 @every(CASES, lambda case: case.has(lambda loss: loss.needs_features))
-def test_odd_features_harm_nothing(case, what):
-    loss, inputs = case.trained(), batch()
-    for which in (slice(0, 1), slice(None)):
-        features = inputs.features.clone()
-        features[which] = what
-        outcome = run(loss, inputs._replace(features=features))
-        assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
+def test_odd_features_harm_nothing(case):
+    inputs = batch()
+    for value in (0.0, 1e30, 1e-30, math.nan, math.inf):
+        loss = case.trained()
+        for which in (slice(0, 1), slice(None)):
+            features = inputs.features.clone()
+            features[which] = value
+            outcome = run(loss, inputs._replace(features=features))
+            assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
 
 
 # Slopes
-
-
-def takes(case, kind):
-    return kind == "hard" or (case.cls.takes_soft_labels and case in LOSSES)
 
 
 class HeldConstants(TorchFunctionMode):
@@ -168,18 +162,19 @@ class HeldConstants(TorchFunctionMode):
         return self.held[self.place - 1]
 
 
-@every_pair(EXACT_CASES, ["hard", "soft"], takes)
-def test_slopes_are_those_of_finite_differences(case, kind):
+@every(EXACT_CASES)
+def test_slopes_are_those_of_finite_differences(case):
     loss = case.trained(reduction="none").eval()
-    inputs = batch(3, soft=kind == "soft")
-    constants = HeldConstants()
+    for soft in (False, True) if case in LOSSES and case.cls.takes_soft_labels else (False,):
+        inputs = batch(3, soft=soft)
+        constants = HeldConstants()
 
-    def values(logits):
-        with constants:
-            return loss(logits, *inputs[1:])
+        def values(logits, inputs=inputs, constants=constants):
+            with constants:
+                return loss(logits, *inputs[1:])
 
-    values(inputs.logits)
-    assert torch.autograd.gradcheck(values, inputs.logits.requires_grad_(), check_undefined_grad=False)
+        values(inputs.logits)
+        assert torch.autograd.gradcheck(values, inputs.logits.requires_grad_(), check_undefined_grad=False)
 
 
 @every(EXACT_CASES, lambda case: case.has(lambda loss: list(loss.parameters())))
@@ -199,36 +194,39 @@ def test_slopes_of_parameters_are_those_of_finite_differences(case):
 # Precision
 
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
 def rounded(dtype):
-    """Give a batch in a narrow type, and the same numbers in float32."""
-    narrow = batch(dtype=torch.float32).to(dtype)
-    return narrow, narrow.to(torch.float32)
+    """Return a batch in low precision, and the same numbers in float32."""
+    low = batch(dtype=torch.float32).to(dtype)
+    return low, low.to(torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @every_case
-def test_narrow_types_are_computed_in_float32(case, dtype):
-    narrow, single = rounded(dtype)
-    loss, twin = case.build(), case.build()
-    outcome, expected = run(loss, narrow), run(twin, single)
-    assert outcome.value.dtype == expected.value.dtype == torch.float32
-    assert_close(outcome.value, expected.value, 1e-6)
-    assert outcome.by_logits.dtype == dtype
-    assert_close(outcome.by_logits, expected.by_logits.to(dtype), 1e-6)
-    assert_close(outcome.by_parameters, expected.by_parameters, 1e-6)
-    assert_close(state(loss), state(twin), 1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@every(LOSSES, lambda case: case.cls.takes_soft_labels)
-def test_narrow_soft_labels_are_computed_in_float32(case, dtype):
-    narrow, single = rounded(dtype)
-    sixteenths = torch.tensor([8, 4, 2, 1, 1, 0]) / 16  # which every type holds exactly
-    labels = torch.stack([sixteenths.roll(shift) for shift in range(SIZE)]).to(dtype)
-    for inputs in (narrow, single):
-        outcome = run(case.build(), inputs._replace(labels=labels))
-        expected = run(case.build(), single._replace(labels=labels.float()))
+def test_low_precision_is_computed_in_float32(case):
+    for dtype in LOW_PRECISION:
+        low, single = rounded(dtype)
+        loss, twin = case.build(), case.build()
+        outcome, expected = run(loss, low), run(twin, single)
+        assert outcome.value.dtype == expected.value.dtype == torch.float32
         assert_close(outcome.value, expected.value, 1e-6)
+        assert outcome.by_logits.dtype == dtype
+        assert_close(outcome.by_logits, expected.by_logits.to(dtype), 1e-6)
+        assert_close(outcome.by_parameters, expected.by_parameters, 1e-6)
+        assert_close(state(loss), state(twin), 1e-6)
+
+
+@every(LOSSES, lambda case: case.cls.takes_soft_labels)
+def test_low_precision_soft_labels_are_computed_in_float32(case):
+    sixteenths = torch.tensor([8, 4, 2, 1, 1, 0]) / 16  # which every type holds exactly
+    for dtype in LOW_PRECISION:
+        low, single = rounded(dtype)
+        labels = torch.stack([sixteenths.roll(shift) for shift in range(SIZE)]).to(dtype)
+        expected = run(case.build(), single._replace(labels=labels.float()))
+        for inputs in (low, single):
+            outcome = run(case.build(), inputs._replace(labels=labels))
+            assert_close(outcome.value, expected.value, 1e-6)
 
 
 @every_case
@@ -248,20 +246,19 @@ def test_double_precision_stays_double(case):
     assert run(case.build(), mixed).value.dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @every_case
-def test_a_cast_loss_keeps_its_running_statistics(case, dtype):
-    loss = case.trained()
-    before = dict(loss.named_buffers())
-    kept = {name: value.clone() for name, value in before.items()}
-    loss.to(dtype)
-    assert_same(dict(loss.named_buffers()), kept)
-    assert all(parameter.dtype == dtype for parameter in loss.parameters())
-    outcome = run(loss, batch(dtype=torch.float32).to(dtype))
-    assert outcome.value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert_finite(outcome.value, outcome.by_logits)
-    for name, value in loss.named_buffers():
-        assert value.dtype == kept[name].dtype
+def test_a_cast_loss_keeps_its_running_statistics(case):
+    for dtype in (*LOW_PRECISION, torch.float32, torch.float64):
+        loss = case.trained()
+        kept = {name: value.clone() for name, value in loss.named_buffers()}
+        loss.to(dtype)
+        assert_same(dict(loss.named_buffers()), kept)
+        assert all(parameter.dtype == dtype for parameter in loss.parameters())
+        outcome = run(loss, batch(dtype=torch.float32).to(dtype))
+        assert outcome.value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert_finite(outcome.value, outcome.by_logits)
+        for name, value in loss.named_buffers():
+            assert value.dtype == kept[name].dtype
 
 
 @every_loss

@@ -1,8 +1,6 @@
 """One contract for every loss: what holds for any batch, tried on batches that hypothesis thinks up."""
 
-import inspect
 import math
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ import fedlas
 from fedlas.losses.mmce import kernel_sums
 
 few = settings(max_examples=10)
+OF_RAW_LOGITS = {"acls"}  # its positive term depends on the logit itself, as in the official code
 numbers = st.floats(-30, 30, allow_nan=False).map(lambda x: round(x, 3))
 
 
@@ -45,7 +44,7 @@ def test_the_order_of_samples_does_not_matter(case, inputs, order):
 @every(LOSSES)
 @given(inputs=batches(), shift=numbers)
 @few
-def test_a_constant_added_to_all_logits_changes_nothing_or_the_docstring_says_so(case, inputs, shift):
+def test_a_constant_added_to_all_logits_changes_nothing(case, inputs, shift):
     loss = case.trained().eval()
     with torch.no_grad():
         for parameter in loss.parameters():  # what a loss has learned to do may depend on raw logits
@@ -53,7 +52,7 @@ def test_a_constant_added_to_all_logits_changes_nothing_or_the_docstring_says_so
     moved = inputs._replace(logits=inputs.logits + shift)
     here, there = loss.parts(*inputs), loss.parts(*moved)
     assert_close(there["classification"], here["classification"], 1e-7)
-    if "adding a constant to all logits" not in " ".join(inspect.getdoc(sys.modules[case.cls.__module__]).split()):
+    if case.record.name not in OF_RAW_LOGITS:
         assert_close(there, here, 1e-7)
 
 

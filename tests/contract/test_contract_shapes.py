@@ -1,11 +1,11 @@
 """One contract for every loss: which shapes come in and go out."""
 
-import pytest
+import itertools
+
 import torch
 from loss_cases import (
     CASES,
     CLASSES,
-    LOSSES,
     REDUCTIONS,
     SIZE,
     WEIGHT,
@@ -38,17 +38,14 @@ def assert_maps_are_rows(case, maps, reduction):
     assert_close(state(loss), state(twin))
 
 
-@pytest.mark.parametrize(("reduction", "space"), [("mean", (3,)), ("mean", (2, 3)), ("none", (2, 3))], ids=str)
 @every(CASES, lambda case: case.cls.takes_maps)
-def test_maps_are_the_rows_they_consist_of(case, reduction, space):
-    maps = batch(space=space)
-    maps.labels[0, 1] = -100
-    assert_maps_are_rows(case, maps, reduction)
-
-
-@every(CASES, lambda case: case.cls.takes_maps and case.cls.takes_soft_labels)
-def test_maps_with_soft_labels_are_the_rows_they_consist_of(case):
-    assert_maps_are_rows(case, batch(space=(2, 3), soft=True), "none")
+def test_maps_are_the_rows_they_consist_of(case):
+    for reduction, space in [("mean", (3,)), ("none", (2, 3))]:
+        maps = batch(space=space)
+        maps.labels[0, 1] = -100
+        assert_maps_are_rows(case, maps, reduction)
+    if case.cls.takes_soft_labels:
+        assert_maps_are_rows(case, batch(space=(2, 3), soft=True), "none")
 
 
 @every_loss
@@ -66,11 +63,10 @@ def test_nothing_but_logits_and_labels_is_asked_for_without_need(case):
     assert_same(case.build()(logits, labels, features=features, index=index), value)
 
 
-@pytest.mark.parametrize("weight", [None, WEIGHT.tolist()], ids=["plain", "weighted"])
 @every_case
-def test_the_terms_sum_to_the_value(case, weight):
+def test_the_terms_sum_to_the_value(case):
     inputs = batch()
-    for reduction in REDUCTIONS:
+    for reduction, weight in itertools.product(REDUCTIONS, (None, WEIGHT.tolist())):
         loss = case.trained(reduction=reduction, weight=weight).eval()
         value, each = run(loss, inputs).value, parts(loss, inputs)[0]
         assert all(part.shape == (SIZE,) for part in each.values())
@@ -112,17 +108,14 @@ def test_inputs_are_left_as_they_were(case):
     assert_same(inputs, twin)
 
 
-@pytest.mark.parametrize(("n", "classes"), [(1, CLASSES), (SIZE, 1), (SIZE, 2), (1, 1), (4, 1000)])
 @every_case
-def test_small_and_large_sizes_are_finite(case, n, classes):
-    loss = case.build(num_classes=classes)
-    for training in (True, False):
-        outcome = run(loss.train(training), batch(n, classes, dtype=torch.float32))
-        assert outcome.by_logits.shape == (n, classes)
-        assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
-
-
-@every(LOSSES, lambda case: case.cls.takes_soft_labels)
-def test_one_class_and_soft_labels_are_finite(case):
-    outcome = run(case.build(num_classes=1), batch(classes=1, soft=True))
-    assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters)
+def test_small_and_large_sizes_are_finite(case):
+    for n, classes in [(1, CLASSES), (SIZE, 1), (SIZE, 2), (1, 1), (4, 1000)]:
+        loss = case.build(num_classes=classes)
+        for training in (True, False):
+            outcome = run(loss.train(training), batch(n, classes, dtype=torch.float32))
+            assert outcome.by_logits.shape == (n, classes)
+            assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters, *state(loss).values())
+    if case.cls.takes_soft_labels:
+        outcome = run(case.build(num_classes=1), batch(classes=1, soft=True))
+        assert_finite(outcome.value, outcome.by_logits, *outcome.by_parameters)

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -37,8 +36,14 @@ def linear(classes: int = 3) -> nn.Module:
     return net
 
 
+def session_of(path):
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
 def by_onnxruntime(path, *inputs: torch.Tensor) -> torch.Tensor:
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = session_of(path)
     names = [one.name for one in session.get_inputs()]
     return torch.from_numpy(session.run(None, dict(zip(names, map(np.asarray, inputs), strict=True)))[0])
 
@@ -55,7 +60,7 @@ def test_a_calibrated_network_says_the_same_in_onnx(name, tmp_path):
         plain = net(images).softmax(1)
     assert (wanted - plain).abs().max() > 0.05, "this calibrator changes nothing, so the test would see nothing"
     torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    session = session_of(tmp_path / "model.onnx")
     words = json.loads(session.get_modelmeta().custom_metadata_map["fedlas"])
     assert words["class_names"] == list("abc"[:classes])
     assert (words["calibrator"]["name"], words["calibrator"]["fitted"]["split"]) == (name, "val")
@@ -160,7 +165,7 @@ def test_the_number_of_samples_is_not_fixed():
 
 @pytest.mark.parametrize("name", sorted(OUTSIDE_OF_TORCH))
 def test_a_calibrator_outside_of_torch_is_refused_with_its_name(name, tmp_path):
-    with pytest.raises(ValueError, match=f"{name} cannot be exported: it does its work outside of torch"):
+    with pytest.raises(ValueError, match=rf"{name}.*calibrator=None"):
         save_onnx(CalibratedModel(linear(), fitted(name)), torch.randn(1, 8), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -173,7 +178,7 @@ class Deciding(nn.Module):
 
 
 def test_a_network_that_cannot_be_traced_is_named():
-    with pytest.raises(ValueError, match=r"torch\.export cannot trace Deciding"):
+    with pytest.raises(ValueError, match=r"torch\.export.*Deciding"):
         program(CalibratedModel(Deciding(), fitted("temperature")), torch.ones(1, 3))
 
 
@@ -194,33 +199,33 @@ class Drifting(AbstractCalibrator):
 
 def test_a_file_that_says_something_else_is_not_written(tmp_path):
     model = CalibratedModel(linear(), Drifting().fit(torch.randn(10, 3), torch.randint(3, (10,))))
-    with pytest.raises(ValueError, match=r"probs of the example differ by 0\.\d+, more than tolerance=0\.0001"):
+    with pytest.raises(ValueError, match=r"probs.*0\.\d+.*tolerance=0\.0001"):
         save_onnx(model, torch.randn(4, 8), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path):
     good, example = fitted("temperature"), torch.randn(2, 8)
-    with pytest.raises(RuntimeError, match="temperature is not fitted yet"):
+    with pytest.raises(RuntimeError, match=r"temperature.*fit\("):
         CalibratedModel(linear(), Temperature())
-    with pytest.raises(RuntimeError, match="feature clipping is not fitted yet"):
+    with pytest.raises(RuntimeError, match=r"feature clipping.*fit\("):
         CalibratedModel(linear(), FeatureClipping(torch.ones(3, 6)))
     with pytest.raises((ValueError, TypeError), match="output"):  # the shape checks may be the first to complain
         CalibratedModel(linear(), good, output="scores")
-    with pytest.raises(ValueError, match="class_names has 2 names for 3 classes"):
+    with pytest.raises(ValueError, match=r"class_names.*2.*3 classes"):
         program(CalibratedModel(linear(), good, class_names="ab"), example)
     named = fedlas.Predictions(torch.randn(50, 3), torch.randint(3, (50,)), class_names=list("abc"))
-    with pytest.raises(ValueError, match="the same classes in another order: class 0 was 'a' and is 'c'"):
+    with pytest.raises(ValueError, match=r"class 0.*'a'.*'c'"):
         program(CalibratedModel(linear(), build_calibrator("vector_scaling").fit(named), class_names="cba"), example)
-    with pytest.raises(ValueError, match="the network has 4 classes; its calibrator was fitted on 3"):
+    with pytest.raises(ValueError, match=r"4 classes.*calibrator.*3"):
         program(CalibratedModel(linear(4), good), example)
-    with pytest.raises(ValueError, match=r"returns a tensor of shape \(2, 4, 2\)"):
+    with pytest.raises(ValueError, match=r"\(2, 4, 2\)"):
         program(CalibratedModel(nn.Unflatten(1, (4, 2)), good), example)
-    with pytest.raises(ValueError, match="equally many in all"):
+    with pytest.raises(ValueError, match="example"):
         program(CalibratedModel(TwoInputs(), good), (torch.randn(2, 3), torch.randn(3, 1)))
     (tmp_path / "other.pt2").write_bytes(b"something else")
-    with pytest.raises(ValueError, match=r"other\.pt2 is damaged"):
+    with pytest.raises(ValueError, match=r"other\.pt2"):
         load_program(tmp_path / "other.pt2")
-    torch.export.save(torch.export.export(linear(), (example,)), tmp_path / "foreign.pt2")
-    with pytest.raises(ValueError, match=r"foreign\.pt2 is not a program that fedlas wrote"):
-        load_program(tmp_path / "foreign.pt2")
+    torch.export.save(torch.export.export(linear(), (example,)), tmp_path / "plain.pt2")
+    with pytest.raises(ValueError, match=r"plain\.pt2.*torch\.export\.load"):
+        load_program(tmp_path / "plain.pt2")

@@ -83,7 +83,7 @@ def test_a_vision_transformer_loses_its_wrapper(tmp_path):
     load_official(write(tmp_path / "best.pth", theirs, weights), net)
     assert torch.equal(net(images), theirs(images))
     weights["fc.bias"] = weights["fc.bias"] + 1
-    with pytest.raises(ValueError, match=r"fc\.bias should be the head vit\.head\.bias again, and is not"):
+    with pytest.raises(ValueError, match=r"odd\.pth.*fc\.bias.*vit\.head\.bias"):
         read_official(write(tmp_path / "odd.pth", theirs, weights))
 
 
@@ -119,12 +119,12 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path):
     path = write(tmp_path / "best.pth", theirs, published_names(theirs))
     deeper = fedlas.build_model("resnet34_cifar", 10)
     before = {name: value.clone() for name, value in deeper.state_dict().items()}
-    with pytest.raises(ValueError, match=r"best\.pth does not fit ResNet: not in the file: layer1\.2\.conv1\.weight"):
+    with pytest.raises(ValueError, match=r"best\.pth.*ResNet.*layer1\.2\.conv1\.weight"):
         load_official(path, deeper)
     assert all(torch.equal(value, before[name]) for name, value in deeper.state_dict().items())
-    with pytest.raises(ValueError, match=r'fc\.weight is \(10, 512\) instead of \(100, 512\).*"resnet18_cifar", 10'):
+    with pytest.raises(ValueError, match=r'fc\.weight.*\(10, 512\).*\(100, 512\).*"resnet18_cifar", 10'):
         load_official(path, fedlas.build_model("resnet18_cifar", 100))
-    with pytest.raises(ValueError, match=r"not in the network: conv1\.weight, .* and \d+ more"):
+    with pytest.raises(ValueError, match=r"Linear.*conv1\.weight, .*\d+ more"):
         load_official(path, nn.Linear(512, 10))
 
 
@@ -147,11 +147,11 @@ class Evil:
 
 def test_nothing_in_a_file_is_carried_out(tmp_path):
     torch.save({"state_dict": {}, "epoch": Evil(tmp_path / "made")}, tmp_path / "evil.pth")
-    with pytest.raises(ValueError, match=r"evil\.pth is damaged, or not a file of this kind"):
+    with pytest.raises(ValueError, match=r"evil\.pth"):
         read_official(tmp_path / "evil.pth")
     objects = np.array([1, "a"], dtype=object)[0:1]
     torch.save({"state_dict": {"a": torch.ones(1)}, "val_score": objects}, tmp_path / "objects.pth")
-    with pytest.raises(ValueError, match=r"objects\.pth is damaged"):
+    with pytest.raises(ValueError, match=r"objects\.pth"):
         read_official(tmp_path / "objects.pth")
     assert not (tmp_path / "made").exists()
 
@@ -160,18 +160,16 @@ def test_a_table_inside_of_itself_is_refused(tmp_path):
     around: dict = {"epoch": 3}
     around["state_dict"] = around
     torch.save(around, tmp_path / "around.pth")
-    with pytest.raises(ValueError, match=r"around\.pth has more than 8 tables 'state_dict' inside of each other"):
+    with pytest.raises(ValueError, match=r"around\.pth.*\b8\b.*'state_dict'"):
         read_official(tmp_path / "around.pth")
 
 
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+    with pytest.raises(FileNotFoundError, match=r"best\.pth"):
         read_official(tmp_path / "best.pth")
     torch.save({"epoch": 3, "model": "resnet"}, tmp_path / "words.pth")
-    with pytest.raises(
-        ValueError, match="holds no weights, neither itself nor under 'state_dict'; it holds epoch, model"
-    ):
+    with pytest.raises(ValueError, match=r"words\.pth.*'state_dict'.*epoch, model"):
         read_official(tmp_path / "words.pth")
     torch.save({"a.shortcut.0": torch.ones(1), "a.downsample.0": torch.ones(1)}, tmp_path / "twice.pth")
-    with pytest.raises(ValueError, match=r"has two weights for a\.downsample\.0"):
+    with pytest.raises(ValueError, match=r"twice\.pth.*a\.downsample\.0"):
         read_official(tmp_path / "twice.pth")

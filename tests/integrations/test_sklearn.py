@@ -176,7 +176,7 @@ def test_a_scorer_knows_the_classes_that_a_fold_lacks():
     assert Scorer(accuracy, higher_is_better=True)(model, features, labels) == pytest.approx(
         model.score(features, labels)
     )
-    with pytest.raises(ValueError, match=r"y holds 7, which is none of the classes 0, 1, 2"):
+    with pytest.raises(ValueError, match=r"\b7\b.*0, 1, 2"):
         ece_scorer(model, features, np.full(len(labels), 7))
     assert pickle.loads(pickle.dumps(ece_scorer)) == ece_scorer
 
@@ -186,35 +186,33 @@ def test_a_class_that_a_fold_lacks_is_named():
     features, labels = sampled()
     words = np.array(["cat", "dog", "owl"])[labels]
     words[np.flatnonzero(words == "owl")[1:]] = "cat"
-    with pytest.raises(
-        ValueError, match=r"the training part of fold 3 of 3 has no sample of 'owl'; each class needs two"
-    ):
+    with pytest.raises(ValueError, match=r"fold 3 of 3.*'owl'.*cv=\"prefit\""):
         CalibratedClassifier(GaussianNB(), cv=3).fit(features, words)
     known = words != "owl"
     narrow = CalibratedClassifier(GaussianNB().fit(features[known], words[known]), cv="prefit")
-    with pytest.raises(ValueError, match=r"y holds 'owl', which is none of the classes 'cat', 'dog'"):
+    with pytest.raises(ValueError, match=r"'owl'.*'cat', 'dog'"):
         narrow.fit(features, words)
 
 
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
-        (CalibratedClassifier(LinearSVC()), "LinearSVC has no predict_proba; it has decision_function: say response_m"),
+        (CalibratedClassifier(LinearSVC()), 'LinearSVC.*predict_proba.*response_method="decision_function"'),
         (
             CalibratedClassifier(DecisionTreeClassifier(), response_method="decision_function"),
-            "no decision_function; it",
+            'DecisionTreeClassifier.*response_method="predict_proba"',
         ),
-        (CalibratedClassifier(LinearRegression()), "LinearRegression has no predict_proba$"),
+        (CalibratedClassifier(LinearRegression()), "LinearRegression.*predict_proba$"),
         (
             CalibratedClassifier(GaussianNB(), response_method="predict"),
-            "response_method is 'predict'; expected 'predict_p",
+            "response_method.*'predict'.*'predict_proba'.*'decision_function'",
         ),
-        (CalibratedClassifier(GaussianNB(), cv="prefi"), "cv is 'prefi'; a number of folds, a splitter or \"prefit\""),
-        (CalibratedClassifier(GaussianNB(), cv="prefit"), "GaussianNB instance is not fitted yet"),
-        (CalibratedClassifier(GaussianNB(), cv=ShuffleSplit(2)), "only works for partitions"),
-        (CalibratedClassifier(GaussianNB(), floor=0), "floor is 0; a small positive probability is needed"),
-        (CalibratedClassifier(GaussianNB(), "platt"), "platt is for two classes, not 4"),
-        (CalibratedClassifier(GaussianNB(), "tempe"), "did you mean 'temperature'"),
+        (CalibratedClassifier(GaussianNB(), cv="prefi"), "cv.*'prefi'.*\"prefit\""),
+        (CalibratedClassifier(GaussianNB(), cv="prefit"), "GaussianNB"),
+        (CalibratedClassifier(GaussianNB(), cv=ShuffleSplit(2)), "partitions"),
+        (CalibratedClassifier(GaussianNB(), floor=0), r"floor.*\b0\b.*1e-7"),
+        (CalibratedClassifier(GaussianNB(), "platt"), r"platt.*\b4\b"),
+        (CalibratedClassifier(GaussianNB(), "tempe"), "'tempe'.*'temperature'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(model, fault):
@@ -224,10 +222,10 @@ def test_what_cannot_be_meant_is_refused(model, fault):
 
 def test_other_things_that_cannot_be_meant():
     features, labels = sampled(4)
-    with pytest.raises(TypeError, match=r"calibrator is a name or a calibrator, such as Temperature\(\), not 3"):
+    with pytest.raises(TypeError, match=r"calibrator.*Temperature\(\).*3"):
         CalibratedClassifier(GaussianNB(), 3).fit(features, labels)
-    with pytest.raises(ValueError, match="y has one class, 1; a classifier needs two"):
+    with pytest.raises(ValueError, match=r"y\b.*class.*\b1\b"):
         CalibratedClassifier(GaussianNB()).fit(features, np.ones(len(labels), dtype=int))
     pairs = SVC(decision_function_shape="ovo").fit(features, labels)
-    with pytest.raises(ValueError, match=r'has shape \(240, 6\) for 4 classes.*decision_function_shape="ovr"'):
+    with pytest.raises(ValueError, match=r'\(240, 6\).*4 classes.*decision_function_shape="ovr"'):
         CalibratedClassifier(pairs, response_method="decision_function", cv="prefit").fit(features, labels)

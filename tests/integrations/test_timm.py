@@ -6,28 +6,32 @@ from typing import Any
 import digit_batches
 import numpy as np
 import pytest
-import timm
 import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from timm.data import Mixup
-from timm.optim import create_optimizer_v2
-from timm.task import ClassificationTask, resume_task_checkpoint
-from timm.utils import CheckpointSaver
 from torch import Tensor, nn
 
 import fedlas
-from fedlas.integrations.timm import CalibrationTask
+
+# timm takes seconds to import, so it is imported where it is used: a worker that runs no test of this file needs none.
 
 
 def network() -> nn.Module:
+    import timm
+
     torch.manual_seed(0)
     return timm.create_model("test_resnet", in_chans=1, num_classes=10)
 
 
-def made(loss: str = "fedlas_ls", **options: Any) -> CalibrationTask:
-    return CalibrationTask(network(), fedlas.build_loss(loss, num_classes=10, **options), verbose=False)
+def calibration_task(net: nn.Module, loss: nn.Module) -> Any:
+    from fedlas.integrations.timm import CalibrationTask
+
+    return CalibrationTask(net, loss, verbose=False)
+
+
+def made(loss: str = "fedlas_ls", **options: Any) -> Any:
+    return calibration_task(network(), fedlas.build_loss(loss, num_classes=10, **options))
 
 
 def images(x: Tensor) -> Tensor:
@@ -35,10 +39,12 @@ def images(x: Tensor) -> Tensor:
 
 
 def optimizer_of(task: Any) -> torch.optim.Optimizer:
+    from timm.optim import create_optimizer_v2
+
     return create_optimizer_v2(task.get_trainable_module(), opt="adamw", lr=1e-2, weight_decay=0.01)
 
 
-def epoch_of(task: Any, optimizer: torch.optim.Optimizer, epoch: int, mixup: Mixup | None = None) -> list[float]:
+def epoch_of(task: Any, optimizer: torch.optim.Optimizer, epoch: int, mixup: Any = None) -> list[float]:
     """Train for an epoch as timm's script does, and give the loss of each step."""
     task.train()
     values = []
@@ -63,6 +69,8 @@ def accuracy(model: nn.Module) -> float:
 @pytest.mark.parametrize("loss", ["fedlas_ls", "fedlas_mbls"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["hard labels", "mixup"])
 def test_a_network_and_its_gate_learn(loss, mixed):
+    from timm.data import Mixup
+
     np.random.seed(0)  # noqa: NPY002  # timm's mixup draws from this one, which nobody else seeds
     task = made(loss)
     optimizer = optimizer_of(task)
@@ -94,6 +102,9 @@ def test_the_loss_of_a_step_is_that_of_the_parts():
 
 
 def test_checkpoints_hold_network_loss_and_averages(tmp_path):
+    from timm.task import resume_task_checkpoint
+    from timm.utils import CheckpointSaver
+
     task = made()
     task.setup_ema(decay=0.9)
     optimizer = optimizer_of(task)
@@ -115,7 +126,7 @@ def test_checkpoints_hold_network_loss_and_averages(tmp_path):
     same(resumed, task)
 
 
-def same(one: CalibrationTask, other: CalibrationTask) -> None:
+def same(one: Any, other: Any) -> None:
     for ema in (False, True):
         mine, theirs = (task.get_trainable_module(ema=ema).state_dict() for task in (one, other))
         assert mine.keys() == theirs.keys()
@@ -139,8 +150,7 @@ def test_a_compiled_task_computes_the_same():
     x, labels, _ = digit_batches.batches(0)[0]
     torch.manual_seed(0)
     model, loss = digit_batches.network(), fedlas.build_loss("fedlas_ls", num_classes=10)
-    plain = CalibrationTask(copy.deepcopy(model), copy.deepcopy(loss), verbose=False)
-    compiled = CalibrationTask(model, loss, verbose=False)
+    plain, compiled = calibration_task(copy.deepcopy(model), copy.deepcopy(loss)), calibration_task(model, loss)
     validated = compiled.compile(backend="eager", fullgraph=True)
     assert compiled.get_eval_model() is validated
     for _ in range(2):
@@ -153,13 +163,13 @@ def test_a_compiled_task_computes_the_same():
     torch.testing.assert_close(state["task_state"], plain.get_task_state())
 
 
-def task_without_batch_norm() -> CalibrationTask:
+def task_without_batch_norm() -> Any:
     """Statistics of a batch norm would be those of each process's part."""
     torch.manual_seed(0)
-    return CalibrationTask(digit_batches.network(), fedlas.build_loss("fedlas_ls", num_classes=10), verbose=False)
+    return calibration_task(digit_batches.network(), fedlas.build_loss("fedlas_ls", num_classes=10))
 
 
-def steps(task: CalibrationTask, rank: int = 0, world: int = 1) -> list[Tensor]:
+def steps(task: Any, rank: int = 0, world: int = 1) -> list[Tensor]:
     """Train on this process's part of every batch, as timm's script does."""
     optimizer = torch.optim.SGD(task.get_trainable_module().parameters(), lr=0.1, momentum=0.9)
     values = []
@@ -211,6 +221,8 @@ def test_two_processes_give_what_one_gives(tmp_path):
 
 
 def test_a_loss_that_needs_no_features_is_a_criterion_like_any_other():
+    from timm.task import ClassificationTask
+
     task = ClassificationTask(network(), fedlas.build_loss("mbls", num_classes=10), verbose=False)
     optimizer = optimizer_of(task)
     values = [sum(epoch_of(task, optimizer, epoch)) for epoch in range(2)]

@@ -142,17 +142,17 @@ def test_metrics_with_other_rules_do_not_share_sums(other):
 
 def test_nothing_is_guessed(monkeypatch):
     logits, labels = samples()
-    with pytest.raises(ValueError, match="row 0 is not a distribution"):
+    with pytest.raises(ValueError, match="row 0"):
         ours.ECE("probs").update(logits, labels)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of the tests would come first
-    with pytest.raises(ValueError, match='given="logits" or given="probs"'):
+    with pytest.raises(ValueError, match=r'softmax.*given="logits".*given="probs"'):
         ours.ECE("softmax")
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_a_number_of_nothing_is_an_error(name):
-    with pytest.raises(ValueError, match="no samples yet"):
+    with pytest.raises(ValueError, match="update"):
         CASES[name][1]("logits").compute()
 
 

@@ -177,7 +177,7 @@ def test_a_run_of_ones_own_is_left_open():
     with WeightsAndBiases(begun) as tracker:
         tracker.log({"epoch": 3, "val": {"ece": 0.5}})
     assert begun.logged == [{"epoch": 3, "val/ece": 0.5}]
-    with pytest.raises(TypeError, match="takes no project"):
+    with pytest.raises(TypeError, match="project"):
         WeightsAndBiases(begun, project="other")
 
 
@@ -219,16 +219,16 @@ def test_mlflow_gets_the_run(run, report, store):
 
 def test_what_cannot_be_sent_is_refused(tmp_path, monkeypatch):
     with TensorBoard(tmp_path) as tracker:
-        with pytest.raises(ValueError, match="a line of a log knows its epoch; this has only val"):
+        with pytest.raises(ValueError, match=r"epoch.*\bval\b"):
             tracker.log({"val": {"ece": 0.1}})
-        with pytest.raises(TypeError, match="a matplotlib figure is expected, not a ndarray"):
+        with pytest.raises(TypeError, match=r"matplotlib.*ndarray"):
             tracker.figure("pixels", np.zeros((2, 2)))
     monkeypatch.setattr(trackers.importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=r"wandb is needed for this: pip install wandb"):
+    with pytest.raises(ImportError, match=r"pip install wandb"):
         WeightsAndBiases(project="p")
-    with pytest.raises(ImportError, match=r"mlflow is needed for this: pip install mlflow"):
+    with pytest.raises(ImportError, match=r"pip install mlflow"):
         MLflow("sqlite:///mlflow.db")
-    with pytest.raises(ImportError, match=r"tensorboard is needed for this: pip install 'fedlas\[integrations\]'"):
+    with pytest.raises(ImportError, match=r"tensorboard.*pip install 'fedlas\[integrations\]'"):
         Board(tmp_path)
 
 

@@ -130,7 +130,7 @@ def test_without_validation_it_says_so() -> None:
     loss = build()
     before = loss.gammas.clone()
     for call in (loss.end_epoch, lambda: loss.end_epoch(None), lambda: loss.end_epoch(validation=None)):
-        with pytest.raises(ValueError, match="adafocal learns its gammas from a validation set"):
+        with pytest.raises(ValueError, match=r"adafocal.*validation="):
             call()
     assert torch.equal(loss.gammas, before)
 

@@ -137,13 +137,13 @@ def test_state_is_restored() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="crl needs index"):
+    with pytest.raises(ValueError, match=r"crl.*index="):
         build()(RIGHT, LABELS)
-    with pytest.raises(ValueError, match="index 4 at position 1 is outside of the training split of 4"):
+    with pytest.raises(ValueError, match=r"index 4 .*\b1\b.*\b4\b.*num_samples"):
         build()(RIGHT[:2], LABELS[:2], index=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match="crl takes logits of shape"):
+    with pytest.raises(ValueError, match=r"crl.*\(N, C\).*\(2, 3, 4\)"):
         build()(torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64), index=torch.arange(2))
-    with pytest.raises(ValueError, match="not soft labels"):
+    with pytest.raises(ValueError, match="soft labels"):
         build()(RIGHT, RIGHT.softmax(1), index=torch.arange(4))
     with pytest.raises(ValueError, match="num_samples"):
         build(num_samples=0)

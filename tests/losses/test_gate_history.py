@@ -114,13 +114,13 @@ def test_state_dict_round_trip_in_the_middle_of_an_epoch() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="num_samples must be at least 1"):
+    with pytest.raises(ValueError, match=r"num_samples.*0"):
         GateHistory(0)
     history = GateHistory(4)
     with pytest.raises((ValueError, TypeError)):  # TypeError: the shape checks of the tests come first
         history.update(torch.arange(3), torch.ones(2))
     for index in (4, -1):
-        with pytest.raises(ValueError, match="outside of the 4 samples"):
+        with pytest.raises(ValueError, match=rf"index.*{index}.*\b4 samples"):
             note(history, {index: 1.0})
     with pytest.raises(RuntimeError, match="size mismatch"):
         GateHistory(5).load_state_dict(history.state_dict())

@@ -127,19 +127,19 @@ def test_narrow_logits_are_computed_in_float32(dtype: torch.dtype) -> None:
 
 def test_errors() -> None:
     logits, labels = batch()
-    with pytest.raises(ValueError, match=r"alpha must have shape \(12,\)"):
+    with pytest.raises(ValueError, match=r"alpha.*\(12,\).*\(5,\)"):
         smoothed_cross_entropy(logits, labels, torch.rand(5))
-    with pytest.raises(ValueError, match=r"alpha must have shape \(12,\)"):
+    with pytest.raises(ValueError, match=r"alpha.*\(12,\).*\(12, 1\)"):
         smoothed_cross_entropy(logits, labels, torch.rand(12, 1))
-    with pytest.raises(ValueError, match="label 5 at position"):
+    with pytest.raises(ValueError, match="label 5 "):
         smoothed_cross_entropy(logits, labels.clone().fill_(5), 0.1)
-    with pytest.raises(ValueError, match="labels must have shape"):
+    with pytest.raises(ValueError, match=r"labels.*\(12,\).*\(5,\)"):
         smoothed_cross_entropy(logits, labels[:5], 0.1)
-    with pytest.raises(ValueError, match="weight has 3 entries for 5 classes"):
+    with pytest.raises(ValueError, match=r"weight.*3.*5 classes"):
         smoothed_cross_entropy(logits, labels, 0.1, weight=torch.ones(3))
-    with pytest.raises(ValueError, match="sum to 1"):
+    with pytest.raises(ValueError, match=r"soft labels.*row 0"):
         smoothed_cross_entropy(logits, logits, 0.1)
-    with pytest.raises(ValueError, match="ignore_index has no meaning for soft labels"):
+    with pytest.raises(ValueError, match=r"ignore_index.*soft labels"):
         smoothed_cross_entropy(logits, logits.softmax(1), 0.1, ignore_index=3)
     with pytest.raises((ValueError, TypeError), match="reduction"):
         smoothed_cross_entropy(logits, labels, 0.1, reduction="median")
