@@ -13,8 +13,8 @@ import pytest
 MAY_BE_MISSING = ("CUDA", "GPU", "Chromium", "playwright", "no file system can be mounted")
 
 
-def judged(report: Any) -> Any:
-    """Turn a skip that nobody may have into a failure."""
+def fail_silent_skip(report: Any) -> Any:
+    """Turn a skip that is not allowed into a failure."""
     skipped = report.skipped and not hasattr(report, "wasxfail")
     if os.environ.get("FEDLAS_WHOLE") == "1" and skipped:
         reason = str(report.longrepr)
@@ -26,9 +26,9 @@ def judged(report: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    return judged((yield))
+    return fail_silent_skip((yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, Any, Any]:
-    return judged((yield))
+    return fail_silent_skip((yield))

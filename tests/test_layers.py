@@ -1,13 +1,13 @@
-"""The house rules, read off the source: who may import whom, what files are called, what nobody does.
+"""Architecture rules, checked on the source: import directions, names of files, forbidden constructs.
 
-A rule is a function from `{module name: source}` to a list of complaints. Each one is asked about the package, and
-about small made-up packages that break it, so that no rule here is blind.
+A rule is a function from `{module name: source}` to a list of complaints. Each one is applied to the package, and to
+small made-up packages that break it, so that no rule can pass by accident.
 """
 
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -52,17 +52,15 @@ ROOMS: dict[str, set[str]] = {
 }  # fmt: skip
 CATALOGUES = {"losses", "data", "models", "posthoc", "integrations"}
 DRAWERS = {"util", "utils", "helper", "helpers", "common", "misc", "core", "tool", "tools"}
-DEEPEST = 7
 
 Modules = Mapping[str, str]
 
 
 class Import(NamedTuple):
-    """One module that another one names, and when."""
+    """One module that another one names, and where."""
 
     target: str
     line: int
-    at_import_time: bool
 
 
 @cache
@@ -73,7 +71,7 @@ def parse(source: str) -> ast.Module:
 def imports(name: str, modules: Modules) -> list[Import]:
     """All imports of the house inside one module: lazy ones and those for the type checker too."""
     found = []
-    for node, late in nodes_with_lateness(parse(modules[name])):
+    for node in ast.walk(parse(modules[name])):
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -83,17 +81,8 @@ def imports(name: str, modules: Modules) -> list[Import]:
         elif isinstance(node, ast.Call) and last_word(node.func) in {"import_module", "__import__"}:
             targets = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         line = getattr(node, "lineno", 0)
-        found += [Import(target, line, not late) for target in targets if within(target, HOUSE)]
+        found += [Import(target, line) for target in targets if within(target, HOUSE)]
     return found
-
-
-def nodes_with_lateness(tree: ast.AST, late: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node, and whether it is left out when the module is imported."""
-    for child in ast.iter_child_nodes(tree):
-        lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        typing_only = isinstance(child, ast.If) and last_word(child.test) == "TYPE_CHECKING"
-        yield child, late
-        yield from nodes_with_lateness(child, late or lazy or typing_only)
 
 
 def last_word(node: ast.AST) -> str:
@@ -115,12 +104,10 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def graph(modules: Modules, *, at_import_time: bool = False) -> dict[str, set[str]]:
+def graph(modules: Modules) -> dict[str, set[str]]:
     """Who imports whom. The front door is left out: it may import anything, and nobody imports it."""
     return {
-        name: {i.target for i in imports(name, modules) if i.target in modules and i.at_import_time >= at_import_time}
-        for name in modules
-        if name != HOUSE
+        name: {i.target for i in imports(name, modules) if i.target in modules} for name in modules if name != HOUSE
     }
 
 
@@ -256,21 +243,6 @@ def reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
     return seen
 
 
-def imports_are_not_deep(modules: Modules) -> list[str]:
-    """The longest chain of modules, each of which imports the next while it is itself imported."""
-    edges = graph(modules, at_import_time=True)
-    chains: dict[str, list[str]] = {}
-
-    def chain(name: str, above: tuple[str, ...] = ()) -> list[str]:
-        if name not in chains:
-            below = [chain(t, (*above, name)) for t in sorted(edges[name]) if t not in {*above, name}]
-            chains[name] = [name, *max(below, key=len, default=[])]
-        return chains[name]
-
-    deepest = max((chain(name) for name in edges), key=len, default=[])
-    return [f"{len(deepest)} modules deep: {' -> '.join(deepest)}"] if len(deepest) > DEEPEST else []
-
-
 def no_module_has_the_name_of_an_exported_function(modules: Modules) -> list[str]:
     """`fedlas.evaluate` cannot be a function and a file. Exported is what a package's `__init__` speaks of by name."""
     callables = ast.FunctionDef | ast.ClassDef  # a class in lower case is used like a function
@@ -381,7 +353,6 @@ LOSSES = {
     "fedlas.losses.ls": "class LS(AbstractLoss):\n    name: ClassVar[str] = 'ls'",
     "fedlas.losses.mbls": "class MbLS(AbstractLoss):\n    name = 'mbls'",
 }
-CHAIN = {f"fedlas.train.step{n}": f"import fedlas.train.step{n + 1}" for n in range(1, 8)} | {"fedlas.train.step8": ""}
 ABSTRACT = "from abc import ABC, abstractmethod\n"
 
 # For every rule: packages that break it, and what the complaint has to name.
@@ -445,7 +416,6 @@ OFFENDERS: list[tuple[Callable[[Modules], list[str]], dict[str, str], str]] = [
         {"fedlas.train.a": "import fedlas.train.b", "fedlas.train.b": "def f():\n    import fedlas.train.a"},
         "fedlas.train.a imports itself by way of fedlas.train.b",
     ),
-    (imports_are_not_deep, CHAIN, "8 modules deep: fedlas.train.step1 -> "),
     (
         no_module_has_the_name_of_an_exported_function,
         {"fedlas": "__all__ = ['evaluate']", "fedlas.evaluate": "def evaluate(): ..."},
@@ -547,15 +517,6 @@ def test_every_module_is_read():
     read = modules_in(SOURCE)
     assert {"fedlas", "fedlas.catalog", "fedlas.predictions", "fedlas.losses", "fedlas.losses.base"} <= set(read)
     assert "class Catalog" in read["fedlas.catalog"]
-
-
-def test_seven_modules_are_not_too_deep():
-    assert imports_are_not_deep({name: source for name, source in CHAIN.items() if name != "fedlas.train.step1"}) == []
-
-
-def test_lazy_imports_do_not_make_imports_deep():
-    lazy = {name: source.replace("import", "def f(): import") for name, source in CHAIN.items()}
-    assert imports_are_not_deep(lazy) == []
 
 
 def test_the_plan_itself_has_no_cycle():

@@ -1,11 +1,14 @@
-"""What is skipped without a word proves nothing, so the whole suite does not allow it."""
+"""A silent skip proves nothing, so the whole suite does not allow it."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from no_silent_skips import fail_silent_skip
 
 SKIPPED = """
 import pytest
@@ -21,6 +24,20 @@ MODULE = 'import pytest\npytest.importorskip("a_package_that_is_not_there")\n'
 
 
 @pytest.mark.parametrize(
+    ("whole", "reason", "outcome"),
+    [("1", "could not import 'x'", "failed"), ("1", "needs a CUDA device", "skipped"), ("0", "no x", "skipped")],
+)
+def test_a_skip_fails_unless_a_gpu_or_a_browser_is_missing(monkeypatch, whole, reason, outcome):
+    monkeypatch.setenv("FEDLAS_WHOLE", whole)
+    report = fail_silent_skip(SimpleNamespace(skipped=True, outcome="skipped", longrepr=reason))
+    assert report.outcome == outcome
+    assert reason in report.longrepr
+    expected_failure = SimpleNamespace(skipped=True, outcome="skipped", longrepr="x", wasxfail="reason")
+    assert fail_silent_skip(expected_failure).outcome == "skipped"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
     ("whole", "source", "expected"),
     [
         ("1", SKIPPED, "1 failed, 1 skipped"),
@@ -29,7 +46,7 @@ MODULE = 'import pytest\npytest.importorskip("a_package_that_is_not_there")\n'
         ("0", MODULE, "1 skipped"),
     ],
 )
-def test_only_a_gpu_or_a_browser_may_be_missing(tmp_path, whole, source, expected):
+def test_the_plugin_sees_skipped_tests_and_modules(tmp_path, whole, source, expected):
     (tmp_path / "test_made_up.py").write_text(source)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

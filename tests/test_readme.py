@@ -84,12 +84,8 @@ def test_the_commands_exist(document):
     assert make_targets(document.read_text(encoding="utf-8")) <= known_targets()
 
 
-def test_there_is_a_readme():
-    assert ROOT / "README.md" in RUN
-
-
-def test_pages_in_folders_of_the_docs_are_run_too():
-    assert ROOT / "docs" / "howto" / "sklearn.md" in RUN
+def test_readme_and_pages_in_subfolders_of_the_docs_are_run():
+    assert {ROOT / "README.md", ROOT / "docs" / "howto" / "sklearn.md"} <= set(RUN)
 
 
 def test_a_broken_block_is_found_with_its_line():
@@ -112,7 +108,7 @@ def test_only_python_is_run_and_an_excused_block_is_not():
 
 @pytest.mark.parametrize("excuse", ["<!-- no test: -->", "<!-- no test:-->"])
 def test_an_excuse_needs_a_reason(excuse):
-    with pytest.raises(AssertionError, match=r"made_up\.md:3 is left out without a reason"):
+    with pytest.raises(AssertionError, match=r"made_up\.md:3"):
         run_python("made_up.md", f"{excuse}\n```python\npass\n```\n")
 
 

@@ -48,7 +48,7 @@ def test_a_fragment_of_no_kind_or_without_words_is_refused(checkout, name, text)
     (checkout / "changelog.d" / name).write_text(text)
     result = run([checkout / "scripts" / "changelog", "--check"])
     assert result.returncode == 1
-    assert result.stdout.startswith(f"{name}: call it +words.kind.md")
+    assert result.stdout.startswith(f"{name}:")
 
 
 def test_there_is_no_release_without_fragments(checkout):
@@ -60,9 +60,9 @@ def test_there_is_no_release_without_fragments(checkout):
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"x" * 1_048_577, "larger than 1 MiB"),
-        (b"-----BEGIN RSA " + b"PRIVATE KEY-----", "holds a private key"),
-        (b"\x00-----BEGIN " + b"PRIVATE KEY-----", "holds a private key"),
+        (b"x" * 1_048_577, "1 MiB"),
+        (b"-----BEGIN RSA " + b"PRIVATE KEY-----", "private key"),
+        (b"\x00-----BEGIN " + b"PRIVATE KEY-----", "private key"),
         (b"x" * 1_048_576, ""),
     ],
 )
@@ -76,10 +76,11 @@ def test_the_guard_refuses_large_files_and_private_keys(tmp_path, content, compl
 
 def test_check_refuses_unknown_options():
     result = run([ROOT / "scripts" / "check", "--quick"])
-    assert (result.returncode, result.stdout) == (2, "usage: scripts/check [--all | --fast | --fix]\n")
+    assert result.returncode == 2
+    assert re.match("usage: scripts/check .*--all.*--fast.*--fix", result.stdout)
 
 
-def test_check_stops_at_the_first_failing_stage_and_says_how_to_repair_it(checkout):
+def test_check_stops_at_the_first_failing_stage_and_names_it(checkout):
     tools = checkout / ".venv" / "bin"
     tools.mkdir(parents=True)
     for tool, status in [("ruff", 0), ("mypy", 1), ("pytest", 0)]:
@@ -87,7 +88,7 @@ def test_check_stops_at_the_first_failing_stage_and_says_how_to_repair_it(checko
         (tools / tool).chmod(0o755)
     result = run([checkout / "scripts" / "check"])
     assert result.returncode == 1
-    assert "scripts/check: types failed. To repair it:" in result.stdout
+    assert "scripts/check: types" in result.stdout
     assert "pytest ran" not in result.stdout
 
 
@@ -149,7 +150,6 @@ def test_the_second_setup_installs_nothing(machine):
 
 @pytest.mark.parametrize("there", ["chromium", "apt-get", "nothing"])
 def test_a_browser_is_installed_where_that_is_possible(tmp_path, there):
-    """Without one, and without a way to install it, the tests say that they are skipped; nothing fails."""
     for tool in ("bash", "env"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     stand_ins = {"id": "echo 0", "apt-get": f'echo "$@" >> {tmp_path}/asked', "chromium": "true"}
@@ -158,7 +158,7 @@ def test_a_browser_is_installed_where_that_is_possible(tmp_path, there):
         (tmp_path / name).chmod(0o755)
     found = run([ROOT / "scripts" / "browser"], env={"PATH": str(tmp_path)})
     assert found.returncode == 0
-    assert ("will be skipped" in found.stdout) == (there == "nothing")
+    assert ("skipped" in found.stdout) == (there == "nothing")
     assert (tmp_path / "asked").exists() == (there == "apt-get")
     if there == "apt-get":
         assert (tmp_path / "asked").read_text().split()[-1] == "chromium"
@@ -176,6 +176,6 @@ def test_an_old_python_is_refused_with_a_way_out(machine):
     (machine / "too_old").write_text("1")
     result = setup(machine)
     assert result.returncode != 0
-    assert "fedlas needs Python 3.11 or newer; './python' is Python 3.9.1." in result.stdout
+    assert re.search(r"3\.11.*3\.9\.1", result.stdout)
     assert "PYTHON=python3.12 make test" in result.stdout
     assert not (machine / ".venv").exists()

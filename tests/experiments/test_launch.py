@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,7 +89,8 @@ def test_runs_are_given_as_they_finish_and_found_again(tmp_path, words):
     again = list(launched([short("focal"), *recipes], folder=tmp_path, told=words.append))
     assert [run.recipe for run in again] == [*expected, short("focal")]  # what is finished is given at once
     assert [times(run) for run in again[:3]] == before
-    assert words == ["3 of 4 runs are finished already"]
+    (word,) = words
+    assert "3 of 4" in word
 
 
 def test_a_run_that_fails_stops_no_other_and_is_named(tmp_path, words):
@@ -96,15 +98,15 @@ def test_a_run_that_fails_stops_no_other_and_is_named(tmp_path, words):
     (tmp_path / other.name).mkdir()
     (tmp_path / other.name / "thesis.txt").write_text("Chapter 1")
     runs: list[Run] = []
-    with pytest.raises(LaunchError, match="2 runs failed") as caught:
+    with pytest.raises(LaunchError, match=r"^2\b") as caught:
         runs.extend(launched([bad, other, short("focal")], folder=tmp_path, told=words.append))
     assert_complete(runs, [short("focal")])
     assert list(caught.value.failed) == [bad.name, other.name]
-    assert "DivergedError: the loss or its gradient is not finite, or enormous" in caught.value.failed[bad.name]
-    assert "is not empty and holds no run" in str(caught.value)
+    assert caught.value.failed[bad.name].startswith("DivergedError")
+    assert str(tmp_path / other.name) in str(caught.value)
     assert "Traceback" not in str(caught.value)
     assert f"{bad.name}:\nTraceback" in caught.value.__notes__[0]
-    assert words[0].startswith(f"{bad.name} failed: DivergedError")
+    assert re.match(f"{bad.name}.*DivergedError", words[0])
 
 
 def test_time_is_up_in_the_middle_of_a_run(tmp_path, words):
@@ -127,7 +129,7 @@ def test_no_time_is_no_run(tmp_path, words):
     list(launched([short()], folder=tmp_path))
     runs = list(launched([short("ls"), short()], folder=tmp_path, limit_minutes=0, told=words.append))
     assert [run.recipe for run in runs] == [short()]
-    assert words[-1].startswith("time is up: 1 of 2 runs are left")
+    assert "1 of 2" in words[-1]
     assert not (tmp_path / short("ls").name).exists()
 
 
@@ -138,7 +140,8 @@ def test_outside_the_main_thread_the_last_checkpoint_has_to_do(tmp_path, words):
     thread = threading.Thread(target=go)
     thread.start()
     thread.join()
-    assert words == ["time is up: 1 of 1 runs are left; start again to go on with them"]
+    (word,) = words
+    assert "1 of 1" in word
 
 
 def test_a_signal_of_the_user_stops_everything(tmp_path):
@@ -164,7 +167,8 @@ def test_a_locked_run_comes_later(tmp_path, words, monkeypatch):
         runs = launched([first, second], folder=tmp_path, told=words.append)
         assert next(runs).recipe == second
     assert [run.recipe for run in runs] == [first]
-    assert words == [f"{first.name}: another process is working on it"]
+    (word,) = words
+    assert first.name in word
 
 
 def test_a_lock_that_nobody_seems_to_hold_is_named(tmp_path, monkeypatch):
@@ -172,7 +176,7 @@ def test_a_lock_that_nobody_seems_to_hold_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "PATIENCE", 0.5)
     with (
         locked(tmp_path / short().name),
-        pytest.raises(LaunchError, match=r"unchanged for .* if no process works on it any more, delete .*\.lock"),
+        pytest.raises(LaunchError, match=rf"{short().name}/\.lock"),
     ):
         list(launched([short()], folder=tmp_path))
     (tmp_path / short().name / ".lock").unlink()  # the advice
@@ -182,7 +186,7 @@ def test_a_lock_that_nobody_seems_to_hold_is_named(tmp_path, monkeypatch):
 def test_time_is_up_while_a_run_is_locked(tmp_path, words):
     with locked(tmp_path / short().name):
         assert list(launched([short()], folder=tmp_path, limit_minutes=1 / 60, told=words.append)) == []
-    assert words[-1].startswith("time is up: 1 of 1 runs are left")
+    assert "1 of 1" in words[-1]
 
 
 def test_two_processes_of_which_one_is_killed(tmp_path, words):
@@ -202,12 +206,12 @@ def test_two_processes_of_which_one_is_killed(tmp_path, words):
     thread = threading.Thread(target=kill)
     thread.start()
     runs: list[Run] = []
-    with pytest.raises(LaunchError, match=f"1 run failed: {bad.name}: DivergedError"):
+    with pytest.raises(LaunchError, match=f"^1 .*{bad.name}: DivergedError"):
         runs.extend(launched(recipes, folder=tmp_path, workers=2, told=words.append))
     thread.join()
     assert_complete(runs, [recipe for recipe in recipes if recipe != bad])
     assert pids[0] != os.getpid()
-    assert f"{hit.name}: its process died (exit code -9); it is continued" in words
+    assert any(hit.name in word and "-9" in word for word in words)
     assert times(Run(tmp_path / hit.name))[: len(before) - 2] == before[:-2]  # it went on, and did not start over
     assert not any(exists(pid) for pid in pids)
 
@@ -218,7 +222,8 @@ def test_time_is_up_for_two_processes(tmp_path, words):
     began = time.monotonic()
     assert list(launched(recipes, folder=tmp_path, workers=2, limit_minutes=10 / 60, told=words.append)) == []
     assert time.monotonic() - began >= 10
-    assert words == ["time is up: 2 of 2 runs are left; start again to go on with them"]
+    (word,) = words
+    assert "2 of 2" in word
     assert multiprocessing.active_children() == []
     assert [holder(Run(tmp_path / recipe.name)) for recipe in recipes] == [None, None]
 
@@ -235,7 +240,7 @@ def test_a_run_that_kills_every_process_is_given_up(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(LaunchError, match=r"its process died \(exit code -9\), 2 times in all"):
+    with pytest.raises(LaunchError, match=rf"^1 .*{deadly.name}: .*-9.*\b2\b"):
         list(launched([deadly, other], folder=tmp_path, workers=2))
     thread.join()
     assert Run(tmp_path / other.name).finished
@@ -268,7 +273,7 @@ def test_the_launcher_may_end_at_any_time(tmp_path, number):
             launcher.send_signal(number)
         _, complaint = launcher.communicate(timeout=60)
     assert launcher.returncode == {signal.SIGTERM: 1, signal.SIGKILL: -signal.SIGKILL}[number]
-    assert number == signal.SIGKILL or "StoppedError: stopped; start again to go on" in complaint
+    assert number == signal.SIGKILL or "StoppedError" in complaint
     until(lambda: not any(exists(pid) for pid in pids))
     before = [times(run) for run in hit]
     assert max(len(kept) for kept in before) >= 4
@@ -283,27 +288,27 @@ def test_the_launcher_may_end_at_any_time(tmp_path, number):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"how": "ray", "workers": 2}, "workers are processes on this machine"),
-        ({"address": "auto"}, "an address is that of a Ray cluster"),
-        ({"workers": 0}, "workers must be at least 1"),
-        ({"gpus_per_run": 2}, "gpus_per_run must be from 0 to 1, not 2; one run on many GPUs is for torchrun"),
-        ({"limit_minutes": -1}, "limit_minutes must be at least 0"),
-        ({"limit_minutes": float("nan")}, "limit_minutes must be at least 0"),
+        ({"how": "ray", "workers": 2}, "workers.*gpus_per_run"),
+        ({"address": "auto"}, "address.*Ray"),
+        ({"workers": 0}, "workers.*1.*0"),
+        ({"gpus_per_run": 2}, "gpus_per_run.*0.*1.*2.*torchrun"),
+        ({"limit_minutes": -1}, "limit_minutes.*-1"),
+        ({"limit_minutes": float("nan")}, "limit_minutes.*nan"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_once(tmp_path, options, complaint):
+def test_invalid_options_are_refused_at_once(tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         launched([short()], folder=tmp_path, **options)
 
 
 def test_many_runs_are_not_for_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="start many runs without it"):
+    with pytest.raises(ValueError, match="torchrun"):
         launched([short()], folder=tmp_path)
 
 
 def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"ray is needed for this: pip install 'fedlas\[cluster\]'"):
+    with pytest.raises(ImportError, match=r"ray.*pip install 'fedlas\[cluster\]'"):
         launched([short()], folder=tmp_path, how="ray")
     assert_complete(list(launched([short()], folder=tmp_path)), [short()])

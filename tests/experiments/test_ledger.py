@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import multiprocessing
+import re
 import shutil
 import zipfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +95,7 @@ def test_a_changed_number_is_found(copy):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = list(problems(Ledger(copy / "results")))
     assert len(values) == 1
-    assert "ece is" in values[0]
+    assert "ece" in values[0]
     assert len(list(problems(Ledger(copy / "results"), intervals=True))) == 2
 
 
@@ -104,117 +104,106 @@ def test_missing_and_changed_and_stray_predictions_are_found(copy):
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-1] + b"x")
     (copy / "results" / "predictions" / "stray.npz").write_bytes(b"")
-    found = " ".join(problems(Ledger(copy / "results")))
-    assert "are not there" in found
-    assert "do not have the checksum that the line names" in found
-    assert "stray.npz belongs to no line" in found
+    found = list(problems(Ledger(copy / "results")))
+    assert len(found) == 3
+    for name in (files[0].name, files[1].name, "stray.npz"):
+        assert sum(name in problem for problem in found) == 1
+    assert any(files[1].name in problem and "checksum" in problem for problem in found)
 
 
-def test_numbers_of_foreign_data_without_predictions_are_found(copy):
-    """Only what the file of predictions holds was compared, so an invented AUROC passed."""
+def test_ood_metrics_without_predictions_are_found(copy):
     path = copy / "results" / "digits-small.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["ood"]["mnist"] = {"entropy": [0.999, 0.998, 0.9995]}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (problem,) = problems(Ledger(copy / "results"))
-    assert "mnist has other metrics than its predictions: ['entropy']" in problem
+    assert re.search("mnist.*'entropy'", problem)
 
 
 def test_predictions_of_a_line_lie_inside_the_ledger(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text().replace('"predictions/', '"../predictions/'))
     found = list(problems(Ledger(copy / "results")))
-    outside = [one for one in found if "predictions lie outside of the ledger (../predictions/" in one]
+    outside = [one for one in found if "../predictions/" in one]
     assert len(outside) == len(Ledger(copy / "results").lines)
-    assert "digits-small.jsonl:1: predictions lie outside" in outside[0]
+    assert "digits-small.jsonl:1:" in outside[0]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fedlas.ledger/1", "id": "x", "speed": 3}', "not json"])
 def test_a_damaged_line_is_named(tmp_path, text):
     (tmp_path / "a-b.jsonl").write_text(f"{text}\n")
-    with pytest.raises(ValueError, match=r"a-b.jsonl:1 is no line of a ledger"):
+    with pytest.raises(ValueError, match=r"a-b\.jsonl:1"):
         _ = Ledger(tmp_path).lines
-
-
-def changed(copy, change):
-    """A ledger whose second line is changed."""
-    path = copy / "results" / "digits-small.jsonl"
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    change(lines[1])
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return copy / "results"
-
-
-NO_MEASURE = "ece of its metrics must be a finite number and the two ends of its interval, not"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda line: line.pop("metrics"), "it has no metrics"),
-        (lambda line: line.update(metrics={}), "its metrics lack accuracy, ece, aece"),
-        (lambda line: line["metrics"].pop("ece"), "its metrics lack ece"),
-        (lambda line: line["metrics"].update(ece=[float("nan"), None, None]), f"{NO_MEASURE} [nan, None, None]"),
-        (lambda line: line["metrics"].update(ece=["0.5", None, None]), f"{NO_MEASURE} ['0.5', None, None]"),
-        (lambda line: line["metrics"].update(ece=[None, None, None]), f"{NO_MEASURE} [None, None, None]"),
-        (lambda line: line["metrics"].update(ece=[0.5, 0.4, float("inf")]), NO_MEASURE),
-        (lambda line: line["metrics"].update(ece=[0.5]), f"{NO_MEASURE} [0.5]"),
-        (lambda line: line["metrics"].update(ece=0.5), f"{NO_MEASURE} 0.5"),
-        (lambda line: line["metrics"].update(ece=[10**400, None, None]), NO_MEASURE),
-        (
-            lambda line: line["metrics"].update(ece=[5.2, 5, 6]),
-            "ece of its metrics must be a share, from 0 to 1",
-        ),
-        (lambda line: line.update(ood={"svhn": {"entropy": [91, 90, 92]}}), "entropy of ood of svhn must be a share"),
-        (lambda line: line.update(ood={"svhn": {}}), "ood of svhn lack every number"),
-        (lambda line: line.update(ood={"svhn": {"entropy": 0.5}}), "entropy of ood of svhn must be"),
-        (lambda line: line.update(predictions={}), "file of predictions must be a text"),
-        (lambda line: line.update(posthoc={"temperature": 1.5}), "name of posthoc must be a text"),
-        (lambda line: line.update(seconds="1 h"), "seconds must be a number, at least 0, not '1 h'"),
-        (lambda line: line.update(curve=[1]), "an epoch of its curve must be an object with names, not 1"),
-        (lambda line: line["curve"][0].update(lr=float("nan")), "every number must be finite, not ['NaN']"),
-        (lambda line: line.update(curve=[{}]), "epoch of its curve must be a whole number, not None"),
-        (lambda line: line["curve"][0].update(epoch="x"), "epoch of its curve must be a whole number, not 'x'"),
-        (lambda line: line["curve"][0].update(gate={"positive": "x"}), "positive of its gate must be a number, or"),
-        (lambda line: line.update(id=3), "id must be a text, not 3"),
-        (lambda line: line.update(id="xyz"), "id must be what its recipe is called, digits-small_cnn-"),
-        (
-            lambda line: line["recipe"].update(loss="mbls"),
-            "id must be what its recipe is called, digits-small",
-        ),
+        (lambda line: line.pop("metrics"), "metrics"),
+        (lambda line: line.update(metrics={}), "metrics.*accuracy, ece, aece"),
+        (lambda line: line["metrics"].pop("ece"), "metrics.*ece"),
+        (lambda line: line["metrics"].update(ece=[float("nan"), None, None]), r"ece.*\[nan, None, None\]"),
+        (lambda line: line["metrics"].update(ece=["0.5", None, None]), r"ece.*\['0\.5', None, None\]"),
+        (lambda line: line["metrics"].update(ece=[None, None, None]), r"ece.*\[None, None, None\]"),
+        (lambda line: line["metrics"].update(ece=[0.5, 0.4, float("inf")]), r"ece.*\[0\.5, 0\.4, nan\]"),
+        (lambda line: line["metrics"].update(ece=[0.5]), r"ece.*\[0\.5\]"),
+        (lambda line: line["metrics"].update(ece=0.5), r"ece.*\b0\.5"),
+        (lambda line: line["metrics"].update(ece=[10**400, None, None]), "ece.*000"),
+        (lambda line: line["metrics"].update(ece=[5.2, 5, 6]), r"ece.*0.*1.*5\.2"),
+        (lambda line: line.update(ood={"svhn": {"entropy": [91, 90, 92]}}), "entropy.*svhn.*0.*1.*91"),
+        (lambda line: line.update(ood={"svhn": {}}), "svhn"),
+        (lambda line: line.update(ood={"svhn": {"entropy": 0.5}}), "entropy.*svhn"),
+        (lambda line: line.update(predictions={}), "file.*predictions"),
+        (lambda line: line.update(posthoc={"temperature": 1.5}), "name.*posthoc"),
+        (lambda line: line.update(seconds="1 h"), "seconds.*0.*'1 h'"),
+        (lambda line: line.update(curve=[1]), "curve.*1"),
+        (lambda line: line["curve"][0].update(lr=float("nan")), "finite.*NaN"),
+        (lambda line: line.update(curve=[{}]), "epoch.*curve.*None"),
+        (lambda line: line["curve"][0].update(epoch="x"), "epoch.*curve.*'x'"),
+        (lambda line: line["curve"][0].update(gate={"positive": "x"}), "positive.*gate.*'x'"),
+        (lambda line: line.update(id=3), "id.*3"),
+        (lambda line: line.update(id="xyz"), "id.*digits-small_cnn-.*'xyz'"),
+        (lambda line: line["recipe"].update(loss="mbls"), "id.*digits-small_cnn-mbls"),
     ],
 )
-def test_a_line_that_lacks_something_is_named_with_what_to_do(copy, change, message):
-    """Cells were empty or nan, or Python's own words came from a table that was half done."""
-    folder = changed(copy, change)
+def test_an_invalid_line_is_named_with_the_field(trained, tmp_path, change, message):
+    path = tmp_path / "digits-small.jsonl"
+    lines = [json.loads(text) for text in (trained / "results" / path.name).read_text().splitlines()]
+    change(lines[1])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=rf"digits-small\.jsonl:2\b.*{message}"):
+        _ = Ledger(tmp_path).lines
+
+
+def test_commands_refuse_an_invalid_line_in_one_line(copy):
+    path = copy / "results" / "digits-small.jsonl"
+    path.write_text(path.read_text().replace('"ece": [', '"ece": ["x", ', 1))
     options = ["--data", "digits", "--protocol", "small", "--dry-run", "--ledger"]
     for words in (["reproduce", "sota", *options], ["compare", "digits/ce", "digits/ls", "--ledger"]):
-        done = CliRunner().invoke(app, [*words, str(folder)])
+        done = CliRunner().invoke(app, [*words, str(copy / "results")])
         assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
-        assert f"digits-small.jsonl:2 is no line of a ledger: {message}" in done.stderr
-        assert "put back a copy of the file, or remove the line" in done.stderr
+        assert "digits-small.jsonl:1" in done.stderr
 
 
 @pytest.mark.parametrize("damage", ["cut off", "other numbers", "away"])
 def test_predictions_of_a_line_that_are_damaged_are_named_with_its_line(copy, ledger, choice, damage):
-    """Those of another run were taken without a word, and a file that was cut off had no line."""
     line = next(iter(ledger.lines.values()))
     path = Ledger(copy / "results").file_of(line)
     content = {"cut off": path.read_bytes()[:-100], "other numbers": Kept.of(made(10)).pack()}.get(damage)
     path.unlink() if content is None else path.write_bytes(content)
     done = CliRunner().invoke(app, ["compare", line.id, line.id, "--ledger", str(copy / "results")])
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.output
-    what = "are not there" if content is None else "are damaged, or others"
-    assert f"digits-small.jsonl:1: its predictions {path} {what}" in done.stderr
-    plan = partial(planned, experiment_named("sota"), choice, Ledger(copy / "results"))
-    with pytest.raises(ValueError, match=f"digits-small.jsonl:1: its predictions .* {what}"):
-        plan()
+    what = rf"digits-small\.jsonl:1: .*{path.name}" + ("" if content is None else ".*checksum")
+    assert re.search(what, done.stderr)
+    book = Ledger(copy / "results")
+    with pytest.raises(ValueError, match=what):
+        planned(experiment_named("sota"), choice, book)
 
 
 def test_a_run_that_is_in_twice_is_named(copy):
     path = copy / "results" / "digits-small.jsonl"
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match=r"digits-small\.jsonl:7.*twice"):
         _ = Ledger(copy / "results").lines
 
 
@@ -244,7 +233,7 @@ def test_two_processes_add_each_run_once(copy):
     assert list(problems(Ledger(copy / "new"))) == []
 
 
-def test_foreign_data_that_comes_later_completes_the_line(copy):
+def test_ood_data_that_is_added_later_completes_the_line(copy):
     line = next(line for line in Ledger(copy / "results").lines.values() if line.method == "ls")
     folder = copy / "runs" / line.recipe.name
     with_more = line.recipe.replace(ood=("digits",))
@@ -262,7 +251,6 @@ def test_foreign_data_that_comes_later_completes_the_line(copy):
 
 @pytest.mark.parametrize("name", ["digits-small.jsonl", ".lock", "predictions"])
 def test_a_link_in_a_ledger_is_not_followed(ledger, tmp_path, name):
-    """What it led to was written over, or emptied."""
     line, victim = next(iter(ledger.lines.values())), tmp_path / "mine"
     folder = tmp_path / "results"
     folder.mkdir()
@@ -273,7 +261,7 @@ def test_a_link_in_a_ledger_is_not_followed(ledger, tmp_path, name):
     (folder / name.replace("small", line.protocol)).symlink_to(victim)
     victim.touch()
     stood = victim.stat().st_mtime_ns
-    with pytest.raises(ValueError, match="is a link; a ledger's own files are never links: remove it"):
+    with pytest.raises(ValueError, match="link"):
         Ledger(folder).add(line, b"content")
     assert victim.stat().st_mtime_ns == stood
 
@@ -281,7 +269,7 @@ def test_a_link_in_a_ledger_is_not_followed(ledger, tmp_path, name):
 def test_a_name_of_data_does_not_lead_out_of_a_ledger(ledger, tmp_path):
     line = next(iter(ledger.lines.values()))
     climbing = dataclasses.replace(line, recipe=line.recipe.replace(data="../mine"))
-    with pytest.raises(ValueError, match="lies outside of"):
+    with pytest.raises(ValueError, match="mine"):
         Ledger(tmp_path / "results").add(climbing, b"content")
     assert not list(tmp_path.glob("mine*"))
 
@@ -329,18 +317,18 @@ def test_equal_predictions_give_equal_bytes():
 
 
 def test_files_that_are_no_predictions_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match=r"x\.npz.*damaged"):
         Kept.unpack(b"PK nothing", "x.npz")
     empty = tmp_path / "e.npz"
     np.savez(empty, a=np.ones(3))
-    with pytest.raises(ValueError, match="holds no predictions"):
+    with pytest.raises(ValueError, match=r"x\.npz.*\ba\b"):
         Kept.unpack(empty.read_bytes(), "x.npz")
     hostile = tmp_path / "h.npz"
     np.savez(hostile, labels=np.array([{"a": 1}], dtype=object), logits=np.ones((1, 2)))
-    with pytest.raises(ValueError, match="holds Python objects, which are not read"):
+    with pytest.raises(ValueError, match=r"x\.npz.*Python objects"):
         Kept.unpack(hostile.read_bytes(), "x.npz")
     bomb = tmp_path / "b.npz"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as folder:
         folder.writestr("logits.npy", b"0" * (65 * 2**20))
-    with pytest.raises(ValueError, match="would unpack to"):
+    with pytest.raises(ValueError, match=r"x\.npz.*68,157,\d+ bytes"):
         Kept.unpack(bomb.read_bytes(), "x.npz")

@@ -140,7 +140,7 @@ def test_the_published_test_normalisation_is_another_one(made_up):
 def test_a_published_normalisation_that_is_ours_is_refused(made_up):
     recipe = recipe_for("cifar10", "small_cnn", protocol="fast", model_options={"in_channels": 3})
     bench = Bench(recipe.replace(batch_size=2, splits=("test-published",), precision="fp32"), torch.device("cpu"))
-    with pytest.raises(RunError, match="as we do"):
+    with pytest.raises(RunError, match="cifar10"):
         bench.check()
-    with pytest.raises(ValueError, match="splits must be"):
+    with pytest.raises(ValueError, match="splits"):
         recipe.replace(splits=("tests",))

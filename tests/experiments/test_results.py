@@ -11,25 +11,23 @@ from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.page import reproduction_page, results_tables
 from fedlas.train import recipe_for
 
-HOUSE = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_number_of_the_ledger_comes_out_again():
-    assert list(problems(Ledger(HOUSE / "results"))) == []
+    assert list(problems(Ledger(ROOT / "results"))) == []
 
 
 @pytest.mark.campaign
 def test_every_interval_of_the_ledger_comes_out_again():
-    assert list(problems(Ledger(HOUSE / "results"), intervals=True)) == []
+    assert list(problems(Ledger(ROOT / "results"), intervals=True)) == []
 
 
 def test_a_page_shows_what_was_run_and_what_was_not(ledger):
     page = reproduction_page(ledger)
-    assert "4 trainings" in page
-    assert "Nothing of it has been run yet." in page
-    curve = page.partition("## smoothing_curve")[2].partition("\n## ")[0]
-    assert "needs no run" in curve
-    assert "Nothing of it" not in curve
+    assert re.search(r"\b4 train", page)
+    paragraphs = {section.partition("\n")[0]: section.count("\n\n") for section in page.split("\n## ")[1:]}
+    assert paragraphs["sota"] == paragraphs["smoothing_curve"] + 1, "only sota lacks runs"
 
 
 def test_the_short_tables_hold_what_was_run_and_nothing_else(ledger, choice, tmp_path):
@@ -50,10 +48,13 @@ def test_an_experiment_with_a_protocol_of_its_own_stands_on_the_page_once(tmp_pa
     book = bare_ledger(tmp_path, lines)
     page = reproduction_page(book)
     section = page.partition("## indicator")[2].partition("\n## ")[0]
-    assert re.findall("### .*", section) == ["### small protocol: 1 run, 1 in the ledger, 0 to train"]
+    (heading,) = re.findall("### .*", section)
+    assert re.search(r"small.*\b1 run\b.*\b1\b.*\b0\b", heading)
     assert "Fashion" not in page.replace(section, "")
     assert [table.title for table in results_tables(book)] == ["CIFAR-10, resnet18_cifar, fast protocol"]
 
 
-def test_an_empty_ledger_makes_a_page_that_says_so(tmp_path):
-    assert "The ledger is empty" in reproduction_page(Ledger(tmp_path))
+def test_an_empty_ledger_makes_a_page_without_tables(tmp_path):
+    page = reproduction_page(Ledger(tmp_path))
+    assert "empty" in page
+    assert "\n|" not in page

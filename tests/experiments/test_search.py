@@ -39,7 +39,7 @@ def test_the_test_split_is_never_looked_at(done):
 def test_recipes_that_select_on_the_test_split_are_refused(tmp_path):
     """Their validation split is the test split."""
     official = recipe_for("cub200", loss="ls", protocol="official")
-    with pytest.raises(ValueError, match=r"set data_options\.selection=held_out"):
+    with pytest.raises(ValueError, match=r"data_options\.selection=held_out"):
         search(official, [Range.parse("alpha=0.01:0.4")], trials=1, folder=tmp_path, told=silent)
 
 
@@ -78,7 +78,7 @@ def test_a_diverging_trial_is_no_choice(tmp_path):
     found = search(recipe, [Range.parse("alpha=0.1,0.2")], trials=1, folder=tmp_path, told=silent)
     assert found.trials[0].values == (None,)
     assert json.loads((tmp_path / "search.json").read_text())["best"] is None
-    with pytest.raises(ValueError, match="every trial diverged"):
+    with pytest.raises(ValueError, match="diverged"):
         _ = found.best
 
 
@@ -99,55 +99,39 @@ def test_ranges_are_read(text, expected):
     "text",
     ["beta", "beta=", "=1:2", "beta=1:2:lin", "beta=a:b", "b=1:inf", "b=soft", "b=1:2:3:4"],
 )
-def test_ranges_that_are_none_are_refused(text):
-    with pytest.raises(ValueError, match="a range is written"):
+def test_invalid_ranges_are_refused(text):
+    with pytest.raises(ValueError, match=rf"NAME=LOW:HIGH.*{re.escape(text)}"):
         Range.parse(text)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("beta=8:0.5:log", "beta=8:0.5:log: the lower end, 8, is above the upper, 0.5; exchange them"),
-        ("beta=2:1", "the lower end, 2, is above the upper, 1"),
-        ("beta=1:1", "both ends are 1; give it with --set loss_options.beta=1"),
-        ("beta=0:1:log", "with :log the lower end has to be above zero, not 0"),
+        ("beta=8:0.5:log", r"\b8\b.*\b0\.5\b"),
+        ("beta=2:1", r"\b2\b.*\b1\b"),
+        ("beta=1:1", r"--set loss_options\.beta=1"),
+        ("beta=0:1:log", r":log.*\b0\b"),
     ],
 )
 def test_ends_that_are_no_range_are_named(text, message):
-    """It was said how a range is written, though it was written so."""
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=f"{text}: .*{message}"):
         Range.parse(text)
 
 
 def test_a_keyword_is_searched_once(tmp_path):
-    """The optimiser answered for us, in words of its own."""
     words = ["search", "--data", "digits", "--loss", "fedlas_ls", "--over", "beta=1,2", "--over", "beta=3,4"]
     shown = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "made")])
     assert shown.exit_code == 1
-    assert "--over names beta twice" in shown.output
+    assert re.search("--over.*beta", shown.output)
     assert not (tmp_path / "made").exists()
 
 
 def test_the_command_tells_what_to_set(tmp_path):
-    arguments = [
-        "search",
-        "--data",
-        "digits",
-        "--loss",
-        "ls",
-        "--over",
-        "alpha=0.05,0.1",
-        "--trials",
-        "1",
-        "--set",
-        "epochs=1",
-        "--set",
-        "model_options.width=8",
-        "--out",
-    ]
-    shown = CliRunner().invoke(app, [*arguments, str(tmp_path)])
+    words = "search --data digits --loss ls --over alpha=0.05,0.1 --trials 1 --set epochs=1 --set model_options.width=8"
+    arguments = [*words.split(), "--out", str(tmp_path)]
+    shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "--set loss_options.alpha=0." in shown.output
-    wrong = CliRunner().invoke(app, [*arguments, str(tmp_path), "--metric", "speed"])
+    wrong = CliRunner().invoke(app, [*arguments, "--metric", "speed"])
     assert wrong.exit_code == 1
-    assert "cannot be searched for" in wrong.output
+    assert "'speed'" in wrong.output

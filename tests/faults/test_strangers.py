@@ -1,4 +1,4 @@
-"""Files from strangers: the short campaign, a proof that nothing unpickles unchecked data, and what was found."""
+"""Untrusted files: the short campaign, a proof that nothing unpickles unchecked data, and what was found."""
 
 import gzip
 import http.server
@@ -146,19 +146,21 @@ def test_the_search_lets_the_known_pass(text):
     assert dangers(text, "somewhere.py") == []
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("copies", "big", "many"),
-    [(1, 2**22, 5_000), pytest.param(4, 2**29, strangers.MANY, marks=pytest.mark.campaign)],
+    [(1, 2**22, 5_000), (4, 2**29, strangers.MANY)],
     ids=["small", "large"],
 )
 def test_no_hostile_file_does_anything(tmp_path, copies, big, many):
-    """Every kind of file and every fault; bombs and tables are small where tests are to be quick."""
+    """Every kind of file and every fault."""
     records = strangers.campaign(tmp_path / "campaign", copies, big, many)
     assert len({one["kind"] for one in records}) == len(strangers.readers())
     assert [one for one in records if one["outcome"] == "BAD"] == []
     assert [one for one in records if one["what"] == "sound" and one["outcome"] != "read"] == []
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("changed", "said"),
     [({"mib": 1600.0}, "took 1600 MiB"), ({"seconds": 61.0}, "took 61 s"), ({"what": strangers.LINK}, "was followed")],
@@ -171,6 +173,7 @@ def test_the_campaign_has_limits(changed, said):
     assert said in found["message"]
 
 
+@pytest.mark.campaign
 def test_the_canary_sings(tmp_path):
     """A payload that is unpickled leaves its file; if it did not, the campaign would prove nothing."""
     pickle.loads(pickle.dumps(strangers.Payload(tmp_path / "ran")))
@@ -182,13 +185,13 @@ def test_the_canary_sings(tmp_path):
 
 def test_a_small_archive_that_would_fill_the_memory_is_refused(tmp_path):
     np.savez_compressed(tmp_path / "p.npz", logits=np.zeros((40_000_000, 1)), labels=np.zeros(1, np.int64))
-    with pytest.raises(ValueError, match=r"p\.npz is damaged.*bytes would unpack to 320,000,\d+"):
+    with pytest.raises(ValueError, match=r"p\.npz.*320,000,\d+"):
         fedlas.read_predictions(tmp_path / "p.npz")
 
 
 def test_a_tensor_that_is_longer_than_its_file_is_refused(tmp_path):
     torch.save({"logits": torch.zeros(1).expand(10**6, 10**6), "labels": torch.zeros(1)}, tmp_path / "p.pt")
-    with pytest.raises(ValueError, match=r"p\.pt: .*would unpack to 4,000,000,"):
+    with pytest.raises(ValueError, match=r"p\.pt.*4,000,000,"):
         fedlas.read_predictions(tmp_path / "p.pt")
 
 
@@ -198,7 +201,7 @@ def test_equal_rows_of_a_parquet_file_are_counted_before_they_are_read(tmp_path)
     with parquet.ParquetWriter(tmp_path / "p.parquet", table.schema) as writer:
         for _ in range(12):
             writer.write_table(table)
-    with pytest.raises(ValueError, match=r"p\.parquet is damaged.*would unpack to"):
+    with pytest.raises(ValueError, match=r"p\.parquet.* \d{3},\d{3},\d{3}"):
         fedlas.read_predictions(tmp_path / "p.parquet")
 
 
@@ -206,17 +209,17 @@ def test_a_header_of_many_columns_takes_no_time(tmp_path):
     """Each of n names was looked for among all of them: a million columns took hours."""
     path = tmp_path / "p.csv"
     path.write_text(",".join(f"w{i}" for i in range(100_000)) + "\n")
-    with pytest.raises(ValueError, match=r"expected exactly one of .* and 99,980 more"):
+    with pytest.raises(ValueError, match=r"99,980"):
         fedlas.read_predictions(path)
     path.write_text(",".join(["logit_a"] * 100_000) + "\n")
-    with pytest.raises(ValueError, match="100000 columns are called 'logit_a'"):
+    with pytest.raises(ValueError, match=r"100000.*'logit_a'"):
         fedlas.read_predictions(path)
 
 
 @pytest.mark.parametrize("ending", [".csv", ".npz", ".json", ".pt"])
 def test_a_device_is_no_file(tmp_path, ending):
     (tmp_path / f"p{ending}").symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match="is a device, not a file"):
+    with pytest.raises(ValueError, match="device"):
         fedlas.read_predictions(tmp_path / f"p{ending}")
 
 
@@ -227,13 +230,13 @@ def test_a_device_is_no_file(tmp_path, ending):
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "ending"), [("pipe", ".csv"), ("device", ".csv"), ("pipe", ".safetensors")])
 def test_pipes_and_devices_are_read_by_nobody(tmp_path, opened, kind, ending):
-    """A pipe was waited for without end, and /dev/zero filled the memory."""
+    """Reading a pipe would block, and /dev/zero would fill the memory."""
     path = tmp_path / f"f{ending}"
     if kind == "pipe":
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/null")
-    with pytest.raises(ValueError, match=rf"f\{ending} is a ({kind}|folder, a pipe or a device), not a file"):
+    with pytest.raises(ValueError, match=rf"f\{ending}.*{kind}"):
         opened(path)
 
 
@@ -251,7 +254,7 @@ OTHER_WORDS = RuntimeError(
 
 @pytest.mark.parametrize("error", [MemoryError(), no_memory_of_torch(), OTHER_WORDS], ids=["python", "torch", "other"])
 def test_memory_that_runs_out_is_no_damaged_file(tmp_path, error):
-    """Where torch says it, in a RuntimeError, a file was called damaged, and the advice was to remove it."""
+    """Also where torch reports it in a RuntimeError."""
     for guard in (readable, named):
         with pytest.raises(MemoryError), guard(tmp_path / "p.npz"):
             raise error
@@ -273,9 +276,9 @@ def test_an_array_that_announces_more_than_it_holds_takes_no_memory(tmp_path):
     np.lib.format.write_array(content, np.zeros(3))
     lying = strangers.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
     (tmp_path / "p.npz").write_bytes(lying)
-    with pytest.raises(ValueError, match=r"p\.npz is damaged.*logits\.npy announces 100000000000 numbers"):
+    with pytest.raises(ValueError, match=r"p\.npz.*logits\.npy.*100000000000"):
         fedlas.read_predictions(tmp_path / "p.npz")
-    with pytest.raises(ValueError, match=r"logits\.npy announces 100000000000 numbers"):
+    with pytest.raises(ValueError, match=r"logits\.npy.*100000000000"):
         Kept.unpack(lying)
 
 
@@ -304,7 +307,7 @@ def test_reports_recipes_and_ledgers_that_are_nested_are_named(tmp_path):
         with pytest.raises(error, match=name):
             opened(tmp_path / name)
     (tmp_path / "ledger.jsonl").write_bytes("{}".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"ledger\.jsonl is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"ledger\.jsonl.*UTF-8"):
         _ = Ledger(tmp_path).lines
 
 
@@ -315,7 +318,7 @@ def test_a_calibrator_with_other_words_is_named(tmp_path, words):
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "c.safetensors"
     path.write_bytes(safetensors.save({"t": torch.ones(1)}, metadata={"format": '"fedlas.calibrator/1"', **words}))
-    with pytest.raises(ValueError, match=r"c\.safetensors is damaged"):
+    with pytest.raises(ValueError, match=r"c\.safetensors"):
         fedlas.load_calibrator(path)
 
 
@@ -342,21 +345,21 @@ def test_a_link_does_not_lead_out_of_a_ledger(tmp_path):
     assert Ledger(folder).file_of(line).is_relative_to(folder)
     (tmp_path / "mine.txt").write_text("mine")
     (folder / line.predictions["file"]).symlink_to(tmp_path / "mine.txt")
-    with pytest.raises(ValueError, match="is a link; a ledger's own files are never links"):
+    with pytest.raises(ValueError, match="link"):
         Ledger(folder).file_of(line)
 
 
 def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr("fedlas.data.base.formats.LARGEST_IDX", 10_000)
     (tmp_path / "images.gz").write_bytes(gzip.compress(bytes(10_001)))
-    with pytest.raises(DamagedFileError, match=r"images\.gz would unpack to more than 10,000 bytes"):
+    with pytest.raises(DamagedFileError, match=r"images\.gz.*10,000"):
         read_idx(tmp_path / "images.gz")
 
 
 def test_a_program_is_not_unpickled(tmp_path):
     held = {"f/data/constants/opaque_obj_0": pickle.dumps(strangers.Payload(tmp_path / "ran"))}
     (tmp_path / "p.pt2").write_bytes(strangers.zip_of(held))
-    with pytest.raises(ValueError, match=r"p\.pt2 is damaged.*more than a tensor"):
+    with pytest.raises(ValueError, match=r"p\.pt2.*tensor"):
         load_program(tmp_path / "p.pt2")
     assert not (tmp_path / "ran").exists()
 
@@ -370,19 +373,18 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda good: {"format": good["format"], "step": 3, "weights": {"a": torch.ones(3)}}, "it has no 'model'"),
-        (lambda good: {name: value for name, value in good.items() if name != "epoch"}, "it has no 'epoch'"),
-        (lambda good: good | {"best": "x"}, "'best' is not a table of tensors"),
-        (lambda good: good | {"optimizer": "x"}, "'optimizer' is not a list of tables of tensors"),
-        (lambda good: good | {"epoch": 10**9}, "it stands after epoch 1000000000 of 2"),
-        (lambda good: good | {"best": {}}, "'best' does not hold the same weights as 'model'"),
+        (lambda good: {"format": good["format"], "step": 3, "weights": {"a": torch.ones(3)}}, "'model'"),
+        (lambda good: {name: value for name, value in good.items() if name != "epoch"}, "'epoch'"),
+        (lambda good: good | {"best": "x"}, "'best'.*tensors"),
+        (lambda good: good | {"optimizer": "x"}, "'optimizer'.*tensors"),
+        (lambda good: good | {"epoch": 10**9}, "epoch 1000000000.*2"),
+        (lambda good: good | {"best": {}}, "'best'.*'model'"),
     ],
 )
-def test_a_checkpoint_of_a_stranger_is_refused_by_whoever_reads_it(trained, tmp_path, change, reason):
-    """Its format alone was looked at: `predict` ended with KeyError: 'epoch', and `resume` with AttributeError."""
+def test_an_invalid_checkpoint_is_refused_by_predict_and_resume(trained, tmp_path, change, reason):
     run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     torch.save(change(torch.load(run.checkpoint, weights_only=True)), run.checkpoint)
-    message = rf"checkpoint\.pt is damaged, or no checkpoint of this run: {reason}; remove it"
+    message = rf"checkpoint\.pt.*{reason}"
     with pytest.raises(RunError, match=message):
         predict_with(run.folder, "digits", out=tmp_path / "p.safetensors")
     with pytest.raises(RunError, match=message):
@@ -392,33 +394,30 @@ def test_a_checkpoint_of_a_stranger_is_refused_by_whoever_reads_it(trained, tmp_
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"epoch": 1, "position": 10**6, "best_epoch": 1}, "it stands after step 1000000 of 2 in epoch 2 of 2"),
-        ({"epoch": 1, "position": 1, "best_epoch": 1}, "it has counted 4 steps, and stands after 3"),
-        ({"random": [{"torch": 5}]}, "its generators of random numbers: "),
+        ({"epoch": 1, "position": 10**6, "best_epoch": 1}, "step 1000000.*2.*epoch 2.*2"),
+        ({"epoch": 1, "position": 1, "best_epoch": 1}, "4 steps.*3"),
+        ({"random": [{"torch": 5}]}, "random"),
     ],
 )
-def test_a_run_does_not_stand_where_it_cannot(trained, tmp_path, change, reason):
-    """After step 1,000,000 of 2 an epoch was over at once, and the run counted as finished."""
+def test_a_checkpoint_with_an_impossible_position_is_refused(trained, tmp_path, change, reason):
     run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     torch.save(torch.load(run.checkpoint, weights_only=True) | change, run.checkpoint)
-    with pytest.raises(RunError, match=rf"checkpoint\.pt is damaged, .*: {reason}"):
+    with pytest.raises(RunError, match=rf"checkpoint\.pt.*{reason}"):
         fedlas.fit(run.recipe, out=run.folder, resume=True)
 
 
 @pytest.mark.parametrize("line", ["5", "[]", "null", '"diverged"', '{"epoch": 1}\n5'])
 def test_a_line_of_a_log_that_is_no_record_is_named(trained, tmp_path, line):
-    """`5` ended with "argument of type 'int' is not iterable"."""
     run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     run.log_file.write_text(f"{line}\n")
     number = len(line.splitlines())
-    with pytest.raises(RunError, match=rf"log\.jsonl cannot be read: line {number} is no record of an epoch"):
+    with pytest.raises(RunError, match=rf"log\.jsonl.*line {number}\b"):
         fedlas.fit(run.recipe, out=run.folder, resume=True)
-    with pytest.raises(RunError, match=r"log\.jsonl cannot be read"):
+    with pytest.raises(RunError, match=r"log\.jsonl"):
         _ = run.finished
 
 
 def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
-    """One such folder took down all others of a table, before any was looked at."""
     good, other = trained.recipe, trained.recipe.replace(seed=7)
     for recipe in (good, other):
         shutil.copytree(trained.folder, tmp_path / recipe.name)
@@ -426,25 +425,24 @@ def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
     bad.recipe_file.write_text(json.dumps(other.to_dict()))
     bad.log_file.write_text("5\n")
     given = []
-    with pytest.raises(LaunchError, match=rf"^1 run failed: {other.name}: .*log\.jsonl cannot be read: line 1"):
+    with pytest.raises(LaunchError, match=rf"^1 .*{other.name}: .*log\.jsonl.*line 1\b"):
         given.extend(launched([other, good], folder=tmp_path, device="cpu"))
     assert [run.folder.name for run in given] == [good.name]
 
 
 @pytest.mark.parametrize(
     ("side", "reason"),
-    [(20_000, "exceeds limit"), (10_000, "would unpack to 10,000 x 10,000 pixels, which no image does")],
+    [(20_000, "400000000 pixels"), (10_000, "10,000 x 10,000")],
 )
 def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
-    """49 kB of 20,000 x 20,000 pixels ended with Pillow's own error, also in a worker, and without the file's name."""
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.png").write_bytes(strangers.png_of(side))
     data = fedlas.build_data("folder", path=tmp_path, image_size=16)
-    with pytest.raises(DamagedFileError, match=rf"cat/1\.png is damaged: .*{reason}"):
+    with pytest.raises(DamagedFileError, match=rf"cat/1\.png.*{reason}"):
         decode(tmp_path / "cat" / "1.png", data.transform)
     for workers in (0, 1):
-        with pytest.raises(DamagedFileError, match=rf"cat/1\.png is damaged: [^\n]*{reason}"):
+        with pytest.raises(DamagedFileError, match=rf"cat/1\.png[^\n]*{reason}"):
             list(Loader(data.split("all"), data.transform, batch_size=2, train=False, workers=workers))
 
 
@@ -473,21 +471,28 @@ def serve(made):
     return made
 
 
-@pytest.fixture
-def secure(tmp_path, monkeypatch):
-    """A server with TLS whose certificate is trusted here."""
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A key and a certificate for localhost."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
     command += ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     try:
         subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("openssl is not installed")
+    return certificate, key
+
+
+@pytest.fixture
+def secure(certificate, monkeypatch):
+    """A server with TLS."""
     made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context.load_cert_chain(*certificate)
     made.socket = context.wrap_socket(made.socket, server_side=True)
-    made.url, made.certificate = f"https://localhost:{made.server_port}", certificate
+    made.url, made.certificate = f"https://localhost:{made.server_port}", certificate[0]
     monkeypatch.setattr(fetching, "TRIES", 1)
     yield serve(made)
     made.shutdown()
@@ -506,7 +511,7 @@ def test_a_redirect_does_not_leave_tls(secure, tmp_path, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
     plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
     secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
-    with pytest.raises(MissingFileError, match="without TLS"):
+    with pytest.raises(MissingFileError, match="TLS"):
         fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data")
     secure.leads_to = f"{secure.url}/b.bin"
     assert fetch(Source((f"{secure.url}/a.bin",), MD5), tmp_path / "data").read_bytes() == b"content"
@@ -520,7 +525,7 @@ def test_a_link_among_downloads_is_not_written_through(secure, tmp_path, monkeyp
     (tmp_path / "data").mkdir()
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "data" / name).symlink_to(tmp_path / "mine")
-    with pytest.raises(DamagedFileError, match=rf"{name} is a link, which nobody here makes: remove it"):
+    with pytest.raises(DamagedFileError, match=rf"{name}.*link"):
         fetch(Source((f"{secure.url}/b.bin",), MD5), tmp_path / "data")
     assert (tmp_path / "mine").read_text() == "mine"
 
@@ -530,7 +535,7 @@ def test_a_redirect_of_weights_does_not_leave_tls(secure, tmp_path, monkeypatch)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
     secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
-    with pytest.raises(OSError, match="without TLS"):
+    with pytest.raises(OSError, match="TLS"):
         Weights(f"{secure.url}/a.bin", "net.pth").fetched()
     assert not list((tmp_path / "torch").rglob("*.pth"))
     secure.leads_to = f"{secure.url}/b.bin"
@@ -541,7 +546,7 @@ def test_a_redirect_of_weights_does_not_leave_tls(secure, tmp_path, monkeypatch)
 
 def test_a_wrong_checksum_is_refused_whatever_the_way(secure, tmp_path, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(secure.certificate))
-    with pytest.raises(MissingFileError, match="what came has the MD5"):
+    with pytest.raises(MissingFileError, match="MD5"):
         fetch(Source((f"{secure.url}/b.bin",), "0" * 32), tmp_path / "data")
     assert not list((tmp_path / "data").glob("b.bin*"))
 

@@ -39,23 +39,12 @@ def script(name: str):
 supply, release = script("supply.py"), script("release_check")
 
 
-def test_the_page_of_licences_has_every_direct_requirement():
-    page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
-    for group, needed in supply.groups(supply.project()).items():
-        for one in needed:
-            assert f"| {supply.canonicalize_name(one.name)} | " in page, (group, one.name)
-    assert "| torch | " in page
-
-
 def test_the_page_of_licences_has_every_pinned_version_and_no_other():
-    """Eighteen pinned packages had no line, and setuptools had a line and no pin."""
     page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([a-z0-9-]+) \| ([0-9]\S*) \| (.+) \| (.+) \|$", page, re.MULTILINE)
     assert {name: version for name, version, _, _ in rows} == supply.pins()
-    assert f"\n{len(rows)} packages.\n" in page
-    numbers = (ROOT / "docs" / "reliability-numbers.md").read_text(encoding="utf-8")
-    assert f"| {len(rows)} pinned |" in numbers
-    assert f"1.5, {len(rows)} components |" in numbers
+    direct = {supply.canonicalize_name(one.name) for held in supply.groups(supply.project()).values() for one in held}
+    assert direct <= {name for name, _, _, _ in rows}
     assert {name for name, _, licence, _ in rows if licence == "not stated"} <= {"cuda-toolkit"}
     assert {name for name, _, _, asking in rows if asking == "build"} >= {"pip", "hatchling", "editables"}
 
@@ -174,7 +163,7 @@ def source():
 
 
 def audited(address: str) -> subprocess.CompletedProcess:
-    """Run the audit as `make audit` does, with a source of our own."""
+    """Run the audit as `make audit` does, with another source of advisories."""
     surroundings = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
     return subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "supply.py"), "audit"],
@@ -190,15 +179,16 @@ def test_an_audit_names_what_is_known_against_a_pinned_version(source):
     source.known = {("jinja2", version): "MADE-UP-2026-0001", ("jinja2", "0.1"): "MADE-UP-OF-ANOTHER-VERSION"}
     ran = audited(f"{source.url}/v1/querybatch")
     assert ran.returncode == 1
-    assert f"jinja2 {version}: MADE-UP-2026-0001\n" in ran.stdout
-    assert ran.stdout.endswith(f"{len(supply.pins())} versions, 1 advisories\n")
-    assert "ANOTHER" not in ran.stdout
+    named, summary = ran.stdout.splitlines()
+    assert named == f"jinja2 {version}: MADE-UP-2026-0001"
+    assert re.search(rf"\b{len(supply.pins())}\b.*\b1\b", summary)
     assert source.asked == [(name, pinned, "PyPI") for name, pinned in supply.pins().items()]
 
 
-def test_an_audit_that_finds_nothing_says_how_much_it_asked_about(source):
-    ran = audited(f"{source.url}/")
-    assert (ran.returncode, ran.stdout) == (0, f"{len(supply.pins())} versions, 0 advisories\n")
+def test_an_audit_that_finds_nothing_says_how_much_it_asked_about(source, monkeypatch, capsys):
+    monkeypatch.setattr(supply, "ADVISORIES", f"{source.url}/")
+    assert supply.audit() == 0
+    assert re.search(rf"\b{len(supply.pins())}\b.*\b0\b", capsys.readouterr().out)
 
 
 REPLIES = [
@@ -213,16 +203,14 @@ def test_an_audit_without_an_answer_for_every_version_is_none(source, status, re
     monkeypatch.setattr(supply, "ADVISORIES", f"{source.url}/")
     assert supply.audit() == 3
     said = capsys.readouterr()
-    assert "versions were NOT audited" in said.err
-    assert said.out == ""
+    assert f"{len(supply.pins())}" in said.err
+    assert said.out == ""  # above all not: 0 advisories
 
 
-def test_an_audit_that_nobody_answers_says_so():
-    ran = audited("http://127.0.0.1:9/none")
-    assert ran.returncode == 3
-    assert "no advisory source could be reached" in ran.stderr
-    assert f"{len(supply.pins())} versions were NOT audited" in ran.stderr
-    assert ran.stdout == ""  # above all not: 0 advisories
+def test_an_audit_without_a_source_fails(monkeypatch, capsys):
+    monkeypatch.setattr(supply, "ADVISORIES", "http://127.0.0.1:9/none")
+    assert supply.audit() == 3
+    assert capsys.readouterr().out == ""
 
 
 NAMES = ["src/fedlas/__init__.py", "src/fedlas/py.typed", "src/fedlas/experiments/paper.json", "tests/test_x.py"]
@@ -260,16 +248,16 @@ The words of the README, such as
 Version: 9
 """
 WRONG = [
-    ("Version: 1.2\n", "Version: 1.1\n", "Version lacks 1.2; Version has 1.1"),
-    ("Name: fedlas", "Name: fedlass", "Name has fedlass"),
-    ("Requires-Python: >=3.11\n", "", "Requires-Python lacks >=3.11"),
-    ("Expression: MIT", "Expression: GPL-3.0-only", "License-Expression has GPL-3.0-only"),
-    ("Requires-Dist: torch>=2.6\n", "", "Requires-Dist lacks torch>=2.6"),
-    ("torch>=2.6", "torch>=2.5", "Requires-Dist has torch>=2.5, pyproject.toml has not"),
-    ("torch>=2.6", "torch>=2.6\nRequires-Dist: left-pad", "Requires-Dist has left-pad"),
-    ("Provides-Extra: all\n", "", "Provides-Extra lacks all"),
-    ("timm>=1.0.3; extra == 'all'", "timm>=1.0.3; extra == 'fuzz'", 'Requires-Dist lacks timm>=1.0.3; extra == "all"'),
-    ("'linux'", "'darwin'", "Requires-Dist lacks atheris>=3; "),
+    ("Version: 1.2\n", "Version: 1.1\n", ("Version", "1.2", "1.1")),
+    ("Name: fedlas", "Name: fedlass", ("Name", "fedlass")),
+    ("Requires-Python: >=3.11\n", "", ("Requires-Python", ">=3.11")),
+    ("Expression: MIT", "Expression: GPL-3.0-only", ("License-Expression", "GPL-3.0-only")),
+    ("Requires-Dist: torch>=2.6\n", "", ("Requires-Dist", "torch>=2.6")),
+    ("torch>=2.6", "torch>=2.5", ("Requires-Dist", "torch>=2.5")),
+    ("torch>=2.6", "torch>=2.6\nRequires-Dist: left-pad", ("Requires-Dist", "left-pad")),
+    ("Provides-Extra: all\n", "", ("Provides-Extra", "all")),
+    ("timm>=1.0.3; extra == 'all'", "timm>=1.0.3; extra == 'fuzz'", ("Requires-Dist", 'timm>=1.0.3; extra == "all"')),
+    ("'linux'", "'darwin'", ("Requires-Dist", "atheris>=3; ")),
 ]
 
 
@@ -313,50 +301,49 @@ def check_sdist(tree: Path, content: dict[str, str], name: str = "fedlas-1.2.tar
     return release.check_sdist(tree.parent / name, set(NAMES), PROJECT, tree)
 
 
-def refused(said: str):
-    return pytest.raises(SystemExit, match=f"release check: fedlas-.*{re.escape(said)}")
+def refused(*facts: str):
+    return pytest.raises(SystemExit, match=f": fedlas-.*{'.*'.join(map(re.escape, facts))}")
 
 
 def test_a_whole_wheel_passes(tree):
-    assert "6 files of src/fedlas, all of them and no other, unchanged" in check_wheel(tree, in_wheel(tree))
-    assert "5 requirements, those of pyproject.toml" in check_wheel(tree, in_wheel(tree))
+    assert re.search("6 files.*5 requirements", check_wheel(tree, in_wheel(tree)))
 
 
 def test_a_wheel_that_lacks_any_file_does_not_pass(tree):
     whole = in_wheel(tree)
     for name in whole:
-        with refused(f"{name} is missing"):
+        with refused(name):
             check_wheel(tree, {one: text for one, text in whole.items() if one != name})
 
 
+OUTSIDE = ["../evil.py", "fedlas/../../evil.py", "/etc/evil", "C:/evil"]
+
+
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        *((one, f"{one} does not belong there") for one in ("fedlas/notes.txt", "tests/x.py", "fedlas/x/x.pyc")),
-        ("fedlas-1.1.dist-info/METADATA", "fedlas-1.1.dist-info/METADATA does not belong there"),
-        ("fedlas-1.2.dist-info/licenses/ours", "licenses/ours does not belong there"),
-        *((one, f"{one} leads outside") for one in ("../evil.py", "fedlas/../../evil.py", "/etc/evil", "C:/evil")),
-    ],
-)
-def test_a_wheel_with_a_stray_file_does_not_pass(tree, name, said):
-    with refused(said):
+    "name",
+    ["fedlas/notes.txt", "tests/x.py", "fedlas/x/x.pyc", "fedlas-1.1.dist-info/METADATA",
+     "fedlas-1.2.dist-info/licenses/ours", *OUTSIDE],
+)  # fmt: skip
+def test_a_wheel_with_a_stray_file_does_not_pass(tree, name):
+    assert release.outside(name) == (name in OUTSIDE)
+    with refused(name):
         check_wheel(tree, in_wheel(tree) | {name: "x"})
 
 
 def test_a_wheel_with_another_content_name_or_maker_does_not_pass(tree):
     whole = in_wheel(tree)
-    with refused("fedlas/py.typed is not the one of src/"):
+    with refused("fedlas/py.typed", "src/"):
         check_wheel(tree, whole | {"fedlas/py.typed": "changed"})
-    with refused("its name does not begin with fedlas-1.2"):
+    with refused("name", "fedlas-1.2"):
         check_wheel(tree, whole, "fedlas-1.3-py3-none-any.whl")
-    with refused("it does not say 'Generator: hatchling "):
+    with refused("Generator: hatchling"):
         check_wheel(tree, whole | {"fedlas-1.2.dist-info/WHEEL": "Generator: hatchling 0.1\n"})
     with zipfile.ZipFile(tree.parent / "fedlas-1.2-twice.whl", "w") as packed:
         for one, text in whole.items():
             packed.writestr(one, text)
         with pytest.warns(UserWarning, match="Duplicate name"):
             packed.writestr("fedlas/py.typed", whole["fedlas/py.typed"])
-    with refused("fedlas/py.typed is there twice"):
+    with refused("fedlas/py.typed", "twice"):
         release.check_wheel(tree.parent / "fedlas-1.2-twice.whl", set(NAMES), PROJECT, tree)
 
 
@@ -367,54 +354,54 @@ def test_what_the_package_cannot_do_without_must_be_tracked(tree, name):
     with zipfile.ZipFile(tree.parent / "fedlas-1.2-x.whl", "w") as packed:
         for one, text in whole.items():
             packed.writestr(one, text)
-    with pytest.raises(SystemExit, match=r"is not tracked|no \.(js|css|html\.jinja) of the page"):
+    with pytest.raises(SystemExit, match=rf"{name}|{re.escape(''.join(Path(name).suffixes))}"):
         release.check_wheel(tree.parent / "fedlas-1.2-x.whl", set(NAMES) - {name}, PROJECT, tree)
 
 
-@pytest.mark.parametrize(("right", "wrong", "said"), WRONG)
-def test_archives_that_ask_for_something_else_do_not_pass(tree, right, wrong, said):
+@pytest.mark.parametrize(("right", "wrong", "facts"), WRONG)
+def test_archives_that_ask_for_something_else_do_not_pass(tree, right, wrong, facts):
     assert METADATA.count(right) == 1
     other = METADATA.replace(right, wrong)
-    with refused(said):
+    with refused(*facts):
         check_wheel(tree, in_wheel(tree) | {"fedlas-1.2.dist-info/METADATA": other})
-    with refused(said):
+    with refused(*facts):
         check_sdist(tree, in_sdist(tree) | {"fedlas-1.2/PKG-INFO": other})
 
 
 def test_a_whole_sdist_passes(tree):
-    assert "11 files, all of them tracked and unchanged" in check_sdist(tree, in_sdist(tree))
+    assert "11 files" in check_sdist(tree, in_sdist(tree))
 
 
 def test_an_sdist_that_lacks_any_file_does_not_pass(tree):
     whole = in_sdist(tree)
     for name in whole:
-        with refused(f"{name.removeprefix('fedlas-1.2/')} is missing"):
+        with refused(name.removeprefix("fedlas-1.2/")):
             check_sdist(tree, {one: text for one, text in whole.items() if one != name})
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "facts"),
     [
-        ("fedlas-1.2/secrets.txt", "secrets.txt is not tracked"),
-        ("fedlas-1.2/src/fedlas/__pycache__/x.pyc", "src/fedlas/__pycache__/x.pyc is not tracked"),
-        ("fedlas-1.1/README.md", "fedlas-1.1/README.md is not below fedlas-1.2"),
-        ("README.md", "README.md is not below fedlas-1.2"),
-        *((one, f"{one} leads outside") for one in ("fedlas-1.2/../evil", "../evil", "/etc/evil")),
+        ("fedlas-1.2/secrets.txt", ["secrets.txt"]),
+        ("fedlas-1.2/src/fedlas/__pycache__/x.pyc", ["src/fedlas/__pycache__/x.pyc"]),
+        ("fedlas-1.1/README.md", ["fedlas-1.1/README.md", "fedlas-1.2"]),
+        ("README.md", ["README.md", "fedlas-1.2"]),
+        *((one, [one]) for one in ("fedlas-1.2/../evil", "../evil", "/etc/evil")),
     ],
 )
-def test_an_sdist_with_a_stray_file_does_not_pass(tree, name, said):
-    with refused(said):
+def test_an_sdist_with_a_stray_file_does_not_pass(tree, name, facts):
+    with refused(*facts):
         check_sdist(tree, in_sdist(tree) | {name: "x"})
 
 
 def test_an_sdist_with_a_link_another_content_or_name_does_not_pass(tree):
     whole = in_sdist(tree)
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
-        with refused("py.typed is no file"):
+        with refused("py.typed"):
             check_sdist(tree, whole, **{"py.typed": kind})
-    with refused("README.md is not the one that is tracked"):
+    with refused("README.md"):
         check_sdist(tree, whole | {"fedlas-1.2/README.md": "changed"})
-    with refused("it is not called fedlas-1.2.tar.gz"):
+    with refused("fedlas-1.2.tar.gz"):
         check_sdist(tree, whole, "fedlas-1.3.tar.gz")
 
 
@@ -439,5 +426,5 @@ def test_an_environment_gets_what_is_asked_for_and_nothing_else(tmp_path):
 def test_a_build_tool_that_is_not_pinned_ends_the_check():
     assert release.pin("hatchling") == supply.pins()["hatchling"]
     assert release.pins.__module__ == "supply"  # what a pin looks like is said once
-    with pytest.raises(SystemExit, match="nothing-of-this-name is not pinned"):
+    with pytest.raises(SystemExit, match="nothing-of-this-name"):
         release.pin("nothing-of-this-name")

@@ -1,0 +1,83 @@
+"""The vocabulary of source and documentation: terms of a private language may only become fewer.
+
+Each term has a pattern and the number of its present uses. A term is counted in prose, in snake_case and in CamelCase;
+a pattern leaves out the ordinary technical meaning of its word.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TERMS = {
+    "foreign data": (r"foreign(?!Object)", 319),
+    "onlooker": (r"onlookers?", 24),
+    "rehearsal": (r"rehears(?:als?|e[ds]?|ing)", 39),
+    "stranger": (r"strange(?:rs?|ly)?", 37),
+    "judge": (r"judg(?:e[ds]?|ing)", 123),
+    "duel": (r"duels?", 26),
+    "crew": (r"crews?", 30),
+    "dealt": (r"dealt", 13),
+    "too sure": (r"too sure", 29),
+    "sure enough": (r"sure enough", 12),
+    "say whether": (r"says? whether", 74),
+    "give that": (r"gives? that", 2),
+    "refuse what": (r"refuses? what", 8),
+    "told": (r"told", 64),
+    "tell apart": (r"tells? (?:\w+ ){0,3}apart", 21),
+    "beyond chance": (r"beyond chance", 4),
+    "by heart": (r"by heart", 8),
+    "repair": (r"repair(?:s|ed|ing)?", 91),
+    "bench": (r"(?<!make\x20)(?:work)?bench(?!-)", 119),
+    "descent": (r"(?<!gradient\x20)descents?", 33),
+    "tally": (r"tall(?:y|ies|ied)", 28),
+    "worlds": (r"worlds", 14),
+    "photograph": (r"photographs?", 25),
+    "unanswered": (r"unanswered", 5),
+    "house": (r"(?:the|this|our) house(?! numbers?)|house style", 12),
+    "of our own": (r"of (?:our|one's) own", 31),
+    "owed": (r"owed", 47),
+    "those who": (r"those who", 6),
+    "whole or not at all": (r"whole,? or not at all", 13),
+    "error that is shown": (r"error that is shown", 4),
+    "forth and back": (r"(?:forth|there) and back", 4),
+    "sealed": (r"(?:un)?sealed", 4),
+    "price": (r"price[sd]?", 7),
+    "subjects": (r"subjects", 9),
+    "right answers": (r"(?:right|wrong) answers?", 42),
+    "share that is right": (r"shares? that (?:is|are) right", 6),
+}
+
+
+def count(pattern: str, text: str) -> int:
+    """Count a term as whole words, also across lines and inside identifiers."""
+    spaced = pattern.replace(" ", r"[\s_-]+")
+    return len(re.findall(rf"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))(?i:{spaced})(?![a-z])", text))
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    source = [path for path in ROOT.glob("src/**/*.*") if path.suffix in {".py", ".js", ".css", ".jinja", ".json"}]
+    return "\n".join(
+        path.read_text(encoding="utf-8") for path in [*source, *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
+    )
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_private_term_is_used_no_more_often(text, term):
+    pattern, bound = TERMS[term]
+    found = count(pattern, text)
+    assert found <= bound, f"{term!r}: {found} uses, at most {bound}; write the term of the field"
+    assert found == bound, f"{term!r}: {found} uses; lower its bound from {bound}"
+
+
+def test_a_made_up_line_is_counted():
+    line = "Judged: ForeignSet, local_crews, LocalCrew of our\n    own; too_sure. Say whether strangers told it apart."
+    ordinary = "<foreignObject> foreach, judgement, gradient descent, make bench, benchmark, house numbers, world_size"
+    counted = {term: count(pattern, line) for term, (pattern, _) in TERMS.items() if count(pattern, line)}
+    assert counted == {
+        "foreign data": 1, "stranger": 1, "judge": 1, "crew": 2, "too sure": 1, "say whether": 1, "told": 1,
+        "of our own": 1,
+    }  # fmt: skip
+    assert not any(count(pattern, ordinary) for pattern, _ in TERMS.values())
