@@ -107,21 +107,21 @@ def test_imported_unfinished_and_foreign_classes_are_no_entries(folder):
 def test_two_entries_of_one_name_are_an_error_that_names_both_files(folder):
     add(folder, "first", "Ant", 'name = "ant"')
     add(folder, "second", "Emmet", 'name = "ant"')
-    with pytest.raises(TypeError, match=r"two files call their thing 'ant': things\.first, things\.second"):
+    with pytest.raises(TypeError, match=r"'ant'.*things\.first.*things\.second"):
         _ = catalog(folder).entries
 
 
 @pytest.mark.parametrize("line", ["pass", 'name = ""'])
 def test_an_entry_without_a_name_is_an_error(folder, line):
     add(folder, "ant", "Ant", line)
-    with pytest.raises(TypeError, match=r"things\.ant\.Ant has no `name`; every thing needs one"):
+    with pytest.raises(TypeError, match=r"things\.ant\.Ant.*`name`"):
         _ = catalog(folder).entries
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_and_all_known(folder):
     add(folder, "ant", "Ant", 'name = "ant"')
     add(folder, "zebra", "Zebra", 'name = "zebra"')
-    with pytest.raises(ValueError, match=r"no thing is called 'zebbra'; did you mean 'zebra'\? Known: ant, zebra\."):
+    with pytest.raises(ValueError, match=r"thing.*'zebbra'.*'zebra'.*ant, zebra"):
         catalog(folder).find("zebbra")
 
 
@@ -133,7 +133,7 @@ def test_building_passes_the_keywords_on(folder):
 
 def test_an_unknown_keyword_is_an_error_with_the_nearest_and_all_known(folder):
     add(folder, "ant", "Ant", 'name = "ant"')
-    with pytest.raises(TypeError, match=r"thing 'ant' takes no 'widht'; did you mean 'width'\? Known: width, size\."):
+    with pytest.raises(TypeError, match=r"thing.*'ant'.*'widht'.*'width'.*width, size"):
         catalog(folder).build("ant", widht=5)
 
 
@@ -153,8 +153,8 @@ def test_keywords_go_up_only_as_far_as_they_are_passed_on():
 
 
 def test_a_hint_is_only_given_where_something_is_near():
-    assert nearest("foccal", ["ce", "focal"]) == "did you mean 'focal'? Known: ce, focal."
-    assert nearest("xyzzy", ["ce", "focal"]) == "Known: ce, focal."
+    assert re.search("'focal'.*ce, focal", nearest("foccal", ["ce", "focal"]))
+    assert re.search("^[^']*ce, focal", nearest("xyzzy", ["ce", "focal"]))
 
 
 def test_a_loss_that_is_dropped_into_the_package_is_listed_and_built(tmp_path):
@@ -201,22 +201,22 @@ def test_a_loss_that_is_dropped_into_the_package_is_listed_and_built(tmp_path):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: fedlas.build_loss("focal", gamma=True), "gamma of loss 'focal' must be a number, not True"),
-        (lambda: fedlas.build_loss("ce", sync="maybe"), "sync of loss 'ce' must be true or false, not 'maybe'"),
-        (lambda: fedlas.build_data("digits", train_samples=1.5), "train_samples of data set 'digits' must be a whole"),
-        (lambda: fedlas.build_data("digits", label_noise="abc"), "label_noise of data set 'digits' must be a number"),
-        (lambda: fedlas.build_data("folder", path=".", image_size="a"), "image_size of data set 'folder' must be a"),
-        (lambda: fedlas.build_data("folder", path=".", image_size=None), "must be a whole number, not None"),
-        (lambda: fedlas.build_data("folder"), "data set 'folder' needs 'path': path=..."),
+        (lambda: fedlas.build_loss("focal", gamma=True), "gamma.*loss.*'focal'.*number.*True"),
+        (lambda: fedlas.build_loss("ce", sync="maybe"), "sync.*loss.*'ce'.*true.*'maybe'"),
+        (lambda: fedlas.build_data("digits", train_samples=1.5), r"train_samples.*'digits'.*1\.5"),
+        (lambda: fedlas.build_data("digits", label_noise="abc"), "label_noise.*'digits'.*number.*'abc'"),
+        (lambda: fedlas.build_data("folder", path=".", image_size="a"), "image_size.*'folder'.*'a'"),
+        (lambda: fedlas.build_data("folder", path=".", image_size=None), "image_size.*'folder'.*None"),
+        (lambda: fedlas.build_data("folder"), "'folder'.*path="),
     ],
 )
 def test_keywords_of_another_type_are_refused_and_missing_ones_named(build, message):
     """`gamma=true` used to be trained with as 1, and 1.5 samples as one."""
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=message):
         build()
 
 
 def test_numbers_of_numpy_are_numbers():
     assert _wrong_type(np.float32(2), float) is None
     assert _wrong_type(np.int64(7), int | None) is None
-    assert _wrong_type(np.float32(2), int | None) == "a whole number or none"
+    assert _wrong_type(np.float32(2), int | None) is not None

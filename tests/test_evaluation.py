@@ -121,7 +121,7 @@ def test_a_calibrator_of_other_classes_is_refused_and_its_names_stay_in_files(tm
     calibrator = posthoc.build_calibrator("vector_scaling").fit(named("abcdefg", "other"))
     evaluate(named("abcdefg", "val"), posthoc=[calibrator], intervals=False).save(tmp_path / "report.json")
     assert Report.load(tmp_path / "report.json").after["vector_scaling"].fits == (calibrator.fitted,)
-    with pytest.raises(ValueError, match="another order: class 0 was 'a' and is 'g'"):
+    with pytest.raises(ValueError, match=r"order.*0.*'a'.*'g'"):
         evaluate(named("gfedcba", "val"), posthoc=[calibrator], intervals=False)
 
 
@@ -156,7 +156,8 @@ def test_without_calibration_data_no_sample_is_judged_by_who_knew_its_label():
     leaking = posthoc.Isotonic().fit(noise.logits, noise.labels).transform(noise)
     assert metrics.nll(leaking) < math.log(7) - 0.02
     assert state["nll"] > math.log(7) - 0.01
-    assert [(fit.n, fit.split) for fit in state.fits] == [(480, "val, other folds")] * 5
+    assert [fit.n for fit in state.fits] == [480] * 5
+    assert all("val" in fit.split != "val" for fit in state.fits)
 
 
 def test_cross_fitting_finds_the_right_temperature():
@@ -179,7 +180,7 @@ def test_judging_where_it_was_fitted_warns():
         {"posthoc": ["temperature"], "calibration": given},
         {"posthoc": ["temperature"], "calibration": predictions(seed=1)},
     ):
-        with pytest.warns(UserWarning, match=r"was fitted on .* it is judged on: its numbers are too good") as told:
+        with pytest.warns(UserWarning, match=r"temperature.*fitted") as told:
             evaluate(given, intervals=False, **options)
         assert "None" not in str(told[0].message)
 
@@ -204,8 +205,7 @@ def test_calibrating_on_copies_of_what_is_judged_warns(what):
         "more": Predictions(torch.cat([more.logits, given.logits[:30]]), torch.cat([more.labels, given.labels[:30]])),
     }[what]
     leaked = {"copy": 200, "other order": 200, "part": 50, "more": 30}[what]
-    many = "" if leaked == 200 else f"{leaked} of "
-    with pytest.warns(UserWarning, match=f"temperature was fitted on {many}the very samples it is judged on"):
+    with pytest.warns(UserWarning, match=f"temperature.*{'' if leaked == 200 else leaked}.*samples"):
         state = judged_after(given, other)
     assert state.leaked == leaked
     assert type(state).from_dict(state.to_dict()).leaked == leaked
@@ -218,7 +218,7 @@ def test_names_tell_which_samples_are_judged_too(word):
     rounded = Predictions.from_probs(given.probs.double().round(decimals=4), given.labels, tolerance=1e-2)
     judged = unnamed(given, **{word: names[:200]})
     other = unnamed(rounded[150:], **{word: names[150:200]})
-    with pytest.warns(UserWarning, match="fitted on 50 of the very samples"):
+    with pytest.warns(UserWarning, match=r"temperature.*50.*samples"):
         assert judged_after(judged, other).leaked == 50
     # Two splits whose samples are both counted from zero have no sample in common.
     assert judged_after(judged, unnamed(predictions(200, seed=1), **{word: names[:200]})).leaked == 0
@@ -287,17 +287,17 @@ def test_many_positions_are_compared_without_lists_of_them():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"leaked": "many"}, "leaked is 'many'; a whole number from 0 on is expected"),
-        ({"leaked": -3}, "leaked is -3; a whole number"),
-        ({"leaked": None}, "leaked is None; a whole number"),
-        ({"leaked": True}, "leaked is True; a whole number"),
-        ({"name": 7}, "name is 7; a text is expected"),
-        ({"doubt": 7}, "doubt is 7; a text is expected"),
-        ({"split": ["test"]}, r"split is \['test'\]; a text is expected"),
-        ({"n": "many"}, "n is 'many'; a whole number"),
-        ({"before": "low"}, "before is 'low'; a number is expected"),
-        ({"class_names": "abc"}, "class_names is 'abc'; a list of words is expected"),
-        ({"class_names": [1, 2, 3]}, "class_names is 1; a text is expected"),
+        ({"leaked": "many"}, "leaked.*'many'"),
+        ({"leaked": -3}, "leaked.*-3"),
+        ({"leaked": None}, "leaked.*None"),
+        ({"leaked": True}, "leaked.*True"),
+        ({"name": 7}, "name.*7"),
+        ({"doubt": 7}, "doubt.*7"),
+        ({"split": ["test"]}, r"split.*\['test'\]"),
+        ({"n": "many"}, r"\bn\b.*'many'"),
+        ({"before": "low"}, "before.*'low'"),
+        ({"class_names": "abc"}, "class_names.*'abc'"),
+        ({"class_names": [1, 2, 3]}, "class_names.*1"),
     ],
 )
 def test_a_report_of_a_stranger_is_refused_when_it_is_read(tmp_path, change, message):
@@ -307,15 +307,15 @@ def test_a_report_of_a_stranger_is_refused_when_it_is_read(tmp_path, change, mes
     (state if change.keys() <= {"leaked", "name"} else state["fits"][0]).update(change)
     path = tmp_path / "report.json"
     path.write_text(json.dumps(made))
-    with pytest.raises(ValueError, match=rf"report\.json is damaged.*: {message}"):
+    with pytest.raises(ValueError, match=rf"report\.json.*{message}"):
         Report.load(path)
 
 
-@pytest.mark.parametrize("change", [{"n": "many"}, {"classes": 2.5}, {"split": 3}])
-def test_what_a_report_says_about_itself_is_checked_too(change):
+@pytest.mark.parametrize(("name", "value"), [("n", "many"), ("classes", 2.5), ("split", 3)])
+def test_what_a_report_says_about_itself_is_checked_too(name, value):
     made = evaluate(predictions(), intervals=False).to_dict()
-    with pytest.raises(ValueError, match=f"{next(iter(change))} is .* is expected"):
-        Report.from_dict(made | change)
+    with pytest.raises(ValueError, match=rf"\b{name}\b.*{value}"):
+        Report.from_dict(made | {name: value})
 
 
 def test_rows_that_are_equal_by_chance_are_other_samples():
@@ -354,7 +354,7 @@ def test_logits_alone_are_enough_for_foreign_data():
     given = predictions()
     report = evaluate(given, ood={"noise": torch.randn(50, 7), "other": np.zeros((20, 7))}, intervals=False)
     assert set(report.before.detection.sets) == {"noise", "other"}
-    with pytest.raises(ValueError, match="noise has 5 classes"):
+    with pytest.raises(ValueError, match=r"noise.*5"):
         evaluate(given, ood={"noise": torch.randn(50, 5)})
 
 
@@ -367,7 +367,7 @@ def test_a_report_comes_back_from_its_file(tmp_path: Path):
     assert str(again) == str(report)
     assert torch.equal(again.before.bins["width"].counts, report.before.bins["width"].counts)
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a report"):
+    with pytest.raises(ValueError, match=r"other\.json.*format"):
         Report.load(tmp_path / "other.json")
 
 
@@ -381,8 +381,18 @@ def test_bins_are_those_of_reliability_diagrams():
 
 def test_it_prints_a_table():
     text = str(evaluate(predictions(), posthoc=["temperature"], resamples=100, ood={"far": torch.randn(40, 7)}))
-    assert text.startswith("split val, n=900, 7 classes\n")
-    for word in ("accuracy %", "ECE %", "NLL", "as given", "temperature", "far", "AUROC"):
+    for word in (
+        "val",
+        "n=900",
+        "7 ",
+        "accuracy %",
+        "ECE %",
+        "NLL",
+        evaluation.AS_GIVEN,
+        "temperature",
+        "far",
+        "AUROC",
+    ):
         assert word in text
     assert not any(line != line.rstrip() for line in text.splitlines())
 
@@ -409,20 +419,19 @@ def test_probabilities_are_used_as_given():
 
 def test_bad_input_is_explained():
     given = predictions()
-    with pytest.raises(ValueError, match="level is 95"):
+    with pytest.raises(ValueError, match=r"level.*95"):
         evaluate(given, level=95)
-    with pytest.raises(ValueError, match="no calibrator is called 'temp'"):
+    with pytest.raises(ValueError, match=r"calibrator.*'temp'"):
         evaluate(given, posthoc=["temp"])
-    with pytest.raises(ValueError, match="have no labels"):
+    with pytest.raises(ValueError, match="labels"):
         evaluate(Predictions(given.logits))
-    with pytest.raises(ValueError, match="9 samples are too few to cross-fit temperature"):
+    with pytest.raises(ValueError, match=r"9.*temperature.*calibration="):
         evaluate(given[:9], posthoc=["temperature"])
 
 
 def test_the_front_door_has_it():
     assert fedlas.evaluate is evaluate
     assert fedlas.Report is Report
-    assert evaluation.AS_GIVEN == "as given"
 
 
 def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
@@ -469,13 +478,13 @@ def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
     for one in ("temperature", posthoc.Temperature()):
         assert list(evaluate(given, posthoc=one, intervals=False).after) == ["temperature"]
     unchecked = inspect.unwrap(evaluate)
-    with pytest.raises(TypeError, match="such as Temperature\\(\\)"):
+    with pytest.raises(TypeError, match=r"posthoc.*Temperature\(\)"):
         unchecked(given, posthoc=[posthoc.Temperature], intervals=False)
-    with pytest.raises(TypeError, match="ood is a mapping"):
+    with pytest.raises(TypeError, match=r"ood.*svhn"):
         unchecked(given, ood=[given.logits])
-    with pytest.raises(TypeError, match="evaluate takes Predictions"):
+    with pytest.raises(TypeError, match=r"Predictions.*from_probs"):
         unchecked(given.logits)
-    with pytest.raises(KeyError, match="did you mean 'accuracy'"):
+    with pytest.raises(KeyError, match=r"'acuracy'.*'accuracy'"):
         evaluate(given, intervals=False)["acuracy"]
 
 
@@ -495,5 +504,5 @@ def test_samples_that_are_all_right_make_a_report_and_json():
 @pytest.mark.parametrize("options", [{"resamples": 1}, {"resamples": 0}, {"bins": 100_000}, {"bins": 0}, {"folds": 1}])
 def test_what_makes_no_sense_is_refused(options):
     name = next(iter(options))
-    with pytest.raises(ValueError, match=f"{name} is {options[name]}"):
+    with pytest.raises(ValueError, match=f"{name}.*{options[name]}"):
         evaluate(Predictions(torch.randn(40, 2), [0, 1] * 20), posthoc="temperature", **options)

@@ -116,18 +116,13 @@ def test_nobody_is_told_to_unpickle(tmp_path, content):
     """numpy calls all of these pickles, and says how to load them nevertheless."""
     path = tmp_path / "given.npz"
     path.write_bytes(b"hello" if content == "text" else pickle.dumps([1, 2]))
-    with pytest.raises(ValueError, match=r"given\.npz is damaged, or not .*: it holds no arrays of numbers$"):
+    with pytest.raises(ValueError, match=r"given\.npz") as error:
         read_predictions(path)
+    assert "pickle" not in str(error.value)
 
 
 @pytest.mark.parametrize("n", [3, 300])
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("labels", r"text or class numbers, such as labels\.astype\(str\)"),
-        ("class_names", "numbers or text, with astype"),
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), [("labels", r"astype\(str\)"), ("class_names", "astype")])
 def test_an_array_of_python_objects_is_called_so_and_not_damaged(tmp_path, name, way, n):
     """Many words take fewer bytes as a pickle than pointers would: the file was said to be damaged."""
     arrays = {
@@ -138,9 +133,8 @@ def test_an_array_of_python_objects_is_called_so_and_not_damaged(tmp_path, name,
     np.savez(tmp_path / "good.npz", **arrays)
     assert read_predictions(tmp_path / "good.npz").labels[:3].tolist() == [0, 1, 2]
     np.savez(tmp_path / "p.npz", **(arrays | {name: arrays[name].astype(object)}))
-    with pytest.raises(ValueError, match=rf"p\.npz: {name} holds Python objects, .*: save them as {way}$") as error:
+    with pytest.raises(ValueError, match=rf"p\.npz.*{name}.*Python objects.*{way}") as error:
         read_predictions(tmp_path / "p.npz")
-    assert "damaged" not in str(error.value)
     assert "pickle" not in str(error.value)
 
 
@@ -150,46 +144,38 @@ def test_nothing_is_unpickled(tmp_path):
     np.savez(tmp_path / "r.npz", logits=np.array([Harm()], dtype=object), labels=[0])
     torch.save({"logits": np.zeros((2, 3)), "labels": [0, 1]}, tmp_path / "s.pt")
     for name in ("p.pt", "q.pt", "s.pt"):
-        with pytest.raises(ValueError, match=rf"{name}: it is damaged, or holds more than tensors") as error:
+        with pytest.raises(ValueError, match=rf"{name}.*tensors.*torch\.save") as error:
             read_predictions(tmp_path / name)
         assert "weights_only" not in str(error.value)
-    with pytest.raises(ValueError, match=r"r\.npz: logits holds Python objects, which are not read"):
+    with pytest.raises(ValueError, match=r"r\.npz.*logits.*Python objects"):
         read_predictions(tmp_path / "r.npz")
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("p.json", "[1, 2]", "record 0 is int"),
-        ("p.json", "3", "an object of columns or a list of records is expected, not int"),
-        ("p.json", "[]", "has no records"),
-        ("p.json", '{"logits": 3}', "logits is int; every column is a list"),
-        ("p.json", '{"logits": [[1, 2], [1]], "labels": [0, 1]}', "row 1 of logits is not a list of 2 numbers"),
-        ("p.json", '{"logits": [[1, null]], "labels": [0]}', "row 0 of logits holds NoneType and int"),
-        (
-            "p.json",
-            '[{"prob_a": 1, "prob_b": [0], "label": 0}]',
-            "a prob_... column holds something that is not a number",
-        ),
-        ("p.json", '{"logits": [[1, true]], "labels": [0]}', "row 0 of logits holds bool and int"),
-        ("p.json", '{"logits": [[1, 2]], "labels": [null]}', "labels holds NoneType"),
-        ("p.csv", 'prob_a,prob_b,label\n"0.5,0.5,a\n' + "x" * 140_000, "line 3 cannot be taken apart"),
-        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.9,a\n", "probs: line 3 is not a distribution"),
-        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,7\n", "labels: line 2 is outside 0"),
-        ("p.csv", "confidence,prediction,label\n0.9,1,cat\n0.9,2,dog\n", "one of label and prediction holds numbers"),
-        (
-            "p.csv",
-            "confidence,prediction,label\n0.9,a,a\n0.0001,a,b\n",
-            "confidence: line 3 is not between",
-        ),
-        ("p.json", '{"logits": [[1, NaN]], "labels": [0]}', "NaN is no number"),
-        ("p.json", '{"scores": [[1, 2]], "labels": [0]}', "expected exactly one of .*its columns are scores, labels"),
-        ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits": [1, 2]}', "line 2 and the first one .*: label"),
-        ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits', "line 2 is no JSON"),
-        ("p.jsonl", "", "has no records"),
-        ("p.jsonl", '{"logits": [1, 2], "probs": [0.5, 0.5], "label": 0}', "expected exactly one of"),
-        ("p.jsonl", '{"logits": [1, 2], "label": 0, "id": 1, "ids": 2}', "id and ids mean the same"),
-        ("p.txt", "", r"predictions are read from \.safetensors, .*, not from \.txt"),
+        ("p.json", "[1, 2]", "record 0.*int"),
+        ("p.json", "3", "columns.*records.*int"),
+        ("p.json", "[]", r"p\.json.*records"),
+        ("p.json", '{"logits": 3}', "logits.*int.*list"),
+        ("p.json", '{"logits": [[1, 2], [1]], "labels": [0, 1]}', "row 1.*logits.*2 numbers"),
+        ("p.json", '{"logits": [[1, null]], "labels": [0]}', "row 0.*logits.*NoneType"),
+        ("p.json", '[{"prob_a": 1, "prob_b": [0], "label": 0}]', r"p\.json.*prob_.*number"),
+        ("p.json", '{"logits": [[1, true]], "labels": [0]}', "row 0.*logits.*bool"),
+        ("p.json", '{"logits": [[1, 2]], "labels": [null]}', "labels.*NoneType"),
+        ("p.csv", 'prob_a,prob_b,label\n"0.5,0.5,a\n' + "x" * 140_000, "line 3"),
+        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.9,a\n", "probs.*line 3.*distribution"),
+        ("p.csv", "prob_a,prob_b,label\n0.5,0.5,7\n", "labels.*line 2.*7"),
+        ("p.csv", "confidence,prediction,label\n0.9,1,cat\n0.9,2,dog\n", "label.*prediction.*cat.*1"),
+        ("p.csv", "confidence,prediction,label\n0.9,a,a\n0.0001,a,b\n", r"confidence.*line 3.*0\.001.*0\.0001"),
+        ("p.json", '{"logits": [[1, NaN]], "labels": [0]}', "NaN.*number"),
+        ("p.json", '{"scores": [[1, 2]], "labels": [0]}', "logits, probs.*scores, labels$"),
+        ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits": [1, 2]}', "line 2.*label"),
+        ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits', "line 2.*JSON"),
+        ("p.jsonl", "", r"p\.jsonl.*records"),
+        ("p.jsonl", '{"logits": [1, 2], "probs": [0.5, 0.5], "label": 0}', "logits, probs, label$"),
+        ("p.jsonl", '{"logits": [1, 2], "label": 0, "id": 1, "ids": 2}', "id and ids"),
+        ("p.txt", "", r"\.safetensors.*\.csv.*\.txt$"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
@@ -201,30 +187,30 @@ def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
 
 
 def test_folders_missing_files_and_other_encodings(tmp_path):
-    with pytest.raises(IsADirectoryError, match="is a folder"):
+    with pytest.raises(IsADirectoryError, match=r"\.safetensors.*\.csv"):
         read_predictions(tmp_path)
     for ending in READERS:
         with pytest.raises(FileNotFoundError, match="nowhere"):
             read_predictions(tmp_path / f"nowhere{ending}")
     (tmp_path / "p.csv").write_bytes("prob_été,prob_b,label\n0.5,0.5,été\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"p\.csv is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"p\.csv.*UTF-8"):
         read_predictions(tmp_path / "p.csv")
 
 
 def test_the_folder_of_a_run_says_which_files_it_has(tmp_path):
     (tmp_path / "predictions").mkdir()
     some().save(tmp_path / "predictions" / "best-val.safetensors")
-    with pytest.raises(IsADirectoryError, match=r"such as .*predictions/best-val\.safetensors"):
+    with pytest.raises(IsADirectoryError, match=r"predictions/best-val\.safetensors"):
         read_predictions(tmp_path)
 
 
 def test_what_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"predictions are written to .*, not to \.xlsx"):
+    with pytest.raises(ValueError, match=r"\.safetensors.*\.csv.*\.xlsx$"):
         write_predictions(some(), tmp_path / "p.xlsx")
-    with pytest.raises(ValueError, match="two classes have the same name"):
+    with pytest.raises(ValueError, match=r"name.*'a'"):
         write_predictions(some(class_names=["a ", "a", "b"]), tmp_path / "p.csv")
     (tmp_path / "top.csv").write_text("confidence,prediction,label\n0.9,a,b\n")
-    with pytest.raises(ValueError, match="only the top class is known"):
+    with pytest.raises(ValueError, match=r"p\.npz.*\btop\b.*\.safetensors"):
         write_predictions(read_predictions(tmp_path / "top.csv"), tmp_path / "p.npz")
     assert [file.name for file in tmp_path.iterdir()] == ["top.csv"]
     again = read_predictions(write_predictions(read_predictions(tmp_path / "top.csv"), tmp_path / "p.safetensors"))
@@ -238,7 +224,7 @@ def test_words_of_samples_follow_their_samples():
     mask = torch.tensor([i in {1, 5} for i in range(7)])
     assert given[mask].paths == ("img/1.png", "img/5.png")
     assert given[[6, 0]].ids == ("s6", "s0")
-    with pytest.raises(ValueError, match="ids has 2 rows, logits have 7"):
+    with pytest.raises(ValueError, match=r"ids.*2.*7"):
         some(ids=["a", "b"])
 
 
@@ -273,7 +259,7 @@ def test_an_archive_that_is_cut_short_is_named(tmp_path):
     with zipfile.ZipFile(tmp_path / "p.npz", "w") as file:
         file.writestr("logits.npy", stream.getvalue()[:-8])
         file.writestr("labels.npy", b"")
-    with pytest.raises(ValueError, match=r"p\.npz is damaged"):
+    with pytest.raises(ValueError, match=r"p\.npz"):
         read_predictions(tmp_path / "p.npz")
 
 
@@ -309,7 +295,7 @@ def test_a_label_is_a_class_name_whatever_its_type(tmp_path, ending):
 
 def test_a_number_that_is_a_name_elsewhere_is_refused(tmp_path):
     (tmp_path / "p.csv").write_text("prob_1,prob_2,label\n0.5,0.5,1\n0.5,0.5,0\n")
-    with pytest.raises(ValueError, match="line 3 has label '0', expected one of the classes 1, 2"):
+    with pytest.raises(ValueError, match=r"line 3.*label.*'0'.*1, 2"):
         read_predictions(tmp_path / "p.csv")
     (tmp_path / "q.csv").write_text("prob_a,prob_b,label\n0.5,0.5,1\n0.5,0.5,0\n")
     assert read_predictions(tmp_path / "q.csv").labels.tolist() == [1, 0]
@@ -325,7 +311,7 @@ def test_names_that_are_positions_of_others_survive(tmp_path):
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet", ".jsonl"])
 def test_names_that_a_table_cannot_tell_apart(tmp_path, ending):
-    with pytest.raises(ValueError, match="two classes have the same name"):
+    with pytest.raises(ValueError, match=r"name.*'a'"):
         write_predictions(some(class_names=[" a", "a", "b"]), tmp_path / f"p{ending}")
     given = some(class_names=[" a", "c", "b "])
     assert read_predictions(write_predictions(given, tmp_path / f"p{ending}")).labels.tolist() == given.labels.tolist()
@@ -348,7 +334,7 @@ def test_classes_that_nobody_named_are_not_counted(tmp_path, monkeypatch):
     assert evaluate(found, intervals=False).classes == 2
     assert some().named_classes == 3
     monkeypatch.setattr("fedlas.columns.MOST_FILLED", 100)
-    with pytest.raises(ValueError, match=r"2 rows with a confidence of 0\.02 .* need a table of 51 classes each"):
+    with pytest.raises(ValueError, match=r"2.*0\.02.*51"):
         read_predictions(tmp_path / "p.csv")
 
 
@@ -363,7 +349,7 @@ def test_semicolons_and_decimal_commas(tmp_path, comma):
 
 def test_many_columns_are_not_all_listed(tmp_path):
     (tmp_path / "p.csv").write_text(",".join(f"c{i}" for i in range(1_000)) + "\n")
-    with pytest.raises(ValueError, match=r"c0, c1, .*, c19, \.\.\. and 980 more$"):
+    with pytest.raises(ValueError, match=r"c0, c1, .*, c19, .*\b980\b"):
         read_predictions(tmp_path / "p.csv")
 
 
@@ -377,11 +363,11 @@ def test_lines_of_json_take_little_more_memory_than_their_numbers(tmp_path):
 
 
 LINES = {
-    "cells": ("0.5,0.5", "line 6 has 2 cells"),
-    "no number": ("0.5,x,a,0", "line 6 holds something that is not a number"),
-    "no distribution": ("0.5,0.9,a,0", "probs: line 6 is not a distribution"),
-    "label": ("0.5,0.5,c,0", "line 6 has label 'c'"),
-    "index": ("0.5,0.5,a,none", "line 6 has index 'none', expected a whole number"),
+    "cells": ("0.5,0.5", "line 6.*2.*4"),
+    "no number": ("0.5,x,a,0", "line 6.*prob_b.*'x'"),
+    "no distribution": ("0.5,0.9,a,0", "probs.*line 6.*distribution"),
+    "label": ("0.5,0.5,c,0", "line 6.*label.*'c'"),
+    "index": ("0.5,0.5,a,none", "line 6.*index.*'none'"),
 }
 
 
@@ -397,10 +383,10 @@ def test_errors_about_a_csv_name_the_line_as_an_editor_counts(tmp_path, what):
 def test_errors_about_records_name_the_line_too(tmp_path):
     good = '{"probs": [0.5, 0.5], "label": 0}\n\n'
     for bad, message in {
-        '{"probs": [0.5, 0.9], "label": 0}': "probs: line 3 is not a distribution",
-        '{"probs": [0.5, 0.5], "label": 7}': "labels: line 3 is outside",
-        '{"probs": [0.5], "label": 0}': "line 3 of probs is not a list of 2 numbers",
-        "7": "line 3 is int",
+        '{"probs": [0.5, 0.9], "label": 0}': "probs.*line 3.*distribution",
+        '{"probs": [0.5, 0.5], "label": 7}': "labels.*line 3.*7",
+        '{"probs": [0.5], "label": 0}': "line 3.*probs.*2 numbers",
+        "7": "line 3.*int",
     }.items():
         (tmp_path / "p.jsonl").write_text(good + bad)
         with pytest.raises(ValueError, match=message):
@@ -411,7 +397,7 @@ def test_a_number_that_is_spelled_like_no_class_is_refused(tmp_path):
     """The label 1 was the second column, although the first class is called 01."""
     for names in (("01", "02"), ("1.0", "2.0")):
         (tmp_path / "p.csv").write_text(f"prob_{names[0]},prob_{names[1]},label\n0.9,0.1,1\n0.2,0.8,0\n")
-        with pytest.raises(ValueError, match=f"is the label '1' the class '{names[0]}', or the place 1"):
+        with pytest.raises(ValueError, match=f"label.*'1'.*'{names[0]}'"):
             read_predictions(tmp_path / "p.csv")
 
 
@@ -426,10 +412,10 @@ def test_a_number_that_is_spelled_like_no_class_is_refused(tmp_path):
 def test_classes_that_differ_in_capitals_alone_are_told(tmp_path, text):
     path = tmp_path / ("p.jsonl" if text[0] == "{" else "p.csv")
     path.write_text(text)
-    with pytest.warns(UserWarning, match="'Cat' and 'cat' are taken as two classes; if they are one, write them alike"):
+    with pytest.warns(UserWarning, match=r"'Cat'.*'cat'"):
         assert set(read_predictions(path).class_names) >= {"Cat", "cat"}
     (tmp_path / "q.csv").write_text("confidence,prediction,label\n0.9,01,1\n0.9,2,2\n")
-    with pytest.warns(UserWarning, match="'01' and '1' are taken as two classes"):
+    with pytest.warns(UserWarning, match=r"'01'.*'1'"):
         read_predictions(tmp_path / "q.csv")
 
 
@@ -440,7 +426,7 @@ def test_two_classes_of_one_name_in_older_files_are_numbered_with_a_warning(tmp_
     words = {"format": json.dumps(FORMAT), "class_names": json.dumps(names)}
     save_file({"logits": made.logits, "labels": made.labels}, tmp_path / "p.safetensors", metadata=words)
     for ending in (".npz", ".safetensors"):
-        with pytest.warns(UserWarning, match=r"two classes have the same name, 'a'; one is called 'a \(3\)' here"):
+        with pytest.warns(UserWarning, match=r"'a'.*'a \(3\)'"):
             found = read_predictions(tmp_path / f"p{ending}")
         assert found.class_names == ("a", "a (3)", "a (2)")
         assert found.labels.tolist() == made.labels.tolist()
@@ -449,13 +435,13 @@ def test_two_classes_of_one_name_in_older_files_are_numbered_with_a_warning(tmp_
 
 def test_two_classes_of_one_name_are_refused_where_labels_are_words(tmp_path):
     np.savez(tmp_path / "p.npz", logits=torch.eye(3).numpy(), labels=["a", "a", "b"], class_names=["a", "a", "b"])
-    with pytest.raises(ValueError, match=r"p\.npz: two classes have the same name, 'a'"):
+    with pytest.raises(ValueError, match=r"p\.npz.*name.*'a'"):
         read_predictions(tmp_path / "p.npz")
 
 
 def test_many_classes_of_one_name_are_read_quickly(tmp_path):
     np.savez(tmp_path / "p.npz", logits=np.zeros((2, 5000)), labels=[0, 4999], class_names=["a"] * 5000)
-    with pytest.warns(UserWarning, match="two classes have the same name") as told:
+    with pytest.warns(UserWarning, match=r"'a'.*'a \(2\)'") as told:
         assert read_predictions(tmp_path / "p.npz").class_names[-1] == "a (5000)"
     assert len(told) == 1
 
@@ -466,7 +452,7 @@ def test_what_only_looks_like_a_whole_number_is_named_with_its_line(tmp_path, co
     """The error was Python's own, about int(), and did not name the line."""
     other = "label" if column == "index" else "index"
     (tmp_path / "p.csv").write_text(f"prob_a,prob_b,{column},{other}\n0.5,0.5,1,0\n0.5,0.5,{word},1\n")
-    with pytest.raises(ValueError, match=rf"p\.csv: line {row} has {column} .*, expected a"):
+    with pytest.raises(ValueError, match=rf"p\.csv.*line {row}.*{column}"):
         read_predictions(tmp_path / "p.csv")
 
 
@@ -481,15 +467,15 @@ def test_percentages_are_noticed(tmp_path):
     for kind in ("prob", "logit"):
         lines = [f"{a},{b},{c},x\n" for a, b, c in rows]
         (tmp_path / f"{kind}.csv").write_text(f"{kind}_x,{kind}_y,{kind}_z,label\n{''.join(lines)}")
-    with pytest.raises(ValueError, match="these look like percentages: divide them by 100"):
+    with pytest.raises(ValueError, match=r"percentages.*100"):
         read_predictions(tmp_path / "prob.csv")
-    with pytest.warns(UserWarning, match="sums to about 100. If these are percentages, .* divide them by 100"):
+    with pytest.warns(UserWarning, match=r"100.*percentages.*100.*prob_"):
         read_predictions(tmp_path / "logit.csv")
     (tmp_path / "one.csv").write_text("prob_1,label\n90,1\n20,0\n")
-    with pytest.raises(ValueError, match="these look like percentages: divide them by 100"):
+    with pytest.raises(ValueError, match=r"percentages.*100"):
         read_predictions(tmp_path / "one.csv")
     (tmp_path / "top.csv").write_text("confidence,prediction,label\n90,a,a\n20,b,a\n")
-    with pytest.raises(ValueError, match="percentages are divided by 100"):
+    with pytest.raises(ValueError, match=r"percentages.*100"):
         read_predictions(tmp_path / "top.csv")
     Predictions(100 * torch.eye(30), torch.arange(30))  # certain, and no percentages
 
@@ -497,7 +483,7 @@ def test_percentages_are_noticed(tmp_path):
 def test_labels_beside_shares_of_labels_are_refused(tmp_path):
     """One of the two was ignored, also where they contradicted each other."""
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label,label_a,label_b\n0.9,0.1,b,1,0\n0.2,0.8,a,0,1\n")
-    with pytest.raises(ValueError, match=r"p\.csv: it has both a column of labels and label_NAME"):
+    with pytest.raises(ValueError, match=r"p\.csv.*label_NAME"):
         read_predictions(tmp_path / "p.csv")
 
 
@@ -505,7 +491,7 @@ def test_confidences_that_no_top_class_has_are_doubted(tmp_path):
     """The probability of class 1 in the place of the larger one turned over-confidence into under-confidence."""
     rows = [f"{0.03 + 0.04 * i:.2f},{int(i > 12)},{i % 2}\n" for i in range(24)]
     (tmp_path / "p.csv").write_text(f"confidence,prediction,label\n{''.join(rows)}")
-    with pytest.warns(UserWarning, match="never below 0.5, .* such as prob_1"):
+    with pytest.warns(UserWarning, match=r"0\.5.*prob_1"):
         read_predictions(tmp_path / "p.csv")
 
 
@@ -513,46 +499,40 @@ def test_a_file_without_labels_is_named(tmp_path):
     for name in ("a", "b"):
         truth = "target" if name == "b" else "label"
         (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{truth}\n0.9,0.1,x\n0.2,0.8,y\n")
-    with pytest.raises(ValueError, match=r"b\.csv: it has no labels"):
+    with pytest.raises(ValueError, match=r"b\.csv.*`label`"):
         judge_files([tmp_path / "a.csv", tmp_path / "b.csv"])
 
 
-NAMED = "expected one of the classes cat, dog, eel"
-NONE_NAMED = "expected a class name or a whole number; the classes are cat, dog, eel"
-
-
 @pytest.mark.parametrize(
-    ("labels", "fault"),
+    ("labels", "facts"),
     [
-        (("cat", "EEL", "DOG", "eel"), f"line 3 has label 'EEL', {NAMED}; did you mean 'eel'?"),
-        (("EEL", "DOG"), f"line 2 has label 'EEL', {NONE_NAMED}; did you mean 'eel'?"),
-        (("cat", "zebu", "ape"), f"line 3 has label 'zebu', {NAMED}"),
-        (("zebu", "ape"), f"line 2 has label 'zebu', {NONE_NAMED}"),
+        (("cat", "EEL", "DOG", "eel"), "line 3.*'EEL'.*cat, dog, eel.*'eel'"),
+        (("EEL", "DOG"), "line 2.*'EEL'.*cat, dog, eel.*'eel'"),
+        (("cat", "zebu", "ape"), "line 3.*'zebu'.*cat, dog, eel$"),
+        (("zebu", "ape"), "line 2.*'zebu'.*cat, dog, eel$"),
     ],
 )
-def test_the_first_label_that_no_class_has_is_named_with_what_may_be_meant(tmp_path, labels, fault):
+def test_the_first_label_that_no_class_has_is_named_with_what_may_be_meant(tmp_path, labels, facts):
     """The line was that of the word that comes first in the alphabet, and the classes were not listed."""
     lines = "".join(f"0.5,0.3,0.2,{label}\n" for label in labels)
     (tmp_path / "upper.csv").write_text(f"prob_cat,prob_dog,prob_eel,label\n{lines}")
-    with pytest.raises(ValueError, match="label") as error:
+    with pytest.raises(ValueError, match=rf"upper\.csv.*{facts}"):
         read_predictions(tmp_path / "upper.csv")
-    assert str(error.value) == f"{tmp_path / 'upper.csv'}: {fault}"
 
 
 @pytest.mark.parametrize(
-    ("labels", "fault"),
+    ("labels", "facts"),
     [
-        (["cat", "dog"], "class_names is missing: labels are names, and nothing says which class each name is"),
-        (["1", "dog"], "row 1 has label 'dog', expected a whole number"),
-        ([0.5, 1.0], "row 0 has label '0.5', expected a whole number"),
-        ([0.5, 0.25], "row 0 has label '0.5', expected a whole number"),
+        (["cat", "dog"], "class_names"),
+        (["1", "dog"], "row 1.*label.*'dog'"),
+        ([0.5, 1.0], r"row 0.*label.*'0\.5'"),
+        ([0.5, 0.25], r"row 0.*label.*'0\.5'"),
     ],
 )
-def test_names_beside_a_table_without_class_names_say_that_those_are_missing(tmp_path, labels, fault):
+def test_names_beside_a_table_without_class_names_say_that_those_are_missing(tmp_path, labels, facts):
     """A class name or a whole number was expected, and cat is a class name."""
     np.savez(tmp_path / "p.npz", probs=np.full((2, 2), 0.5), labels=np.array(labels))
-    with pytest.raises(ValueError, match="label") as error:
+    with pytest.raises(ValueError, match=rf"p\.npz.*{facts}"):
         read_predictions(tmp_path / "p.npz")
-    assert str(error.value) == f"{tmp_path / 'p.npz'}: {fault}"
     np.savez(tmp_path / "q.npz", probs=np.full((2, 2), 0.5), labels=np.array(["1", "0"]))
     assert read_predictions(tmp_path / "q.npz").labels.tolist() == [1, 0]

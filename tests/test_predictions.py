@@ -91,16 +91,16 @@ def test_probabilities_are_kept_as_given():
 @pytest.mark.parametrize(
     ("logits", "labels", "options", "message"),
     [
-        ([[0.0, 1.0], [math.nan, 0.0]], [0, 1], {}, "logits: row 1 holds NaN or infinity"),
-        ([[0.0, math.inf]], [0], {}, "logits: row 0"),
-        ([[0.0, 1.0], [1.0, 0.0]], [0, 2], {}, r"labels: row 1 is outside 0\.\.1: 2"),
-        ([[0.0, 1.0]], [-1], {}, "labels: row 0"),
-        ([[0.0, 1.0]], [0, 1], {}, "labels has 2 rows for 1 samples"),
-        ([[0.0, 1.0]], [0.0], {}, "expected 1 integers"),
-        ([[0.0, 1.0]], [[0.5, 0.6]], {}, "labels: row 0 is not a distribution"),
-        ([[0.0, 1.0]], [0], {"class_names": ["a"]}, "1 names for 2 classes"),
-        ([[0.0, 1.0]], [0], {"features": [[1.0], [2.0]]}, "features has 2 rows"),
-        ([[0.0, 1.0]], [0], {"index": [1, 2]}, "index has 2 rows"),
+        ([[0.0, 1.0], [math.nan, 0.0]], [0, 1], {}, "logits.*row 1"),
+        ([[0.0, math.inf]], [0], {}, "logits.*row 0"),
+        ([[0.0, 1.0], [1.0, 0.0]], [0, 2], {}, "labels.*row 1.*2"),
+        ([[0.0, 1.0]], [-1], {}, "labels.*row 0"),
+        ([[0.0, 1.0]], [0, 1], {}, "labels.*2.*1"),
+        ([[0.0, 1.0]], [0.0], {}, "labels.*1 integers"),
+        ([[0.0, 1.0]], [[0.5, 0.6]], {}, "labels.*row 0.*distribution"),
+        ([[0.0, 1.0]], [0], {"class_names": ["a"]}, "class_names.*1.*2"),
+        ([[0.0, 1.0]], [0], {"features": [[1.0], [2.0]]}, "features.*2.*1"),
+        ([[0.0, 1.0]], [0], {"index": [1, 2]}, "index.*2.*1"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_row(logits, labels, options, message):
@@ -116,24 +116,24 @@ def test_what_is_wrong_is_said_with_its_row(logits, labels, options, message):
 def test_no_classes(rows):
     """The fuzzer found torch's own error, about the smallest of no numbers."""
     for make in (Predictions, Predictions.from_probs):
-        with pytest.raises(ValueError, match=rf"have shape \({rows}, 0\); at least one class is needed"):
+        with pytest.raises(ValueError, match=rf"\({rows}, 0\)"):
             make(torch.zeros(rows, 0), torch.zeros(rows, dtype=torch.long))
 
 
 def test_no_rows_wrong_types_and_wrong_shapes():
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match=r"logits.*rows"):
         Predictions(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
     with pytest.raises(TypeError, match="floating-point"):
         Predictions(torch.zeros(2, 3, dtype=torch.long), LABELS)
-    with pytest.raises(TypeError, match="not numbers"):
+    with pytest.raises(TypeError, match=r"logits.*<U1"):
         Predictions(np.array([["a", "b"]]), [0])
     for make in (Predictions, Predictions.from_probs):
-        with pytest.raises(ValueError, match="one row of classes"):
+        with pytest.raises(ValueError, match=r"\(2, 3, 4\)"):
             make(torch.zeros(2, 3, 4), LABELS)
 
 
 def test_rows_have_to_sum_to_one():
-    with pytest.raises(ValueError, match=r"probs: row 1 is not a distribution .*: \[0\.9, 0\.9\]"):
+    with pytest.raises(ValueError, match=r"probs.*row 1.*distribution.*\[0\.9, 0\.9\]"):
         Predictions.from_probs([[0.5, 0.5], [0.9, 0.9]], [0, 1])
     with pytest.raises(ValueError, match="row 0"):
         Predictions.from_probs([[1.2, -0.2]], [0])
@@ -221,16 +221,16 @@ def test_npz(tmp_path):
 
 def test_npz_is_never_unpickled(tmp_path):
     np.savez(tmp_path / "a.npz", logits=np.array([{}], dtype=object), labels=[0])
-    with pytest.raises(ValueError, match="holds Python objects, which are not read"):
+    with pytest.raises(ValueError, match=r"a\.npz.*logits.*Python objects"):
         Predictions.from_npz(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize(
     ("arrays", "named"),
     [
-        ({"labels": LABELS}, "its columns are labels"),
-        ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, "exactly one of"),
-        ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, "one column `label`"),
+        ({"labels": LABELS}, r"a\.npz.*logits, probs.*labels$"),
+        ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, r"a\.npz.*logits, probs, labels$"),
+        ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, r"a\.npz.*`label` or `labels`.*logits, label, labels$"),
     ],
 )
 def test_what_is_missing_or_ambiguous_is_asked_for_with_the_columns(tmp_path, arrays, named):
@@ -282,17 +282,17 @@ def test_columns_are_recognised_by_name_never_by_value(tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("a,b,label\n1,2,0\n", "its columns are a, b, label"),
-        ("prob_a,logit_a,label\n1,2,0\n", "exactly one of"),
-        ("prob_a,prob_b,label_a\n0.5,0.5,1\n", "one column `label`"),
-        ("prob_a,prob_b,label\n0.5,0.5\n", "line 2 has 2 cells, the header has 3"),
-        ("prob_a,prob_b,label\n0.5,x,a\n", "not a number"),
-        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,7\n", "line 3 has label '7', expected one of the classes a, b"),
-        ("prob_a,prob_b,label\n0.5,0.5,emu\n", "line 2 has label 'emu', expected a class name or a whole number"),
-        ("prob_a,prob_b,label\n0.5,0.5,2\n", r"labels: line 2 is outside 0\.\.1"),
-        ("prob_a,prob_b,label\n0.5,0.6,a\n0.50,0.57,a\n", "line 3 is not a distribution"),
-        ("prob_a,prob_b,label\n", "no rows"),
-        ("", "it is empty"),
+        ("a,b,label\n1,2,0\n", r"t\.csv.*prob_NAME.*a, b, label$"),
+        ("prob_a,logit_a,label\n1,2,0\n", r"t\.csv.*prob_a, logit_a, label$"),
+        ("prob_a,prob_b,label_a\n0.5,0.5,1\n", r"t\.csv.*`label`.*prob_a, prob_b, label_a$"),
+        ("prob_a,prob_b,label\n0.5,0.5\n", "line 2.*2.*3"),
+        ("prob_a,prob_b,label\n0.5,x,a\n", "line 2.*prob_b.*'x'"),
+        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,7\n", "line 3.*label.*'7'.*a, b"),
+        ("prob_a,prob_b,label\n0.5,0.5,emu\n", "line 2.*label.*'emu'.*a, b"),
+        ("prob_a,prob_b,label\n0.5,0.5,2\n", "labels.*line 2.*2"),
+        ("prob_a,prob_b,label\n0.5,0.6,a\n0.50,0.57,a\n", "line 3.*distribution"),
+        ("prob_a,prob_b,label\n", "rows"),
+        ("", r"t\.csv.*empty"),
     ],
 )
 def test_csv_errors(tmp_path, text, named):
@@ -310,7 +310,7 @@ def test_rounded_text_may_miss_one_by_half_a_digit_per_class(tmp_path):
 def test_a_small_file_cannot_claim_any_number_of_classes(tmp_path):
     wide = np.zeros((1, 2**20 + 1), np.float16)
     np.savez_compressed(tmp_path / "wide.npz", logits=wide, labels=np.zeros(1, np.int64))
-    with pytest.raises(ValueError, match=r"wide\.npz: it has 1,048,577 classes; from a file at most 1,048,576"):
+    with pytest.raises(ValueError, match=r"wide\.npz.*1,048,577.*1,048,576"):
         Predictions.from_npz(tmp_path / "wide.npz")
 
 
@@ -322,7 +322,7 @@ def test_rounded_numbers_of_other_files_may_miss_one_as_those_of_text_may(tmp_pa
         np.savez(tmp_path / f"{name}.npz", probs=probs, labels=[0, 1])
     assert Predictions.from_npz(tmp_path / "rounded.npz").probs.tolist() == rounded.tolist()
     for name in ("finer", "no number"):
-        with pytest.raises(ValueError, match="is not a distribution"):
+        with pytest.raises(ValueError, match="distribution"):
             Predictions.from_npz(tmp_path / f"{name}.npz")
     with pytest.raises(ValueError, match="tolerance"):  # who has arrays says so
         Predictions.from_probs(rounded, [0, 1])
@@ -335,11 +335,9 @@ def test_rounded_columns_of_a_parquet_file_are_taken(tmp_path):
     assert Predictions.from_parquet(tmp_path / "p.parquet").probs[0].tolist() == [0.3333] * 3
 
 
-@pytest.mark.parametrize(
-    ("cell", "named"), {"x": "is 'x'", " ": "is empty; fill it in", "50%": "is '50%'; write 70% as 0.7"}.items()
-)
+@pytest.mark.parametrize(("cell", "named"), {"x": "'x'", " ": "empty", "50%": r"'50%'.*0\.7"}.items())
 def test_a_cell_that_is_no_number_is_named_with_its_line(tmp_path, cell, named):
-    with pytest.raises(ValueError, match=f"line 4 holds something that is not a number .prob_b {named}"):
+    with pytest.raises(ValueError, match=f"line 4.*prob_b.*{named}"):
         Predictions.from_csv(table(tmp_path, f"prob_a,prob_b,label\n0.5,0.5,a\n\n0.5,{cell},a\n"))
 
 
@@ -365,7 +363,7 @@ def test_each_number_of_a_row_adds_half_of_its_last_digit(tmp_path, row, allowed
     if allowed:
         assert len(Predictions.from_csv(path)) == 1
     else:
-        with pytest.raises(ValueError, match="line 2 is not a distribution"):
+        with pytest.raises(ValueError, match=r"line 2.*distribution"):
             Predictions.from_csv(path)
 
 
@@ -390,7 +388,7 @@ def test_csv_with_the_top_class_alone(tmp_path):
     assert known.correct.tolist() == [True, False, False]
     known.save(tmp_path / "p")
     assert Predictions.load(tmp_path / "p").top_only
-    with pytest.raises(ValueError, match="confidence: line 2 is not between"):
+    with pytest.raises(ValueError, match=r"confidence.*line 2.*0"):
         Predictions.from_csv(table(tmp_path, "confidence,prediction,label\n0,a,b\n"))
 
 
@@ -428,10 +426,10 @@ def test_lists_of_parquet_keep_their_type(tmp_path, kind):
 
 def test_lists_of_parquet_that_are_not_rows(tmp_path):
     pq.write_table(pa.table({"logits": [[1.0, 2.0], [1.0]], "label": [0, 1]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="row 1 of logits has 1 entries, row 0 has 2"):
+    with pytest.raises(ValueError, match=r"row 1.*logits.*1.*row 0.*2"):
         Predictions.from_parquet(tmp_path / "a.parquet")
     pq.write_table(pa.table({"logits": [[1.0, 2.0], [1.0, None]], "label": [0, 1]}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match="logits: row 1 holds NaN"):
+    with pytest.raises(ValueError, match=r"logits.*row 1"):
         Predictions.from_parquet(tmp_path / "b.parquet")
 
 
@@ -444,7 +442,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
         return original(name, *args)
 
     monkeypatch.setattr("importlib.import_module", without)
-    with pytest.raises(ImportError, match=r"safetensors is needed for this: pip install 'fedlas\[report\]'"):
+    with pytest.raises(ImportError, match=r"safetensors.*pip install 'fedlas\[report\]'"):
         Predictions(LOGITS, LABELS).save(tmp_path / "p")
     with pytest.raises(ImportError, match="fedlas"):
         optional_module("safetensors.torch")
@@ -457,7 +455,7 @@ def test_as_tensor_does_not_copy():
 
 
 def test_an_unknown_keyword_does_not_vanish() -> None:
-    with pytest.raises(TypeError, match="takes no 'spilt'"):
+    with pytest.raises(TypeError, match=r"'spilt'.*split"):
         Predictions(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), spilt="test")
 
 
@@ -477,7 +475,7 @@ def test_labels_may_be_unknown(tmp_path):
         assert predictions.given_labels is None
         assert len(predictions.confidence) == len(predictions)
         for ask in (lambda p: p.labels, lambda p: p.correct, ece):
-            with pytest.raises(ValueError, match="have no labels"):
+            with pytest.raises(ValueError, match="label"):
                 ask(predictions)
 
 
@@ -497,7 +495,7 @@ def test_some_of_the_samples(rows):
 
 
 def test_a_number_is_not_some_of_the_samples():
-    with pytest.raises(TypeError, match="by a slice, their numbers or a mask, not by str"):
+    with pytest.raises(TypeError, match=r"slice.*mask.*str"):
         inspect.unwrap(Predictions.__getitem__)(Predictions(LOGITS, LABELS), "a")
 
 
@@ -507,7 +505,7 @@ def test_some_of_the_samples_by_numpy_and_lists(rows):
 
 
 def test_no_samples_are_an_error():
-    with pytest.raises(ValueError, match="no sample is left"):
+    with pytest.raises(ValueError, match="sample"):
         Predictions(LOGITS, LABELS)[:0]
 
 
@@ -518,14 +516,14 @@ def test_arrays_that_torch_cannot_share_are_copied():
 
 
 def test_hidden_and_ragged_values_are_refused():
-    with pytest.raises(TypeError, match="logits is a masked array"):
+    with pytest.raises(TypeError, match=r"logits.*masked"):
         Predictions(np.ma.masked_array(LOGITS.numpy(), mask=LOGITS.numpy() > 2.5), LABELS)
-    with pytest.raises(ValueError, match="logits is no table of numbers"):
+    with pytest.raises(ValueError, match="logits"):
         Predictions([[1.0, 2.0], [1.0]], [0, 1])
 
 
 def test_two_columns_of_one_name_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match="2 columns are called 'logit_a'"):
+    with pytest.raises(ValueError, match=r"2.*'logit_a'"):
         Predictions.from_csv(table(tmp_path, "logit_a,logit_b,logit_a,label\n1,2,3,0\n"))
 
 
@@ -541,23 +539,23 @@ def test_damaged_files_are_named(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(b"this is not what it seems to be")
     read = {"a.safetensors": Predictions.load, "a.npz": Predictions.from_npz, "a.parquet": Predictions.from_parquet}
-    with pytest.raises(ValueError, match=f"{name} is damaged"):
+    with pytest.raises(ValueError, match=name):
         read[name](path)
     with pytest.raises(FileNotFoundError):
         read[name](tmp_path / "nowhere")
 
 
 def test_a_row_that_is_no_distribution_says_what_it_sums_to():
-    with pytest.raises(ValueError, match=r"sums to 1\.5; logits enter by"):
+    with pytest.raises(ValueError, match=r"1\.5.*logits=.*tolerance="):
         Predictions.from_probs([[0.5, 0.5], [0.75, 0.75]], [0, 1])
 
 
 def test_percentages_whose_rounding_adds_up_are_called_so():
     """Of a row that sums to 94 it was said that logits enter elsewhere."""
     rows = [[90.0, 1.0, 1.0, 1.0, 1.0], [95.0, 1.0, 1.0, 1.0, 0.0], [50.0, 48.0, 0.0, 0.0, 0.0]]
-    with pytest.raises(ValueError, match="sums to 94; these look like percentages: divide them by 100"):
+    with pytest.raises(ValueError, match=r"94.*percentages.*100"):
         Predictions.from_probs(rows, [0, 1, 2])
-    with pytest.raises(ValueError, match="sums to 94; logits enter by"):
+    with pytest.raises(ValueError, match=r"94.*logits="):
         Predictions.from_probs([[94.0, 0.0], [0.5, 0.5], [0.5, 0.5]], [0, 1, 1])
 
 
@@ -566,32 +564,32 @@ def test_a_transposed_table_is_asked_about():
     probs = torch.full((300, 3), 1 / 3)
     labels = torch.arange(300) % 3
     for given in (labels, labels.numpy(), labels.tolist(), torch.eye(3)[labels]):
-        with pytest.raises(ValueError, match=r"^probs has 3 rows for 300 labels; is it transposed\?$"):
+        with pytest.raises(ValueError, match=r"^probs.*3.*300.*transposed"):
             Predictions.from_probs(probs.T, given, class_names=["a", "b", "c"])
-        with pytest.raises(ValueError, match=r"^labels has 300 rows for 3 samples; is the table transposed\?$"):
+        with pytest.raises(ValueError, match=r"^labels.*300.*3.*transposed"):
             Predictions(probs.log().T, given, class_names=["a", "b", "c"], index=torch.arange(300))
-    with pytest.raises(ValueError, match=r"^probs has 1 row for 300 labels; is it transposed\?$"):
+    with pytest.raises(ValueError, match=r"^probs.*1.*300.*transposed"):
         Predictions.from_probs(probs[:, :1].T, labels)
-    with pytest.raises(ValueError, match=r"^labels has 299 rows for 300 samples$"):
+    with pytest.raises(ValueError, match=r"^labels((?!transposed).)*299((?!transposed).)*300((?!transposed).)*$"):
         Predictions(probs.log(), labels[1:])
     assert len(Predictions.from_probs(probs[:3], labels[:3])) == 3  # as many rows as columns
 
 
 def test_numbers_up_to_one_are_no_percentages():
     probs = torch.full((3, 300), 1 / 3)
-    with pytest.raises(ValueError, match="sums to 100; logits enter by"):
+    with pytest.raises(ValueError, match=r"100.*logits="):
         Predictions.from_probs(probs)
-    with pytest.raises(ValueError, match="sums to 95; logits enter by"):
+    with pytest.raises(ValueError, match=r"95.*logits="):
         Predictions.from_probs(probs * 0.95)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Predictions(probs * torch.tensor([0.9999, 1.0, 1.0])[:, None])
-    with pytest.raises(ValueError, match=r"sums to 100; these look like percentages"):
+    with pytest.raises(ValueError, match=r"100.*percentages"):
         Predictions.from_probs([[99.0, 0.5, 0.5], [0.2, 0.3, 0.5]])
 
 
 def test_soft_labels_that_are_no_distribution_are_not_taken_for_logits():
-    with pytest.raises(ValueError, match=r"labels: row 0 .* it sums to 1\.5: "):
+    with pytest.raises(ValueError, match=r"labels.*row 0((?!logits).)*1\.5((?!logits).)*$"):
         Predictions(torch.zeros(1, 2), [[0.75, 0.75]])
 
 
@@ -621,7 +619,7 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path, probs):
             content = bytearray(whole)
             content[place] ^= 1 << bit
             path.write_bytes(content)
-            with pytest.raises(ValueError, match=r"p\.safetensors is damaged"):
+            with pytest.raises(ValueError, match=r"p\.safetensors"):
                 Predictions.load(path)
 
 
@@ -699,7 +697,7 @@ def test_a_probability_of_zero_has_a_logit_where_small_numbers_are_flushed(dtype
 def test_two_classes_of_one_name_are_refused_at_once():
     """They were taken, and refused when the work was done and should be saved."""
     for make in (Predictions, Predictions.from_probs):
-        with pytest.raises(ValueError, match="two classes have the same name, 'a'; each needs one of its own"):
+        with pytest.raises(ValueError, match=r"name.*'a'"):
             make(LOGITS.softmax(1), LABELS, class_names=["a", "b", "a"])
 
 

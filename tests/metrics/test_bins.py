@@ -128,7 +128,7 @@ def test_bins_add_up_and_refuse_other_edges():
     assert added.n == 100
     assert torch.equal(added.cpu().counts, whole.counts)
     assert torch.allclose(whole.confidence - whole.accuracy, whole.gap, atol=1e-15)
-    with pytest.raises(ValueError, match="different edges"):
+    with pytest.raises(ValueError, match="edges"):
         whole + bin_statistics(values, values > 0.5, equal_width_edges(8))
 
 
@@ -182,7 +182,7 @@ def test_no_bins_are_refused():
         lambda b: equal_mass_edges(torch.rand(4), b),
         lambda b: interpolated_edges(torch.rand(4), b),
     ):
-        with pytest.raises(ValueError, match="at least one"):
+        with pytest.raises(ValueError, match=r"bins.*\b0\b"):
             edges(0)
 
 

@@ -81,8 +81,8 @@ def test_mean_confidence_not_the_bin_centre_is_compared():
         ([[0.5, 0.5], [0.5, math.inf]], [0, 1], "row 1"),
         ([[0.9, 0.9], [0.5, 0.5]], [0, 1], "row 0"),
         ([[1.5, -0.5]], [0], "row 0"),
-        ([[0.5, 0.5], [0.5, 0.5]], [0, 2], "labels: row 1 is outside 0..1: 2"),
-        ([[0.5, 0.5], [0.5, 0.5]], [-1, 0], "labels: row 0"),
+        ([[0.5, 0.5], [0.5, 0.5]], [0, 2], "labels.*row 1.*2"),
+        ([[0.5, 0.5], [0.5, 0.5]], [-1, 0], "labels.*row 0"),
         ([[0.5, 0.5], [0.5, 0.5]], [0], "shape"),
     ],
 )
@@ -92,7 +92,7 @@ def test_wrong_input_is_an_error_that_names_the_row(metric, probs, labels, messa
 
 
 def test_no_samples_are_an_error():
-    with pytest.raises(ValueError, match="at least one sample"):
+    with pytest.raises(ValueError, match=r"probs.*sample"):
         ece(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
 
 
@@ -112,7 +112,7 @@ def test_logits_are_never_taken_for_probabilities():
 
 
 def test_probs_without_labels_and_integer_probs_are_errors():
-    with pytest.raises(TypeError, match="labels are missing"):
+    with pytest.raises(TypeError, match="labels"):
         ece(torch.eye(3))
     with pytest.raises(TypeError, match="floating-point"):
         ece(torch.eye(3, dtype=torch.long), torch.arange(3))
@@ -228,7 +228,7 @@ def test_lp_errors_rise_with_p_to_the_maximum(golden):
     assert errors == sorted(errors)
     assert errors[0] == pytest.approx(ece(golden), abs=1e-14)
     assert errors[-1] < mce(golden)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match=r"\bp\b.*0\.5"):
         lp_error(golden, p=0.5)
 
 
@@ -242,8 +242,8 @@ def test_soft_labels_are_the_share_of_annotators_who_agree():
     labels = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.5, 0.0]])
     assert ece(probs, labels) == pytest.approx(0.0, abs=1e-7)
     assert ece(probs[:1], labels[:1]) == pytest.approx(0.2, abs=1e-7)
-    assert "soft labels" in ece(probs, labels).scope
-    with pytest.raises(ValueError, match="hard labels"):
+    assert "soft" in ece(probs, labels).scope
+    with pytest.raises(ValueError, match="soft"):
         debiased_l2(probs, labels)
 
 
@@ -269,9 +269,9 @@ def test_binary_scope_takes_one_or_two_columns():
     assert ece(both, hits) != expected
     with pytest.raises(ValueError, match="positive"):
         ece(confidence, hits)
-    with pytest.raises(ValueError, match="two classes"):
+    with pytest.raises(ValueError, match=r"positive.*\(3, 3\)"):
         ece(torch.eye(3), torch.arange(3), scope="positive")
-    with pytest.raises(ValueError, match=r"row 1 is not between 0 and 1: 1\.5"):
+    with pytest.raises(ValueError, match=r"row 1.*1\.5"):
         ece(torch.tensor([0.5, 1.5]), torch.tensor([0, 1]), scope="positive")
 
 
@@ -280,7 +280,7 @@ def test_multi_label_rows_need_not_sum_to_one():
     labels = torch.tensor([[1, 1], [0, 0]])
     found = ece(probs, labels, scope="multi-label")
     assert found.details["per_class"] == pytest.approx((0.4, 0.2), abs=1e-7)
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match=r"multi-label.*\(2, 2\).*\(2,\)"):
         ece(probs, torch.tensor([0, 1]), scope="multi-label")
     with pytest.raises(ValueError, match="row 0"):
         ece(probs + 0.5, labels, scope="multi-label")
@@ -307,9 +307,9 @@ def test_ignored_positions_do_not_count_and_may_hold_anything():
     for metric in (ece, classwise_ece):
         assert metric(maps, labels, ignore_index=255).n == 10
     assert ece(maps, labels, ignore_index=255) == expected
-    with pytest.raises(ValueError, match=r"row 0 at \(0,\)"):
+    with pytest.raises(ValueError, match=r"row 0.*\(0,\)"):
         ece(maps, labels)
-    with pytest.raises(ValueError, match="every label is 255"):
+    with pytest.raises(ValueError, match="255"):
         ece(maps, torch.full((2, 6), 255), ignore_index=255)
 
 
@@ -322,7 +322,7 @@ def test_per_image_is_the_mean_of_images():
     each = [float(ece(maps[i : i + 1], labels[i : i + 1], bins=5)) for i in range(2)]
     assert found == pytest.approx(sum(each) / 2)
     assert (found.details["images"], found.details["left_out"], found.n) == (2, 1, 14)
-    with pytest.raises(ValueError, match="no image"):
+    with pytest.raises(ValueError, match="image"):
         per_image(ece, maps, torch.full((3, 7), -100), ignore_index=-100)
 
 
@@ -335,7 +335,7 @@ def test_numpy_and_torch_and_predictions_agree(golden):
 def test_a_class_wise_metric_refuses_predictions_that_know_only_the_top_class():
     known = Predictions.from_probs(torch.tensor([[0.8, 0.1, 0.1]]), torch.tensor([0]), top_only=True)
     assert ece(known) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="only the top confidence"):
+    with pytest.raises(ValueError, match=r"\btop\b"):
         classwise_ece(known)
 
 
@@ -349,16 +349,16 @@ def test_unknown_words_are_refused(golden):
     from fedlas.metrics.presets import Binning
     from fedlas.metrics.samples import pairs
 
-    with pytest.raises(ValueError, match="no single confidence"):
+    with pytest.raises(ValueError, match="class-wise"):
         pairs(golden, scope="class-wise")
-    with pytest.raises(TypeError, match="sum to one"):
+    with pytest.raises(TypeError, match="multi-label"):
         ece(golden, scope="multi-label")
-    with pytest.raises(ValueError, match="3 rows for 2"):
+    with pytest.raises(ValueError, match=r"labels.*3.*2"):
         ece(torch.rand(2), torch.tensor([0, 1, 1]), scope="positive")
-    with pytest.raises(ValueError, match="2 rows for 1"):
+    with pytest.raises(ValueError, match=r"labels.*2.*1"):
         per_image(ece, torch.ones(1, 1, 2), torch.zeros(2, 2, dtype=torch.long))
     assert Binning().rule.startswith("(lower, upper]")
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match=r"bins.*\b0\b"):
         ece(golden, bins=0)
     with pytest.raises(ValueError, match="equal-mass"):
         aece(golden, compat="torchmetrics")

@@ -55,7 +55,10 @@ def two_models(random: np.random.Generator, n: int, hot: float, cold: float):
 
 @pytest.mark.parametrize(
     ("hot", "cold", "n"),
-    [(1.3, 1.0, 800), *(pytest.param(*way, marks=pytest.mark.campaign) for way in [(1.0, 1.0, 1_000), (2.0, 2.0, 500)])],
+    [
+        (1.3, 1.0, 800),
+        *(pytest.param(*way, marks=pytest.mark.campaign) for way in [(1.0, 1.0, 1_000), (2.0, 2.0, 500)]),
+    ],
 )
 def test_the_difference_of_two_models_is_covered(hot, cold, n):
     random = np.random.default_rng(5)
@@ -107,7 +110,7 @@ def test_two_faultless_models_may_still_differ():
 
 
 def test_a_level_in_percent_is_refused(golden, cooled):
-    with pytest.raises(ValueError, match="level is 95"):
+    with pytest.raises(ValueError, match=r"level.*95"):
         paired_bootstrap(ece, golden, cooled, level=95)
 
 
@@ -134,7 +137,7 @@ def test_a_clear_difference_is_seen(golden, cooled, metric):
     assert found.p_value < 0.01
     assert found.interval.low > 0
     assert found.difference == pytest.approx(float(metric(golden)) - float(metric(cooled)))
-    assert "the second model is better" in str(found)
+    assert "second" in str(found).rpartition("p = ")[2]
     back = paired_bootstrap(metric, cooled, golden, resamples=500)
     assert back.better == "first"
     assert back.interval.high < 0
@@ -150,7 +153,7 @@ def test_pairing_makes_the_interval_narrow(golden):
     together = paired_bootstrap(ece, golden, other, resamples=500)
     assert together.interval.width < 0.5 * alone
     assert together.better is None
-    assert "no difference is shown" in str(together)
+    assert not {"first", "second"} & set(str(together).rpartition("p = ")[2].split())
 
 
 def test_higher_accuracy_is_better(golden):
@@ -170,13 +173,13 @@ def test_a_model_against_itself(golden):
 
 def test_what_is_not_comparable_is_refused(golden, cooled):
     shifted = Predictions(golden.logits, (golden.labels + 1) % 5)
-    with pytest.raises(ValueError, match="labels: row 0"):
+    with pytest.raises(ValueError, match=r"labels.*row 0"):
         paired_bootstrap(ece, golden, shifted)
-    with pytest.raises(ValueError, match="1000 samples, the second 10"):
+    with pytest.raises(ValueError, match=r"1,?000.*\b10\b"):
         paired_bootstrap(ece, golden, Predictions(torch.randn(10, 5), torch.zeros(10, dtype=torch.long)))
     with pytest.raises(ValueError, match="class-wise"):
         paired_bootstrap(classwise_ece, golden, cooled)
-    with pytest.raises(ValueError, match="known coverage"):
+    with pytest.raises(ValueError, match="signed_ece"):
         paired_bootstrap(signed_ece, golden, cooled)
     soft = Predictions(golden.logits, torch.eye(5)[golden.labels])
     with pytest.raises(ValueError, match="soft"):
@@ -196,9 +199,9 @@ def test_mean_and_deviation_over_seeds(golden, cooled):
     assert "±" in str(found)
     assert math.isnan(across_seeds([0.1]).details["std"])
     assert across_seeds([0.1, 0.2]) == pytest.approx(0.15)
-    with pytest.raises(ValueError, match="different metrics"):
+    with pytest.raises(ValueError, match=r"15 .*10 "):
         across_seeds([ece(golden), ece(golden, bins=10)])
-    with pytest.raises(ValueError, match="no runs"):
+    with pytest.raises(ValueError, match="runs"):
         across_seeds([])
 
 
@@ -242,17 +245,17 @@ def test_the_statement_names_what_differs():
     found = mean_ranks({name: values * 3 for name, values in TABLE.items()})
     assert found.differ("a", "d")
     assert not found.differ("a", "b")
-    assert "a differs from c, d" in str(found)
-    assert "no method is shown to differ from a" in str(mean_ranks({"a": [1, 2], "b": [2, 1.5]}))
+    assert "c, d" in str(found)
+    assert "b" not in str(mean_ranks({"a": [1, 2], "b": [2, 1.5]})).split()
     assert mean_ranks({"a": [1.0, 1.0], "b": [1.0, 1.0]}).p_value == 1.0
 
 
 def test_incomplete_tables_are_refused():
-    with pytest.raises(ValueError, match="two methods"):
+    with pytest.raises(ValueError, match="methods"):
         mean_ranks({"a": [1.0]})
-    with pytest.raises(ValueError, match="every data set"):
+    with pytest.raises(ValueError, match="1, 2"):
         mean_ranks({"a": [1.0, 2.0], "b": [1.0]})
-    with pytest.raises(ValueError, match="b has no value on data set 1"):
+    with pytest.raises(ValueError, match=r"\bb\b.*1"):
         mean_ranks({"a": [1.0, 2.0], "b": [1.0, math.nan]})
 
 
@@ -269,7 +272,7 @@ def test_samples_of_other_names_are_not_paired(name):
     first, same = (Predictions(logits, labels, **{name: range(40)}) for _ in range(2))
     other = Predictions(logits, labels, **{name: [*range(2, 40), 0, 1]})
     assert paired_bootstrap(ece, first, same, resamples=50).difference == 0
-    with pytest.raises(ValueError, match="names of the samples"):
+    with pytest.raises(ValueError, match=name):
         paired_bootstrap(ece, first, other, resamples=50)
     assert paired_bootstrap(ece, first, Predictions(logits, labels), resamples=50).difference == 0
 
@@ -311,7 +314,7 @@ def test_top_classes_are_compared_by_name_and_no_class_is_asked_for(tmp_path):
     )
     for pair in ((second, full), (full, second)):
         assert abs(paired_bootstrap(accuracy, *pair, resamples=50).difference) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match=r"row 3 is 'dog' in the first model and 'bee' in the second; 1 of 20"):
+    with pytest.raises(ValueError, match=r"row 3.*'dog'.*'bee'.*\b1\b.*\b20\b"):
         paired_bootstrap(accuracy, first, tops(tmp_path, "c", [(w, w) for w in [*truth[:3], "bee", *truth[4:]]]))
 
 
@@ -319,7 +322,7 @@ def test_equal_numbers_of_other_words_are_other_labels(tmp_path):
     """`cow` is 0 in one file and `dog` in the other."""
     first, second = (tops(tmp_path, word, [(word, word)] * 20) for word in ("cow", "dog"))
     assert first.labels.tolist() == second.labels.tolist()
-    with pytest.raises(ValueError, match="row 0 is 'cow' in the first model and 'dog' in the second"):
+    with pytest.raises(ValueError, match=r"row 0.*'cow'.*'dog'"):
         paired_bootstrap(accuracy, first, second, resamples=50)
 
 
@@ -331,7 +334,7 @@ def test_numbers_in_files_of_top_classes_are_places(tmp_path, names):
     for pair in ((top, full), (full, top)):
         assert paired_bootstrap(accuracy, *pair, resamples=50).difference == 0
     other = Predictions(5 * torch.eye(4)[truth], [0, 1] * 10, class_names=names)
-    with pytest.raises(ValueError, match="labels: row 0 is '1' in the first model and '0' in the second"):
+    with pytest.raises(ValueError, match=r"labels.*row 0.*'1'.*'0'"):
         paired_bootstrap(accuracy, top, other, resamples=50)
 
 
@@ -346,7 +349,7 @@ def test_numbers_that_name_columns_in_another_order_are_names(tmp_path):
 )
 def test_so_few_draws_that_nothing_can_be_told_are_refused(level, resamples, needed):
     """95.98 against 9.79 % of 797 samples was "no difference is shown", with 30 resamples."""
-    with pytest.raises(ValueError, match=f"take at least {needed} for a comparison"):
+    with pytest.raises(ValueError, match=rf"\b{needed}\b"):
         check_draws(level, resamples)
     check_draws(level, int(needed.replace(",", "")))
 

@@ -19,11 +19,11 @@ def test_labels_beside_predictions_are_refused():
     probs, labels = table()
     known = Predictions.from_probs(probs, labels)
     for metric in (metrics.ece, metrics.nll, metrics.classwise_ece, metrics.aurc, metrics.accuracy):
-        with pytest.raises(TypeError, match="their own labels"):
+        with pytest.raises(TypeError, match="labels"):
             metric(known, labels)
-    with pytest.raises(TypeError, match="their own labels"):
+    with pytest.raises(TypeError, match="labels"):
         metrics.bootstrap(metrics.accuracy, known, labels)
-    with pytest.raises(TypeError, match="pairs carry their own"):
+    with pytest.raises(TypeError, match=r"pairs.*labels"):
         metrics.ece(pairs(known), labels)
 
 
@@ -33,10 +33,10 @@ def test_ignored_labels_of_predictions_do_not_count():
     kept = labels != 2
     for metric in (metrics.ece, metrics.aece, metrics.nll, metrics.brier, metrics.classwise_ece, metrics.aurc):
         assert metric(known, ignore_index=2) == pytest.approx(float(metric(probs[kept], labels[kept])), abs=1e-12)
-    with pytest.raises(ValueError, match="every label is 1"):
+    with pytest.raises(ValueError, match=r"label.*\b1\b"):
         metrics.ece(Predictions.from_probs(probs, torch.ones_like(labels)), ignore_index=1)
     for soft in (Predictions.from_probs(probs, probs), None):
-        with pytest.raises(ValueError, match="soft labels have no class to ignore"):
+        with pytest.raises(ValueError, match="soft labels"):
             metrics.ece(soft if soft is not None else probs, None if soft is not None else probs, ignore_index=1)
 
 
@@ -61,7 +61,7 @@ def test_pieces_without_a_label_that_counts_are_left_out():
 def test_pieces_with_other_classes_are_refused():
     stream = metrics.ClasswiseECE().update(*table())
     before = float(stream.compute())
-    with pytest.raises(ValueError, match="there were 4 classes before and there are 3 now"):
+    with pytest.raises(ValueError, match=r"4.*3"):
         stream.update(*table(classes=3))
     assert float(stream.compute()) == before
 
@@ -127,9 +127,9 @@ def test_a_constant_confidence_of_one_has_its_whole_error():
 def test_numbers_of_bins_and_norms_are_checked():
     probs, labels = table()
     for bins in (True, 0):
-        with pytest.raises(ValueError, match="a whole number of at least one"):
+        with pytest.raises(ValueError, match=f"bins.*{bins}"):
             metrics.ece(probs, labels, bins=bins)
-    with pytest.raises(ValueError, match="take mce"):
+    with pytest.raises(ValueError, match="mce"):
         metrics.lp_error(probs, labels, p=float("inf"))
 
 
@@ -160,5 +160,5 @@ def test_torchmetrics_compares_in_float32():
 
 def test_pairs_of_another_scope_are_refused():
     given = Pairs(*pairs(torch.rand(5), torch.ones(5).long(), "positive").__dict__.values())
-    with pytest.raises(ValueError, match="these pairs are positive, not top-label"):
+    with pytest.raises(ValueError, match=r"positive.*top-label"):
         metrics.ece(given)

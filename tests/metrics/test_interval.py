@@ -3,6 +3,7 @@
 import inspect
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,22 +138,9 @@ def coverage(metric: Callable[..., float], name: str, trials: int, resamples: in
     return covered / trials
 
 
-@pytest.mark.parametrize(
-    ("metric", "name"), [(ece, "calibrated"), (aece, "over-confident"), (ece, "over and under"), (aece, "calibrated")]
-)
-def test_95_percent_intervals_cover_the_true_value(metric, name):
-    # Wide enough for 100 trials, whose standard error is 2.2 points; the slow test below has 1,000 and holds 92 to 98.
-    assert 0.9 <= coverage(metric, name, trials=100, resamples=400) <= 0.99
-
-
-@pytest.mark.parametrize(("metric", "name"), [(rms_error, "over and under"), (debiased_l2, "over-confident")])
-def test_roots_of_mean_squares_are_covered(metric, name):
-    assert 0.9 <= coverage(metric, name, trials=60, resamples=400) <= 0.99
-
-
-@pytest.mark.parametrize("metric", [aurc, e_aurc, augrc])
-def test_areas_under_risk_and_coverage_are_covered(metric):
-    assert 0.9 <= coverage(metric, "over-confident", trials=100, resamples=400) <= 0.99
+def test_intervals_cover_the_true_value():
+    """A sanity check; the campaigns below hold 92 to 98 %."""
+    assert coverage(ece, "over-confident", trials=25, resamples=200) >= 0.9
 
 
 @pytest.mark.campaign
@@ -164,30 +152,68 @@ def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
     assert 0.92 <= coverage(metric, name, trials=1_000, resamples=1_000) <= most
 
 
-@pytest.mark.parametrize(
-    ("metric", "name"), [(aece, "30 % certain, over-confident"), (ece, "all certain"), (ece, "float32 softmax")]
-)
-def test_intervals_of_saturated_models_cover(metric, name):
-    """A bin of confidence 1 without an error showed no noise at all: 28 to 73 % were covered."""
-    assert coverage(metric, name, trials=60, resamples=200) >= 0.9
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", [*SATURATED, *SMALL])
 @pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2])
 def test_intervals_of_saturated_models_and_of_few_samples_cover(metric, name):
-    """Errors are counted in ones, so that such intervals can only be too wide: no upper limit is set."""
+    """Errors are counted in ones, so that such intervals can only be too wide: no upper limit is set.
+
+    A bin of confidence 1 without an error showed no noise at all: 28 to 73 % were covered, 21 to 30 % of single samples.
+    """
     assert coverage(metric, name, trials=400, resamples=400) >= 0.92
 
 
-@pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize("metric", [ece, aece])
-def test_a_handful_of_samples_has_wide_intervals(metric, n):
-    """Widths of zero were seen, and the truth was held in 21 to 30 % of cases of a single sample."""
-    assert coverage(metric, f"over-confident, n={n}", trials=60, resamples=200) >= 0.9
-    confidence, right = torch.full((n,), 0.9), torch.ones(n, dtype=torch.long)
-    for labels in (right, right.double()):
-        assert bootstrap(metric, confidence, labels, scope="positive", resamples=200).interval.high > 0.3
+def ends(metric: Callable[..., Any], probs: torch.Tensor, labels: torch.Tensor, **options: Any) -> tuple[float, float]:
+    found = bootstrap(metric, probs, labels, **options).interval
+    return found.low, found.high
+
+
+def range_of(count: int, n: int, method: str) -> tuple[float, float]:
+    """Find the interval of a proportion by scipy."""
+    found = cases.oracle("scipy.stats").binomtest(count, n).proportion_ci(0.95, method=method)
+    return found.low, found.high
+
+
+@pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2, classwise_ece])
+def test_the_interval_of_a_single_bin_is_that_of_its_accuracy(metric):
+    """With one confidence for all samples, the error is the confidence less the accuracy."""
+    probs, labels = torch.tensor([[0.1, 0.9]]).repeat(400, 1), (torch.arange(400) < 280).long()
+    low, high = range_of(280, 400, "wilson")
+    assert ends(metric, probs, labels, resamples=2_000) == pytest.approx((0.9 - high, 0.9 - low), rel=0.03)
+
+
+def test_the_interval_of_two_bins_is_that_of_all_pairs_of_counts():
+    """The chances of all pairs of counts, of which the observed total is the 2.5 % and the 97.5 % quantile."""
+    binom, k, n = cases.oracle("scipy.stats").binom, np.arange(151), 150
+    confidence = torch.tensor([0.75, 0.25], dtype=torch.float64).repeat_interleave(n)
+    hits = torch.cat([torch.arange(n) < 97, torch.arange(n) < 53]).long()
+    totals = (np.abs(0.75 - k / n)[:, None] + np.abs(0.25 - k / n)) / 2
+    fits = []
+    for size in np.linspace(0, 0.3, 301):
+        chance = np.outer(binom.pmf(k, n, 0.75 - size), binom.pmf(k, n, 0.25 + size))
+        tails = (chance[side * totals >= side * totals[97, 53] - 1e-9].sum() for side in (1, -1))
+        fits += [size] if min(tails) >= 0.025 else []
+    options = {"scope": "positive", "resamples": 2_000}
+    assert ends(ece, confidence, hits, **options) == pytest.approx((fits[0], fits[-1]), abs=0.004)
+    low, high = range_of(97, 150, "wilson")
+    for part in bootstrap(over_under, confidence, hits, **options):
+        wanted = ((0.75 - high) / 2, (0.75 - low) / 2)
+        assert (part.interval.low, part.interval.high) == pytest.approx(wanted, abs=0.004)
+
+
+@pytest.mark.parametrize("metric", [ece, aece, rms_error])
+def test_intervals_of_few_errors_and_of_few_samples_are_exact(metric):
+    """A bin of confidence 1 without an error showed no noise at all."""
+    for n, errors in ((200, 0), (200, 3), (400, 15)):
+        found = ends(metric, torch.ones(n), (torch.arange(n) >= errors).long(), scope="positive", resamples=500)
+        low, high = range_of(errors, n, "exact")
+        assert found == pytest.approx((low if errors > 10 else 0, high), abs=1e-4)
+    for n, confidence in ((10, 0.98), (1, 0.9)):
+        wanted = confidence - 1 + range_of(0, n, "exact")[1]
+        for kind in (torch.long, torch.double):
+            given = torch.full((n,), confidence, dtype=torch.float64), torch.ones(n, dtype=kind)
+            found = ends(metric, *given, scope="positive", resamples=500)
+            assert found == pytest.approx((0, wanted), abs=1e-4)
 
 
 def test_no_error_among_few_is_no_proof():
@@ -232,12 +258,13 @@ def test_ranked_errors_are_binomial(n, chance):
 
 def test_the_interval_of_a_calibrated_model_starts_at_zero_itself():
     """Rounding left 1e-19 of the last gap, and 0 was outside of one interval in fifteen."""
-    for seed in range(40):
+    for seed in range(20):
         confidence, hits = cases.binary(1_000, seed)
         low = bootstrap(ece, confidence, hits, scope="positive", resamples=200, seed=seed).interval.low
         assert low == 0.0 or low > 1e-9
 
 
+@pytest.mark.campaign
 def test_plain_percentile_intervals_would_not_cover():
     """Why we do not ship them: on a nearly calibrated model they hardly ever hold the true value."""
     draw, accurate, n = MODELS["slightly over-confident"]
@@ -269,11 +296,6 @@ def both_coverages(name: str, trials: int, resamples: int) -> list[float]:
     return list(covered / trials)
 
 
-@pytest.mark.parametrize("name", ["over and under", "30 % certain, over-confident"])
-def test_over_and_under_confidence_are_covered(name):
-    assert min(both_coverages(name, trials=40, resamples=300)) >= 0.9
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", list(MODELS))
 def test_over_and_under_confidence_are_covered_in_90_percent_or_more(name):
@@ -281,6 +303,7 @@ def test_over_and_under_confidence_are_covered_in_90_percent_or_more(name):
     assert min(both_coverages(name, trials=400, resamples=400)) >= 0.9
 
 
+@pytest.mark.campaign
 def test_class_wise_errors_are_covered():
     random = np.random.default_rng(0)
     source = torch.Generator().manual_seed(0)
@@ -308,8 +331,10 @@ def exact_deviations(index: np.ndarray, gap: np.ndarray, resamples: int) -> np.n
     return drawn - np.bincount(index, gap, 15) / n
 
 
-@pytest.mark.parametrize("name", ["over-confident", "crowded and calibrated"])
-@pytest.mark.parametrize("metric", [ece, aece])
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [(ece, "over-confident"), pytest.param(aece, "crowded and calibrated", marks=pytest.mark.campaign)],
+)
 def test_cells_give_the_width_of_the_exact_bootstrap(metric, name):
     draw, accurate, n = MODELS[name]
     random = np.random.default_rng(3)
@@ -352,15 +377,15 @@ def test_class_deviations_equal_dense_resampling(soft):
     assert gaps.weighted == pytest.approx(np.bincount(place, gap.ravel(), 60) / (300 * 4), abs=1e-7)
 
 
+@pytest.mark.campaign
 def test_class_wise_intervals_of_many_classes_are_quick():
     """31 seconds were seen for five times as many samples; with room for busy machines."""
     source = torch.Generator().manual_seed(0)
     probs = torch.randn(10_000, 1_000, generator=source).mul(3).softmax(1)
     labels = torch.randint(1_000, (10_000,), generator=source)
     start = time.process_time()
-    found = bootstrap(classwise_ece, probs, labels, resamples=200)
+    bootstrap(classwise_ece, probs, labels, resamples=200)
     assert time.process_time() - start < 3
-    assert found.interval.method == "bootstrap of all samples, test inversion"
 
 
 def test_normal_deviations_stand_in_for_very_many_samples(monkeypatch):
@@ -406,7 +431,7 @@ def test_every_supported_metric_has_an_interval(metric, golden):
 
 @pytest.mark.parametrize("metric", [mce, metrics.smooth_ece, metrics.kde_ece, metrics.risk_at_coverage])
 def test_metrics_without_known_coverage_are_refused(metric, golden):
-    with pytest.raises(ValueError, match="known coverage"):
+    with pytest.raises(ValueError, match=metric.__name__):
         bootstrap(metric, golden)
 
 
@@ -414,9 +439,9 @@ def test_an_area_over_a_handful_of_errors_has_no_interval(golden):
     """A bootstrap of three errors knows little more than those three."""
     sure, right = torch.linspace(0.6, 1, 500), (torch.arange(500) >= 3).long()
     for metric in (aurc, e_aurc, augrc):
-        with pytest.raises(ValueError, match=r"known coverage .* of 3 errors; 20 are needed"):
+        with pytest.raises(ValueError, match=rf"{metric.__name__}.*\b3\b.*\b20\b"):
             bootstrap(metric, sure, right, scope="positive")
-    with pytest.raises(ValueError, match="known coverage"):
+    with pytest.raises(ValueError, match="class-wise"):
         bootstrap(rms_error, golden, scope="class-wise")
 
 
@@ -446,7 +471,7 @@ def test_influences_are_the_change_when_a_sample_is_left_out(area, ties):
 
 def test_options_reach_the_metric(golden):
     assert bootstrap(ece, golden, bins=5, compat="official", resamples=100).compat == "official"
-    with pytest.raises(ValueError, match="own rule"):
+    with pytest.raises(ValueError, match=r"class-wise.*equal-width"):
         bootstrap(classwise_ece, golden, binning="mass")
 
 
@@ -454,6 +479,7 @@ def test_soft_and_multi_label_errors_have_intervals_too(golden):
     soft = torch.nn.functional.one_hot(golden.labels, 5).float()
     one, two = (bootstrap(classwise_ece, golden.probs, labels, resamples=100) for labels in (soft, golden.labels))
     assert one.interval.high == pytest.approx(two.interval.high, rel=0.02)
+    assert "all samples" in one.interval.method
     several = bootstrap(ece, torch.rand(50, 3), torch.randint(0, 2, (50, 3)), scope="multi-label", resamples=100)
     assert several.interval.low <= several.interval.high
 
@@ -488,7 +514,7 @@ def test_a_device_without_float64_gives_the_same_interval(monkeypatch, compat):
 
 def test_levels_are_shares():
     for level in (0, 1, 95, -0.5):
-        with pytest.raises(ValueError, match="level is"):
+        with pytest.raises(ValueError, match=f"level.*{level}"):
             clopper_pearson(torch.tensor([1]), torch.tensor([2]), level=level)
 
 
@@ -541,7 +567,7 @@ def test_the_noise_floor_is_the_mean_over_drawn_labels(cooled, options):
 def test_the_noise_floor_stands_beside_the_value(cooled):
     found = bootstrap(ece, cooled, resamples=200)
     assert found.details["noise_floor"] == pytest.approx(float(noise_floor(cooled)))
-    assert "calibrated model" in noise_floor(cooled).estimator
+    assert "calibrated" in noise_floor(cooled).estimator
 
 
 def test_the_noise_floor_falls_with_the_root_of_n():
@@ -565,7 +591,7 @@ def test_mean_deviation_of_binomial_hits():
 def test_an_interval_may_lie_below_the_value():
     """Noise only ever adds to a binned error, so a value can exceed every truth that explains it."""
     confidence, hits = cases.binary(300, seed=1)
-    found = bootstrap(ece, confidence, hits, bins=100, scope="positive")
+    found = bootstrap(ece, confidence, hits, bins=100, scope="positive", resamples=1_000)
     assert found.interval.low == 0.0
     assert found.interval.high < found
 
@@ -606,7 +632,7 @@ def test_losses_beyond_the_largest_number_name_their_row():
     logits = torch.tensor([[0.0, 1.0], [1.7e308, 0.0], [-1.7e308, 1.7e308]], dtype=torch.float64)
     given = Predictions(logits, torch.tensor([0, 0, 0]))
     for metric, others in ((bootstrap, ()), (paired_bootstrap, (given,))):
-        with pytest.raises(ValueError, match="NLL is beyond the largest number: row 2 alone has inf"):
+        with pytest.raises(ValueError, match=r"NLL.*row 2.*inf"):
             metric(nll, given, *others)
 
 

@@ -196,11 +196,11 @@ def test_bad_logits_are_found_there_too(value: float) -> None:
     logits[12_345, 3] = value
     labels = torch.zeros(20_000, dtype=torch.long, device="cuda")
     for stream in (metrics.ECE, metrics.NLL):
-        with pytest.raises(ValueError, match="logits: row 12345 holds NaN or infinity"):
+        with pytest.raises(ValueError, match=r"logits.*row 12345"):
             stream().update_logits(logits, labels)
     labels[7] = 10
     logits[12_345, 3] = 0
-    with pytest.raises(ValueError, match="labels: row 7"):
+    with pytest.raises(ValueError, match=r"labels.*row 7"):
         metrics.ECE().update_logits(logits, labels)
 
 

@@ -74,18 +74,18 @@ def test_merge_adds_into_the_first_and_returns_it(stream, golden):
 
 @pytest.mark.parametrize("stream", list(STREAMS), ids=lambda cls: cls.__name__)
 def test_nothing_fed_is_an_error(stream):
-    with pytest.raises(ValueError, match="no samples yet"):
+    with pytest.raises(ValueError, match="update"):
         stream().compute()
 
 
 def test_different_streams_do_not_merge(golden):
-    with pytest.raises(ValueError, match="cannot merge"):
+    with pytest.raises(ValueError, match="merge"):
         ECE(15).merge(ECE(10))
-    with pytest.raises(ValueError, match="cannot merge"):
+    with pytest.raises(ValueError, match="merge"):
         ECE().merge(MCE())
-    with pytest.raises(ValueError, match="cannot merge"):
+    with pytest.raises(ValueError, match="merge"):
         AECE().merge(AECE(memory="bounded"))
-    with pytest.raises(ValueError, match="cannot merge"):
+    with pytest.raises(ValueError, match="merge"):
         ECE(scope="positive").merge(ECE())
 
 
@@ -139,7 +139,7 @@ def test_bounded_streams_merge():
     found = AECE(memory="bounded").merge(parts[0]).merge(parts[1]).merge(parts[2]).compute()
     assert found == AECE(memory="bounded").update(probs, labels).compute()
     assert found.n == 3_000
-    with pytest.raises(ValueError, match="use the function"):
+    with pytest.raises(ValueError, match="function"):
         AECE(memory="bounded", scope="class-wise")
 
 
@@ -174,7 +174,7 @@ def test_binary_and_multi_label_heads():
         assert fed.compute() == pytest.approx(expected, abs=1e-9)
     pair = torch.stack([torch.zeros_like(logits), logits], 1)
     assert ECE(scope="positive").update_logits(pair, hits).compute() == pytest.approx(expected, abs=1e-9)
-    with pytest.raises(ValueError, match="one-logit head"):
+    with pytest.raises(ValueError, match=r'\(300,\).*scope="positive"'):
         ECE().update_logits(logits, hits)
     several = torch.randn(50, 3)
     truth = torch.randint(0, 2, (50, 3))
@@ -195,16 +195,16 @@ def test_maps_and_ignored_labels():
 
 
 def test_wrong_logits_are_refused():
-    with pytest.raises(ValueError, match="logits: row 1 holds NaN"):
+    with pytest.raises(ValueError, match=r"logits.*row 1"):
         ECE().update_logits(torch.tensor([[0.0, 1.0], [math.nan, 0.0]]), torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="floating-point"):
         ECE().update_logits(torch.tensor([[0, 1]]), torch.tensor([0]))
 
 
 def test_what_cannot_be_streamed_says_so():
-    with pytest.raises(ValueError, match="use the function"):
+    with pytest.raises(ValueError, match="function"):
         OverUnder(binning="mass", scope="class-wise")
-    with pytest.raises(ValueError, match="use the function"):
+    with pytest.raises(ValueError, match="function"):
         ClasswiseECE(compat="official")
 
 

@@ -287,21 +287,21 @@ def test_95_percent_intervals_cover_everywhere(shift, spread, sizes):
 @pytest.mark.parametrize("function", [ood.auroc, ood.aupr, ood.fpr_at_tpr])
 def test_bad_scores_are_named(function):
     good = torch.rand(4)
-    with pytest.raises(ValueError, match="id_scores has no rows"):
+    with pytest.raises(ValueError, match="id_scores"):
         function(torch.zeros(0), good)
-    with pytest.raises(ValueError, match="ood_scores has no rows"):
+    with pytest.raises(ValueError, match="ood_scores"):
         function(good, [])
-    with pytest.raises(ValueError, match="ood_scores: row 2 is not a number"):
+    with pytest.raises(ValueError, match=r"ood_scores.*row 2"):
         function(good, torch.tensor([1.0, 2.0, math.nan, math.nan]))
-    with pytest.raises(ValueError, match=r"id_scores have shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"id_scores.*\(2, 2\)"):
         function(torch.rand(2, 2), good)
-    with pytest.raises(ValueError, match=r"level is 95"):
+    with pytest.raises(ValueError, match=r"level.*95"):
         function(good, good, level=95)
 
 
 def test_bad_options_are_named():
     good = torch.rand(4)
-    with pytest.raises(ValueError, match=r"tpr is 95; a share"):
+    with pytest.raises(ValueError, match=r"tpr.*95"):
         ood.fpr_at_tpr(good, good, 95)
     with pytest.raises((ValueError, TypeError), match="positive"):  # the shape checks of the tests come first
         ood.aupr(good, good, positive="in")
@@ -316,12 +316,12 @@ def test_results_say_what_they_are():
     )
     assert isinstance(area, Result)
     assert (area.n, area.dtype, area.estimator) == (700, "bfloat16", "AUROC")
-    assert area.scope == "OOD positive, higher score = OOD"
-    assert inside.scope == "ID positive, lower score = ID"
+    assert area.scope.startswith("OOD positive")
+    assert inside.scope.startswith("ID positive")
     assert area.details == {"n_id": 400, "n_ood": 300, "positive": "ood"}
     assert inside.details == {"n_id": 400, "n_ood": 300, "positive": "id", "chance": 4 / 7}
     assert rate.estimator == "FPR at 95 % TPR"
-    assert area.interval.method == "DeLong, logit scale"
+    assert "DeLong" in area.interval.method
     assert Result.from_dict(json.loads(rate.to_json())).interval == rate.interval
 
 
@@ -343,7 +343,7 @@ def test_one_call_for_many_sets():
         assert held.aupr_in == ood.aupr(x, y, positive="id")
         assert held.fpr == ood.fpr_at_tpr(x, y)
         assert held.fpr.interval == ood.fpr_at_tpr(x, y).interval
-        assert held.auroc.split == f"test against {name}"
+        assert held.auroc.split.split()[::2] == ["test", name]
         assert held.auroc.details["score"] == score
     mean = found.mean["entropy"].auroc
     assert mean == pytest.approx((found["svhn"]["entropy"].auroc + found["noise"]["entropy"].auroc) / 2)
@@ -358,7 +358,7 @@ def test_the_record_is_plain_json_and_a_table():
     assert plain["mean"]["entropy"]["aupr_in"]["value"] == found.mean["entropy"].aupr_in
     lines = str(found).splitlines()
     assert lines[0].split("  ")[0] == "OOD set"
-    assert [line.split()[0] for line in lines[1:]] == ["svhn", "energy", "noise", "energy", "mean", "energy", "[low,"]
+    assert [line.split()[0] for line in lines[1:-1]] == ["svhn", "energy", "noise", "energy", "mean", "energy"]
     area = found["svhn"]["entropy"].auroc
     assert f"{100 * area:.2f} [{100 * area.interval.low:.2f}, {100 * area.interval.high:.2f}]" in lines[1]
     alone = str(ood.detect(made(20, 3), {"svhn": made(15, 1)}, ["entropy"]))
@@ -370,7 +370,7 @@ def test_logits_alone_are_enough_for_foreign_data():
     found = ood.detect(known, {"noise": logits})
     assert found.scores == ("max_probability", "entropy", "max_logit", "energy", "generalised_entropy")
     assert found["noise"]["energy"].auroc == ood.auroc(ood.energy(known.logits), ood.energy(logits))
-    assert found["noise"]["energy"].auroc.split == "ID against noise"
+    assert found["noise"]["energy"].auroc.split.endswith("noise")
 
 
 def test_probabilities_leave_out_what_they_cannot_say():
@@ -379,7 +379,7 @@ def test_probabilities_leave_out_what_they_cannot_say():
     found = ood.detect(known, {"flat": foreign})
     assert found.scores == ("max_probability", "entropy", "generalised_entropy")
     assert found["flat"]["entropy"].auroc == 1
-    with pytest.raises(ValueError, match="the known samples: energy needs logits"):
+    with pytest.raises(ValueError, match=r"energy.*logits"):
         ood.detect(known, {"flat": foreign}, ["energy"])
 
 
@@ -396,14 +396,14 @@ def test_scores_that_are_there_already():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p: ood.detect(p, {}), ValueError, "one foreign data set"),
-        (lambda p: ood.detect(p, {"a": p}, []), ValueError, "at least one score"),
-        (lambda p: ood.detect(p, {"a": p}, "entropy"), TypeError, "a sequence of names"),
-        (lambda p: ood.detect(p, {"a": p}, ["odin"]), ValueError, "no score 'odin'"),
-        (lambda p: ood.detect(p, {"a": p}, ["knn"]), ValueError, "knn needs train_features"),
-        (lambda p: ood.detect(p, {"a": torch.rand(4, 3)}), ValueError, "a has 3 classes, the known samples have 5"),
-        (lambda p: ood.detect(p, {"b": torch.rand(4, 5)}, ["l1_norm"]), ValueError, "b: l1_norm needs features"),
-        (lambda p: ood.detect_scores({"x": [1.0]}, {"a": {"y": [1.0]}}), ValueError, r"a has the scores \['y'\]"),
+        (lambda p: ood.detect(p, {}), ValueError, "data ?set"),
+        (lambda p: ood.detect(p, {"a": p}, []), ValueError, "score"),
+        (lambda p: ood.detect(p, {"a": p}, "entropy"), TypeError, "scores.*entropy"),
+        (lambda p: ood.detect(p, {"a": p}, ["odin"]), ValueError, "'odin'"),
+        (lambda p: ood.detect(p, {"a": p}, ["knn"]), ValueError, "knn.*train_features"),
+        (lambda p: ood.detect(p, {"a": torch.rand(4, 3)}), ValueError, r"\ba\b.*3.*5"),
+        (lambda p: ood.detect(p, {"b": torch.rand(4, 5)}, ["l1_norm"]), ValueError, r"\bb\b.*l1_norm.*features"),
+        (lambda p: ood.detect_scores({"x": [1.0]}, {"a": {"y": [1.0]}}), ValueError, r"\ba\b.*'y'.*'x'"),
     ],
 )
 def test_what_does_not_fit_is_named(call, error, message):

@@ -149,17 +149,17 @@ def test_knn_knows_directions_only_and_takes_zero_rows():
 def test_the_first_bad_row_is_named(score, bad):
     table = torch.zeros(5, 3)
     table[2, 1] = table[4, 0] = bad
-    with pytest.raises(ValueError, match="row 2 holds NaN or infinity"):
+    with pytest.raises(ValueError, match="row 2"):
         score(table)
 
 
 @pytest.mark.parametrize("score", [*OF_LOGITS, ood.feature_norm], ids=lambda f: f.__name__)
 def test_what_is_no_table_of_numbers_is_turned_away(score):
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="rows"):
         score(torch.zeros(0, 3))
     with pytest.raises(ValueError, match=r"shape|columns"):
         score(torch.zeros(3, 0))
-    with pytest.raises(ValueError, match=r"shape \(2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"\(2, 3, 4\)"):
         score(torch.zeros(2, 3, 4))
     with pytest.raises(TypeError, match="floating-point"):
         score(torch.zeros(2, 3, dtype=torch.long))
@@ -168,15 +168,15 @@ def test_what_is_no_table_of_numbers_is_turned_away(score):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: ood.energy(x, 0), "temperature is 0"),
-        (lambda x: ood.generalised_entropy(x, gamma=0), "gamma is 0"),
-        (lambda x: ood.generalised_entropy(x, top=0), "top is 0"),
-        (lambda x: ood.feature_norm(x, 0), "p is 0"),
-        (lambda x: ood.knn(x, torch.zeros(4, 2)), "features have 3 columns, train_features have 2"),
-        (lambda x: ood.knn(x, x, 6), "k is 6; there are 5"),
-        (lambda x: ood.knn(x, x, 0), "k is 0"),
-        (lambda x: ood.knn(x, x + math.nan, 1), "train_features: row 0 holds NaN"),
-        (lambda x: ood.feature_norm(x[:, 0]), r"shape \(5,\)"),
+        (lambda x: ood.energy(x, 0), "temperature.*0"),
+        (lambda x: ood.generalised_entropy(x, gamma=0), "gamma.*0"),
+        (lambda x: ood.generalised_entropy(x, top=0), "top.*0"),
+        (lambda x: ood.feature_norm(x, 0), r"\bp\b.*0"),
+        (lambda x: ood.knn(x, torch.zeros(4, 2)), "features.*3.*train_features.*2"),
+        (lambda x: ood.knn(x, x, 6), r"\bk\b.*6.*5"),
+        (lambda x: ood.knn(x, x, 0), r"\bk\b.*0"),
+        (lambda x: ood.knn(x, x + math.nan, 1), "train_features.*row 0"),
+        (lambda x: ood.feature_norm(x[:, 0]), r"\(5,\)"),
     ],
 )
 def test_bad_options_are_named(call, message):
@@ -208,21 +208,21 @@ def test_given_probabilities_are_taken_as_they_are():
     general = ood.score_of(predictions, "generalised_entropy")
     np.testing.assert_allclose(general, ((p * (1 - p)) ** 0.1).sum(1), rtol=1e-6)
     for name in ("max_logit", "energy"):
-        with pytest.raises(ValueError, match=f"{name} needs logits, and these predictions were made of probabilities"):
+        with pytest.raises(ValueError, match=f"{name}.*logits"):
             ood.score_of(predictions, name)
 
 
 def test_what_predictions_lack_is_said():
     bare = Predictions(torch.randn(3, 2), [0, 1, 0])
-    with pytest.raises(ValueError, match="l1_norm needs features"):
+    with pytest.raises(ValueError, match=r"l1_norm.*features"):
         ood.score_of(bare, "l1_norm")
-    with pytest.raises(ValueError, match="knn needs train_features"):
+    with pytest.raises(ValueError, match=r"knn.*train_features"):
         ood.score_of(Predictions(torch.randn(3, 2), [0, 1, 0], features=torch.randn(3, 4)), "knn")
-    with pytest.raises(ValueError, match="there is no score 'odin'; there are max_probability, entropy"):
+    with pytest.raises(ValueError, match=r"'odin'.*max_probability, entropy"):
         ood.score_of(bare, "odin")
     top = Predictions.from_probs(torch.tensor([[0.6, 0.4]]), [0], top_only=True)
     assert ood.score_of(top, "max_probability").item() == pytest.approx(0.4)
-    with pytest.raises(ValueError, match="only the top confidence is known"):
+    with pytest.raises(ValueError, match=r"entropy.*\btop\b"):
         ood.score_of(top, "entropy")
 
 

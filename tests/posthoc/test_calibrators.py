@@ -156,7 +156,7 @@ def test_what_makes_probabilities_returns_their_logarithms_above_a_floor(cls: ty
     found = cls(floor=1e-3).fit(logits, labels).transform(logits)
     torch.testing.assert_close(found.exp().sum(1), torch.ones(100, dtype=torch.float64))
     assert found.exp().min() >= 1e-3 / (1 + 4e-3)
-    with pytest.raises(ValueError, match="floor is 0"):
+    with pytest.raises(ValueError, match=r"floor.*0"):
         cls(floor=0)
 
 
@@ -198,7 +198,7 @@ def test_platt_pulls_labels_in_as_published():
     labels = torch.tensor([0, 1, 1])
     found = Platt().fit(score, labels).transform(score).sigmoid()
     torch.testing.assert_close(found, torch.tensor([1 / 3, 3 / 4, 3 / 4]).double(), atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="two classes, not 4"):
+    with pytest.raises(ValueError, match=r"platt.*4.*vector_scaling"):
         Platt().fit(*problem())
 
 
@@ -208,9 +208,9 @@ def test_probmetrics_calibrators_are_found_by_name_and_by_class():
     for method in ("svs", "ETSCalibrator"):
         calibrator = Probmetrics(method=method).fit(logits, labels)
         assert calibrator.fitted.after < calibrator.fitted.before
-    with pytest.raises(ValueError, match=r"no calibrator 'magic'; its classes are .*ETSCalibrator"):
+    with pytest.raises(ValueError, match=r"'magic'.*ETSCalibrator"):
         Probmetrics(method="magic").fit(logits, labels)
-    with pytest.raises(ValueError, match="without pickle"):
+    with pytest.raises(ValueError, match=r"nowhere.*pickle"):
         Probmetrics(method="svs").fit(logits, labels).save("nowhere")
 
 
@@ -251,16 +251,16 @@ class TestFeatureClipping:
 
     def test_a_wrong_head_is_noticed(self):
         predictions, weight, bias = self.predictions()
-        with pytest.raises(ValueError, match="row 0 is not what this head makes of the features"):
+        with pytest.raises(ValueError, match="row 0"):
             FeatureClipping(-weight, bias).fit(predictions)
-        with pytest.raises(ValueError, match="features are 6 wide, the head takes 5"):
+        with pytest.raises(ValueError, match=r"features.*6.*5"):
             FeatureClipping(weight[:, :5], bias).fit(predictions)
-        with pytest.raises(ValueError, match="have no features"):
+        with pytest.raises(ValueError, match="features"):
             FeatureClipping(weight, bias).fit(Predictions(predictions.logits, predictions.labels))
-        with pytest.raises(RuntimeError, match="not fitted yet"):
+        with pytest.raises(RuntimeError, match=r"fit\("):
             FeatureClipping(weight, bias).transform(predictions)
         unchecked = inspect.unwrap(FeatureClipping.__init__)
-        with pytest.raises(ValueError, match="objective is 'brier'"):
+        with pytest.raises(ValueError, match=r"objective.*'brier'"):
             unchecked(object.__new__(FeatureClipping), weight, objective="brier")
 
 
@@ -277,7 +277,7 @@ def test_a_flipped_bit_in_a_saved_calibrator_is_found(tmp_path, back):
     content = bytearray(path.read_bytes())
     content[-back] ^= 0x80
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"t\.safetensors is damaged"):
+    with pytest.raises(ValueError, match=r"t\.safetensors"):
         load_calibrator(path)
 
 
@@ -291,5 +291,5 @@ def test_a_flipped_bit_in_the_words_of_a_saved_calibrator_is_found(tmp_path, wor
     content = bytearray(path.read_bytes())
     content[content.index(word) + len(word) - 1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"t\.safetensors is damaged"):
+    with pytest.raises(ValueError, match=r"t\.safetensors"):
         load_calibrator(path)

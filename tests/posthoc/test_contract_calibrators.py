@@ -150,42 +150,40 @@ def test_it_is_saved_and_loaded_without_pickle(name: str, tmp_path: Path):
 
 def test_a_file_of_another_calibrator_is_refused(tmp_path: Path):
     fitted("temperature").save(tmp_path / "one")
-    with pytest.raises(ValueError, match="holds a 'temperature' calibrator, not 'platt'"):
+    with pytest.raises(ValueError, match=r"'temperature'.*'platt'"):
         posthoc.Platt.load(tmp_path / "one")
     logits, labels = problem(10)
     Predictions(logits, labels).save(tmp_path / "two")
-    with pytest.raises(
-        ValueError, match=r"two is no calibrator but holds predictions; a calibrator is .* `fedlas calibrate fit`"
-    ):
+    with pytest.raises(ValueError, match=r"two.*predictions.*fedlas calibrate fit"):
         posthoc.load_calibrator(tmp_path / "two")
 
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [(b"prob_a,prob_b\n0.3,0.7\n", "is no calibrator"), (b"", "is empty"), (b"PK\3\4", "is no cal")],
+    [(b"prob_a,prob_b\n0.3,0.7\n", ""), (b"", "empty"), (b"PK\3\4", "")],
 )
 def test_a_file_of_another_kind_is_told_from_a_calibrator(tmp_path: Path, content: bytes, what: str):
     """The reader's own words came through: "header too large"."""
     (tmp_path / "one.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=f"one.csv {what}.*; a calibrator is .* `fedlas calibrate fit`") as told:
+    with pytest.raises(ValueError, match=rf"one\.csv.*{what}.*fedlas calibrate fit") as told:
         posthoc.load_calibrator(tmp_path / "one.csv")
     assert "header" not in str(told.value)
 
 
 def test_a_calibrator_is_told_from_predictions(tmp_path: Path):
     fitted("temperature").save(tmp_path / "one.safetensors")
-    with pytest.raises(ValueError, match=r"holds no predictions: it is a file of another kind .*fedlas.calibrator/1"):
+    with pytest.raises(ValueError, match=r"one\.safetensors.*fedlas\.calibrator/1"):
         Predictions.load(tmp_path / "one.safetensors")
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_the_test_split_is_warned_of_and_recorded(name: str):
     logits, labels = problem(classes=2)
-    with pytest.warns(UserWarning, match="fitted on the split 'test'"):
+    with pytest.warns(UserWarning, match="'test'"):
         calibrator = build(name).fit(Predictions(logits, labels, split="test"))
     assert calibrator.fitted is not None
     assert calibrator.fitted.split == "test"
-    with pytest.warns(UserWarning, match="fitted on the split 'Test-2'"):
+    with pytest.warns(UserWarning, match="'Test-2'"):
         build(name).fit(logits, labels, split="Test-2")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -219,9 +217,9 @@ def test_it_knows_the_classes_that_it_was_fitted_on(name: str):
     logits, labels = problem(50, many, seed=1)
     turned = Predictions(logits.flip(1), many - 1 - labels, class_names=names[::-1])
     if RECORDS[name].cls.by_class:
-        with pytest.raises(ValueError, match=f"another order: class 0 was 'a' and is '{names[-1]}' here"):
+        with pytest.raises(ValueError, match=f"order.*0.*'a'.*'{names[-1]}'"):
             calibrator.transform(turned)
-        with pytest.raises(ValueError, match="other classes: class 1 was 'b' and is 'x'"):
+        with pytest.raises(ValueError, match=r"1.*'b'.*'x'"):
             calibrator.transform(Predictions(logits, labels, class_names=["a", "x", "c", "d"][:many]))
     else:  # all classes alike: the same numbers, whatever the columns are called and wherever they stand
         torch.testing.assert_close(calibrator.transform(turned).logits, calibrator.transform(logits).flip(1))
@@ -248,32 +246,32 @@ def test_class_names_are_in_the_file_and_older_files_have_none(name: str, tmp_pa
 def test_bad_input_is_named(name: str):
     logits, labels = problem(20)
     calibrator = build(name)
-    with pytest.raises(RuntimeError, match="not fitted yet"):
+    with pytest.raises(RuntimeError, match=r"fit\("):
         calibrator.transform(logits)
     with pytest.raises((RuntimeError, ValueError)):
         calibrator.save("nowhere")
     broken = logits.clone()
     broken[7, 1] = torch.nan
-    with pytest.raises(ValueError, match="row 7 holds NaN"):
+    with pytest.raises(ValueError, match=r"logits.*row 7"):
         calibrator.fit(broken, labels)
-    with pytest.raises(ValueError, match="19 rows for 20 samples"):
+    with pytest.raises(ValueError, match=r"labels.*19.*20"):
         calibrator.fit(logits, labels[:19])
-    with pytest.raises(ValueError, match=r"row 3 is outside 0..3"):
+    with pytest.raises(ValueError, match=r"labels.*row 3.*4"):
         calibrator.fit(logits, labels.index_fill(0, torch.tensor([3]), 4))
-    with pytest.raises(TypeError, match="labels are missing"):
+    with pytest.raises(TypeError, match="labels"):
         calibrator.fit(logits)
-    with pytest.raises(ValueError, match="no sample to fit on"):
+    with pytest.raises(ValueError, match="sample"):
         calibrator.fit(logits, torch.full((20,), -100), ignore_index=-100)
     calibrator = fitted(name)
     with pytest.raises(ValueError, match=r"5 classes.* 4"):
         calibrator.transform(torch.zeros(3, 5))
-    with pytest.raises(ValueError, match="row 7 holds NaN"):
+    with pytest.raises(ValueError, match=r"logits.*row 7"):
         calibrator.transform(broken)
 
 
 def test_the_top_class_alone_cannot_be_calibrated():
     known = Predictions.from_probs([[0.7, 0.3], [0.2, 0.8]], [0, 1], top_only=True)
-    with pytest.raises(ValueError, match="calibration needs the logits or probabilities of every class"):
+    with pytest.raises(ValueError, match=r"logits.*probabilities"):
         posthoc.Temperature().fit(known)
 
 
@@ -306,7 +304,7 @@ def test_fitting_works_where_gradients_are_off(name: str):
 
 
 def test_an_unknown_name_and_keyword_are_explained():
-    with pytest.raises(ValueError, match="did you mean 'temperature'"):
+    with pytest.raises(ValueError, match=r"'temprature'.*'temperature'"):
         posthoc.build_calibrator("temprature")
-    with pytest.raises(TypeError, match="takes no 'objektive'; did you mean 'objective'"):
+    with pytest.raises(TypeError, match=r"'objektive'.*'objective'"):
         posthoc.build_calibrator("temperature", objektive="nll")

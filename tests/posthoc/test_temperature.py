@@ -117,7 +117,7 @@ def test_derivatives_are_those_of_the_nll():
 def test_samples_that_are_all_right_always_end_at_the_bound(margin: float):
     """Steps grew shorter and shorter: 100 of them ended at T = 0.0096, without a warning."""
     logits = torch.tensor([[margin, 0.0, 0.0]] * 20)
-    with pytest.warns(UserWarning, match="every one is classified correctly"):
+    with pytest.warns(UserWarning, match=r"20.*0\.001.*correct"):
         found = Temperature().fit(logits, torch.zeros(20, dtype=torch.long))
     assert found.temperature == found.low
 
@@ -138,22 +138,22 @@ def test_few_readings_are_enough(scale: float, dtype: torch.dtype, monkeypatch: 
 
 def test_separable_samples_end_at_the_bound_with_a_warning():
     logits = torch.randn(100, 3, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="every one is classified correctly"):
+    with pytest.warns(UserWarning, match=r"100.*0\.001.*correct"):
         assert Temperature().fit(logits, logits.argmax(1)).temperature == pytest.approx(1e-3)
-    with pytest.warns(UserWarning, match="beyond the bound 0.05"):
+    with pytest.warns(UserWarning, match=r"100.*0\.05"):
         assert Temperature(low=0.05).fit(logits, logits.argmax(1)).temperature == pytest.approx(0.05)
 
 
 def test_logits_that_are_always_wrong_end_at_the_other_bound():
     logits = torch.randn(100, 3, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="beyond the bound 10000"):
+    with pytest.warns(UserWarning, match=r"100.*10000"):
         assert Temperature().fit(logits, logits.argmin(1)).temperature == pytest.approx(1e4)
 
 
 def test_enormous_logits_are_scaled_and_stay_finite():
     logits = torch.tensor([[1e308, -1e308], [1e308, 1e308]] * 10, dtype=torch.float64)
     labels = torch.tensor([0, 1] * 10)
-    with pytest.warns(UserWarning, match="every one is classified correctly"):
+    with pytest.warns(UserWarning, match=r"20.*0\.001.*correct"):
         found = Temperature().fit(logits, labels)
     assert found.temperature == pytest.approx(1e-3)
     assert found.fitted.after == pytest.approx(math.log(2) / 2)
@@ -209,7 +209,7 @@ def test_the_standard_error_is_that_of_repeated_samples():
         found.append(math.log(fit.temperature))
         errors.append(fit.standard_error)
     assert np.mean(errors) == pytest.approx(np.std(found), rel=0.15)
-    with pytest.raises(RuntimeError, match="belongs to a fit"):
+    with pytest.raises(RuntimeError, match=r"nll.*solve"):
         _ = Temperature(search="grid").fit(*problem()).standard_error
 
 
@@ -221,14 +221,14 @@ def test_a_one_logit_head_has_the_temperature_of_its_two_columns():
 
 
 def test_wrong_options_are_explained():
-    with pytest.raises(ValueError, match='say search="grid"'):
+    with pytest.raises(ValueError, match='search="grid"'):
         Temperature(objective="ece")
     unchecked = inspect.unwrap(Temperature.__init__)  # as users have it, without the shape checks of the tests
-    with pytest.raises(ValueError, match="objective is 'brier'"):
+    with pytest.raises(ValueError, match=r"objective.*'brier'"):
         unchecked(object.__new__(Temperature), objective="brier")
-    with pytest.raises(ValueError, match="search is 'lbfgs'"):
+    with pytest.raises(ValueError, match=r"search.*'lbfgs'"):
         unchecked(object.__new__(Temperature), search="lbfgs")
-    with pytest.raises(ValueError, match="a range around 1"):
+    with pytest.raises(ValueError, match=r"low.*2"):
         Temperature(low=2.0)
-    with pytest.raises(RuntimeError, match="not fitted yet"):
+    with pytest.raises(RuntimeError, match=r"fit\("):
         _ = Temperature().temperature
