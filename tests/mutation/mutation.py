@@ -183,21 +183,27 @@ def probe(mutants: list[dict[str, Any]], out: Path) -> None:
         (ROOT / name).write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
 
 
-def reaching(out: Path) -> dict[int, set[str]]:
-    """Return the tests that reached each mutant; a fixture that reached it stands for all tests of its file."""
+def reaching(out: Path, known: set[str]) -> dict[int, set[str]]:
+    """Return the tests that reached each mutant; a fixture that reached it stands for all tests of its file.
+
+    Tests that a test runs in a pytest of its own are not known, and left out.
+    """
     tests: dict[int, set[str]] = defaultdict(set)
     for line in out.read_text(encoding="utf-8").splitlines():
         number, _, test = line.partition("\t")
         name, _, phase = test.rpartition(" ")
-        tests[int(number)].add(name.partition("::")[0] if phase == "(setup)" else name)
+        if name in known or not name:
+            tests[int(number)].add(name.partition("::")[0] if phase == "(setup)" else name)
     return tests
 
 
 def durations(report: Path) -> dict[str, float]:
-    """Return the seconds of each test file in a JUnit report."""
+    """Return the seconds of each test and of each test file in a JUnit report."""
     seconds: dict[str, float] = defaultdict(float)
     for case in ET.parse(report).iter("testcase"):
-        seconds[case.get("classname", "").replace(".", "/") + ".py"] += float(case.get("time", 0))
+        file = case.get("classname", "").replace(".", "/") + ".py"
+        seconds[file] += float(case.get("time", 0))
+        seconds[f"{file}::{case.get('name')}"] = float(case.get("time", 0))
     return seconds
 
 
@@ -222,7 +228,8 @@ def outcome(tests: list[str], limit: float, options: list[str]) -> tuple[str, st
 
 def run(mutants: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Run each mutant against the tests that reach it, and write a line of JSON for each."""
-    tests, seconds = reaching(args.reached), durations(args.junit)
+    seconds = durations(args.junit)
+    tests = reaching(args.reached, set(seconds))
     for mutant in mutants:
         if args.only and mutant["number"] not in args.only:
             continue
