@@ -1,4 +1,4 @@
-"""The command line as people and scripts use it: results, one-line errors, tables that are never cut off."""
+"""Training, prediction, lists and the demo on the command line: results, one-line errors, tables without truncation."""
 
 import json
 import re
@@ -52,38 +52,38 @@ def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "--data", "digits", "--loss", "ce", "--set", "epohs=3"], "did you mean 'epochs'"),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "epochs"], "--set takes FIELD=VALUE"),
-        (["train", "--data", "digits", "--loss", "ls", "--set", "alpha=0.1"], "'ls': set loss_options.alpha"),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "alpha=0.1"], "a recipe has no field 'alpha'; Known"),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "width=8"], "'small_cnn': set model_options.width"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "epohs=3"], "epohs.*'epochs'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "epochs"], "FIELD=VALUE"),
+        (["train", "--data", "digits", "--loss", "ls", "--set", "alpha=0.1"], r"'ls'.*loss_options\.alpha"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "alpha=0.1"], r"'alpha'(?!.*loss_options\.alpha)"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "width=8"], r"'small_cnn'.*model_options\.width"),
         (
             ["search", "--data", "digits", "--loss", "ls", "--over", "alpha=0:1", "--set", "train_samples=50"],
-            "'digits': set data_options.train_samples",
+            r"'digits'.*data_options\.train_samples",
         ),
-        (["train", "--data", "digitz", "--loss", "ce"], "did you mean 'digits'"),
-        (["train", "--data", "digits", "--loss", "fedlas"], "no loss is called 'fedlas'"),
-        (["train", "--data", "digits", "--loss", "ce", "--model", "small_cnm"], "did you mean 'small_cnn'"),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.alpha=1"], "loss 'ce' takes no 'alpha'"),
-        (["train", "--data", "digits", "--loss", "ce", "--device", "cuda"], "torch sees no GPU"),
-        (["train", "--data", "digits", "--loss", "ce", "--device", "gpu"], "it has to be cpu, cuda or cuda:NUMBER"),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "ood=folder"], "ood=folder does not say which images"),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "ood=svnh"], "did you mean 'svhn'"),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "loss=ls"], "give --loss ls and not --set loss"),
+        (["train", "--data", "digitz", "--loss", "ce"], "digitz.*'digits'"),
+        (["train", "--data", "digits", "--loss", "fedlas"], "'fedlas'"),
+        (["train", "--data", "digits", "--loss", "ce", "--model", "small_cnm"], "small_cnm.*'small_cnn'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.alpha=1"], "'ce'.*'alpha'"),
+        (["train", "--data", "digits", "--loss", "ce", "--device", "cuda"], "cuda.*GPU"),
+        (["train", "--data", "digits", "--loss", "ce", "--device", "gpu"], "'gpu'.*cpu.*cuda"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "ood=folder"], "ood=folder.*path="),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "ood=svnh"], "svnh.*'svhn'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "loss=ls"], "--loss ls.*--set loss"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "lr=1", "--set", "lr=2"], "--set lr.*'1'.*'2'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "warmup=3"], "warmup.*schedule"),
         (
-            ["train", "--data", "digits", "--loss", "ce", "--set", "lr=1", "--set", "lr=2"],
-            "lr is given twice: '1' and '2'",
+            ["train", "--data", "digits", "--loss", "ce", "--protocol", "paper", "--model", "small_cnn"],
+            "'paper'.*'digits'",
         ),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "warmup=3"], "warmup does nothing with schedule"),
-        (["train", "--data", "digits", "--loss", "ce", "--protocol", "paper", "--model", "small_cnn"], "says nothing"),
-        (["predict", "nowhere", "--data", "digits"], "is no run folder"),
-        (["train", "--data", "folder", "--loss", "ce"], "name one: --model NAME"),
-        (["train", "--data", "folder", "--loss", "ce", "--model", "small_cnn"], "data set 'folder' needs 'path'"),
+        (["predict", "nowhere", "--data", "digits"], r"nowhere.*recipe\.json"),
+        (["train", "--data", "folder", "--loss", "ce"], "'folder'.*--model"),
+        (["train", "--data", "folder", "--loss", "ce", "--model", "small_cnn"], "'folder'.*'path'"),
         (
             ["train", "--data", "digits", "--loss", "ce", "--set", "model_options.in_channels=3"],
-            "cannot look at images",
+            r"1 x 8 x 8.*\.in_channels",
         ),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.reduction=none"], "needs one number"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.reduction=none"], "reduction.*mean.*sum"),
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, words, message):
@@ -92,7 +92,7 @@ def test_errors_are_one_line(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     done = call(*words)
     assert done.exit_code == 1
-    assert message in done.stderr
+    assert re.search(message, done.stderr), done.stderr
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.output
 
@@ -104,7 +104,6 @@ def test_the_version_is_told():
 
 @pytest.mark.parametrize("words", [["evaluate", "a.csv"], ["ood", "a.csv", "far=b.csv"], ["compare", "a.csv", "b.csv"]])
 def test_a_seed_below_zero_is_named_with_its_option(words):
-    """It was numpy that refused it, and did not know what it was called."""
     done = call(*words, "--seed", "-1")
     assert done.exit_code == 2
     assert "'--seed'" in done.stderr
@@ -113,7 +112,7 @@ def test_a_seed_below_zero_is_named_with_its_option(words):
 def test_another_recipe_in_the_folder_is_one_line_too(run):
     done = call("train", "--data", "digits", "--loss", "ce", "--out", str(run))
     assert done.exit_code == 1
-    assert "holds a run of another recipe" in done.stderr
+    assert re.search("recipe.*loss", done.stderr), done.stderr
 
 
 def test_missing_data_says_what_to_put_where(tmp_path):
@@ -156,7 +155,7 @@ def test_a_run_folder_is_judged_with_all_that_lies_in_it(run, tmp_path):
     assert "fedlas_ls" in page.read_text()
     (tmp_path / "empty").mkdir()
     done = call("evaluate", str(tmp_path / "empty"))
-    assert (done.exit_code, "is no run folder" in done.stderr) == (1, True)
+    assert (done.exit_code, "recipe.json" in done.stderr) == (1, True)
 
 
 def test_predictions_on_images_of_ones_own(run, tmp_path):
@@ -199,8 +198,6 @@ def test_keywords_of_data_are_listed():
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, wrapped):
-    """It used to print 142 lines."""
-
     def interrupt(*_: object, **__: object) -> None:
         if wrapped:
             raise ImportError("initialization failed") from KeyboardInterrupt()
@@ -209,7 +206,8 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, wrapped):
     monkeypatch.setattr("fedlas.train.recipe_for", interrupt, raising=False)
     done = call("train", "--data", "digits", "--loss", "ce")
     assert done.exit_code == 130
-    assert done.stderr == "fedlas: interrupted\n"
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.output
 
 
 def test_without_typer_one_line_says_what_to_install():
@@ -223,7 +221,7 @@ def test_without_typer_one_line_says_what_to_install():
         code = f"import sys; sys.modules['typer'] = None; {way}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        assert done.stderr == "fedlas: the command line needs typer: pip install 'fedlas[train,report]'\n"
+        assert re.fullmatch(r"fedlas: .*typer.* pip install 'fedlas\[train,report\]'\n", done.stderr)
 
 
 def test_a_narrow_terminal_variable_does_not_cut_a_pipe(monkeypatch):
@@ -252,14 +250,14 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Run]:
 
 def test_warnings_are_one_line(stopped):
     warning, ending = stopped[1].splitlines()
-    assert warning.startswith("fedlas: milestones 600 lie beyond the end of 500 epochs, so the learning rate never")
+    assert re.match("fedlas: milestones 600 .*500", warning)
     assert "milestones" not in ending
 
 
 def test_python_m_fedlas_stops_on_a_signal_and_goes_on(stopped):
     code, error, run = stopped
     assert code == 128 + signal.SIGTERM
-    assert "continue with --resume" in error
+    assert "--resume" in error
     assert "Traceback" not in error
     assert 0 < len(run.log) < 500
 
@@ -275,9 +273,8 @@ def test_the_demo_shows_five_losses(tmp_path, monkeypatch):
     rows = [line.split()[:2] for line in done.stdout.splitlines() if " as trained " in line]
     assert rows == [[name, paper] for name, paper in papers.items()]
     assert "…" not in done.stdout
-    assert "real question" in " ".join(done.stdout.split())
+    assert demo.TEXT.split() == done.stdout.split()[: len(demo.TEXT.split())]
     assert sum(line.split()[:1] == ["temperature"] for line in done.stdout.splitlines()) == 5
-    assert "its interval lies below it" in " ".join(done.stdout.split())
     assert (tmp_path / "figures" / "reliability.png").stat().st_size > 10_000
 
 

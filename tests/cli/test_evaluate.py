@@ -1,4 +1,4 @@
-"""`fedlas evaluate`, `calibrate` and `ood` as people and scripts use them."""
+"""`fedlas evaluate`, `calibrate`, `ood` and `compare`: output, files, exit codes and one-line errors."""
 
 import io
 import json
@@ -26,6 +26,7 @@ from fedlas.files import read_predictions, write_predictions
 from fedlas.metrics import nll
 from fedlas.ood import detect
 from fedlas.posthoc import build_calibrator, list_calibrators, load_calibrator
+from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions
 from fedlas.report.answers import known_metrics
 
@@ -55,7 +56,7 @@ def test_an_answer_for_people(files):
     )
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("test: over-confident by ")
-    for word in ("accuracy %", "ECE %", "U-ECE %", "temperature", "AUROC %", "Calibrators were fitted on 400 samples"):
+    for word in ("accuracy %", "ECE %", "U-ECE %", "temperature", "AUROC %", " fitted on 400 samples"):
         assert word in done.stdout, word
     assert not done.stderr
 
@@ -66,8 +67,9 @@ def test_a_csv_written_by_hand(tmp_path):
         path.write_text("prob_cat,prob_dog,label\n" + "0.9,0.1,cat\n0.8,0.2,dog\n0.3,0.7,dog\n" * times)
         done = call("evaluate", path)
         assert done.exit_code == 0, done.output
-        assert f"{3 * times} samples in 2 classes" in done.stdout
-        assert ("no calibrator is tried: 3 samples are too few" in done.stdout) is not tried
+        assert re.search(f"{3 * times} samples.* 2 classes", done.stdout)
+        assert ("T = " in done.stdout) is tried
+        assert bool(re.search("mine: .*calibrator.*3 samples", done.stdout)) is not tried
 
 
 def test_a_file_that_is_not_there_is_named_without_numbers_of_the_system(tmp_path):
@@ -103,22 +105,24 @@ def test_a_check_in_a_pipeline(files):
     assert (fine.exit_code, fine.stderr) == (0, "")
     bad = call("evaluate", files / "test.csv", "--fail-if", "ece>0.9", "--fail-if", "ece>1%")
     assert bad.exit_code == 3
-    assert "so ece>1% holds" in bad.stderr
+    assert "ece>1%" in bad.stderr
+    assert "0.9" not in bad.stderr
     assert bad.stderr.count("\n") == 1
 
 
 def test_a_bad_condition_is_said_before_anything_is_read(tmp_path):
     done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", "ece")
-    assert (done.exit_code, "is no condition" in done.stderr) == (1, True)
+    assert (done.exit_code, "'ece'" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
     ("condition", "message"),
-    [("eec>0.1", "'eec' is not known; known: accuracy, ece"), ("isotonic.ece>0.1", "there is no 'isotonic' here")],
+    [("eec>0.1", "'eec'.*accuracy, ece"), ("isotonic.ece>0.1", "'isotonic'.*temperature")],
 )
 def test_names_of_conditions_are_checked_before_anything_is_read(tmp_path, condition, message):
     done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
-    assert (done.exit_code, message in done.stderr) == (1, True), done.stderr
+    assert done.exit_code == 1
+    assert re.search(message, done.stderr)
 
 
 @pytest.mark.parametrize("n", [50, 400])
@@ -156,7 +160,7 @@ def test_files_are_written_although_nobody_reads_the_output(files):
     assert kept.exists()
     done = unread(*words[:4], "--json", "-", "--fail-if", "ece>1%")
     assert done.returncode == 3
-    assert done.stderr.endswith("so ece>1% holds\n")
+    assert "ece>1%" in done.stderr
 
 
 def test_a_reader_that_leaves_is_no_error(files):
@@ -169,7 +173,7 @@ def test_a_reader_that_leaves_is_no_error(files):
 def test_a_condition_that_cannot_be_told_loses_nothing(files):
     kept = files / "answer.json"
     done = call("evaluate", files / "test.csv", "--json", kept, "--fail-if", "mce.high>0.1")
-    assert (done.exit_code, "mce has no interval" in done.stderr) == (1, True)
+    assert (done.exit_code, "mce.high" in done.stderr) == (1, True)
     assert kept.exists()
     assert "over-confident" in done.stdout
 
@@ -177,19 +181,20 @@ def test_a_condition_that_cannot_be_told_loses_nothing(files):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("p_cat,p_dog,label\n0.5,0.5,cat\n", "its columns are p_cat, p_dog, label"),
-        ("prob_a,prob_b,label\n0.50,0.30,a\n", "line 2 is not a distribution"),
-        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,c\n", "line 3 has label 'c', expected one of the classes a, b"),
-        ("prob_a,prob_b\n0.5,0.5\n", "p.csv: it has no labels"),
-        ("prob_a,prob_b,label\n", "at least one sample is needed"),
-        ("prob_a,logit_a,prob_b,label\n0.5,1,0.5,a\n", "expected exactly one of"),
+        ("", r"p\.csv.*empty"),
+        ("p_cat,p_dog,label\n0.5,0.5,cat\n", "p_cat, p_dog, label"),
+        ("prob_a,prob_b,label\n0.50,0.30,a\n", r"line 2.*0\.8"),
+        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,c\n", "line 3.*'c'.*a, b"),
+        ("prob_a,prob_b\n0.5,0.5\n", r"p\.csv.*`label`"),
+        ("prob_a,prob_b,label\n", r"p\.csv.*no (rows|records)"),
+        ("prob_a,logit_a,prob_b,label\n0.5,1,0.5,a\n", "prob_NAME.*prob_a, logit_a, prob_b, label"),
     ],
 )
 def test_errors_are_one_line_and_name_what_is_there(tmp_path, text, message):
     (tmp_path / "p.csv").write_text(text)
     done = call("evaluate", tmp_path / "p.csv")
     assert done.exit_code == 1
-    assert message in done.stderr
+    assert re.search(message, done.stderr), done.stderr
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.output
 
@@ -212,7 +217,7 @@ def test_pictures_elsewhere_are_left_out_and_this_is_said(tmp_path):
     rows = "".join(f"0.9,0.1,{'ab'[i % 4 == 0]},../theirs/one.png\n" for i in range(40))
     (tmp_path / "mine" / "p.csv").write_text("prob_a,prob_b,label,path\n" + rows)
     words = ("evaluate", tmp_path / "mine" / "p.csv", "--html", tmp_path / "page.html")
-    with pytest.warns(UserWarning, match="22 pictures are not shown: their files lie outside"):
+    with pytest.warns(UserWarning, match=r"^22 "):
         done = call(*words)
     assert done.exit_code == 0, done.output
     assert "data:image/png;base64" not in (tmp_path / "page.html").read_text()
@@ -222,7 +227,6 @@ def test_pictures_elsewhere_are_left_out_and_this_is_said(tmp_path):
 
 
 def test_progress_shows_any_name(monkeypatch):
-    """A name with [/b] in it used to end in an error of rich."""
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", screen)
@@ -233,7 +237,7 @@ def test_progress_shows_any_name(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["temperature", "isotonic"])
-def test_learn_on_one_file_and_repair_another(files, method):
+def test_fit_on_one_file_and_recalibrate_another(files, method):
     kept = files / "calibrator.safetensors"
     done = call("calibrate", "fit", files / "val.csv", "--method", method, "--out", kept)
     assert done.exit_code == 0, done.output
@@ -313,8 +317,10 @@ def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
     assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
     kept = files / "c.safetensors"
     assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
-    for word in ("reading test.csv", "reading far.npz", "telling apart", "reading val.csv", "fitting temperature"):
-        assert {0.0, 1.0} <= {share for name, share in seen if name == word}, word
+    stages = list(dict.fromkeys(name for name, _ in seen))
+    for stage, word in zip(stages, ("test.csv", "far.npz", "", "val.csv", "temperature"), strict=True):
+        assert word in stage
+        assert {0.0, 1.0} <= {share for name, share in seen if name == stage}, stage
 
 
 def test_what_is_read_is_not_written_over(files):
@@ -329,32 +335,31 @@ def test_what_is_read_is_not_written_over(files):
         ["ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "test.csv"],
     ):
         done = call(*words)
-        assert (done.exit_code, "is read, so it is not written over" in done.stderr) == (1, True), done.output
+        assert (done.exit_code, str(words[-1]) in done.stderr) == (1, True), done.output
     assert (files / "test.csv").read_bytes() == before
     done = call("calibrate", "fit", files / "val.csv", "--out", files / "t.pt")
-    assert (done.exit_code, "kept in a .safetensors file" in done.stderr) == (1, True)
+    assert (done.exit_code, ".safetensors" in done.stderr) == (1, True)
 
 
 def test_nothing_of_another_kind_is_written_over(files):
-    """Data, a calibrator or a run's predictions were gone after a slip of the keyboard."""
     kept = files / "c.safetensors"
     assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
     write_predictions(drawn(3), files / "run.safetensors")
     (files / "notes.csv").write_text("these are,no predictions\n1,2\n")
     (files / "mine.json").write_text('{"logits": [[1, 2]], "labels": [0]}')
     test, far = files / "test.csv", f"far={files / 'far.npz'}"
-    for words, what in (
-        (["calibrate", "fit", files / "val.csv", "--out", files / "run.safetensors"], "no calibrator"),
-        (["calibrate", "apply", kept, test, "--out", files / "notes.csv"], "no file of predictions"),
-        (["evaluate", test, "--html", files / "val.csv"], "no page of fedlas"),
-        (["evaluate", test, "--json", files / "mine.json"], "no answer of `fedlas evaluate`"),
-        (["ood", test, far, "--json", files / "val.csv"], "no answer of `fedlas ood`"),
-        (["compare", test, test, "--json", files / "mine.json"], "no answer of `fedlas compare`"),
+    for words in (
+        ["calibrate", "fit", files / "val.csv", "--out", files / "run.safetensors"],
+        ["calibrate", "apply", kept, test, "--out", files / "notes.csv"],
+        ["evaluate", test, "--html", files / "val.csv"],
+        ["evaluate", test, "--json", files / "mine.json"],
+        ["ood", test, far, "--json", files / "val.csv"],
+        ["compare", test, test, "--json", files / "mine.json"],
     ):
         before = Path(words[-1]).read_bytes()
         done = call(*words)
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
-        assert f"is there and is {what}, so it is not written over" in done.stderr
+        assert str(words[-1]) in done.stderr
         assert Path(words[-1]).read_bytes() == before
 
 
@@ -376,7 +381,7 @@ def test_a_fit_says_what_it_found_and_a_table_stays_what_it_was(files):
     done = call("calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors")
     found = build_calibrator("temperature").fit(drawn(1))
     assert f"temperature {found.temperature:.4g}, " in done.stderr
-    assert f"NLL {found.fitted.before:.4g} before, {found.fitted.after:.4g} after, on 400 samples" in done.stderr
+    assert re.search(f"NLL {found.fitted.before:.4g} .*{found.fitted.after:.4g} .*400 samples", done.stderr)
     write_predictions(drawn(2), files / "probs.csv", probs=True)
     call("calibrate", "apply", files / "c.safetensors", files / "probs.csv", "--out", files / "fixed.csv")
     assert (files / "fixed.csv").read_text().startswith("prob_0,")
@@ -384,12 +389,14 @@ def test_a_fit_says_what_it_found_and_a_table_stays_what_it_was(files):
     assert (files / "logits.csv").read_text().startswith("logit_0,")
 
 
-@pytest.mark.parametrize("condition", ["ece>5", "accuracy<90", "temperature.ece>=2"])
-def test_a_share_is_not_compared_with_a_number_above_one(files, condition):
+@pytest.mark.parametrize(
+    ("condition", "remedy"), [("ece>5", "5% .*0.05"), ("accuracy<90", "90%"), ("temperature.ece>=2", "2%")]
+)
+def test_a_fraction_is_not_compared_with_a_number_above_one(tmp_path, condition, remedy):
     """Such a check would never fire, or always."""
-    done = call("evaluate", files / "test.csv", "--fail-if", condition)
+    done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
     assert done.exit_code == 1
-    assert "is a share of at most 1" in done.stderr
+    assert re.search(remedy, done.stderr)
 
 
 def test_files_cannot_steer_the_terminal(tmp_path):
@@ -410,13 +417,12 @@ def test_a_closed_output_is_no_traceback(files):
 
 
 def test_a_calibrator_that_cannot_be_kept_is_one_line(files, monkeypatch):
-    """One of another package has no safe file; that was a traceback."""
     calibrator = build_calibrator("probmetrics", method="svs")
     monkeypatch.setattr(type(calibrator), "fit", lambda self, given: self)
     words = ("calibrate", "fit", files / "val.csv", "--method", "probmetrics:svs", "--out", files / "c.safetensors")
     done = call(*words)
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-    assert "without pickle" in done.stderr
+    assert "pickle" in done.stderr
 
 
 def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path):
@@ -428,7 +434,9 @@ def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path)
     (tmp_path / "birds.csv").write_text(rows[1])
     done = call("evaluate", tmp_path / "birds.csv", "--html", tmp_path / "birds.html")
     assert done.exit_code == 0
-    assert said[1].split() == done.stdout.split()[: len(said[1].split())]
+    numbers = [set(re.findall(r"\d+\.\d+", text)) for text in (said[1], done.stdout)]
+    assert len(numbers[0]) > 3
+    assert numbers[0] <= numbers[1]
     assert (tmp_path / "birds.html").stat().st_size > 50_000
 
 
@@ -436,39 +444,33 @@ ZEROS = "prob_a,prob_b,label\n" + "0.9,0.1,a\n0.2,0.8,b\n0.1,0.9,b\n0.6,0.4,a\n"
 
 
 def test_labels_of_probability_zero_are_said_to_decide_the_fit(tmp_path):
-    """Three zeros of four digits made a temperature of 247, without a word."""
     (tmp_path / "zeros.csv").write_text(ZEROS)
     done = call("calibrate", "fit", tmp_path / "zeros.csv", "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0
-    assert "warning: 1 label has probability zero, which decides what is learned" in done.stderr
-    assert "give logits, or probabilities with more digits" in done.stderr
-    assert "standard error of its logarithm" in done.stderr
+    assert re.search("warning: 1 label.* zero.* logits.* digits", done.stderr)
+    assert "standard error" in done.stderr
 
 
 def test_a_temperature_that_zeros_spoil_is_said_to_do_harm(tmp_path):
-    """It made a calibrated model useless, and "had nothing to repair that is shown"."""
     rows = {"0.9,0.1,a": 1800, "0.9,0.1,b": 200, "1.00,0.00,a": 40, "1.00,0.00,b": 4}
     text = "prob_a,prob_b,label\n" + "".join(f"{row}\n" * count for row, count in rows.items())
     (tmp_path / "zeros.csv").write_text(text)
     done = call("evaluate", tmp_path / "zeros.csv")
-    assert "does harm where nothing was to be repaired: the ECE goes from" in done.stdout
-    assert "zero decided what it learned: give logits, or probabilities with more digits." in done.stdout
-    assert "nothing to repair that is shown" not in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "  A temperature of T = " in line]
+    assert re.search(" harm.*ECE.* % to .* %.*probability zero.*logits.*digits", line)
     (tmp_path / "more.csv").write_text(text + "1.00,0.00,b\n" * 40)
     fitted = call("calibrate", "fit", tmp_path / "more.csv", "--out", tmp_path / "t.safetensors")
-    assert "labels of probability zero decide it. Give logits" in fitted.stderr
-    assert "point away" not in fitted.stderr
+    assert re.search("warning: .*t.safetensors.*probability zero.*logits", fitted.stderr)
 
 
 def test_logits_of_the_wrong_sign_have_one_explanation(tmp_path):
-    """The temperature "repaired most of it", and was not to be relied on."""
     made = drawn(1)
     write_predictions(Predictions(-made.logits, made.labels), tmp_path / "turned.csv")
-    with pytest.warns(UserWarning, match="point away from the labels"):
+    with pytest.warns(DoubtfulFit, match=r"logits.*labels.*\?$") as seen:
         done = call("evaluate", tmp_path / "turned.csv")
-    assert done.stdout.count("point away from the labels") == 1
-    assert "do larger logits stand for likelier classes?\n" in done.stdout
-    assert "cannot be relied on" in done.stdout.splitlines()[0]
+    (why,) = {str(one.message).partition(": ")[2] for one in seen}
+    assert " ".join(done.stdout.split()).count(why) == 1
+    assert re.search("T = [0-9.]+ cannot", done.stdout.splitlines()[0])
     assert "repairs" not in done.stdout
 
 
@@ -494,9 +496,9 @@ def test_advice_about_a_file_names_no_python(tmp_path):
             warnings.simplefilter("always")
             done = call("evaluate", tmp_path / name, "--posthoc", "")
         said[name] = done.stderr + " ".join(str(one.message) for one in seen)
-    assert "give logits as an array called logits or columns called logit_..." in said["logits.csv"]
-    assert "give them as such, as an array called probs or columns called prob_..." in said["probs.csv"]
-    assert "give them as probabilities, as an array called probs or columns called prob_..." in said["shares.csv"]
+    assert "logit_" in said["logits.csv"]
+    assert "prob_" in said["probs.csv"]
+    assert re.search("100.*prob_", said["shares.csv"])
     for name, words in said.items():
         assert "Predictions" not in words, name
         assert "from_probs" not in words, name
@@ -523,8 +525,7 @@ def test_whole_percentages_are_refused_as_such(tmp_path, kind, name):
         warnings.simplefilter("always")
         done = call("evaluate", path, "--posthoc", "")
     said = done.stderr + " ".join(str(one.message) for one in seen)
-    assert "percentages" in said
-    assert "divide them by 100" in said
+    assert re.search("percentages.* 100", said)
     assert done.exit_code == (1 if name == "probs" or kind == "npz" else 0)
 
 
@@ -534,14 +535,7 @@ def test_the_same_classes_in_another_order_are_called_so(tmp_path):
     (tmp_path / "two.csv").write_text("".join(f"{b},{a},{label}\n" for a, b, label in swapped))
     done = call("compare", tmp_path / "one.csv", tmp_path / "two.csv")
     assert done.exit_code == 1
-    assert "the same classes in another order" in done.stderr
-
-
-def test_an_empty_file_is_called_empty(tmp_path):
-    (tmp_path / "nothing.csv").write_text("")
-    done = call("evaluate", tmp_path / "nothing.csv")
-    assert done.exit_code == 1
-    assert "it is empty" in done.stderr
+    assert re.search("classes.* order", done.stderr)
 
 
 def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
@@ -553,36 +547,34 @@ def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
     assert "Traceback" not in shown.output
 
 
-def test_a_copy_of_the_judged_file_is_noticed(files):
-    """It was named by its path alone, and the numbers were too good without a word."""
+def test_a_copy_of_the_evaluated_file_is_noticed(files):
     (files / "copy.csv").write_bytes((files / "test.csv").read_bytes())
-    with pytest.warns(UserWarning, match="temperature was fitted on the very samples it is judged on"):
+    with pytest.warns(UserWarning, match=r"temperature.* fitted .*samples"):
         done = call("evaluate", files / "test.csv", "--calibrate-on", files / "copy.csv", "--json", files / "a.json")
     assert done.exit_code == 0, done.output
-    assert "fitted on 400 samples, 400 of which are judged too" in done.stdout
+    assert re.search("fitted on 400 samples, 400 ", done.stdout)
     said = json.loads((files / "a.json").read_text())["models"]["test"]
     assert [state["leaked"] for state in said["report"]["states"]] == [0, 400]
     assert "None" not in done.output
 
 
 def test_a_temperature_at_its_bound_is_no_success(tmp_path):
-    """It was saved and told like any other."""
     made = drawn(1)
     write_predictions(Predictions(made.logits, made.prediction), tmp_path / "right.csv")
     done = call("calibrate", "fit", tmp_path / "right.csv", "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0
-    assert done.stderr.count("lies beyond the bound 0.001: every one is classified correctly") == 1
-    assert "warning: " in done.stderr.splitlines()[-1]
-    assert "do not rely on it" in done.stderr
-    assert "lies beyond" in load_calibrator(tmp_path / "t.safetensors").fitted.doubt
+    doubt = load_calibrator(tmp_path / "t.safetensors").fitted.doubt
+    assert re.search(r"400 samples.*bound 0\.001", doubt)
+    assert re.fullmatch(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", done.stderr.splitlines()[-1])
+    assert done.stderr.count(doubt) == 1
     words = ("calibrate", "apply", tmp_path / "t.safetensors", tmp_path / "right.csv", "--out", tmp_path / "fixed.csv")
-    assert "warning: do not rely on what" in call(*words).stderr
-    with pytest.warns(UserWarning, match="lies beyond the bound"):
+    assert re.search(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", call(*words).stderr)
+    with pytest.warns(DoubtfulFit, match="bound"):
         done = call("evaluate", tmp_path / "right.csv", "--json", tmp_path / "a.json")
-    assert "Do not rely on temperature in 2 of 2 parts: the best temperature" in done.stdout
+    assert re.search("temperature in 2 of 2 .*bound", done.stdout)
     (before, after) = json.loads((tmp_path / "a.json").read_text())["models"]["right"]["report"]["states"]
     assert before["fits"] == []
-    assert all("lies beyond the bound" in fit["doubt"] for fit in after["fits"])
+    assert all("bound" in fit["doubt"] for fit in after["fits"])
 
 
 def named(seed=2, **rest):
@@ -593,7 +585,6 @@ def named(seed=2, **rest):
 
 @pytest.mark.parametrize("command", ["compare", "evaluate"])
 def test_samples_are_paired_by_their_names(files, command):
-    """`compare` took them in the order of their rows, and complained about labels."""
     write_predictions(named(), files / "a.npz")
     write_predictions(named()[torch.randperm(400)], files / "b.npz")
     done = call(command, files / "a.npz", files / "b.npz", "--json", "-")
@@ -608,16 +599,10 @@ def test_samples_are_paired_by_their_names(files, command):
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
-        (
-            {"class_names": ("ant", "bee", "dog")},
-            "the models know other classes: 'cow' in the first alone; 'dog' in the",
-        ),
-        ({"split": "val", "ids": None}, "judged on the split 'test', the second on 'val'"),
-        (
-            {"ids": [f"image {i}" for i in range(1, 401)]},
-            "by their ids these are not the same samples: 1 are in",
-        ),
-        ({}, "labels: row 3 ('image 3') is "),
+        ({"class_names": ("ant", "bee", "dog")}, "classes.*'cow'.*'dog'"),
+        ({"split": "val", "ids": None}, "split 'test'.*'val'"),
+        ({"ids": [f"image {i}" for i in range(1, 401)]}, " ids .* 1 .* 1 "),
+        ({}, r"labels.* row 3 \('image 3'\)"),
     ],
 )
 def test_what_differs_is_named_where_models_cannot_be_compared(files, command, rest, message):
@@ -627,7 +612,8 @@ def test_what_differs_is_named_where_models_cannot_be_compared(files, command, r
     write_predictions(named(), files / "a.npz")
     write_predictions(other, files / "b.npz")
     done = call(command, files / "a.npz", files / "b.npz")
-    assert (done.exit_code, message in done.output) == (int(command == "compare"), True), done.output
+    assert done.exit_code == int(command == "compare")
+    assert re.search(message, " ".join(done.output.split())), done.output
 
 
 def test_columns_that_are_only_numbered_name_no_class(files):
@@ -636,25 +622,19 @@ def test_columns_that_are_only_numbered_name_no_class(files):
 
 
 @pytest.mark.parametrize("names", ["012", "01"])
-def test_a_file_of_top_answers_says_so_where_every_class_is_needed(files, names):
-    """It was said to have four classes, or others: one that only fills its rows up was counted."""
+def test_a_file_of_top_predictions_is_refused_where_every_class_is_needed(files, names):
     lines = "".join(f"0.9,{names[i % len(names)]},{names[0]}\n" for i in range(40))
     (files / "top.csv").write_text(f"confidence,prediction,label\n{lines}")
     good, top, kept = files / "test.csv", files / "top.csv", files / "t.safetensors"
     assert call("calibrate", "fit", good, "--out", kept).exit_code == 0
-    known = "only the top confidence of each sample is known"
-    needed = "the logits or probabilities of every class"
-    for words, fault in {
-        ("calibrate", "apply", kept, top, "--out", files / "x.safetensors"): f"{known}; calibration needs {needed}",
-        ("evaluate", good, "--calibrate-on", top): f"{top}: {known} there; {needed} are needed",
-        ("evaluate", good, "--ood", f"x={top}"): f"{top}: {known} there; {needed} are needed",
-        ("evaluate", top, "--calibrate-on", good): f"the predictions that are judged: {known} there; {needed}",
-    }.items():
+    cases = {
+        ("calibrate", "apply", kept, top, "--out", files / "x.safetensors"): "",
+        ("evaluate", good, "--calibrate-on", top): f"{top}: ",
+        ("evaluate", good, "--ood", f"x={top}"): f"{top}: ",
+        ("evaluate", top, "--calibrate-on", good): "predictions .*: ",
+    }
+    for words, which in (cases | ({("ood", good, f"x={top}"): "x: "} if len(names) == 3 else {})).items():
         done = call(*words)
         assert done.exit_code != 0
-        assert fault in " ".join(done.stderr.split()), words
+        assert re.search(f"{which}.*top.* logits or probabilities", " ".join(done.stderr.split())), words
         assert "classes" not in done.stderr
-    if len(names) == 3:
-        done = call("ood", good, f"x={top}")
-        assert done.exit_code != 0
-        assert f"x: {known} there; {needed} are needed" in " ".join(done.stderr.split())

@@ -1,4 +1,4 @@
-"""What commands write over, and what they leave alone; all of it is decided before anything is read or trained."""
+"""Which existing files commands overwrite and which they leave alone, decided before anything is read or trained."""
 
 import json
 import re
@@ -30,12 +30,11 @@ def call(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def refused(words, message):
-    """A command ends in one line that says this."""
+def refused(words, *facts):
+    """Check that a command ends in an error of one line with these facts."""
     done = call(*words)
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
-    assert message in done.stderr
-    return done
+    assert all(str(fact) in done.stderr for fact in facts), done.stderr
 
 
 @pytest.fixture
@@ -51,9 +50,8 @@ def given(tmp_path):
 
 @pytest.mark.parametrize("name", ["class_map.json", "class_map-resnet.json", "reliability.png", "norm.svg", "roc.pdf"])
 def test_figures_do_not_replace_files_of_that_name(tmp_path, name):
-    """A user's own class_map.json was gone after `evaluate --figures`."""
     (tmp_path / name).write_text('{"figure": "mine"}')
-    refused(("evaluate", tmp_path / "nowhere.csv", "--figures", tmp_path), f"{name} is there and is not from fedlas")
+    refused(("evaluate", tmp_path / "nowhere.csv", "--figures", tmp_path), tmp_path / name, "folder")
     assert (tmp_path / name).read_text() == '{"figure": "mine"}'
 
 
@@ -121,7 +119,6 @@ ANOTHER = [
 
 @pytest.mark.parametrize("text", ANOTHER, ids=range(len(ANOTHER)))
 def test_json_that_only_looks_like_an_answer_is_left_alone(given, text):
-    """Files with some keys of an answer were written over, and brackets without end were a traceback."""
     mine = given / "mine.json"
     mine.write_text(text)
     test = given / "test.csv"
@@ -130,7 +127,7 @@ def test_json_that_only_looks_like_an_answer_is_left_alone(given, text):
         ("ood", test, f"far={given / 'far.npz'}"),
         ("compare", test, given / "val.csv"),
     ):
-        refused((*words, "--json", mine), f"is there and is no answer of `fedlas {words[0]}`")
+        refused((*words, "--json", mine), mine, f"`fedlas {words[0]}`")
     assert mine.read_text() == text
 
 
@@ -148,27 +145,27 @@ def test_every_answer_says_what_it_is_and_is_not_written_over_by_another(given):
         found = json.loads((given / f"{number}.json").read_text())
         assert (found[0] if isinstance(found, list) else found)["format"] == name
     for number, words in enumerate(commands.values()):
-        refused((*words, "--json", given / f"{(number + 1) % 3}.json"), f"is no answer of `fedlas {words[0]}`")
+        other = given / f"{(number + 1) % 3}.json"
+        refused((*words, "--json", other), other, f"`fedlas {words[0]}`")
 
 
 def test_little_is_read_of_a_large_file(tmp_path):
     with (tmp_path / "large.html").open("wb") as file:
         file.truncate(1 << 40)  # takes no room on the disk
     assert len(beginning(tmp_path / "large.html")) == 4096
-    refused(("evaluate", tmp_path / "nowhere.csv", "--html", tmp_path / "large.html"), "is no page of fedlas")
+    refused(("evaluate", tmp_path / "nowhere.csv", "--html", tmp_path / "large.html"), "large.html", "page")
 
 
 def test_a_deep_file_at_the_place_of_predictions_is_left_alone(given):
     kept = given / "c.safetensors"
     assert call("calibrate", "fit", given / "val.csv", "--out", kept).exit_code == 0
     (given / "deep.jsonl").write_text("[" * 200_000)
-    refused(("calibrate", "apply", kept, given / "test.csv", "--out", given / "deep.jsonl"), "no file of predictions")
-    refused(("calibrate", "apply", kept, given / "nowhere.csv", "--out", given / "x.json"), "are written to .safe")
+    refused(("calibrate", "apply", kept, given / "test.csv", "--out", given / "deep.jsonl"), "deep.jsonl")
+    refused(("calibrate", "apply", kept, given / "nowhere.csv", "--out", given / "x.json"), ".safetensors")
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "npz", "csv", "parquet", "jsonl"])
 def test_calibrate_apply_leaves_other_predictions_alone(given, ending):
-    """A run's predictions, or the user's data, were gone after `calibrate apply --out`."""
     kept, out = given / "c.safetensors", given / f"out.{ending}"
     assert call("calibrate", "fit", given / "val.csv", "--out", kept).exit_code == 0
     words = ("calibrate", "apply", kept, given / "test.csv", "--out", out)
@@ -177,12 +174,11 @@ def test_calibrate_apply_leaves_other_predictions_alone(given, ending):
         assert done.exit_code == 0, done.output
     write_predictions(read_predictions(given / "val.csv"), out)
     before = out.read_bytes()
-    refused(words, "is there and holds other predictions; remove it, or name another file")
+    refused(words, out, "predictions")
     assert out.read_bytes() == before
 
 
 def test_every_place_is_checked_before_anything_is_read(tmp_path, monkeypatch):
-    """`compare --json FOLDER` failed after the work, with the name of a file that nobody knew."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "file").write_text("x")
@@ -196,17 +192,16 @@ def test_every_place_is_checked_before_anything_is_read(tmp_path, monkeypatch):
         ("calibrate", "apply", "nowhere.safetensors", "nowhere.csv", "--out", here),
         ("predict", "nowhere", "--data", "digits", "--out", here),
     ):
-        refused(words, f"{here} is a folder; the name of a file is needed")
+        refused(words, f"{here} ", "folder")
     for words in (("evaluate", "nowhere.csv", "--figures", "file"), *((*one, "--out", "file") for one in PLACES)):
-        refused(words, "file is a file; the name of a folder is needed")
-        refused((*words[:-1], "file/deep"), "nothing can be written to")
+        refused(words, "fedlas: file ", "folder")
+        refused((*words[:-1], "file/deep"), tmp_path / "file/deep")
 
 
 PLACES = (SOTA, SEARCH, TRAIN, ("demo",))
 
 
-def test_only_the_doubt_of_a_fit_is_kept_back_and_its_words_may_change(tmp_path, monkeypatch):
-    """It was known by its English words."""
+def test_a_doubtful_fit_is_reported_once_whatever_its_wording(tmp_path, monkeypatch):
     write_predictions(Predictions(5 * torch.eye(3).repeat(9, 1), torch.arange(3).repeat(9)), tmp_path / "easy.csv")
     monkeypatch.setattr("fedlas.posthoc.temperature.Temperature.doubt", lambda *_: "autre chose")
     with pytest.warns(DoubtfulFit, match="autre chose"):
@@ -216,28 +211,24 @@ def test_only_the_doubt_of_a_fit_is_kept_back_and_its_words_may_change(tmp_path,
         done = call("calibrate", "fit", tmp_path / "easy.csv", "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0, done.output
     assert not [one for one in said if "autre chose" in str(one.message)]
-    assert done.stderr.count("do not rely on it: autre chose") == 1
+    assert done.stderr.count("autre chose") == 1
     assert load_calibrator(tmp_path / "t.safetensors").fitted.doubt == "autre chose"
     assert plain_warning("autre\nchose", DoubtfulFit, "file.py", 3) == "fedlas: autre chose\n"
 
 
 def test_two_results_need_two_files(tmp_path, monkeypatch):
-    """The page used to be written over by the JSON, or the other way round."""
     monkeypatch.chdir(tmp_path)
-    refused(["evaluate", "a.csv", "--html", "same.out", "--json", "./same.out"], "named for two results")
+    refused(["evaluate", "a.csv", "--html", "same.out", "--json", "./same.out"], "same.out", "two")
     assert not Path("same.out").exists()
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (MemoryError(""), "memory ran out\n"),
-        (MemoryError("Unable to allocate"), "memory ran out (Unable to allocate)\n"),
-        (
-            RuntimeError("alloc.cpp:1 DefaultCPUAllocator: not enough memory:\n9 B"),
-            "ran out (not enough memory: 9 B)\n",
-        ),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), "memory ran out (CUDA out of memory)\n"),
+        (MemoryError(""), "\n"),
+        (MemoryError("Unable to allocate"), " (Unable to allocate)\n"),
+        (RuntimeError("alloc.cpp:1 DefaultCPUAllocator: not enough memory:\n9 B"), " (not enough memory: 9 B)\n"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"), " (CUDA out of memory)\n"),
     ],
 )
 def test_memory_that_runs_out_is_one_line(capsys, given, said):
@@ -245,8 +236,7 @@ def test_memory_that_runs_out_is_one_line(capsys, given, said):
         raise given
     assert ended.value.exit_code == 1
     shown = capsys.readouterr().err
-    assert shown.startswith("fedlas: memory ran out")
-    assert shown.endswith(said)
+    assert re.fullmatch(f"fedlas: [^(]*memory[^(]*{re.escape(said)}", shown)
 
 
 def test_other_errors_of_torch_are_no_memory_that_ran_out():
