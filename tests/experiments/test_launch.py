@@ -189,8 +189,15 @@ def test_time_is_up_while_a_run_is_locked(tmp_path, words):
     assert "1 of 1" in words[-1]
 
 
-def test_two_processes_of_which_one_is_killed(tmp_path, words):
-    """The killed one's run goes on in another process; a run that diverges costs nobody anything."""
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.campaign)])
+def test_two_processes_of_which_one_is_killed(tmp_path, words, monkeypatch, method):
+    """The killed one's run goes on in another process; a run that diverges does not affect the others.
+
+    Processes are spawned; here they are forked from a server that has imported torch once.
+    """
+    context = multiprocessing.get_context(method)
+    context.set_forkserver_preload(["fedlas.experiments.crews", "fedlas.train.loop"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     hit, bad = short(epochs=LONG), short("focal", lr=1e30)
     recipes = [hit, short("ls", epochs=LONG), bad, short("mbls")]
     before: list[float] = []

@@ -1,10 +1,10 @@
 """From the name of a table to the table: plans, cells, and what is not trained twice."""
 
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +35,13 @@ pytestmark = pytest.mark.usefixtures("few_resamples")
 PRINTED = json.loads(Path(paper.__file__).with_name("paper.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def empty_tables():
+    """The whole tables of the paper, of an empty ledger."""
+    names = ("sota", "finegrained", "ood", "over_under")
+    return {name: experiment_named(name).tables(Ledger("nowhere"), Choice(seeds=(1,)))[0] for name in names}
+
+
 def cell(table, row, column, group=None):
     place = next(n for n, c in enumerate(table.columns) if c.name == column and (group is None or c.group == group))
     return next(r for r in table.rows if r.name == row).cells[place]
@@ -62,36 +69,34 @@ def test_the_table_of_precisions_trains_the_same_recipe_in_both():
     assert slow.replace(**same) == fast == recipe_for("cifar10", loss="ce", protocol="fast", seed=1)
 
 
-def test_printed_numbers_are_found_where_they_were_printed():
+def test_printed_numbers_are_found_where_they_were_printed(empty_tables):
     assert paper.printed("sota", "fedlas_ls", "cifar10", "resnet50_cifar", metric="ece") == pytest.approx(0.0129)
     assert paper.printed("sota", "ce", "cifar10", "resnet50_cifar", metric="aece") == pytest.approx(0.0584)
     assert paper.printed("ood", "ce", "cifar10", "resnet50_cifar", metric="auroc", ood="svhn") == pytest.approx(0.9137)
     assert paper.printed("finegrained", "focal", "cub200", "resnet101", metric="ece") is None  # commented out there
     assert paper.printed("sota", "ce", "digits", "small_cnn", metric="ece") is None
-    used = 0
-    for name in ("sota", "finegrained", "ood", "over_under"):
-        table = experiment_named(name).tables(Ledger("nowhere"), Choice())[0]
-        used += sum(
-            c.printed is not None
-            for r in table.rows
-            for c, col in zip(r.cells, table.columns, strict=False)
-            if col.group != "Mean rank" and col.name != "mean accuracy %"
-        )
+    used = sum(
+        c.printed is not None
+        for table in empty_tables.values()
+        for r in table.rows
+        for c, col in zip(r.cells, table.columns, strict=False)
+        if col.group != "Mean rank" and col.name != "mean accuracy %"
+    )
     assert used == sum(not row.get("commented_out") for row in PRINTED["numbers"])
 
 
-def test_mean_ranks_of_printed_numbers_are_the_printed_mean_ranks():
+def test_mean_ranks_of_printed_numbers_are_the_printed_mean_ranks(empty_tables):
     for name in ("sota", "finegrained"):
-        table = experiment_named(name).tables(Ledger("nowhere"), Choice())[0]
+        table = empty_tables[name]
         for method, stated in paper.printed_summaries(name).items():
             for metric in ("ECE", "AECE"):
                 found = cell(table, method, metric, "Mean rank").printed
                 assert found == pytest.approx(stated[f"mean_rank_{metric}"], abs=0.006), (name, method, metric)
 
 
-def test_printed_mean_accuracies_stand_in_the_whole_tables_in_every_format(tmp_path):
+def test_printed_mean_accuracies_stand_in_the_whole_tables_in_every_format(empty_tables, tmp_path):
     for name, method in (("sota", "fedlas_ls"), ("finegrained", "mbls")):
-        (table,) = experiment_named(name).tables(Ledger("nowhere"), Choice())
+        table = empty_tables[name]
         stated = {one: held["mean_Acc"] / 100 for one, held in paper.printed_summaries(name).items()}
         assert {row.name: cell(table, row.name, "mean accuracy %").printed for row in table.rows} == stated
         number = f"{100 * stated[method]:.2f}"
@@ -123,18 +128,20 @@ def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
     }
     book = bare_ledger(tmp_path, [bare_line(recipes[one], "paper", values[one]) for one in done])
     sota = experiment_named("sota")
-    found = cell(sota.tables(book, Choice())[0], "ls", "mean accuracy %")
+    choice = Choice(losses=("ce", "ls"))
+    (table,) = sota.tables(book, choice)
+    found = cell(table, "ls", "mean accuracy %")
     means = [sum(values[place, seed] for place in places) / len(places) for seed in (1, 2)]
     assert found.values == pytest.approx(means)
     assert (found.planned, found.intervals) == (3, ())
     assert found.inside_noise is False
-    assert cell(sota.tables(book, Choice())[0], "ce", "mean accuracy %").values == ()
-    assert cell(sota.tables(book, Choice(seeds=(3,)))[0], "ls", "mean accuracy %").values == ()
+    assert cell(table, "ce", "mean accuracy %").values == ()
+    assert cell(sota.tables(book, replace(choice, seeds=(3,)))[0], "ls", "mean accuracy %").values == ()
 
 
 @pytest.mark.parametrize("part", [{"data": ("cifar10",)}, {"models": ("resnet50_cifar",)}, {"protocol": "fast"}])
 def test_a_mean_accuracy_stands_in_no_table_of_other_places(part):
-    (table,) = experiment_named("sota").tables(Ledger("nowhere"), Choice(**part))
+    (table,) = experiment_named("sota").tables(Ledger("nowhere"), Choice(losses=("ce",), seeds=(1,), **part))
     assert "mean accuracy %" not in {column.name for column in table.columns}
 
 
@@ -307,17 +314,21 @@ def test_rows_of_the_ablations_are_told_apart_in_latex():
 
 def test_an_interrupted_command_ends_without_a_traceback(tmp_path):
     """Its message must not name --resume, which `reproduce` does not have."""
+
+    def interrupt() -> None:
+        until(lambda: list(tmp_path.glob("runs/*/checkpoint.pt")))
+        os.kill(os.getpid(), signal.SIGINT)
+
     words = "reproduce sota --data digits --protocol small --losses ce --seeds 1 --set epochs=2000 --device cpu"
     places = ["--runs", str(tmp_path / "runs"), "--ledger", str(tmp_path / "results")]
-    command = [sys.executable, "-m", "fedlas", *words.split(), *places]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: list(tmp_path.glob("runs/*/checkpoint.pt")) or process.poll() is not None)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
-    assert error.strip()
-    assert "--resume" not in error
-    assert "Traceback" not in error
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    shown = CliRunner().invoke(app, [*words.split(), "--set", "model_options.width=8", *places])
+    thread.join()
+    assert shown.exit_code == 128 + signal.SIGINT
+    assert str(tmp_path / "runs") in shown.stderr
+    assert "--resume" not in shown.stderr
+    assert "Traceback" not in shown.stderr
 
 
 def test_a_figure_says_how_it_is_drawn(tmp_path):
@@ -345,7 +356,7 @@ def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
 def test_every_recipe_of_every_experiment_is_a_good_one(name):
     for protocol in ("paper", "official", "fast"):
         try:
-            plan = planned(experiment_named(name), Choice(protocol=protocol), Ledger("nowhere"))
+            plan = planned(experiment_named(name), Choice(protocol=protocol, seeds=(1,)), Ledger("nowhere"))
         except ValueError as error:
             assert protocol == "fast"
             assert "network" in str(error)  # noqa: PT017
