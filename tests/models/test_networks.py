@@ -13,6 +13,14 @@ from fedlas.models.base import Head
 
 RECORDS = {record.name: record for record in list_models()}
 SIDE = {"small_cnn": 28}
+VIT = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 2}
+SAME_BLOCKS = {
+    "resnet34_cifar",
+    "resnet34_tiny",
+    "resnet101_cifar",
+    "resnet101_tiny",
+    "resnet50",
+}  # where they are thin
 
 
 @pytest.fixture
@@ -28,7 +36,7 @@ def size(model):
 def small(name, **options):
     """Any network of the catalogue, and images for it, made small enough for a test; ResNets need `thin`."""
     if name.startswith("vit"):
-        options |= {"img_size": 32, "depth": 1}
+        options |= VIT
     model = build_model(name, 7, **options)
     side = (
         32 if name.startswith("vit") or name in {"resnet50", "resnet101"} else SIDE.get(name, RECORDS[name].image_size)
@@ -41,14 +49,10 @@ def small(name, **options):
     [
         ("resnet18_cifar", 10, 11_173_962),
         ("resnet50_cifar", 10, 23_520_842),
-        ("resnet50_cifar", 100, 23_705_252),
-        ("resnet101_cifar", 10, 42_512_970),
         ("resnet101_cifar", 100, 42_697_380),
         ("resnet50_tiny", 200, 25_138_952),
         ("resnet101_tiny", 200, 44_131_080),
-        ("resnet101", 100, 42_705_060),
         ("resnet101", 200, 42_909_960),
-        ("vit_base_patch16_384", 100, 86_167_396),
         ("vit_base_patch16_384", 200, 86_244_296),
         ("small_cnn", 10, 94_186),
     ],
@@ -62,7 +66,7 @@ def test_a_small_network_can_be_smaller():
     layers = build_model("small_cnn", 7, width=8).modules()
     assert [layer.out_channels for layer in layers if isinstance(layer, nn.Conv2d)] == [8, 16, 32]
     for width in (0, 12):
-        with pytest.raises(ValueError, match=f"width is {width}; expected a multiple of 8"):
+        with pytest.raises(ValueError, match=rf"width.*{width}.*\b8\b"):
             build_model("small_cnn", 7, width=width)
 
 
@@ -79,13 +83,13 @@ def test_options_do_not_change_sizes():
         ("resnet18_cifar", 512),
         ("resnet34_cifar", 512),
         ("resnet50_cifar", 2048),
-        ("resnet101_cifar", 2048),
+        pytest.param("resnet101_cifar", 2048, marks=pytest.mark.campaign),
         ("resnet18_tiny", 2048),
-        ("resnet34_tiny", 2048),
+        pytest.param("resnet34_tiny", 2048, marks=pytest.mark.campaign),
         ("resnet50_tiny", 8192),
-        ("resnet101_tiny", 8192),
+        pytest.param("resnet101_tiny", 8192, marks=pytest.mark.campaign),
         ("resnet50", 2048),
-        ("resnet101", 2048),
+        pytest.param("resnet101", 2048, marks=pytest.mark.campaign),
         ("vit_base_patch16_384", 768),
     ],
 )
@@ -98,7 +102,9 @@ def test_features_have_the_published_width_at_full_size(name, width):
 
 
 @pytest.mark.usefixtures("thin")
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.campaign] if name in SAME_BLOCKS else []) for name in RECORDS]
+)
 def test_the_head_makes_the_logits_of_the_features(name):
     model, images = small(name)
     net = WithFeatures(model).eval()
@@ -116,12 +122,12 @@ def before_pool(model, x):
 @pytest.mark.usefixtures("thin")
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_tiny_features_are_means_of_four_windows_channel_by_channel(memory):
-    model, images = small("resnet50_tiny")
+    model, images = small("resnet18_tiny")
     model, images = model.eval().to(memory_format=memory), images.to(memory_format=memory)
     last = before_pool(model, images)
-    assert last.shape == (2, 2048, 8, 8)
+    assert last.shape == (2, 512, 8, 8)
     features = WithFeatures(model)(images).features
-    for channel in (0, 1, 2047):
+    for channel in (0, 1, 511):
         for row in (0, 1):
             for column in (0, 1):
                 window = last[:, channel, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
@@ -220,7 +226,7 @@ def test_a_transformer_gives_its_cls_token_after_or_before_the_final_norm():
     before, _ = small("vit_base_patch16_384", pre_norm=True)
     weights = after.state_dict()
     for part in ("weight", "bias"):
-        weights[f"norm.{part}"] += torch.rand(768)
+        weights[f"norm.{part}"] += torch.rand_like(weights[f"norm.{part}"])
         weights[f"head.before.{part}"] = weights[f"norm.{part}"]
     after.load_state_dict({k: v for k, v in weights.items() if "before" not in k})
     before.load_state_dict({k: v for k, v in weights.items() if not k.startswith("norm.")})
@@ -235,26 +241,30 @@ def test_a_transformer_is_the_one_of_timm():
     torch.manual_seed(0)
     ours, images = small("vit_base_patch16_384")
     torch.manual_seed(0)
-    theirs = timm.create_model("vit_base_patch16_384", num_classes=7, img_size=32, depth=1)
+    theirs = timm.create_model("vit_base_patch16_384", num_classes=7, **VIT)
     torch.testing.assert_close(ours.eval()(images), theirs.eval()(images), rtol=0, atol=0)
 
 
 COMPILED = {
+    "small_cnn": {},
+    "vit_base_patch16_384 pre_norm": {"pre_norm": True},
+}
+COMPILED_SLOWLY = {
     "resnet18_tiny": {},  # these two have every block, pool and head of the ResNets
     "resnet101": {},
-    "small_cnn": {},
     "small_cnn group": {"norm": "group"},
     "vit_base_patch16_384": {},
-    "vit_base_patch16_384 pre_norm": {"pre_norm": True},
 }
 
 
 @pytest.mark.usefixtures("thin")
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize(
+    "case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.campaign) for case in COMPILED_SLOWLY)]
+)
 def test_logits_and_features_compile_in_one_graph(case):
     """As the training engine wants it: in training mode and channels-last, with gradients."""
     torch.compiler.reset()
-    model, images = small(case.split()[0], **COMPILED[case])
+    model, images = small(case.split()[0], **(COMPILED | COMPILED_SLOWLY)[case])
     model, images = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
     for part in model.modules():
         if isinstance(part, nn.Dropout):
@@ -276,8 +286,10 @@ def test_logits_and_features_compile_in_one_graph(case):
 
 
 @pytest.mark.usefixtures("thin")
-@pytest.mark.parametrize("name", ["resnet50_cifar", "resnet50_tiny", "resnet50", "vit_base_patch16_384", "small_cnn"])
-@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [("resnet18_cifar", 1), ("resnet18_tiny", 1), ("resnet50", 4), ("vit_base_patch16_384", 1), ("small_cnn", 4)],
+)
 def test_images_may_have_other_channels(name, channels):
     model, images = small(name, in_channels=channels)
     assert model.eval()(images).shape == (2, 7)
@@ -300,6 +312,7 @@ def test_samples_of_the_small_network_with_group_norm_do_not_depend_on_each_othe
     assert not list(model.buffers())
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_the_small_network_learns_digits_in_seconds(norm):
     torch.use_deterministic_algorithms(True)

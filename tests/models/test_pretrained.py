@@ -1,6 +1,7 @@
 """Weights from files: what fits is loaded, what does not is named, and what is not there is said where to put."""
 
 import hashlib
+import re
 import urllib.error
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from fedlas.models import build_model, resnet
 from fedlas.models.pretrained import Source
 
-VIT = {"img_size": 32, "depth": 1}
+VIT = {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,6 @@ def same(model, weights, but=()):
 CASES = {
     "small_cnn": {},
     "resnet18_cifar": {},
-    "resnet18_tiny": {},
     "resnet101": {},
     "vit_base_patch16_384": VIT,
     "timm:test_vit": {},
@@ -57,8 +57,7 @@ CASES = {
 HEADS = {"vit_base_patch16_384": "head", "timm:test_vit": "head", "torchvision:mobilenet_v3_small": "classifier.3"}
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "pth"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "kind"), [("small_cnn", "safetensors"), *((name, "pth") for name in CASES)])
 def test_a_file_makes_the_network_again(name, kind, tmp_path):
     model = build_model(name, 7, **CASES[name])
     path = saved(model, tmp_path / f"weights.{kind}")
@@ -99,39 +98,39 @@ def without(weights, name):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda w: without(w, "conv2.weight"), "missing: conv2.weight$"),
-        (lambda w: without(w, "fc.bias"), "missing: fc.bias$"),
-        (lambda w: w | {"extra": torch.ones(1)}, "unknown: extra$"),
+        (lambda w: without(w, "conv2.weight"), r"missing.*conv2\.weight$"),
+        (lambda w: without(w, "fc.bias"), r"missing.*fc\.bias$"),
+        (lambda w: w | {"extra": torch.ones(1)}, "unknown.*extra$"),
         (
             lambda w: w | {"conv1.weight": torch.ones(32, 3, 3, 3)},
-            r"of another shape: conv1.weight \(32, 3, 3, 3\) instead of \(32, 1, 3, 3\)$",
+            r"conv1.weight \(32, 3, 3, 3\).*\(32, 1, 3, 3\)$",
         ),
-        (lambda w: w | {"fc.weight": torch.ones(7, 64)}, r"fc.weight \(7, 64\) instead of \(7, 128\)"),
+        (lambda w: w | {"fc.weight": torch.ones(7, 64)}, r"fc.weight \(7, 64\).*\(7, 128\)"),
         (lambda w: w | {"fc.weight": torch.ones(9, 64), "fc.bias": torch.ones(9)}, r"fc.weight \(9, 64\)"),
         (
             lambda w: {f"module.{k}": v for k, v in w.items()},
-            "missing: conv1.weight, norm1.weight, norm1.bias, norm1.running_mean and 11 more; unknown: module.conv1.*",
+            "missing.*conv1.weight, norm1.weight, norm1.bias, norm1.running_mean.*11.*unknown.*module.conv1",
         ),
     ],
 )
 def test_what_does_not_fit_is_named(change, said, tmp_path):
     torch.save(change(build_model("small_cnn", 7).state_dict()), tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=f"w.pth does not fit the network 'small_cnn': .*{said}"):
+    with pytest.raises(ValueError, match=f"w.pth.*'small_cnn'.*{said}"):
         build_model("small_cnn", 7, pretrained=tmp_path / "w.pth")
 
 
 def test_files_that_are_none(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no file of weights at .*nowhere\.pth"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.pth"):
         build_model("small_cnn", 7, pretrained=tmp_path / "nowhere.pth")
     for name in ("broken.pth", "broken.safetensors"):
         (tmp_path / name).write_bytes(b"not weights")
-        with pytest.raises(ValueError, match=f"{name} is damaged, or holds more than tensors"):
+        with pytest.raises(ValueError, match=f"{name}.*tensors"):
             build_model("small_cnn", 7, pretrained=tmp_path / name)
     torch.save(nn.Linear(2, 2), tmp_path / "module.pth")  # a pickle of code
-    with pytest.raises(ValueError, match=r"module\.pth is damaged, or holds more than tensors"):
+    with pytest.raises(ValueError, match=r"module\.pth.*tensors"):
         build_model("small_cnn", 7, pretrained=tmp_path / "module.pth")
     torch.save({"epoch": 3}, tmp_path / "epoch.pth")
-    with pytest.raises(ValueError, match=r"epoch\.pth holds no state_dict"):
+    with pytest.raises(ValueError, match=r"epoch\.pth.*state_dict"):
         build_model("small_cnn", 7, pretrained=tmp_path / "epoch.pth")
 
 
@@ -149,7 +148,7 @@ def test_pretrained_transformers_may_give_features_before_the_norm(tmp_path):
 
 def test_positions_of_a_transformer_are_resized_by_timm(tmp_path):
     path = saved(build_model("vit_base_patch16_384", 7, **VIT), tmp_path / "vit.pth")
-    model = build_model("vit_base_patch16_384", 7, pretrained=path, img_size=64, depth=1)
+    model = build_model("vit_base_patch16_384", 7, pretrained=path, **VIT | {"img_size": 64})
     assert same(model, torch.load(path, weights_only=True), but=["pos_embed"])
 
 
@@ -178,7 +177,7 @@ def test_offline_it_says_what_to_fetch_and_where_to_put_it(case, hub, monkeypatc
     url, file = PUBLISHED[case]
     with pytest.raises(OSError, match="no route to host") as error:
         build_model(name, 10, pretrained=True, **({"tag": tag} if tag else {}))
-    assert f"Fetch {url} elsewhere and put it at {hub / file}, or say where it is: pretrained=" in str(error.value)
+    assert re.search(rf"{re.escape(url)} .*{re.escape(str(hub / file))}\b.*pretrained=", str(error.value))
 
 
 def test_a_file_that_was_put_there_is_found(hub):
@@ -208,9 +207,7 @@ def test_weights_are_fetched_once_and_checked(hub, tmp_path, monkeypatch):
     (tmp_path / "there.pth").unlink()
     assert source.fetched().read_bytes() == content
     source.path.write_bytes(content[:-1])
-    with pytest.raises(
-        ValueError, match=rf"is damaged \(its SHA-256 is .* should begin with {digest[:8]}\); delete it"
-    ):
+    with pytest.raises(ValueError, match=rf"{source.path}.*SHA-256.*{digest[:8]}"):
         source.fetched()
 
 
@@ -219,7 +216,7 @@ def test_a_wrong_file_is_not_kept(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     (tmp_path / "there.pth").write_bytes(b"something else")
     source = Source(f"file://{tmp_path}/there.pth", "net-01234567.pth")
-    with pytest.raises(OSError, match=r"could not be fetched \(invalid hash value"):
+    with pytest.raises(OSError, match="invalid hash value"):
         source.fetched()
     assert not list(hub.iterdir())
 
@@ -227,9 +224,9 @@ def test_a_wrong_file_is_not_kept(hub, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("resnet50_cifar", {}, "nobody publishes weights of 'resnet50_cifar'; pass pretrained='path/to/a/file'"),
-        ("resnet101", {"tag": "V9"}, "no weights 'V9' for 'resnet101', only IMAGENET1K_V1, IMAGENET1K_V2"),
-        ("timm:botnet50ts_256", {}, "timm has no weights for 'botnet50ts_256'"),
+        ("resnet50_cifar", {}, "'resnet50_cifar'.*pretrained='"),
+        ("resnet101", {"tag": "V9"}, "'V9'.*'resnet101'.*IMAGENET1K_V1, IMAGENET1K_V2"),
+        ("timm:botnet50ts_256", {}, "timm.*'botnet50ts_256'"),
     ],
 )
 def test_where_nothing_is_published_it_says_so(name, options, said):

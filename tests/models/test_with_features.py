@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -167,31 +168,31 @@ def low_rank():
 
 
 REFUSED = {
-    "two heads": (heads(), "several layers of Wired could make its logits: head_a, head_b;"),
-    "two heads of different widths": (heads(classes=2), "head_a, head_b;"),
-    "two deep heads": (deep_heads(), "a.0, b.0;"),
-    "a list of heads": (Wired(None, heads=nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])), "heads.0, heads.1;"),
-    "a later layer beside the head": (Wired(None, fc=nn.Linear(6, 5), projection=nn.Linear(6, 3)), "fc, projection;"),
+    "two heads": (heads(), "head_a, head_b"),
+    "two heads of different widths": (heads(classes=2), "head_a, head_b"),
+    "two deep heads": (deep_heads(), "a.0, b.0"),
+    "a list of heads": (Wired(None, heads=nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])), "heads.0, heads.1"),
+    "a later layer beside the head": (Wired(None, fc=nn.Linear(6, 5), projection=nn.Linear(6, 3)), "fc, projection"),
     "two branches that are joined": (
         Wired(None, image=nn.Linear(6, 3), text=nn.Linear(6, 4), out=nn.Linear(7, 5)),
-        "image, text, out;",
+        "image, text, out",
     ),
-    "an adapter": (low_rank(), "classifier.base, classifier.up;"),
-    "no layer at all": (nn.Flatten(), "Flatten does not end in a linear layer (the linear layers in it: none);"),
+    "an adapter": (low_rank(), "classifier.base, classifier.up"),
+    "no layer at all": (nn.Flatten(), "Flatten"),
     "a grouped convolution called head": (
         Wired(None, head=nn.Conv2d(6, 6, 1, groups=6)),
-        "(the linear layers in it: none);",
+        "none",
     ),
-    "convolutions only": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1)), "(the linear layers in it: none);"),
+    "convolutions only": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1)), "none"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_doubtful_head_is_refused_with_the_candidates(case):
-    model, message = REFUSED[case]
-    with pytest.raises(ValueError, match=r"pass WithFeatures\(model, head=\.\.\.\)") as error:
+    model, candidates = REFUSED[case]
+    with pytest.raises(ValueError, match="head=") as error:
         WithFeatures(model)
-    assert message in str(error.value)
+    assert re.search(rf"\b{re.escape(candidates)}\b(?!,)", str(error.value))
 
 
 def test_the_user_may_say_which_of_two_heads():
@@ -219,17 +220,17 @@ class Cosine(nn.Module):
 def test_a_head_that_is_no_linear_layer_can_be_given():
     model = nn.Sequential(nn.Linear(6, 8), Cosine())
     assert proven(WithFeatures(model, head="1"), torch.randn(4, 6)).features.shape == (4, 8)
-    with pytest.raises(ValueError, match="do not belong row by row"):  # the linear layer is not the last one here
+    with pytest.raises(ValueError, match="'0'"):  # the linear layer is not the last one here
         WithFeatures(model)(torch.randn(4, 6))
 
 
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ("fc33", "head='fc33' is no part of the model; did you mean 'fc3'? Known: fc1, fc2, fc3."),
-        ("zzz", "head='zzz' is no part of the model; Known: fc1, fc2, fc3."),
-        ("act", "head='act' is not one layer with a weight matrix; Known: fc1, fc2, fc3."),
-        ("two", "head='two' is not one layer with a weight matrix; did you mean 'two.b'? Known: two.a, two.b."),
+        ("fc33", "head='fc33'.*'fc3'.*fc1, fc2, fc3"),
+        ("zzz", "head='zzz'.*fc1, fc2, fc3"),
+        ("act", "head='act'.*weight.*fc1, fc2, fc3"),
+        ("two", "head='two'.*weight.*two.a, two.b"),
     ],
 )
 def test_a_wrong_path_is_refused_with_the_layers_there_are(head, message):
@@ -237,9 +238,8 @@ def test_a_wrong_path_is_refused_with_the_layers_there_are(head, message):
     model.act = nn.ReLU()
     if head == "two":
         model.two = Wired(None, a=nn.Linear(6, 5), b=nn.Linear(6, 5))
-    with pytest.raises(ValueError, match="head=") as error:
+    with pytest.raises(ValueError, match=message):
         WithFeatures(model, head=head)
-    assert str(error.value) == message
 
 
 class Timm(nn.Module):
@@ -259,7 +259,7 @@ class Timm(nn.Module):
 def test_get_classifier_is_believed():
     assert WithFeatures(Timm(nn.Linear(8, 5))).head_name == "last"
     assert WithFeatures(nn.Sequential(Timm(nn.Sequential(nn.Dropout(), nn.Linear(8, 5))))).head_name == "0.last.1"
-    with pytest.raises(ValueError, match=r"does not end in a linear layer \(the linear layers in it: body, neck\)"):
+    with pytest.raises(ValueError, match="body, neck"):
         WithFeatures(Timm(nn.Identity()))
 
 
@@ -338,16 +338,15 @@ def test_logits_are_taken_out_of_what_networks_return(case):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"start": 1, "end": 2}, "the network returns a dict with start, end; WithFeatures takes a tensor"),
-        (None, "the network returns a NoneType;"),
-        ((), "the network returns a tuple;"),
-        (SimpleNamespace(logits=None), "the network returns a SimpleNamespace;"),
+        ({"start": 1, "end": 2}, "dict.*start, end"),
+        (None, "NoneType"),
+        ((), "tuple"),
+        (SimpleNamespace(logits=None), "SimpleNamespace"),
     ],
 )
 def test_an_output_without_logits_is_refused(result, message):
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(TypeError, match=message):
         WithFeatures(pair(lambda self, x: result))(torch.randn(4, 6))
-    assert str(error.value).startswith(message)
 
 
 ROWS = {
@@ -382,7 +381,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_features_that_may_not_belong_to_the_logits_are_refused(case):
-    with pytest.raises(ValueError, match=r"the layer 'b'.*pass WithFeatures\(model, head=\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"'b'.*head="):
         WithFeatures(pair(WRONG[case]))(torch.randn(4, 6))
 
 
@@ -391,7 +390,7 @@ def test_logits_of_another_layer_as_wide_are_refused_when_they_are_seen():
         return self.fc(x) + self.auxiliary(x)
 
     model = Wired(wiring, auxiliary=nn.Sequential(nn.Linear(6, 5)), fc=nn.Linear(6, 5))
-    with pytest.raises(ValueError, match=r"not the output of the layer 'fc' as it is; .* one of: fc, auxiliary.0"):
+    with pytest.raises(ValueError, match=r"'fc'.*fc, auxiliary.0"):
         WithFeatures(model)(torch.randn(4, 6))
     assert WithFeatures(model, head="fc")(torch.randn(4, 6)).features.shape == (4, 6)
 
@@ -409,13 +408,13 @@ class Pooling(nn.Module):
 
 def test_a_head_that_changes_the_rows_is_refused():
     net = WithFeatures(nn.Sequential(nn.Linear(6, 8), Pooling()), head="1")
-    with pytest.raises(ValueError, match=r"features \(4, 3, 8\) and output \(4, 5\) of the layer '1' do not belong"):
+    with pytest.raises(ValueError, match=r"\(4, 3, 8\).*\(4, 5\).*'1'"):
         net(torch.randn(4, 3, 6))
 
 
 def test_one_class_of_a_map_is_refused():
     net = WithFeatures(Wired(lambda self, x: self.fc(x)[:, 0], fc=nn.Conv2d(3, 5, 1)))
-    with pytest.raises(ValueError, match="do not belong row by row"):
+    with pytest.raises(ValueError, match="'fc'"):
         net(torch.randn(2, 3, 4, 4))
 
 
@@ -443,7 +442,7 @@ def test_a_pointwise_convolution_after_pooling_is_a_linear_layer():
     net.eval()
     logits, features = net(x)
     torch.testing.assert_close(features @ net.model.fc.weight.flatten(1).T + net.model.fc.bias, logits)
-    with pytest.raises(ValueError, match="do not belong row by row"):  # averaged after the head
+    with pytest.raises(ValueError, match="'fc'"):  # averaged after the head
         WithFeatures(Wired(lambda self, x: self.fc(x).mean((2, 3)), fc=nn.Conv2d(3, 5, 1)))(x)
 
 
@@ -455,7 +454,7 @@ def test_unwrapping_takes_every_trace_off():
     assert net.unwrap() is model
     assert not layer._forward_hooks
     assert not any(b"fedlas" in part for part in (pickle.dumps(layer),))
-    with pytest.raises(RuntimeError, match="wrap the network again"):
+    with pytest.raises(RuntimeError, match="wrap"):
         net(images())
 
 
@@ -541,14 +540,14 @@ def test_an_error_in_the_network_leaves_the_wrapper_usable():
 
 def test_a_wrapper_does_not_run_inside_of_itself():
     net = WithFeatures(pair(lambda self, x: net(x)))
-    with pytest.raises(RuntimeError, match="already running"):
+    with pytest.raises(RuntimeError, match="running"):
         net(torch.randn(4, 6))
 
 
 def test_a_replica_of_data_parallel_is_refused():
     net = WithFeatures(Classifier())
     net._is_replica = True  # as torch marks them
-    with pytest.raises(TypeError, match="use DistributedDataParallel"):
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
         net(images())
 
 
@@ -611,7 +610,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("case", COMPILED)
 def test_compiled_in_one_graph_without_recompilation(case, training):
     build, inputs = COMPILED[case]
@@ -638,7 +637,7 @@ def test_compiled_in_one_graph_without_recompilation(case, training):
 
 def test_a_refusal_is_heard_through_compile():
     net = torch.compile(WithFeatures(pair(WRONG["called twice"])), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="called 2 times"):
+    with pytest.raises(Exception, match=r"'b'.*\b2\b"):
         net(torch.randn(4, 6))
 
 
@@ -661,5 +660,5 @@ def test_a_network_that_returns_probabilities_is_warned_of(last):
     if not isinstance(last, nn.Softmax):
         WithFeatures(model)
         return
-    with pytest.warns(UserWarning, match="the last layer, '3', is a softmax: .* train it without that layer"):
+    with pytest.warns(UserWarning, match=r"'3'.*softmax"):
         WithFeatures(model)
