@@ -456,14 +456,15 @@ def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
     assert [(rows.start, rows.stop) for rows in taken] == [(100 * i, 100 * i + 100) for i in range(9)]
 
 
-def test_cross_fitting_does_not_tell_foreign_data_apart_by_itself():
+@pytest.mark.parametrize("seeds", [8, pytest.param(30, marks=pytest.mark.campaign)])
+def test_cross_fitting_does_not_tell_foreign_data_apart_by_itself(seeds):
     """Known and foreign samples of one kind: calibrators that differ between them would seem to separate them."""
     held = []
-    for seed in range(30):
+    for seed in range(seeds):
         both = predictions(400, seed=seed)
         report = evaluate(both[:200], ood={"same": both[200:].logits}, posthoc=["isotonic"], intervals=False)
         held.append(0.5 in report.after["isotonic"].detection["same"]["max_probability"].auroc.interval)
-    assert sum(held) >= 25
+    assert sum(held) >= 25 / 30 * seeds
 
 
 def test_a_report_can_be_sent_and_copied():

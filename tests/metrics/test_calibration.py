@@ -92,7 +92,7 @@ def test_wrong_input_is_an_error_that_names_the_row(metric, probs, labels, messa
 
 
 def test_no_samples_are_an_error():
-    with pytest.raises(ValueError, match=r"probs.*sample"):
+    with pytest.raises(ValueError, match="sample"):
         ece(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
 
 

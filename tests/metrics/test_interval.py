@@ -158,7 +158,7 @@ def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
 def test_intervals_of_saturated_models_and_of_few_samples_cover(metric, name):
     """Errors are counted in ones, so that such intervals can only be too wide: no upper limit is set.
 
-    A bin of confidence 1 without an error showed no noise at all: 28 to 73 % were covered, 21 to 30 % of single samples.
+    A bin of confidence 1 without an error showed no noise at all: 28 to 73 % were covered.
     """
     assert coverage(metric, name, trials=400, resamples=400) >= 0.92
 

@@ -35,6 +35,7 @@ assert torch.isnan(top_of_rows(bad)[0]).tolist() == [True, True, True, False]
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_kernel_gives_the_numbers_of_torch():
     settings = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}

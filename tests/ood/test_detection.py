@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
 
@@ -117,6 +117,7 @@ def test_by_hand_and_turned_around(known, foreign):
     assert ood.fpr_at_tpr(x, y, positive="id") == ood.fpr_at_tpr(-y, -x)
 
 
+@settings(max_examples=25)
 @given(tables, tables, st.randoms(use_true_random=False))
 def test_order_and_scale_mean_nothing(known, foreign, random):
     def numbers(x, y):
@@ -268,11 +269,9 @@ def coverage(shift: float, spread: float, n: int, m: int, trials: int) -> dict[s
     return {name: count / trials for name, count in hits.items()}
 
 
-@pytest.mark.parametrize(("shift", "spread", "n", "m"), [(1, 1, 400, 300), (2.5, 1, 300, 800), (0, 1, 200, 200)])
-def test_95_percent_intervals_cover_the_true_value(shift, spread, n, m):
-    found = coverage(shift, spread, n, m, trials=300)
-    assert 0.92 <= found["auroc"] <= 0.98
-    assert min(found.values()) >= 0.92
+def test_intervals_cover_the_true_value():
+    """A sanity check; the campaign below holds 92 to 99 %."""
+    assert min(coverage(1, 1, 400, 300, trials=40).values()) >= 0.9
 
 
 @pytest.mark.campaign

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,9 @@ def build(name: str) -> AbstractCalibrator:
     return posthoc.build_calibrator(name)
 
 
-def fitted(name: str, classes: int = 4) -> AbstractCalibrator:
-    return build(name).fit(*problem(classes=2 if name == "platt" else classes))
+@cache
+def fitted(name: str) -> AbstractCalibrator:
+    return build(name).fit(*problem(classes=2 if name == "platt" else 4))
 
 
 def test_the_catalogue_holds_what_was_asked_for():
