@@ -85,7 +85,7 @@ def test_the_lock_is_open_in_no_child(tmp_path):
         child = fork.Process(target=hold, args=(ready, end))
         child.start()
         assert ready.wait(60)
-        with pytest.raises(RunError, match="another process is working in"), locked(tmp_path):
+        with pytest.raises(RunError, match="process"), locked(tmp_path):
             pass  # the child's copy is closed, ours is not
     with locked(tmp_path):
         pass
@@ -120,7 +120,7 @@ def test_images_that_live_on_the_device_are_kept_too_and_give_the_same(images, f
 
 def test_too_few_images_are_found_before_training(tmp_path):
     images = photographs(tmp_path / "few", count=3)
-    with pytest.raises(ValueError, match=r"too few images for its val split, .*: cat 3, dog 3, owl 3"):
+    with pytest.raises(ValueError, match=r"val.*cat 3, dog 3, owl 3"):
         fit(large(images), out=tmp_path / "run")
     assert not Run(tmp_path / "run").log_file.exists()
 
@@ -130,7 +130,7 @@ def test_what_predicting_will_need_is_looked_for_before_training(images, tmp_pat
         raise OSError("no network in tests")
 
     monkeypatch.setattr("urllib.request.urlopen", offline)
-    for name, message in (("folder", "ood=folder does not say which images"), ("svhnn", "did you mean 'svhn'")):
+    for name, message in (("folder", "ood=folder"), ("svhnn", "'svhn'")):
         with pytest.raises(ValueError, match=message):
             fit(large(images, ood=(name,)), out=tmp_path / name)
     with pytest.raises(OSError, match=r"test_32x32\.mat"):
@@ -143,6 +143,6 @@ def test_a_damaged_image_ends_a_run_with_its_name(tmp_path, workers):
     images = photographs(tmp_path / "images")
     broken = images / "dog" / "7.png"
     broken.write_bytes(broken.read_bytes()[:60])
-    with pytest.raises(ValueError, match=f"{broken} is damaged"):
+    with pytest.raises(ValueError, match=str(broken)):
         fit(large(images, workers=workers), out=tmp_path / "run")
     until(lambda: not multiprocessing.active_children())

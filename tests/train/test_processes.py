@@ -26,14 +26,13 @@ OPTIONS = {
 }
 HERE = Path(__file__).parent
 PATIENCE = 180  # seconds: six times as long as it takes beside other tests
-# Unbroken by the command line, stopped and resumed: in one start of two processes, which takes longer than the runs.
+# All runs of the campaign in one start of two processes, which takes longer than the runs.
 RUNS = """
 import faulthandler, os, signal, sys
 from pathlib import Path
 faulthandler.dump_traceback_later(120)  # where it stands still, should it
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import large
-from fedlas.__main__ import main
 from fedlas.train import AbstractCallback, RunError, StoppedError, fit, recipe_for
 
 class Signals(AbstractCallback):
@@ -52,14 +51,8 @@ def say(words):  # at once, lest the other process says something in between
 def threads():
     return len(os.listdir("/proc/self/task"))
 
-folder, images, changes, before = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:], threads()
-recipe = recipe_for("digits", loss="fedlas_ls").with_settings(dict(change.split("=") for change in changes))
-words = ["--data", "digits", "--loss", "fedlas_ls", "--out", str(folder / "unbroken")]
-sys.argv[1:] = ["train", *words, *(word for change in changes for word in ("--set", change))]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code
+folder, images, unbroken, before = *map(Path, sys.argv[2:5]), threads()
+recipe = recipe_for("digits", loss="fedlas_ls").with_settings(dict(change.split("=") for change in sys.argv[5:]))
 try:
     fit(recipe, out=folder / "stopped", callbacks=[Signals()])
 except StoppedError as error:
@@ -69,9 +62,9 @@ fit(recipe.replace(model_options={"width": 8}, deterministic=False), out=folder 
 photographs = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
 fit(photographs, out=folder / "photographs")
 sync, other = photographs.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
-for wrong, name in ((sync, "sync"), (other, "unbroken"), (recipe, "unbroken/log.jsonl/run")):
+for wrong, out in ((sync, folder / "sync"), (other, unbroken), (recipe, unbroken / "log.jsonl/run")):
     try:
-        fit(wrong, out=folder / name)
+        fit(wrong, out=out)
     except (RunError, NotADirectoryError) as error:
         say(error)
 say(f"in the end {threads() - before} threads are left")
@@ -112,20 +105,32 @@ def capture(pytestconfig: pytest.Config) -> CaptureManager:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
-    """The folder of the runs of two processes, what they said, and the images that they have read."""
+def unbroken(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> Run:
+    """A run of two processes by the command line."""
+    words = ["-m", "fedlas", "train", "--data", "digits", "--loss", "fedlas_ls"]
+    words += [word for name, value in OPTIONS.items() for word in ("--set", f"{name}={value}")]
+    base = tmp_path_factory.mktemp("unbroken")
+    folder, _, error = torchrun(base, capture, lambda folder: [*words, "--out", folder / "run"])
+    assert "Grad strides" not in error
+    return Run(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def made(unbroken: Run, tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
+    """The folder of further runs of two processes, their output, and the images that they read."""
     base = tmp_path_factory.mktemp("processes")
     images, script = photographs(base / "images"), base / "runs.py"
     script.write_text(RUNS)
     changes = [f"{name}={value}" for name, value in OPTIONS.items()]
-    folder, said, error = torchrun(base, capture, lambda folder: [script, HERE, folder, images, *changes])
+    words = [images, unbroken.folder, *changes]
+    folder, said, error = torchrun(base, capture, lambda folder: [script, HERE, folder, *words])
     assert "Grad strides" not in error
     return folder, said, images
 
 
-def test_two_processes_equal_one(made, tmp_path):
+def test_two_processes_equal_one(unbroken, tmp_path):
     recipe = recipe_for("digits", loss="fedlas_ls").with_settings(OPTIONS)
-    two, one = Run(made[0] / "unbroken"), fit(recipe, out=tmp_path)
+    two, one = unbroken, fit(recipe, out=tmp_path)
     for mine, theirs in zip(two.log, one.log, strict=True):
         for part in ("train", "val"):
             for name, value in theirs[part].items():
@@ -142,18 +147,19 @@ def test_two_processes_equal_one(made, tmp_path):
     assert (two.folder / "environment.json").read_text().count('"processes": 2') == 1
 
 
-def test_two_processes_stop_go_on_bit_for_bit_and_read_images(made):
+@pytest.mark.campaign
+def test_two_processes_stop_go_on_bit_for_bit_and_read_images(unbroken, made):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
     folder, said, images = made
     # Both agree on the highest. A thread that lives on and asks for Python while Python ends aborts the process.
     assert said.count("while it trains more threads") == 2
     assert said.count("stopped by 15 and 0 threads are left") == 2
     assert said.count("in the end 0 threads are left") == 2
-    stopped, unbroken = Run(folder / "stopped"), Run(folder / "unbroken")
+    stopped = Run(folder / "stopped")
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
     assert log_without_times(stopped) == log_without_times(unbroken)
     assert prediction_bytes(stopped) == prediction_bytes(unbroken)
-    for words in ("sync_batchnorm needs GPUs", "holds a run of another recipe", "Not a directory"):
+    for words in ("sync_batchnorm", "lr: ", "Not a directory"):
         assert said.count(words) == 2  # errors reach both
     # Statistics of batch norm used to be each rank's own, and so predictions of two networks.
     norms = Run(folder / "norms")
@@ -180,11 +186,11 @@ def test_statistics_of_batchnorm_can_be_shared():
 
 
 def test_batches_that_cannot_be_shared_are_refused():
-    with pytest.raises(RunError, match="2 processes cannot share a batch of 51 evenly; change batch_size"):
+    with pytest.raises(RunError, match=r"2 .*\b51\b.*batch_size"):
         _check_shares(recipe_for("digits", batch_size=51), 330, 2)
-    with pytest.raises(RunError, match="2 processes with 5 parts each cannot share a batch of 25 evenly"):
+    with pytest.raises(RunError, match=r"2 .*\b5\b.*\b25\b"):
         _check_shares(recipe_for("digits", batch_size=25, accumulate=5), 330, 2)
-    with pytest.raises(RunError, match="the last batch of an epoch, 15 samples, evenly; set drop_last=true"):
+    with pytest.raises(RunError, match=r"\b15\b.*drop_last=true"):
         _check_shares(recipe_for("digits", batch_size=50), 315, 2)
     _check_shares(recipe_for("digits", batch_size=50, drop_last=True), 315, 2)
 

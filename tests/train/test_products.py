@@ -6,6 +6,7 @@ from interpreted import found_by
 pytest.importorskip("triton")
 from products_case import CASES, CASES_BACK
 
+pytestmark = pytest.mark.campaign
 DIGITS = {"float16": 2**-10, "float32": 1e-5}
 
 

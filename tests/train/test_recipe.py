@@ -1,6 +1,7 @@
 """Recipes: plain values, keys that stay, settings from text, and the published numbers."""
 
 import json
+import re
 
 import pytest
 
@@ -49,41 +50,41 @@ def test_settings_are_read_by_the_type_of_their_field():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"epohs": "3"}, "no field 'epohs'; did you mean 'epochs'"),
-        ({"epochs": "many"}, "epochs must be a whole number, not 'many'"),
-        ({"epochs": "0"}, "epochs must be at least 1"),
-        ({"lr": "fast"}, "lr must be a number"),
-        ({"lr": "nan"}, "lr must be finite"),
-        ({"deterministic": "perhaps"}, "deterministic must be true or false"),
-        ({"precision": "int8"}, "precision must be one of fp32, tf32, bf16, fp16"),
-        ({"loss_options": "alpha"}, "loss_options must be JSON"),
-        ({"accumulate": "3"}, "accumulate must be a divisor of batch_size"),
-        ({"data_options.seed": "3"}, "the recipe's own seed decides"),
-        ({"schedule": "one_cycle", "warmup": "5"}, "warmup does nothing with schedule=one_cycle; leave it out"),
-        ({"schedule": "cosine", "milestones": "3"}, "milestones does nothing with schedule=cosine"),
-        ({"decay": "0.2"}, "decay does nothing with schedule=constant"),
-        ({"schedule": "cosine", "peak_at": "0.5"}, "peak_at does nothing with schedule=cosine"),
-        ({"end_factor": "0.5"}, "end_factor does nothing with schedule=constant"),
-        ({"optimizer": "adamw", "nesterov": "true"}, "nesterov does nothing with optimizer=adamw"),
-        ({"optimizer": "adamw", "momentum": "0.8"}, "momentum does nothing with optimizer=adamw"),
-        ({"beta2": "0.99"}, "beta2 does nothing with optimizer=sgd"),
-        ({"schedule": "multi_step"}, "milestones must be given for multi_step"),
-        ({"clip_loss": "true"}, "clip_loss must be false where clip is none"),
-        ({"momentum": "1.5"}, "momentum must be at least 0 and below 1, not 1.5"),
-        ({"schedule": "one_cycle", "start_factor": "-5"}, "start_factor must be between 0 and 1"),
-        ({"schedule": "cosine", "end_factor": "-1"}, "end_factor must be between 0 and 1"),
-        ({"schedule": "multi_step", "milestones": "3", "decay": "-1"}, "decay must be between 0 and 1"),
-        ({"schedule": "multi_step", "milestones": "5,3,-1"}, "milestones must be epochs from 1 on, each later"),
-        ({"gate_lr_factor": "-1"}, "gate_lr_factor must be at least 0"),
-        ({"gate_weight_decay": "-1"}, "gate_weight_decay must be at least 0, or none"),
-        ({"workers": "-1"}, "workers must be at least 0, or none"),
-        ({"batch_size": "99999999999999999999"}, "batch_size must be at most 2147483647"),
-        ({"loss_options.gamma": "NaN"}, "loss_options.gamma must be finite, not nan"),
-        ({"loss_options.num_classes": "3"}, "loss_options has 'num_classes', which is decided by the data"),
-        ({"model_options.num_classes": "3"}, "model_options has 'num_classes', which is decided by the data"),
-        ({"data_options.progress": "3"}, "data_options has 'progress', which is decided by"),
-        ({"accumulate": "4", "loss_options.weight": "[1, 2]"}, "accumulate=4 with 'weight' in loss_options is not the"),
-        ({"accumulate": "4", "loss_options.ignore_index": "3"}, "accumulate=4 with 'ignore_index' in loss_options"),
+        ({"epohs": "3"}, "epohs.*'epochs'"),
+        ({"epochs": "many"}, "epochs.*'many'"),
+        ({"epochs": "0"}, "epochs.*1.*0"),
+        ({"lr": "fast"}, "lr.*'fast'"),
+        ({"lr": "nan"}, "lr.*finite"),
+        ({"deterministic": "perhaps"}, "deterministic.*true.*false"),
+        ({"precision": "int8"}, "precision.*fp32, tf32, bf16, fp16"),
+        ({"loss_options": "alpha"}, "loss_options.*JSON"),
+        ({"accumulate": "3"}, "accumulate.*batch_size"),
+        ({"data_options.seed": "3"}, "data_options.*seed="),
+        ({"schedule": "one_cycle", "warmup": "5"}, "warmup.*schedule=one_cycle"),
+        ({"schedule": "cosine", "milestones": "3"}, "milestones.*schedule=cosine"),
+        ({"decay": "0.2"}, "decay.*schedule=constant"),
+        ({"schedule": "cosine", "peak_at": "0.5"}, "peak_at.*schedule=cosine"),
+        ({"end_factor": "0.5"}, "end_factor.*schedule=constant"),
+        ({"optimizer": "adamw", "nesterov": "true"}, "nesterov.*optimizer=adamw"),
+        ({"optimizer": "adamw", "momentum": "0.8"}, "momentum.*optimizer=adamw"),
+        ({"beta2": "0.99"}, "beta2.*optimizer=sgd"),
+        ({"schedule": "multi_step"}, "milestones.*multi_step"),
+        ({"clip_loss": "true"}, "clip_loss.*clip"),
+        ({"momentum": "1.5"}, "momentum.*0.*1.*1.5"),
+        ({"schedule": "one_cycle", "start_factor": "-5"}, "start_factor.*0.*1.*-5"),
+        ({"schedule": "cosine", "end_factor": "-1"}, "end_factor.*0.*1.*-1"),
+        ({"schedule": "multi_step", "milestones": "3", "decay": "-1"}, "decay.*0.*1.*-1"),
+        ({"schedule": "multi_step", "milestones": "5,3,-1"}, "milestones.*5, 3, -1"),
+        ({"gate_lr_factor": "-1"}, "gate_lr_factor.*0.*-1"),
+        ({"gate_weight_decay": "-1"}, "gate_weight_decay.*0.*-1"),
+        ({"workers": "-1"}, "workers.*0.*-1"),
+        ({"batch_size": "99999999999999999999"}, "batch_size.*2147483647"),
+        ({"loss_options.gamma": "NaN"}, "loss_options.gamma.*finite.*nan"),
+        ({"loss_options.num_classes": "3"}, "loss_options.*num_classes"),
+        ({"model_options.num_classes": "3"}, "model_options.*num_classes"),
+        ({"data_options.progress": "3"}, "data_options.*progress"),
+        ({"accumulate": "4", "loss_options.weight": "[1, 2]"}, "accumulate=4.*weight.*loss_options"),
+        ({"accumulate": "4", "loss_options.ignore_index": "3"}, "accumulate=4.*ignore_index.*loss_options"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
@@ -93,9 +94,9 @@ def test_wrong_settings_are_refused(settings, message):
 
 def test_a_loss_for_each_sample_is_no_loss_for_a_step():
     """It used to end in torch's traceback: backward of a vector."""
-    with pytest.raises(ValueError, match='reduction="none", but a step needs one number'):
+    with pytest.raises(ValueError, match='reduction="none"'):
         SMALL.replace(loss_options={"reduction": "none"})
-    with pytest.raises(ValueError, match='reduction="none", but a step needs one number'):
+    with pytest.raises(ValueError, match='reduction="none"'):
         SMALL.with_settings({"loss_options.reduction": "none"})
 
 
@@ -121,7 +122,8 @@ def test_values_of_another_type_are_refused():
 
 def test_differences_are_named():
     assert differences(SMALL, SMALL.replace(checkpoint_every=3)) == []
-    assert differences(SMALL, SMALL.replace(lr=0.2)) == ["lr: 0.1 there, 0.2 here"]
+    (found,) = differences(SMALL, SMALL.replace(lr=0.2))
+    assert re.search(r"lr.*0\.1.*0\.2", found)
 
 
 def test_every_ready_recipe_can_be_built():
@@ -206,9 +208,9 @@ def test_no_loss_learns_from_test_labels():
 
 
 def test_protocols_do_not_speak_of_what_they_do_not_know():
-    with pytest.raises(ValueError, match="'paper' says nothing about 'digits'; take one of: fast, small"):
+    with pytest.raises(ValueError, match=r"'paper'.*'digits'.*fast, small"):
         recipe_for("digits", "small_cnn", protocol="paper")
-    with pytest.raises(ValueError, match="'official' says nothing about 'svhn'"):
+    with pytest.raises(ValueError, match=r"'official'.*'svhn'"):
         recipe_for("svhn", "resnet50_cifar", protocol="official")
     birds = recipe_for("cub200", "small_cnn")
     assert (birds.model_options, birds.data_options) == ({"in_channels": 3}, {"image_size": 224})
@@ -231,7 +233,7 @@ def test_the_protocols_that_are_advised_can_be_followed(data, model):
         for name, _, more in (word.partition(" ") for word in advised):
             assert recipe_for(data, "small_cnn" if more == "(with --model)" else model, protocol=name).data == data
             if more:
-                with pytest.raises(ValueError, match="has no network for"):
+                with pytest.raises(ValueError, match=f"{name}.*{data}"):
                     recipe_for(data, model, protocol=name)
 
 
@@ -245,11 +247,11 @@ def test_the_fast_protocol():
 
 
 def test_unknown_names_are_refused_with_a_hint():
-    with pytest.raises(ValueError, match="did you mean 'cifar10'"):
+    with pytest.raises(ValueError, match="'cifar10'"):
         recipe_for("cifar_10")
-    with pytest.raises(ValueError, match="no loss is called"):
+    with pytest.raises(ValueError, match="'celoss'"):
         recipe_for("digits", loss="celoss")
-    with pytest.raises(ValueError, match="did you mean 'paper'"):
+    with pytest.raises(ValueError, match="'paper'"):
         recipe_for("digits", protocol="papers")
-    with pytest.raises(ValueError, match="name one: --model NAME, or model="):
+    with pytest.raises(ValueError, match=r"--model.*model="):
         recipe_for("cifar10", protocol="small")

@@ -32,9 +32,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("small_cnn", {"in_channels": 3}, "small_cnn cannot look at images of 1 x 8 x 8, which digits has here"),
-        ("resnet18_tiny", {"in_channels": 1}, "resnet18_tiny cannot look at images of 1 x 8 x 8"),
-        ("timm:test_vit", {"in_channels": 1}, r"timm:test_vit cannot .*; set model_options\.in_channels, or the"),
+        ("small_cnn", {"in_channels": 3}, "small_cnn.*1 x 8 x 8.*digits"),
+        ("resnet18_tiny", {"in_channels": 1}, "resnet18_tiny.*1 x 8 x 8"),
+        ("timm:test_vit", {"in_channels": 1}, r"timm:test_vit.*model_options\.in_channels"),
     ],
 )
 def test_a_network_for_other_images_is_refused_before_training(model, options, message):
@@ -50,13 +50,13 @@ def test_two_classes_of_one_name_are_refused_before_training(monkeypatch):
     recipe = short("ce", epochs=1, data_options={"train_samples": 50})
     kind = type(fedlas.build_data("digits"))
     monkeypatch.setattr(kind, "class_names", property(lambda _self: ("0", "0", *"23456789")))
-    with pytest.raises(RunError, match="two classes have the same name, '0'"):
+    with pytest.raises(RunError, match="'0'"):
         Bench(recipe, CPU)
 
 
 def test_the_option_for_the_size_of_images_is_named(tmp_path):
     recipe = large(photographs(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
-    with pytest.raises(RunError, match=r"images of 3 x 16 x 16, .* data_options\.image_size"):
+    with pytest.raises(RunError, match=r"3 x 16 x 16.*data_options\.image_size"):
         Bench(recipe, CPU)
 
 
@@ -67,7 +67,7 @@ def test_a_network_with_two_heads_takes_the_one_that_is_named(tmp_path):
     recipe = short("fedlas_ls", epochs=1, data_options={"train_samples": 50}).replace(
         model="timm:deit_tiny_distilled_patch16_224", model_options=small
     )
-    with pytest.raises(RunError, match=r"deit_tiny_.*: .*head=.*; in a recipe, head=PATH does that"):
+    with pytest.raises(RunError, match=r"deit_tiny_.*head=.*head=PATH"):
         Bench(recipe, CPU)
     run = fit(recipe.with_settings({"head": "head"}), out=tmp_path / "run")
     made = predict_with(run.folder, "digits", out=tmp_path / "test.safetensors")
@@ -87,7 +87,7 @@ def test_the_trial_changes_nothing():
 
 def test_one_class_is_nothing_to_tell_apart(tmp_path):
     folder = photographs(tmp_path, 20)
-    with pytest.raises(RunError, match="cat has one class, 'cat'; a classifier needs two"):
+    with pytest.raises(RunError, match="'cat'"):
         Bench(large(folder / "cat"), CPU)
 
 
@@ -103,10 +103,10 @@ def unchecked():
 @pytest.mark.parametrize(
     ("given", "callbacks", "message"),
     [
-        ({"data": "digits"}, [], "fit takes a Recipe, .* not a dict"),
-        (short("ce"), AbstractCallback(), r"callbacks takes a list, such as callbacks=\[Watch\(\)\]"),
-        (short("ce"), [AbstractCallback], r"takes objects, not classes: AbstractCallback\(\) instead of"),
-        (short("ce"), [print], "derive from AbstractCallback, not <built-in"),
+        ({"data": "digits"}, [], "Recipe.*dict"),
+        (short("ce"), AbstractCallback(), r"list.*callbacks=\["),
+        (short("ce"), [AbstractCallback], r"AbstractCallback\(\)"),
+        (short("ce"), [print], "AbstractCallback.*<built-in"),
     ],
 )
 def test_fit_looks_at_what_it_is_given(tmp_path, given, callbacks, message):
@@ -117,7 +117,7 @@ def test_fit_looks_at_what_it_is_given(tmp_path, given, callbacks, message):
 
 @pytest.mark.usefixtures("unchecked")
 def test_fit_many_looks_at_what_it_is_given_before_a_run_is_asked_for(tmp_path):
-    with pytest.raises(TypeError, match="fit_many takes several recipes; for a single one there is fit"):
+    with pytest.raises(TypeError, match=r"fit_many.*\bfit\b"):
         fit_many(short("ce"), folder=tmp_path)
     with pytest.raises(TypeError, match="fodler"):
         fit_many([short("ce")], fodler=tmp_path)
@@ -127,7 +127,7 @@ def test_fit_many_looks_at_what_it_is_given_before_a_run_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss_options": {"beta": 2}}, "loss 'ls' takes no 'beta'"),
+        ({"loss_options": {"beta": 2}}, "'ls'.*'beta'"),
         ({"loss_options": {"alpha": 2}}, "alpha"),
         ({"model_options": {"widht": 8}}, "widht"),
         ({"data_options": {"train_sample": 50}}, "train_sample"),
@@ -166,7 +166,7 @@ class Whole(AbstractCallback):
 
 
 def test_a_misnamed_hook_is_never_called_and_so_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"Misnamed\.on_epoch_end would never be called; .*Known: begun, advanced"):
+    with pytest.raises(TypeError, match=rf"Misnamed\.on_epoch_end.*{', '.join(HOOKS)}"):
         fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
     assert HOOKS == ("begun", "advanced", "stepped", "epoch_ended", "ended")
     watch = Whole()
@@ -177,12 +177,12 @@ def test_a_misnamed_hook_is_never_called_and_so_refused(tmp_path):
 def test_milestones_beyond_the_end_are_named(tmp_path):
     """`--set epochs=10` of a published recipe keeps its milestones, and the learning rate never drops."""
     steps = {"epochs": 1, "schedule": "multi_step", "data_options": {"train_samples": 50}}
-    with pytest.warns(UserWarning, match=r"milestones 150, 250 lie beyond the end of 1 epochs, so .* never drops"):
+    with pytest.warns(UserWarning, match=r"milestones.*150, 250.*\b1\b"):
         fit(short("ce", **steps, milestones=(150, 250)), out=tmp_path / "run")
 
 
 def test_fp16_on_a_cpu_is_slow(tmp_path):
-    with pytest.warns(UserWarning, match="fp16 is very slow on a CPU"):
+    with pytest.warns(UserWarning, match=r"fp16.*precision=fp32"):
         fit(short("ce", epochs=1, precision="fp16", data_options={"train_samples": 50}), out=tmp_path / "run")
 
 
@@ -193,7 +193,7 @@ def test_bf16_on_a_cpu_without_units_for_it_is_slow(tmp_path, monkeypatch, proce
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         fit(short("ce", epochs=1, precision="bf16", data_options={"train_samples": 50}), out=tmp_path / "run")
-    assert any("take precision=fp32 here" in str(one.message) for one in found) == slow
+    assert any("precision=fp32" in str(one.message) for one in found) == slow
 
 
 def test_a_broken_image_is_named_in_a_sentence(tmp_path):
@@ -202,7 +202,7 @@ def test_a_broken_image_is_named_in_a_sentence(tmp_path):
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
     for workers in (0, 1):
-        with pytest.raises(ValueError, match=r"^\S+\.png is damaged: [^\n]*$") as error:
+        with pytest.raises(ValueError, match=r"\A\S+\.png\b[^\n]*\Z") as error:
             fit(large(folder, workers=workers), out=tmp_path / f"run{workers}")
         assert "Traceback" not in str(error.value)
 
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_does_not_advise_to_unpickle(tmp_path):
     file = tmp_path / "checkpoint.pt"
     for content in (b"", b"PK\x03\x04 half a file", b"\x80\x04\x95 no tensors", b"text"):
         file.write_bytes(content)
-        with pytest.raises(RunError, match="cannot be read: it is damaged, or no checkpoint") as error:
+        with pytest.raises(RunError, match=r"checkpoint\.pt") as error:
             checkpoint.load(file)
         assert "weights_only" not in str(error.value)
 
@@ -219,7 +219,7 @@ def test_a_damaged_checkpoint_does_not_advise_to_unpickle(tmp_path):
 def test_a_checkpoint_of_other_data_is_told_whole(finished, tmp_path):
     state = checkpoint.load(finished.checkpoint)
     bench = Bench(finished.recipe.replace(model_options={"norm": "group"}), CPU)
-    with pytest.raises(RunError, match=r"does not fit the network and data of today; has the data changed\? .*key"):
+    with pytest.raises(RunError, match=r"data.*key"):
         bench.restore(state)
 
 
@@ -233,7 +233,7 @@ def test_a_finished_run_is_found_where_nothing_can_be_written(finished, monkeypa
 
 def test_a_file_is_no_run_folder(tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(RunError, match=r"run is a file; choose another --out \(in Python out=\)"):
+    with pytest.raises(RunError, match=r"run\b.*file.*--out.*out="):
         fit(short("ce"), out=tmp_path / "run")
 
 
@@ -242,7 +242,7 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("fedlas.storage.os.fsync", full)
-    with pytest.raises(OSError, match=r"No space left on device: .*log\.jsonl"):
+    with pytest.raises(OSError, match=r"No space left on device.*log\.jsonl"):
         write_whole(tmp_path / "log.jsonl", b"line")
     assert list(tmp_path.iterdir()) == []
 
@@ -250,13 +250,13 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
 def test_predictions_go_to_a_file_that_says_what_it_is(finished, tmp_path):
     (tmp_path / "folder.safetensors").mkdir()
     for out in (tmp_path / "p.npz", tmp_path, tmp_path / "folder.safetensors"):
-        with pytest.raises(RunError, match=r"a file that ends in \.safetensors, not to"):
+        with pytest.raises(RunError, match=rf"\.safetensors.*{out}"):
             predict_with(finished.folder, "digits", out=out)
 
 
 def test_labels_that_are_left_out_are_missed(finished, tmp_path):
     folder, out = photographs(tmp_path / "images", 2), tmp_path / "own.safetensors"
-    with pytest.warns(UserWarning, match=r"labels are left out: the classes of the data \(cat, dog, owl\) are not"):
+    with pytest.warns(UserWarning, match=r"labels.*cat, dog, owl"):
         predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
     assert fedlas.Predictions.load(out).given_labels is None
     cats = tmp_path / "cats.safetensors"
@@ -269,11 +269,11 @@ def test_predictions_are_not_written_over_anything_else(finished, tmp_path):
     out.touch()
     for _ in range(2):  # what is there already may be written again
         predict_with(finished.folder, "digits", out=out)
-    with pytest.raises(RunError, match="is there and holds other predictions; remove it"):
+    with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
         predict_with(finished.folder, "digits", split="val", out=out)
     fedlas.build_calibrator("temperature").fit(fedlas.Predictions.load(out).with_split("val")).save(out)
     kept = out.read_bytes()
-    with pytest.raises(RunError, match="is there and holds no predictions; remove it"):
+    with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
         predict_with(finished.folder, "digits", out=out)
     assert out.read_bytes() == kept
 
@@ -304,7 +304,7 @@ def test_a_link_in_a_run_folder_is_not_followed(finished, tmp_path, name):
     place.unlink(missing_ok=True)
     victim.write_text("mine")
     place.symlink_to(victim)
-    with pytest.raises(RunError, match=rf"{name} is a link; a run's own files are never links: remove it"):
+    with pytest.raises(RunError, match=f"{name}.*link"):
         fit(recipe, out=run.folder, resume=True, progress=False)
     assert victim.read_text() == "mine"
 
@@ -324,7 +324,7 @@ def test_a_run_folder_that_nobody_named_is_no_link(finished, tmp_path, monkeypat
     before = sorted(tmp_path.rglob("*"))
     launches = (lambda: fit(finished.recipe), lambda: list(fit_many([finished.recipe])))
     for go in (*launches, lambda: list(launched([finished.recipe], folder=Path("runs"), device="cpu"))):
-        with pytest.raises(RunError, match=rf"{finished.recipe.name} is a link, and followed only where you name it"):
+        with pytest.raises(RunError, match=f"{finished.recipe.name}.*link"):
             go()
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -333,7 +333,7 @@ def test_the_board_is_not_written_through_a_link(finished, tmp_path):
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["tensorboard"]))
     (tmp_path / "elsewhere").mkdir()
     (run.folder / "tensorboard").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RunError, match="tensorboard is a link"):
+    with pytest.raises(RunError, match=r"tensorboard.*link"):
         write_board(run)
 
 
@@ -343,5 +343,5 @@ def test_a_pipe_in_a_run_folder_is_not_waited_for(finished, tmp_path, name):
     recipe = run.recipe
     (run.folder / name).unlink(missing_ok=True)
     os.mkfifo(run.folder / name)
-    with pytest.raises(RunError, match=rf"{name} is a pipe, not a file"):
+    with pytest.raises(RunError, match=f"{name}.*pipe"):
         fit(recipe, out=run.folder, resume=True, progress=False)

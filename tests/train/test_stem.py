@@ -6,6 +6,8 @@ from interpreted import found_by
 pytest.importorskip("triton")
 from stem_case import SHAPES
 
+pytestmark = pytest.mark.campaign
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

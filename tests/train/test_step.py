@@ -260,7 +260,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
     plain, broken = Bench(recipe, CPU), Bench(recipe, CPU)
     error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this network\nand more")
     fails_once(broken, error, backward=backward)
-    with pytest.warns(UserWarning, match="not compiled: no graph for this network$"):
+    with pytest.warns(UserWarning, match=r"no graph for this network$"):
         steps(broken, 1)
     assert broken.net._compiled_call_impl is None
     steps(plain, 1)
@@ -282,7 +282,7 @@ def test_a_batch_that_cannot_be_compiled_takes_nothing_with_it():
         raise importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this batch")
 
     broken.step.parts.feed._compiled_call_impl = fails
-    with pytest.warns(UserWarning, match="batches are made without the compiler: no graph for this batch$"):
+    with pytest.warns(UserWarning, match=r"no graph for this batch$"):
         steps(broken, 2)
     assert broken.step.parts.feed._compiled_call_impl is None
     assert broken.net._compiled_call_impl is not None

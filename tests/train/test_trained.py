@@ -39,7 +39,7 @@ def test_an_unfinished_run_is_not_made_to_look_finished(tmp_path):
     run = Run(tmp_path / "run")
     for split in ("val", "test"):
         for state in ("best", "last"):
-            with pytest.raises(RunError, match=r"is not finished: 1 of 4 epochs; .* --resume \(.*\), or say"):
+            with pytest.raises(RunError, match=r"\b1 .*\b4\b.*--resume"):
                 predict_with(run.folder, "digits", split=split, state=state)
             made = predict_with(
                 run.folder, "digits", split=split, state=state, out=run.predictions_file(f"{state}-{split}")
@@ -52,7 +52,7 @@ def test_an_unfinished_run_is_not_made_to_look_finished(tmp_path):
 
 def test_a_run_that_is_being_trained_is_left_alone(digits, tmp_path):
     with locked(digits.folder):
-        with pytest.raises(RunError, match="another process is working in"):
+        with pytest.raises(RunError, match="process"):
             predict_with(digits.folder, "digits", split="train")
         predict_with(digits.folder, "digits", split="train", out=tmp_path / "elsewhere.safetensors")
 
@@ -65,10 +65,10 @@ def test_a_finished_run_needs_no_checkpoint(digits, tmp_path):
             (copied.folder / path.relative_to(digits.folder)).write_bytes(path.read_bytes())
     assert copied.finished
     assert fit(digits.recipe, out=copied.folder).log == digits.log
-    with pytest.raises(RunError, match="finished and has no checkpoint, so it can predict nothing more"):
+    with pytest.raises(RunError, match="checkpoint"):
         fit(digits.recipe.replace(ood=("digits",)), out=copied.folder)
 
-    with pytest.raises(RunError, match="is finished, but its checkpoint is gone: train it again, and choose another"):
+    with pytest.raises(RunError, match="checkpoint"):
         predict_with(copied.folder, "digits", split="train")
 
 
@@ -86,13 +86,13 @@ def test_images_that_have_changed_are_noticed(tmp_path):
         fit(recipe, out=out, callbacks=[SignalAt(12, signal.SIGTERM)])
     log = (out / "log.jsonl").read_bytes()
     swap()
-    with pytest.raises(RunError, match=r"learned from other data: images or labels of train and val have changed; put"):
+    with pytest.raises(RunError, match=r"train.*val"):
         fit(recipe, out=out, resume=True)
     assert (out / "log.jsonl").read_bytes() == log
     swap()
     assert fit(recipe, out=out, resume=True).finished
     swap()
-    with pytest.raises(RunError, match=r"images or labels of its train split have changed since .*; put back .*--out"):
+    with pytest.raises(RunError, match=r"train.*--out"):
         predict_with(out, "folder", split="train")
     assert not Run(out).predictions_file("best-train").exists()
     assert predict_with(out, "folder", split="train", out=tmp_path / "changed.safetensors").exists()
@@ -111,7 +111,7 @@ def test_a_network_whose_images_are_gone_can_still_be_asked(folder, tmp_path):
         bare.folder.mkdir()
         for name in ("recipe.json", "checkpoint.pt", "log.jsonl"):
             (bare.folder / name).write_bytes((folder.folder / name).read_bytes())
-        with pytest.raises(FileNotFoundError, match=r"was trained on data that is needed for its classes: .*home"):
+        with pytest.raises(FileNotFoundError, match=r"classes.*home"):
             predict_with(bare.folder, **asked, out=tmp_path / "none.safetensors")
     finally:
         away.rename(home)
@@ -144,7 +144,7 @@ def test_other_images_never_replace_those_of_the_run(folder):
     assert {name: prediction_bytes(folder)[name] for name in before} == before
     assert predict_with(folder.folder, "folder").stem == "best-test"  # those it was trained beside
     path.write_bytes(folder.predictions_file("last-val").read_bytes())
-    with pytest.raises(RunError, match="is there and holds other predictions; remove it, or say where"):
+    with pytest.raises(RunError, match=f"{path.name}.*predictions"):
         predict_with(folder.folder, "folder", options={"path": other})
 
 
@@ -161,7 +161,7 @@ def test_equal_predictions_from_before_checksums_are_equal(digits, tmp_path):
     changed = {**tensors, "logits": tensors["logits"] + torch.eye(1, 10) * 1e-3}
     save_file(changed, made, metadata=words)
     before = made.read_bytes()
-    with pytest.raises(RunError, match="is there and holds other predictions"):
+    with pytest.raises(RunError, match=r"made\.safetensors.*predictions"):
         predict_with(digits.folder, "digits", out=made)
     assert made.read_bytes() == before
 
@@ -179,7 +179,7 @@ def test_what_is_about_other_samples_is_refused_before_the_network_is_built(digi
     }
     others[fault].save(tmp_path / "held.safetensors")
     monkeypatch.setattr("fedlas.train.trained._network", None)
-    with pytest.raises(RunError, match="is there and holds other predictions; remove it"):
+    with pytest.raises(RunError, match=r"held\.safetensors.*predictions"):
         predict_with(digits.folder, "digits", out=tmp_path / "held.safetensors")
 
 
@@ -189,7 +189,7 @@ def test_no_predictions_in_a_run_is_refused_before_anything_is_computed(digits, 
     path.write_bytes(b"mine")
     monkeypatch.setattr("fedlas.train.trained._network", None)
     try:
-        with pytest.raises(RunError, match="is there and holds no predictions; remove it"):
+        with pytest.raises(RunError, match=r"best-train.*predictions"):
             predict_with(digits.folder, "digits", split="train")
         assert path.read_bytes() == b"mine"
     finally:
@@ -202,7 +202,7 @@ def test_keywords_are_values_and_not_text(folder, tmp_path):
     options = {"path": folder.folder.parent / "other", "class_names": ["cat", "dog", "owl"], "antialias": False}
     path = predict_with(folder.folder, "folder", options=options, out=tmp_path / "made.safetensors")
     assert fedlas.Predictions.load(path).given_labels is not None
-    with pytest.raises(ValueError, match="the recipe's own seed decides"):
+    with pytest.raises(ValueError, match="seed="):
         predict_with(folder.folder, "folder", options={"seed": 3})
 
 
@@ -212,7 +212,7 @@ def test_weights_that_do_not_fit_are_named(folder, tmp_path):
     recipe = folder.recipe_file.read_text().replace('"in_channels": 3', '"in_channels": 1')
     (moved / "recipe.json").write_text(recipe)
     (moved / "checkpoint.pt").write_bytes(folder.checkpoint.read_bytes())
-    with pytest.raises(RunError, match=r"checkpoint\.pt does not fit small_cnn for 3 classes"):
+    with pytest.raises(RunError, match=r"checkpoint\.pt.*small_cnn.*\b3\b"):
         predict_with(moved, "folder", out=tmp_path / "made.safetensors")
 
 

@@ -25,6 +25,7 @@ def found(tmp_path_factory):
     return found_by("windows_case.py", tmp_path_factory)
 
 
+@pytest.mark.campaign
 def test_a_step_with_them_is_as_exact_as_one_without(found):
     for part, (ours, usual) in found["float16"]["far"].items():
         assert ours < 1.3 * usual, part
@@ -32,11 +33,13 @@ def test_a_step_with_them_is_as_exact_as_one_without(found):
         assert ours < 1e-5, part
 
 
+@pytest.mark.campaign
 def test_norms_after_them_are_not_summed_once_more(found):
     assert found["float16"]["convolved"] == ["layer1.0.bn1", "layer1.0.bn2"]
     assert not {"layer1.0.bn1", "layer1.0.bn2"} & set(found["float16"]["summed"])
 
 
+@pytest.mark.campaign
 def test_they_sum_for_the_norm_before_unless_it_was_added_to_another(found):
     assert found["float16"]["back"] == 2
     assert found["float16"]["seconds"] == [False, True]  # what the first layer gives is used twice
