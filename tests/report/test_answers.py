@@ -1,8 +1,10 @@
-"""From files to an answer: what is said, what is compared, what fails, and what is refused."""
+"""`judge_files`: summary text, comparison of models, conditions, and input that is refused."""
 
 import base64
 import io
 import json
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ N, CLASSES = 600, 4
 
 
 def drawn(seed: int, sharpness: float = 3.0, n: int = N) -> Predictions:
-    """Labels that follow a softmax, and logits that are `sharpness` times too sure."""
+    """Draw labels from a softmax; the logits given are `sharpness` times those of that softmax."""
     make = torch.Generator().manual_seed(seed)
     true = 1.5 * torch.randn(n, CLASSES, generator=make)
     labels = torch.multinomial(true.softmax(1), 1, generator=make)[:, 0]
@@ -37,40 +39,55 @@ def sure(tmp_path):
     return write_predictions(drawn(0), tmp_path / "sure.npz")
 
 
-def test_the_numbers_are_those_of_evaluate(sure):
-    answer = judge_files([sure], resamples=200)
+@pytest.fixture
+def quick(monkeypatch):
+    """Leave out the intervals of reports, which take most of the time."""
+    monkeypatch.setattr("fedlas.report.answers.evaluate", partial(evaluate, intervals=False))
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory):
+    path = write_predictions(drawn(0), tmp_path_factory.mktemp("answer") / "sure.npz")
+    return judge_files([path], resamples=200)
+
+
+def test_the_numbers_are_those_of_evaluate(answer):
     expected = evaluate(drawn(0), posthoc="temperature", folds=2, resamples=200)
     assert answer.reports["sure"].to_json() == expected.to_json()
     assert float(answer.reports["sure"]["ece"]) == float(ece(drawn(0)))
     assert len(answer.reports["sure"].after["temperature"].fits) == 2
 
 
-def test_what_is_said_first(sure):
-    lines = judge_files([sure], resamples=200).lines()
+def test_summary_text(answer):
+    lines = answer.lines()
     assert lines[0].startswith("sure: over-confident by ")
     assert "T = " in lines[0]
-    said = " ".join(lines)
-    for word in ("Accuracy is ", "The ECE is ", "by chance", "of the error lies at", "cross-fitted in 2 parts"):
-        assert word in said, word
+    said, report = " ".join(lines[1:]), answer.reports["sure"]
+    for name in ("accuracy", "ece"):
+        assert f"{100 * float(report[name]):.1f} % (" in said
+    assert f"{report['ece'].details['noise_floor']:.1%}".replace("%", " %") in said
+    assert re.search("cross-fitted in 2 ", said)
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_file_to_calibrate_on(sure, tmp_path):
     val = write_predictions(drawn(1), tmp_path / "val.csv")
     answer = judge_files([sure], calibrate_on=[val], resamples=100)
     (fit,) = answer.reports["sure"].after["temperature"].fits
     assert fit.n == N
     assert answer.reports["sure"].after["temperature"].parameters["temperature"] == pytest.approx(3, rel=0.2)
-    with pytest.raises(ValueError, match="is the file that is judged"):
+    with pytest.raises(ValueError, match=r"sure\.npz"):
         judge_files([sure], calibrate_on=[sure])
     other = write_predictions(Predictions(torch.randn(9, 3), [0] * 9), tmp_path / "three.npz")
-    with pytest.raises(ValueError, match=r"three\.npz has 3 classes, the predictions that are judged 4"):
+    with pytest.raises(ValueError, match=r"three\.npz.* 3 classes.* 4"):
         judge_files([sure], calibrate_on=[other])
     names = ["bee", "ant", "cow", "dog"]
     swapped = write_predictions(Predictions(drawn(1).logits, drawn(1).labels, class_names=names), tmp_path / "s.npz")
-    with pytest.raises(ValueError, match="names other classes, or in another order"):
+    with pytest.raises(ValueError, match=r"s\.npz.* classes.* order"):
         judge_files([sure], calibrate_on=[swapped])
 
 
+@pytest.mark.usefixtures("quick")
 def test_several_models_are_compared_on_the_same_samples(sure, tmp_path):
     calm = write_predictions(drawn(0, 1.0), tmp_path / "calm.parquet")
     answer = judge_files([sure, f"second={calm}"], resamples=100)
@@ -79,7 +96,7 @@ def test_several_models_are_compared_on_the_same_samples(sure, tmp_path):
     assert found.found.better == "second"
     expected = paired_bootstrap(ece, drawn(0), drawn(0, 1.0))
     assert found.found.difference == expected.difference
-    assert any(line.startswith("sure and second: ECE differs by +") for line in answer.lines())
+    assert any(re.match(r"sure and second: ECE .*\+", line) for line in answer.lines())
     head, rows = answer.table()
     assert head[:2] == ["model", "state"]
     assert [row[:2] for row in rows] == [
@@ -87,15 +104,17 @@ def test_several_models_are_compared_on_the_same_samples(sure, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("quick")
 def test_other_samples_are_not_compared_and_this_is_said(sure, tmp_path):
     other = write_predictions(drawn(5), tmp_path / "other.npz")
     answer = judge_files([sure, other], resamples=100)
     (duel,) = answer.compared
     assert (duel.found, bool(duel.why)) == (None, True)
-    assert f"sure and other are not compared: {duel.why}" in answer.lines()
+    assert any(re.fullmatch(f"sure and other .*{re.escape(duel.why)}", line) for line in answer.lines())
     assert json.loads(answer.to_json())["compared"][0]["why"] == duel.why
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_table_and_the_paired_test_have_the_same_bins(sure, tmp_path):
     calm = write_predictions(drawn(0, 1.0), tmp_path / "calm.npz")
     answer = judge_files([sure, calm], bins=3, resamples=60)
@@ -106,8 +125,9 @@ def test_the_table_and_the_paired_test_have_the_same_bins(sure, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["ids", "index"])
+@pytest.mark.usefixtures("quick")
 def test_samples_are_paired_by_their_names(tmp_path, word):
-    """Labels that are equal everywhere do not tell that the order differs."""
+    """Equal labels do not reveal that the order differs."""
     given, order = drawn(0, n=200), torch.randperm(200)
     names = torch.arange(200) + 7
     labels = torch.zeros(200, dtype=torch.long)
@@ -116,17 +136,17 @@ def test_samples_are_paired_by_their_names(tmp_path, word):
     files = [write_predictions(one, tmp_path / f"{k}.npz") for k, one in enumerate((first, second))]
     answer = judge_files(files, posthoc=(), resamples=50)
     assert [one.found.interval.high for one in answer.compared if one.metric == "nll"] == [0]
-    for name, why in {9: "2 times", 999: "1 are in the first alone, 1 in the second alone"}.items():
+    for name, why in {9: f"{word}.* 2 times", 999: f"{word}.* 1 .* 1 "}.items():
         others = torch.where(names[order] == 8, name, names[order])
         write_predictions(Predictions(second.logits, labels, **{word: others}), files[1])
         (duel,) = judge_files(files, posthoc=(), resamples=50).compared
         assert duel.found is None
-        assert why in duel.why
+        assert re.search(why, duel.why)
 
 
 @pytest.mark.parametrize("word", ["ids", "index"])
 def test_the_same_samples_may_be_a_split_of_another_name(word):
-    """`fedlas predict` names splits by a hash of the data's keywords, and these were taken for other samples."""
+    """`fedlas predict` names splits by a hash of the data's keywords."""
     given, order = drawn(0, n=200), torch.randperm(200)
     names = torch.arange(200)
     first = Predictions(given.logits, given.labels, split="folder-all-9d7cc918", **{word: names})
@@ -143,14 +163,15 @@ def test_splits_are_refused_by_name_where_samples_have_none():
     for first, second in (("val", "test"), ("folder-val-9d7cc918", "folder-test"), ("train", "validation")):
         # Both may be counted from zero and sorted by class, so only words can tell that they are the same.
         for rest in ({}, {"index": rows}):
-            with pytest.raises(ValueError, match=f"judged on the split '{first}', the second on '{second}'"):
+            with pytest.raises(ValueError, match=f"split '{first}'.*'{second}'"):
                 paired_with(of(first, **rest), of(second, **rest))
         assert len(paired_with(of(first, ids=rows), of(second, ids=rows))) == len(rows)
-    with pytest.raises(ValueError, match="judged on the split"):
+    with pytest.raises(ValueError, match="split 'folder-all-9d7cc918'"):
         paired_with(of("folder-all-9d7cc918"), of("folder-all-ef0f4e8f"))
 
 
-def test_foreign_data(sure, tmp_path):
+@pytest.mark.usefixtures("quick")
+def test_ood_data(sure, tmp_path):
     far = write_predictions(Predictions(0.1 * torch.randn(50, CLASSES)), tmp_path / "far.npz")
     answer = judge_files([sure], ood=[f"noise={far}"], resamples=100)
     assert float(answer.reports["sure"].before.detection.sets["noise"]["entropy"].auroc) > 0.9
@@ -163,15 +184,15 @@ def test_foreign_data(sure, tmp_path):
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ((), {}, "no file of predictions"),
-        (("a=P", "a=P"), {}, "two models are called 'a'"),
-        (("a=P", "b=P"), {"calibrate_on": ["P"]}, "which model is it of"),
-        (("P",), {"calibrate_on": ["x=P"]}, "which model is it of"),
-        (("P",), {"ood": ["P"]}, "foreign data is given as NAME=FILE, not as"),
-        (("a=P", "b=P"), {"ood": ["far=P"]}, "which model is it of"),
-        (("P",), {"ood": ["far=P", "far=P"]}, "two files of foreign data are given for far"),
+        ((), {}, "no file"),
+        (("a=P", "a=P"), {}, "'a'.* NAME=FILE"),
+        (("a=P", "b=P"), {"calibrate_on": ["P"]}, "MODEL=FILE.* a, b"),
+        (("P",), {"calibrate_on": ["x=P"]}, "MODEL=FILE.* sure"),
+        (("P",), {"ood": ["P"]}, "NAME=FILE"),
+        (("a=P", "b=P"), {"ood": ["far=P"]}, "far=.* MODEL/NAME=FILE.* a, b"),
+        (("P",), {"ood": ["far=P", "far=P"]}, "two .* far$"),
         (("P",), {"folds": 1}, "folds is 1"),
-        (("P",), {"posthoc": ["temprature"]}, "did you mean 'temperature'"),
+        (("P",), {"posthoc": ["temprature"]}, "temprature.*'temperature'"),
     ],
 )
 def test_what_is_refused(sure, given, options, message):
@@ -183,6 +204,7 @@ def test_what_is_refused(sure, given, options, message):
         judge_files(placed(given), **options)
 
 
+@pytest.mark.usefixtures("quick")
 def test_one_thing_needs_no_list(sure, tmp_path):
     val = write_predictions(drawn(1), tmp_path / "val.npz")
     far = write_predictions(Predictions(torch.randn(50, CLASSES)), tmp_path / "far.npz")
@@ -196,8 +218,9 @@ def test_one_thing_needs_no_list(sure, tmp_path):
     assert [one.before.detection is None for one in several.reports.values()] == [False, True]
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_is_known_of_a_model_is_kept(sure):
-    """This is how a run folder is judged, of which this room knows nothing."""
+    """A run folder is evaluated this way."""
     far = Predictions(torch.randn(50, CLASSES))
     log = [{"epoch": 1}]
     known = Model(predictions=drawn(0), calibration=drawn(1), ood={"far": far}, log=log, recipe={"lr": 1})
@@ -210,22 +233,23 @@ def test_what_is_known_of_a_model_is_kept(sure):
     assert (found["run"]["file"], found["file"]["file"]) == (None, str(sure))
     again = judge_files({"run": answer.models["run"]})
     assert again.reports["run"] is report
-    with pytest.raises(ValueError, match="has a report already"):
+    with pytest.raises(ValueError, match=r"run .*report"):
         judge_files({"run": answer.models["run"]}, calibrate_on=sure)
-    with pytest.raises(ValueError, match="neither predictions nor a report"):
+    with pytest.raises(ValueError, match=r"run .*predictions"):
         judge_files({"run": Model()})
 
 
-def test_the_front_door_has_all_that_an_answer_needs():
+def test_the_public_api_exports_models_and_figures():
     assert (fedlas.Model, fedlas.save_figures) == (Model, save_figures)
     assert {"Model", "save_figures"} <= set(fedlas.__all__)
 
 
-def test_a_page_cross_fits_as_the_answer_does(sure):
-    report = report_of(Model(predictions=drawn(0)), resamples=50)
-    assert report.to_json() == judge_files(sure, resamples=50).reports["sure"].to_json()
+def test_a_page_cross_fits_as_the_answer_does(answer):
+    report = report_of(Model(predictions=drawn(0)), resamples=200)
+    assert report.to_json() == answer.reports["sure"].to_json()
 
 
+@pytest.mark.usefixtures("quick")
 def test_images_are_looked_for_beside_the_file_or_where_the_caller_says(tmp_path):
     given = Predictions(drawn(0).logits, drawn(0).labels, paths=["one.png"] * N)
     path = write_predictions(given, tmp_path / "with.npz")
@@ -234,6 +258,7 @@ def test_images_are_looked_for_beside_the_file_or_where_the_caller_says(tmp_path
         assert model.image_folders == folders
 
 
+@pytest.mark.usefixtures("quick")
 def test_files_of_the_same_name_are_told_apart(tmp_path):
     for folder in ("a", "b"):
         write_predictions(drawn(0), tmp_path / folder / "test.npz")
@@ -241,6 +266,7 @@ def test_files_of_the_same_name_are_told_apart(tmp_path):
     assert [name.split("/")[-2:] for name in answer.reports] == [["a", "test"], ["b", "test"]]
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_file_whose_name_has_an_equals_sign(tmp_path):
     path = write_predictions(drawn(0), tmp_path / "lr=0.1.npz")
     assert list(judge_files([path], resamples=50).reports) == ["lr=0.1"]
@@ -251,19 +277,19 @@ def test_confidence_alone_is_judged_without_a_calibrator(tmp_path):
     (tmp_path / "top.csv").write_text(f"confidence,prediction,label\n{rows}\n")
     answer = judge_files([tmp_path / "top.csv"], resamples=100)
     assert not answer.reports["top"].after
-    assert answer.notes == ["top: no calibrator is tried: only the top class of each sample is known"]
+    (note,) = answer.notes
+    assert re.match("top: .*calibrator", note)
     assert "over-confident" in answer.lines()[0]
 
 
-def test_conditions(sure):
-    answer = judge_files([sure], resamples=200)
+def test_conditions(answer):
     error = float(answer.reports["sure"]["ece"])
     held = [f"ece>{error - 0.001}", f"ece>={100 * error - 0.1}%", "accuracy<1", "temperature.ece<0.5", "ece.high>0"]
     failing = [f"ece>{error + 0.001}", "ece.low>0.9", "temperature.accuracy < 1e-3", "nll<=-1"]
     assert len(answer.failed(held)) == len(held)
     assert answer.failed(failing) == []
     (said,) = answer.failed([held[0]])
-    assert said.startswith(f"sure: ece is {error:.6g}, so ece>")
+    assert re.match(f"sure: ece .*{error:.6g}.* ece>", said)
 
 
 @pytest.mark.parametrize("text", ["ece", "ece>", ">0.1", "ece=0.1", "ece>a", "a.b.c>1", "ece>0.1 or so", ""])
@@ -275,16 +301,17 @@ def test_what_is_no_condition(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("eec>0.1", "'eec' is not known; known: .*ece"),
-        ("isotonic.ece>0.1", "there is no 'isotonic' here, only as given, temperature"),
-        ("mce.high>0.1", "mce has no interval"),
+        ("eec>0.1", "'eec'.* ece"),
+        ("isotonic.ece>0.1", "'isotonic'.* as given, temperature"),
+        ("mce.high>0.1", r"mce\.high"),
     ],
 )
-def test_a_condition_on_what_is_not_there(sure, text, message):
+def test_a_condition_on_a_missing_number(answer, text, message):
     with pytest.raises(ValueError, match=message):
-        judge_files([sure], resamples=50).failed([text])
+        answer.failed([text])
 
 
+@pytest.mark.usefixtures("quick")
 def test_everything_becomes_json(sure, tmp_path):
     calm = write_predictions(drawn(0, 1.0), tmp_path / "calm.npz")
     answer = judge_files([sure, calm], resamples=100)
@@ -298,11 +325,11 @@ def test_it_tells_how_far_it_is(tmp_path):
     path, seen = write_predictions(drawn(0), tmp_path / "sure.csv"), []
     judge_files([path, f"again={path}"], resamples=50, watch=lambda word, share: seen.append((word, share)))
     words = list(dict.fromkeys(word for word, _ in seen))
-    assert words == ["reading sure.csv", "evaluating sure", "evaluating again", "comparing models"]
+    assert [word.split()[-1] for word in words] == ["sure.csv", "sure", "again", "models"]
     for word in words:
         shares = [share for name, share in seen if name == word]
         assert shares[-1] == 1.0, word
-    shares = [share for name, share in seen if name == "evaluating sure"]
+    shares = [share for name, share in seen if name == words[1]]
     assert shares == sorted(shares)
     # Two folds are fitted, the file is read, and two states get intervals; the reading is one part of that.
     assert len({round(share, 3) for share in shares}) >= 5
@@ -323,8 +350,8 @@ def test_results_show_themselves_in_a_notebook(sure, tmp_path):
     assert "AUROC" in report._repr_html_()
 
 
-def test_a_figure_shows_itself_in_a_notebook(sure):
-    report = judge_files([sure], resamples=50).reports["sure"]
+def test_a_figure_shows_itself_in_a_notebook(answer):
+    report = answer.reports["sure"]
     figure = reliability_figure({"": [reliability_data(report.before.bins["width"], float(report["ece"]), "as given")]})
     start, _, rest = figure._repr_html_().partition("base64,")
     assert start.startswith('<img alt="figure" width="')

@@ -1,6 +1,7 @@
-"""Reliability, confidence, over- and under-confidence, and risk: numbers by plain loops, figures by what is in them."""
+"""Reliability, confidence, over- and under-confidence, risk: data against plain loops, figures against their data."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_confidences_of_right_and_wrong_answers_are_counted():
     assert drawn["mean confidence"].get_xdata()[0] == data.confidence
     assert drawn["accuracy"].get_xdata()[0] == data.accuracy
     assert drawn["accuracy"].get_linestyle() != drawn["mean confidence"].get_linestyle()
-    assert f"{int(sum(data.right))} right, {int(sum(data.wrong))} wrong" in panel.get_title()
+    assert re.search(f"{int(sum(data.right))} .*{int(sum(data.wrong))} ", panel.get_title())
 
 
 def test_over_and_under_confidence_are_bars_of_either_side():
@@ -263,7 +264,7 @@ def test_of_many_classes_those_furthest_off_are_shown():
         off[k] = sum(abs(sum(c - right for c, right in one)) for one in inside.values())
     wanted = sorted(sorted(off, key=off.get, reverse=True)[:7])
     assert data.names == tuple(map(str, wanted))
-    assert "7 of 40 classes" in class_map_figure(data).get_suptitle()
+    assert re.search("7 of .*40", class_map_figure(data).get_suptitle())
 
 
 def test_risk_is_the_share_of_errors_among_the_most_confident():
@@ -294,7 +295,7 @@ def test_risk_is_the_share_of_errors_among_the_most_confident():
     "given",
     [
         Predictions(torch.tensor([[0.0, 2.0]]), torch.tensor([1])),
-        Predictions(torch.tensor([[3.0, 1.0]] * 8), torch.tensor([0, 1] * 4)),
+        pytest.param(Predictions(torch.tensor([[3.0, 1.0]] * 8), torch.tensor([0, 1] * 4)), marks=pytest.mark.campaign),
         Predictions(torch.tensor([[3.0, 1.0], [9.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 0, 0])),
         Predictions(torch.tensor([[3.0, 1.0], [9.0, 0.0], [2.0, 0.0]]), torch.tensor([1, 1, 1])),
         Predictions(torch.zeros(5, 1), torch.zeros(5, dtype=torch.long)),

@@ -1,7 +1,8 @@
-"""Foreign data, feature norms, training and ranks: numbers by plain loops, figures by what is in them."""
+"""OOD scores, feature norms, training curves and ranks: data against plain loops, figures against their data."""
 
 import math
 import random
+import re
 from itertools import combinations
 
 import pytest
@@ -85,7 +86,7 @@ def test_foreign_data_that_is_missing_is_asked_for():
     given, sets = pages.model(60), {"noise": pages.foreign(20)}
     with pytest.raises(ValueError, match="evaluate"):
         foreign_data(given, sets, evaluate(given, intervals=False), "x")
-    with pytest.raises(ValueError, match="none is given in ood"):
+    with pytest.raises(ValueError, match="in ood"):
         foreign_data(given, {}, evaluate(given, ood=sets, intervals=False), "x")
 
 
@@ -115,11 +116,11 @@ def test_norms_are_compared_with_confidence_in_tenths():
 
 @pytest.mark.parametrize("compute", [norm_data, indicator_data])
 def test_norms_that_cannot_be_normalised_are_refused(compute):
-    with pytest.raises(ValueError, match="no features"):
+    with pytest.raises(ValueError, match=r"^(?!.*norm).*features"):
         compute(pages.model(20, features=None), "x")
-    with pytest.raises(ValueError, match="equally long"):
+    with pytest.raises(ValueError, match="norm"):
         compute(pages.model(20, features=torch.ones(20, 3)), "x")
-    with pytest.raises(ValueError, match="one sample alone"):
+    with pytest.raises(ValueError, match="norm"):
         compute(Predictions(torch.ones(1, 2), torch.zeros(1, dtype=torch.long), features=torch.ones(1, 3)), "x")
 
 
@@ -155,7 +156,7 @@ def test_learning_curves_are_those_of_the_log():
 def test_logs_without_over_and_under_leave_their_panel_out():
     figure = training_figure([training_data(log(3, parts=False), "x")])
     assert [panel.get_visible() for panel in figure.axes] == [True, True, True, False]
-    with pytest.raises(ValueError, match="no finished epoch"):
+    with pytest.raises(ValueError, match="epoch"):
         training_data([{"epoch": 1, "diverged": {}}], "x")
 
 
@@ -247,8 +248,7 @@ def test_ranks_are_drawn_with_their_groups_and_their_test():
     words = [text.get_text().strip() for text in panel.texts]
     assert {f"{name} ({rank:.2f})" for name, rank in zip(data.names, data.ranks, strict=True)} <= set(words)
     assert f"critical difference {data.critical_difference:.2f}" in words
-    assert "Friedman, then Nemenyi, level 5 %" in panel.get_title()
-    assert "9 data sets" in panel.get_title()
+    assert re.search("Friedman.*Nemenyi.* 5 %.* 9 data sets", panel.get_title())
     bars = [line.get_xdata() for line in panel.lines if line.get_linewidth() > 2]
     assert len(bars) == len(data.groups) > 0
     for ends, (first, last) in zip(bars, data.groups, strict=True):

@@ -1,4 +1,4 @@
-"""The pictures of the documents are small, and show the numbers that come out now."""
+"""The figures of the documentation are small and up to date."""
 
 import importlib.util
 import json
@@ -22,7 +22,8 @@ def script():
     return module
 
 
-def test_pictures_show_the_numbers_that_come_out_now(script, tmp_path):
+@pytest.mark.campaign
+def test_pictures_show_the_numbers_that_come_out_now(script):
     assert script.check(PICTURES) == []
 
 
@@ -39,8 +40,8 @@ def test_old_or_missing_pictures_are_found(script, tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "draw", copied)
     told = script.check(copy)
-    assert told[0] == "confidence.svg is missing"
-    assert told[1].startswith("over_under.json data 0 over is 0.12")
+    assert "confidence.svg" in told[0]
+    assert re.match(r"over_under\.json data 0 over .*0\.12", told[1])
     assert len(told) == 2
 
 

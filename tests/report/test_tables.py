@@ -1,4 +1,4 @@
-"""Tables say what was measured and what was printed, in every format, and nothing that was not."""
+"""Tables of measured values and of the paper's values, in every format."""
 
 import csv
 import io
@@ -145,7 +145,7 @@ def test_noise_is_the_hull_of_intervals_or_two_standard_errors(cell: Cell, insid
 
 
 def test_every_value_has_an_interval_or_none_has() -> None:
-    with pytest.raises(ValueError, match="2 values cannot have 1 intervals"):
+    with pytest.raises(ValueError, match=r"2 values .*1 intervals"):
         Cell((0.1, 0.2), ((0.0, 0.3),))
 
 
@@ -155,7 +155,7 @@ def test_marks_are_of_the_papers_own_table() -> None:
     assert all(mark.ours == Mark() for mark in paper_table().marks())
     assert "best" in paper_table().text("both")
     assert "best" not in paper_table().text("ours")
-    assert "planned" not in paper_table().text("both")
+    assert "(n/m)" not in paper_table().text("both")
 
 
 def test_what_looks_equal_shares_a_mark() -> None:
@@ -177,7 +177,7 @@ def test_the_papers_marks_are_those_of_all_its_rows() -> None:
     assert few.marks()[0] == (Mark((1,), (0,)), Mark((), (1,)))
     ranked = mean_rank_columns(few, ["ECE %"])
     assert ranked.marks()[0] == few.marks()[0]
-    with pytest.raises(ValueError, match="has 1 cells for 2 columns"):
+    with pytest.raises(ValueError, match=r"1 cells .*2 columns"):
         replace(ranked, left_out=few.left_out)
 
 
@@ -188,19 +188,18 @@ def test_nothing_is_marked_that_stands_alone_or_is_not_ranked() -> None:
 
 
 def test_text_shows_the_table() -> None:
-    assert small_table().text("ours") == (
-        "Fast\n"
-        "                      CIFAR-10                        CIFAR-100\n"
-        "method     name       accuracy %       ECE %          accuracy %     ECE %\n"
-        "----------------------------------------------------------------------------------\n"
-        "CE         ce         95.07** +- 0.15  5.78* +- 0.26  77.00 +- 0.00  12.60 +- 0.10\n"
-        "FeDLaS-LS  fedlas_ls  95.00* (1/3)     1.29** (1/3)\n"
-        "LS         ls\n"
-        "Fast protocol: 20 epochs.\n"
-        "**: best; *: second best.\n"
-        "+-: standard deviation over seeds.\n"
-        "(n/m): n of m planned seeds were run.\n"
-    )
+    lines = small_table().text("ours").splitlines()
+    assert lines[:8] == [
+        "Fast",
+        "                      CIFAR-10                        CIFAR-100",
+        "method     name       accuracy %       ECE %          accuracy %     ECE %",
+        "----------------------------------------------------------------------------------",
+        "CE         ce         95.07** +- 0.15  5.78* +- 0.26  77.00 +- 0.00  12.60 +- 0.10",
+        "FeDLaS-LS  fedlas_ls  95.00* (1/3)     1.29** (1/3)",
+        "LS         ls",
+        "Fast protocol: 20 epochs.",
+    ]
+    assert [line.partition(":")[0] for line in lines[8:]] == ["**", "+-", "(n/m)"]
 
 
 def test_full_text_shows_intervals_differences_and_noise() -> None:
@@ -209,7 +208,7 @@ def test_full_text_shows_intervals_differences_and_noise() -> None:
     assert row.split("  ")[0] == "CE"
     assert re.findall(r"\[.*?\]", row) == ["[94.00, 96.00]", "[5.00, 7.00]", "[12.00, 13.00]"]
     assert re.findall(r"[-+]\d+\.\d\d (?:inside|outside)", row) == ["-0.04 inside", "-2.07 outside", "-0.07 outside"]
-    assert any("inside: the printed value is within" in line for line in lines)
+    assert any(re.match("difference: .*inside: .*outside: ", line) for line in lines)
     assert "interval" not in small_table().text("both")
 
 
@@ -347,7 +346,7 @@ def test_markdown_marks_and_aligns() -> None:
         r"| FeDLaS-LS | fedlas\_ls | *95.00* (1/3) | *94.87* | **1.29** (1/3) | **1.20** |  | **78.00** |  |"
     )
     assert made[6] == "| LS | ls |" + "  |" * 7
-    assert "Bold: best; italic: second best." in made
+    assert any(re.match("Bold: .*italic: ", line) for line in made)
 
 
 @given(st.text() | st.text(r"\|`*_<&[]#-+1. ", max_size=8))
@@ -562,19 +561,19 @@ def test_save_writes_every_format(tmp_path: Path) -> None:
 
 
 def test_save_writes_all_or_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot be written as docx, only as md, tex"):
+    with pytest.raises(ValueError, match=r"docx.* md, tex"):
         small_table().save(tmp_path, ("md", "docx"))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b", "-x", "x\n", "ä", 'x"y'])
 def test_a_table_is_named_like_a_file(name: str) -> None:
-    with pytest.raises(ValueError, match="named like a file"):
+    with pytest.raises(ValueError, match=re.escape(repr(name))):
         small_table(name=name)
 
 
 def test_rows_have_a_cell_for_each_column() -> None:
-    with pytest.raises(ValueError, match="ce has 1 cells for 4 columns"):
+    with pytest.raises(ValueError, match=r"ce .*1 cells .*4 columns"):
         small_table(rows=(Row("ce", "CE", (Cell(),)),))
 
 
@@ -602,7 +601,6 @@ def test_mean_ranks_are_the_papers() -> None:
     for row, (_, ranks) in zip(table.rows, PRINTED.values(), strict=True):
         assert row.cells[3].printed == pytest.approx(sum(ranks) / 3)
     assert table.marks()[3].printed == Mark((5,), (6,))
-    assert "equal values share the smallest rank" in table.notes[-1]
 
 
 def test_ours_are_ranked_as_shown_among_whole_rows() -> None:
@@ -621,13 +619,13 @@ def test_ours_are_ranked_as_shown_among_whole_rows() -> None:
     assert [row.cells[4].mean for row in table.rows] == [2.0, 3.0, 1.0, 4.0]
     assert not table.columns[3].compared
     assert table.columns[4].compared
-    assert "of 3 rows, the printed ones of 3 that are not the same" in table.notes[0]
-    assert "printed" not in table.notes[1]
+    assert re.search("3 rows.* 3 ", table.notes[0])
+    assert "rows" not in table.notes[1]
     assert [line["difference"] for line in csv.DictReader(io.StringIO(table.csv()))][3::5] == [""] * 4
     assert table.text("full").splitlines()[3].split()[-5:] == ["ours", "printed", "ours", "printed", "difference"]
     again = mean_rank_columns(table, ["acc"])  # ranks are not ranked, though their column has the name too
     assert [row.cells[5] for row in again.rows] == [row.cells[4] for row in again.rows]
-    assert "(columns ranked: 1)" in again.notes[-1]
+    assert re.search(r"columns.*: 1\)", again.notes[-1])
 
 
 def test_mean_ranks_are_not_fooled_by_the_last_bit() -> None:
@@ -643,5 +641,5 @@ def test_one_row_has_no_rank() -> None:
 
 
 def test_mean_ranks_of_unknown_columns_are_refused() -> None:
-    with pytest.raises(ValueError, match="no column is called 'AECE %'; there are ECE %"):
+    with pytest.raises(ValueError, match=r"'AECE %'.* ECE %"):
         mean_rank_columns(paper_table(), ["AECE %"])

@@ -36,8 +36,8 @@ def test_large_pictures_become_small():
 @pytest.mark.parametrize(
     ("array", "error", "words"),
     [
-        (torch.randn(3, 4, 4), ValueError, "outside 0..1"),
-        (torch.full((3, 4, 4), torch.nan), ValueError, "outside 0..1"),
+        (torch.randn(3, 4, 4), ValueError, r"0\.\.1"),
+        (torch.full((3, 4, 4), torch.nan), ValueError, r"0\.\.1"),
         (torch.zeros(4, 4, dtype=torch.int64), TypeError, "uint8"),
         (torch.zeros(2, 3, 4, 4), ValueError, "shape"),
         (torch.zeros(5, 4, 7), ValueError, "shape"),
@@ -67,7 +67,7 @@ def test_files_are_made_anew(tmp_path):
     with pytest.raises(OSError, match="identify"):
         picture_of(str(tmp_path / "c.svg"))
     for nothing in (tmp_path, tmp_path / "missing.png"):
-        with pytest.raises(ValueError, match="is no file"):
+        with pytest.raises(ValueError, match=nothing.name):
             picture_of(nothing)
 
 
@@ -75,5 +75,5 @@ def test_a_huge_picture_is_not_decoded(tmp_path, monkeypatch):
     path = tmp_path / "a.png"
     images.new("L", (200, 200)).save(path)
     monkeypatch.setattr("fedlas.report.thumbnails.MOST_PIXELS", 10_000)
-    with pytest.raises(ValueError, match="too many"):
+    with pytest.raises(ValueError, match="200 x 200"):
         picture_of(path)
