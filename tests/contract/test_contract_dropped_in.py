@@ -36,7 +36,7 @@ FOUND_BY = {
     "lies": "test_slopes_are_those_of_finite_differences",
     "rounds": "test_low_precision_is_computed_in_float32",
     "forgets": "test_a_copy_goes_on_as_the_original_would",
-    "replaces": "test_state_is_changed_in_place",
+    "replaces": "test_training_changes_all_of_the_state_in_place",
     "peeks": "test_evaluation_changes_nothing",
     "mumbles": "test_a_summary_and_a_citation",
     "stumbles": "test_nothing_but_logits_and_labels_is_asked_for_without_need",
