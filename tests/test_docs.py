@@ -88,11 +88,18 @@ def test_equations_can_be_read_without_a_script(document):
     assert not re.findall(r"(?<![\w$])\$[^$\n`]*[\\_^{][^$\n`]*\$", re.sub(r"`[^`\n]*`", "", text))
 
 
-def test_what_is_generated_is_what_it_is_made_from():
-    made = loaded("pages").pages()
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_generated_parts_are_up_to_date(whole):
+    """The pages with all tables of the ledger take most of the time."""
+    script, findings = loaded("pages"), Path("docs") / "findings.md"
+    if not whole:
+        script.reproduction_page = lambda _: (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
+        script.FINDINGS, script.PARTLY = {}, [path for path in script.PARTLY if Path(path) != findings]
+    made = script.pages()
     assert {path.relative_to(ROOT).as_posix() for path in made} >= {"README.md", "docs/losses.md", "docs/reproduce.md"}
+    assert (ROOT / findings in made) == whole
     for path, text in made.items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name} has grown old; write it anew: scripts/pages"
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date; run scripts/pages"
 
 
 def test_every_loss_has_its_place_on_the_page():

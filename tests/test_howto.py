@@ -18,7 +18,7 @@ PAGES = {
 }
 CONTRACTS = ["data/test_data_contract.py", "posthoc/test_contract_calibrators.py"]
 CONTRACTS += [f"contract/test_contract_{what}.py" for what in ("documents", "errors", "labels", "numbers", "state")]
-DEAR = ("both_ways_to_a_batch", "refused_batch")  # they import what compiles and what loads, for seconds
+DEAR = ("both_ways_to_a_batch", "refused_batch", "index_of_the_data_set")  # they import what compiles and what loads, for seconds
 
 
 def python_of(page: str) -> list[str]:
@@ -56,4 +56,4 @@ def test_what_the_pages_add_keeps_the_contracts(tmp_path):
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
     passed = re.search(r"(\d+) passed", found.stdout)
     assert passed is not None
-    assert int(passed[1]) > 80, "most contract tests were not selected"
+    assert int(passed[1]) > 60, "most contract tests were not selected"

@@ -68,10 +68,16 @@ def parse(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All nodes of a module; rules share them."""
+    return tuple(ast.walk(parse(source)))
+
+
 def imports(name: str, modules: Modules) -> list[Import]:
     """All imports of the house inside one module: lazy ones and those for the type checker too."""
     found = []
-    for node in ast.walk(parse(modules[name])):
+    for node in nodes(modules[name]):
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -161,7 +167,7 @@ def no_relative_or_star_imports(modules: Modules) -> list[str]:
     return [
         f"{name}:{node.lineno} has a relative or star import"
         for name, source in modules.items()
-        for node in ast.walk(parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.ImportFrom) and (node.level or any(alias.name == "*" for alias in node.names))
     ]
 
@@ -180,7 +186,7 @@ def no_list_is_kept_by_hand(modules: Modules) -> list[str]:
     entries = catalogue_entries(modules)
     complaints = []
     for name, source in modules.items():
-        for node in ast.walk(parse(source)):
+        for node in nodes(source):
             if not isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
                 continue
             words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
@@ -208,7 +214,7 @@ def catalogue_entries(modules: Modules) -> dict[str, dict[str, str]]:
 
 
 def classes(source: str) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(parse(source)) if isinstance(node, ast.ClassDef)]
+    return [node for node in nodes(source) if isinstance(node, ast.ClassDef)]
 
 
 def only_the_command_line_prints(modules: Modules) -> list[str]:
@@ -216,7 +222,7 @@ def only_the_command_line_prints(modules: Modules) -> list[str]:
         f"{name}:{node.lineno} prints; only cli does"
         for name, source in modules.items()
         if room(name) != "cli"
-        for node in ast.walk(parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.Name) and node.id == "print"
     ]
 
@@ -255,7 +261,7 @@ def no_module_has_the_name_of_an_exported_function(modules: Modules) -> list[str
 def spoken_names(source: str) -> set[str]:
     """Every name that a package defines, imports, or has in a string, as in `__all__` or a table of lazy imports."""
     names: set[str] = set()
-    for node in ast.walk(parse(source)):
+    for node in nodes(source):
         match node:
             case ast.Constant(value=str(word)):
                 names.add(word)
@@ -283,7 +289,7 @@ def abstract_classes_are_never_instantiated(modules: Modules) -> list[str]:
     return [
         f"{name}:{node.lineno} instantiates {last_word(node.func)}"
         for name, source in modules.items()
-        for node in ast.walk(parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.Call) and re.match(r"Abstract[A-Z]", last_word(node.func))
     ]
 
@@ -331,13 +337,14 @@ def names_from(name: str, modules: Modules) -> dict[str, str]:
     """What the names that a module imports stand for."""
     return {
         alias.asname or alias.name: alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
-        for node in ast.walk(parse(modules[name]))
+        for node in nodes(modules[name])
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
         if alias.asname or isinstance(node, ast.ImportFrom)
     }
 
 
+@cache
 def modules_in(folder: Path) -> dict[str, str]:
     """Every module of the package in a folder, by its dotted name."""
     found = {}

@@ -15,6 +15,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(p for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")] if p.name != "CHANGELOG.md")
 RUN = [p for p in DOCUMENTS if p.name == "README.md" or ROOT / "docs" in p.parents]
+LONG = {  # seconds each: trainings, heavy packages, many figures
+    "docs/cluster.md",
+    "docs/figures.md",
+    "docs/howto/choose_a_method.md",
+    "docs/howto/export.md",
+    "docs/howto/trackers.md",
+    "docs/train.md",
+}
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 EXCUSE = re.compile(r"<!-- no test:(?P<reason>.*?)-->\s*\Z", re.DOTALL)
 
@@ -73,7 +81,15 @@ def called(document: Path) -> str:
     return document.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("document", RUN, ids=called)
+def languages(document: Path) -> set[str]:
+    return {block.language for block in blocks(document.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(p, marks=pytest.mark.campaign if called(p) in LONG else ()) for p in RUN if "python" in languages(p)],
+    ids=called,
+)
 def test_the_python_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_python(str(document), document.read_text(encoding="utf-8"))
@@ -86,6 +102,7 @@ def test_the_commands_exist(document):
 
 def test_readme_and_pages_in_subfolders_of_the_docs_are_run():
     assert {ROOT / "README.md", ROOT / "docs" / "howto" / "sklearn.md"} <= set(RUN)
+    assert {called(document) for document in RUN} >= LONG
 
 
 def test_a_broken_block_is_found_with_its_line():

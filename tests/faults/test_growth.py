@@ -69,6 +69,7 @@ def test_a_stream_of_sums_that_keeps_samples_is_refused(each, refused):
     assert growth.excesses(keeping) == []
 
 
+@pytest.mark.campaign
 def test_what_one_point_has_freed_does_not_hide_what_the_next_takes():
     """In a new process, as the benchmark is: what other tests have freed would hide it too."""
     sizes = (2**25, 2**23, 2**24)
@@ -132,7 +133,7 @@ def _one_by_one(probs, labels):
     return sum(float((probs[:, 0] - row[0]).abs().sum()) for row in probs)
 
 
-@pytest.mark.parametrize("function", [_all_pairs, _one_by_one])
+@pytest.mark.parametrize("function", [_all_pairs, pytest.param(_one_by_one, marks=pytest.mark.campaign)])
 def test_quadratic_work_is_found(function):
     points = counted("metric", "x", "N", lambda n: growth.metric_call(function, n, 10))
     assert growth.exponent(points) > 1.9
@@ -148,6 +149,7 @@ def bytes_kept(kind):
     return (many[1] - few[1]) / (20_000 * (updates[1] - updates[0]))
 
 
+@pytest.mark.campaign
 def test_a_stream_of_sums_keeps_no_samples():
     """Half a byte is less than any sample takes; one that keeps samples is measured in the same way, and found.
 
@@ -163,6 +165,7 @@ def test_a_stream_of_sums_keeps_no_samples():
     assert of_samples > 4 * growth.SUMS
 
 
+@pytest.mark.campaign
 def test_a_process_that_dies_is_named():
     with pytest.raises(RuntimeError, match="the process that measured size 7 died"):
         growth.apart(lambda n: lambda: os._exit(1), 7)

@@ -307,7 +307,7 @@ def test_two_columns_may_sum_to_one_within_rounding():
     hard = torch.tensor([1, 0])
     assert ece(above, hard, scope="positive").value == pytest.approx(0.25, abs=1e-6)
     assert ece(above[1:], above[:1], scope="positive").value == pytest.approx(0.5, abs=1e-6)
-    with pytest.raises(ValueError, match=r"0.*1.*1\.0000001"):
+    with pytest.raises(ValueError, match=r"probs: row 0\b.*0.*1"):
         ece(above[:, 1], hard, scope="positive")
 
 
@@ -358,6 +358,7 @@ def test_chunks_processes_and_one_pass_agree():
     assert [row["n"] for row in found["parts"]] == [21_000, 19_000]
 
 
+@pytest.mark.campaign
 def test_threads_and_batches_agree():
     for row in stream_numbers.ways(n=4_000, seed=1):
         assert row["largest_difference"] <= 1e-12, row
