@@ -12,7 +12,7 @@ import fedlas
 from losses import plain
 
 SHAPES = [(1, 2), (1, 5), (2, 3), (3, 2), (7, 5), (16, 12), (40, 10)]
-SEEDS = range(3)
+BATCHES = [(seed, *shape) for shape in SHAPES for seed in range(3)]
 
 Plain = Callable[..., float]
 STATELESS: list[tuple[str, dict[str, Any], Plain]] = [
@@ -84,10 +84,9 @@ def test_every_published_loss_is_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "options", "function"), STATELESS, ids=IDS)
-@pytest.mark.parametrize(("n", "classes"), SHAPES)
-def test_value(name: str, options: dict[str, Any], function: Plain, n: int, classes: int) -> None:
-    loss = fedlas.build_loss(name, num_classes=classes, **options)
-    for seed in SEEDS:
+def test_value(name: str, options: dict[str, Any], function: Plain) -> None:
+    for seed, n, classes in BATCHES:
+        loss = fedlas.build_loss(name, num_classes=classes, **options)
         logits, labels = batch(seed, n, classes)
         same(loss(logits, labels), function(logits.tolist(), labels.tolist(), **options), 1e-10)
 
@@ -147,9 +146,8 @@ def test_mmce_gradient_between_equal_confidences(variant: str) -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "margin", "entropy"])
-@pytest.mark.parametrize(("n", "classes"), SHAPES)
-def test_crl_value(score: str, n: int, classes: int) -> None:
-    for seed in SEEDS:
+def test_crl_value(score: str) -> None:
+    for seed, n, classes in BATCHES:
         logits, labels = batch(seed, n, classes)
         source = torch.Generator().manual_seed(seed)
         loss = fedlas.build_loss("crl", num_classes=classes, num_samples=50, rank_weight=0.7, score=score).eval()
@@ -188,9 +186,8 @@ def test_crl_gradient(score: str) -> None:
 GAMMAS = [-2.0, -0.7, 0.2, 1.0, 3.5, 20.0, 1.0, -0.2]
 
 
-@pytest.mark.parametrize(("n", "classes"), SHAPES)
-def test_adafocal_value(n: int, classes: int) -> None:
-    for seed in SEEDS:
+def test_adafocal_value() -> None:
+    for seed, n, classes in BATCHES:
         logits, labels = batch(seed, n, classes)
         edges = [0.1, 0.2, 0.2, 0.3, 0.55, 0.55, 0.7, 0.9, 0.95]
         loss = fedlas.build_loss("adafocal", num_classes=classes, bins=8)
