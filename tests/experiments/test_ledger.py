@@ -81,11 +81,7 @@ def test_temperature_does_not_change_the_accuracy(ledger):
         assert after.posthoc["temperature"] > 0
 
 
-def test_a_sound_ledger_has_no_problems(ledger):
-    assert list(problems(ledger, intervals=True)) == []
-
-
-def test_a_changed_number_is_found(copy):
+def test_only_a_changed_number_is_found(copy):
     path = copy / "results" / "digits-small.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     lines[0]["metrics"]["ece"][0] += 1e-4
