@@ -57,15 +57,17 @@ def test_figures_do_not_replace_files_of_that_name(tmp_path, name):
 
 def test_figures_are_drawn_again_and_beside_other_files(given, monkeypatch):
     monkeypatch.setattr("fedlas.report.figures.style.content_of", lambda *_, **__: b"a picture")  # nobody looks at it
+    monkeypatch.setattr("fedlas.report.figures.saving._of_all", lambda *_: ())  # the others are enough
     folder = given / "figures"
     folder.mkdir()
     mine = {"notes.md": "mine", "reliability.txt": "mine", "photo.png": "mine", "training-photo.png": "mine"}
     for name, text in mine.items():
         (folder / name).write_text(text)
-    words = ("evaluate", given / "test.csv", "--figures", folder, "--resamples", 50)
+    words = ("evaluate", given / "test.csv", "--posthoc", "", "--figures", folder, "--resamples", 50)
     for _ in range(2):
         assert call(*words).exit_code == 0
     assert {name: (folder / name).read_text() for name in mine} == mine
+    assert {path.suffix for path in folder.glob("class_map.*")} == {".pdf", ".png", ".svg", ".json"}
     assert json.loads((folder / "class_map.json").read_text())["format"] == "fedlas.figure/1"
 
 
@@ -134,7 +136,7 @@ def test_json_that_only_looks_like_an_answer_is_left_alone(given, text):
 def test_every_answer_says_what_it_is_and_is_not_written_over_by_another(given):
     test = given / "test.csv"
     commands = {
-        "fedlas.answer/1": ("evaluate", test, "--resamples", 50),
+        "fedlas.answer/1": ("evaluate", test, "--posthoc", "", "--resamples", 50),
         "fedlas.ood/1": ("ood", test, f"far={given / 'far.npz'}"),
         "fedlas.compare/1": ("compare", test, test, "--metrics", "accuracy", "--resamples", 50),
     }
