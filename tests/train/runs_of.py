@@ -42,7 +42,7 @@ def photographs(folder: Path, count: int = 30, seed: int = 0) -> Path:
 def large(path: Path, loss: str = "fedlas_ls", **changes: Any) -> Recipe:
     """A run of 2 epochs with 9 steps each, on images that are read from files."""
     usual = {"epochs": 2, "batch_size": 8, "workers": 2, "deterministic": True, "lr": 0.05}
-    options = {"data_options": {"path": str(path), "image_size": 16}, "model_options": {"in_channels": 3}}
+    options = {"data_options": {"path": str(path), "image_size": 16}, "model_options": {"in_channels": 3, "width": 8}}
     return Recipe(data="folder", model="small_cnn", loss=loss, **{**usual, **options, **changes})
 
 

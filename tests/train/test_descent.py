@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from descent_case import CASES
 
+from fedlas.models import resnet
 from fedlas.train import bench as bench_module
 from fedlas.train.bench import Bench
 from fedlas.train.kernels import descent, norms, products, stem, tallies
@@ -247,6 +248,13 @@ def test_what_the_kernels_are_not_made_for_is_left_to_torch(change, changes, exp
             assert not descent.fits(recipe, optimizer, CPU)
 
 
+@pytest.fixture
+def thin(monkeypatch):
+    """ResNets with one block in each stage."""
+    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
+
+
+@pytest.mark.usefixtures("thin")
 def test_a_bench_has_them_where_it_compiles(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     assert Bench(recipe, CPU).step.parts.descent is None
@@ -272,6 +280,7 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     assert Bench(recipe.replace(compile=False), CPU).step.parts.descent is None
 
 
+@pytest.mark.usefixtures("thin")
 def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))

@@ -24,6 +24,7 @@ from fedlas.train.kernels.norms import asked
 from fedlas.train.step import TrainStep
 
 CPU = torch.device("cpu")
+QUICK = {"adafocal", "crl", "fedlas_mbls"}
 
 
 class Kernel:
@@ -223,7 +224,14 @@ def state(bench: Bench) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "changes"), [*((loss, {}) for loss in LOSSES.entries), ("fedlas_ls", {"accumulate": 2, "mixup": 0.5})]
+    ("loss", "changes"),
+    [
+        ("adafocal", {}),
+        ("crl", {}),
+        ("fedlas_mbls", {}),
+        ("fedlas_ls", {"accumulate": 2, "mixup": 0.5}),
+        *(pytest.param(loss, {}, marks=pytest.mark.campaign) for loss in LOSSES.entries if loss not in QUICK),
+    ],
 )
 def test_a_rehearsed_step_is_the_same_step(loss, changes, monkeypatch):
     """Here the rehearsal really computes, which is more than a rehearsal does, and is taken back all the same."""

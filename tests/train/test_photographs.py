@@ -94,11 +94,10 @@ def test_the_lock_is_open_in_no_child(tmp_path):
 
 
 def test_many_recipes_equal_single_runs(images, finished, tmp_path):
-    recipes = [large(images, workers=0), large(images, seed=2, workers=0), large(images, "ls", workers=0)]
-    together = list(fit_many(recipes, folder=tmp_path / "many"))
-    assert_equal_runs(together[0], finished)
-    for recipe, run in zip(recipes[1:], together[1:], strict=True):
-        assert_equal_runs(run, fit(recipe, out=tmp_path / "alone" / recipe.name))
+    recipes = [large(images, workers=0), large(images, "ls", seed=2, workers=0)]
+    first, second = fit_many(recipes, folder=tmp_path / "many")
+    assert_equal_runs(first, finished)
+    assert_equal_runs(second, fit(recipes[1], out=tmp_path / "alone"))
 
 
 def test_kept_images_change_nothing(images, finished, tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
-"""Two processes, started by torchrun, give the numbers of one, also after a stop and with images from files."""
+"""Two processes give the numbers of one, also after a stop and with images from files."""
 
+import multiprocessing
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -9,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.capture import CaptureManager
-from runs_of import large, log_without_times, photographs, prediction_bytes
+from runs_of import SignalAt, large, log_without_times, photographs, prediction_bytes, short
 from torch import nn
 
-from fedlas.train import Run, fit, recipe_for
+from fedlas.train import Recipe, Run, StoppedError, fit, recipe_for
 from fedlas.train.bench import _check_shares, _with_shared_statistics
 from fedlas.train.runs import RunError
 
@@ -26,13 +29,14 @@ OPTIONS = {
 }
 HERE = Path(__file__).parent
 PATIENCE = 180  # seconds: six times as long as it takes beside other tests
-# All runs of the campaign in one start of two processes, which takes longer than the runs.
+# Unbroken by the command line, stopped and resumed: in one start of two processes, which takes longer than the runs.
 RUNS = """
 import faulthandler, os, signal, sys
 from pathlib import Path
 faulthandler.dump_traceback_later(120)  # where it stands still, should it
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import large
+from fedlas.__main__ import main
 from fedlas.train import AbstractCallback, RunError, StoppedError, fit, recipe_for
 
 class Signals(AbstractCallback):
@@ -51,8 +55,14 @@ def say(words):  # at once, lest the other process says something in between
 def threads():
     return len(os.listdir("/proc/self/task"))
 
-folder, images, unbroken, before = *map(Path, sys.argv[2:5]), threads()
-recipe = recipe_for("digits", loss="fedlas_ls").with_settings(dict(change.split("=") for change in sys.argv[5:]))
+folder, images, changes, before = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:], threads()
+recipe = recipe_for("digits", loss="fedlas_ls").with_settings(dict(change.split("=") for change in changes))
+words = ["--data", "digits", "--loss", "fedlas_ls", "--out", str(folder / "unbroken")]
+sys.argv[1:] = ["train", *words, *(word for change in changes for word in ("--set", change))]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
 try:
     fit(recipe, out=folder / "stopped", callbacks=[Signals()])
 except StoppedError as error:
@@ -62,9 +72,9 @@ fit(recipe.replace(model_options={"width": 8}, deterministic=False), out=folder 
 photographs = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=1)
 fit(photographs, out=folder / "photographs")
 sync, other = photographs.replace(sync_batchnorm=True), recipe.replace(lr=1.0)
-for wrong, out in ((sync, folder / "sync"), (other, unbroken), (recipe, unbroken / "log.jsonl/run")):
+for wrong, name in ((sync, "sync"), (other, "unbroken"), (recipe, "unbroken/log.jsonl/run")):
     try:
-        fit(wrong, out=out)
+        fit(wrong, out=folder / name)
     except (RunError, NotADirectoryError) as error:
         say(error)
 say(f"in the end {threads() - before} threads are left")
@@ -105,32 +115,25 @@ def capture(pytestconfig: pytest.Config) -> CaptureManager:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> Run:
-    """A run of two processes by the command line."""
-    words = ["-m", "fedlas", "train", "--data", "digits", "--loss", "fedlas_ls"]
-    words += [word for name, value in OPTIONS.items() for word in ("--set", f"{name}={value}")]
-    base = tmp_path_factory.mktemp("unbroken")
-    folder, _, error = torchrun(base, capture, lambda folder: [*words, "--out", folder / "run"])
-    assert "Grad strides" not in error
-    return Run(folder / "run")
-
-
-@pytest.fixture(scope="module")
-def made(unbroken: Run, tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
-    """The folder of further runs of two processes, their output, and the images that they read."""
+def made(tmp_path_factory: pytest.TempPathFactory, capture: CaptureManager) -> tuple[Path, str, Path]:
+    """The folder of the runs of two processes, what they said, and the images that they have read."""
     base = tmp_path_factory.mktemp("processes")
     images, script = photographs(base / "images"), base / "runs.py"
     script.write_text(RUNS)
     changes = [f"{name}={value}" for name, value in OPTIONS.items()]
-    words = [images, unbroken.folder, *changes]
-    folder, said, error = torchrun(base, capture, lambda folder: [script, HERE, folder, *words])
+    folder, said, error = torchrun(base, capture, lambda folder: [script, HERE, folder, images, *changes])
     assert "Grad strides" not in error
     return folder, said, images
 
 
-def test_two_processes_equal_one(unbroken, tmp_path):
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run of a single process."""
     recipe = recipe_for("digits", loss="fedlas_ls").with_settings(OPTIONS)
-    two, one = unbroken, fit(recipe, out=tmp_path)
+    return fit(recipe, out=tmp_path_factory.mktemp("one"))
+
+
+def assert_equal_numbers(two: Run, one: Run) -> None:
     for mine, theirs in zip(two.log, one.log, strict=True):
         for part in ("train", "val"):
             for name, value in theirs[part].items():
@@ -147,15 +150,48 @@ def test_two_processes_equal_one(unbroken, tmp_path):
     assert (two.folder / "environment.json").read_text().count('"processes": 2') == 1
 
 
+def stop_and_resume(rank: int, port: int, recipe: Recipe, out: Path) -> None:
+    """Train one rank of two, stopped in the second epoch."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+    try:
+        fit(recipe, out=out, callbacks=[SignalAt(10, signal.SIGTERM)])
+    except StoppedError:
+        fit(recipe, out=out, resume=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_two_processes_that_were_stopped_equal_one(one, tmp_path):
+    """The sums of the epoch used to be those of one rank, restored on both."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    fork = multiprocessing.get_context("fork")  # torchrun takes ten times as long to start as the runs to train
+    ranks = [fork.Process(target=stop_and_resume, args=(rank, port, one.recipe, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(PATIENCE)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert_equal_numbers(Run(tmp_path), one)
+    assert Run(tmp_path).log[1]["machine"]["continued_at_step"] == 3
+
+
 @pytest.mark.campaign
-def test_two_processes_stop_go_on_bit_for_bit_and_read_images(unbroken, made):
+def test_two_processes_of_torchrun_equal_one(made, one):
+    assert_equal_numbers(Run(made[0] / "unbroken"), one)
+
+
+@pytest.mark.campaign
+def test_two_processes_stop_go_on_bit_for_bit_and_read_images(made):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
     folder, said, images = made
     # Both agree on the highest. A thread that lives on and asks for Python while Python ends aborts the process.
     assert said.count("while it trains more threads") == 2
     assert said.count("stopped by 15 and 0 threads are left") == 2
     assert said.count("in the end 0 threads are left") == 2
-    stopped = Run(folder / "stopped")
+    stopped, unbroken = Run(folder / "stopped"), Run(folder / "unbroken")
     assert stopped.log[1]["machine"]["continued_at_step"] == 3
     assert log_without_times(stopped) == log_without_times(unbroken)
     assert prediction_bytes(stopped) == prediction_bytes(unbroken)
@@ -197,7 +233,7 @@ def test_batches_that_cannot_be_shared_are_refused():
 
 def test_nothing_is_needed_of_a_network_path(tmp_path: Path):
     """A run folder may be moved: nothing in it holds its path."""
-    run = fit(recipe_for("digits", loss="ce", epochs=1), out=tmp_path / "here")
+    run = fit(short("ce", epochs=1), out=tmp_path / "here")
     moved = (tmp_path / "here").rename(tmp_path / "there")
     assert Run(moved).finished
     assert str(tmp_path).encode() not in b"".join(p.read_bytes() for p in moved.rglob("*") if p.is_file())

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from runs_of import SignalAt, assert_same, log_without_times, prediction_bytes, 
 from fedlas.predictions import Predictions
 from fedlas.train import AbstractCallback, Run, RunError, StoppedError, checkpoint, fit, fit_many
 from fedlas.train.checkpoint import StopSignals
+from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp16 is very slow")
 HERE = Path(__file__).parent
+FP16 = {"precision": "fp16", "batch_size": 10, "data_options": {"train_samples": 65}}
 RECIPES = {
     "fedlas_ls": short("fedlas_ls", checkpoint_every=3),
     "adafocal": short("adafocal", optimizer="adamw", lr=0.003),
-    "crl": short("crl", mixup=0.0, accumulate=2),
-    "fp16": short("fedlas_mbls", precision="fp16", batch_size=10, data_options={"train_samples": 65}),
+    "crl": short("crl", accumulate=2, **FP16),
+    "fp16": short("fedlas_mbls", **FP16),
     "mixed": short("ls", mixup=0.4),
     "bf16": short("ce", precision="bf16"),
 }
@@ -37,9 +40,10 @@ def weights(run: Run) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Run a recipe without a stop, once."""
     folder = tmp_path_factory.mktemp("unbroken")
-    return {name: fit(recipe, out=folder / name) for name, recipe in RECIPES.items()}
+    return lambda name: fit(RECIPES[name], out=folder / name)
 
 
 def assert_equal_runs(run: Run, expected: Run) -> None:
@@ -52,14 +56,15 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        ("fedlas_ls", 4),
         ("fedlas_ls", 14),
-        ("fedlas_ls", 18),
         ("adafocal", 9),
         ("crl", 18),
-        ("fp16", 10),
-        ("mixed", 10),
-        ("bf16", 10),
+        ("mixed", 4),
+        pytest.param("fp16", 10, marks=pytest.mark.campaign),
+        pytest.param("fedlas_ls", 4, marks=pytest.mark.campaign),
+        pytest.param("fedlas_ls", 18, marks=pytest.mark.campaign),
+        pytest.param("mixed", 10, marks=pytest.mark.campaign),
+        pytest.param("bf16", 10, marks=pytest.mark.campaign),
     ],
 )
 def test_a_stopped_run_continues_bit_for_bit(unbroken, tmp_path, name, step):
@@ -70,10 +75,38 @@ def test_a_stopped_run_continues_bit_for_bit(unbroken, tmp_path, name, step):
     assert divmod(step, 7) == (saved["epoch"], saved["position"]) or saved["position"] == 7
     assert len(Run(tmp_path).log) == (step - 1) // 7
     run = fit(RECIPES[name], out=tmp_path, resume=True)
-    assert_equal_runs(run, unbroken[name])
+    assert_equal_runs(run, unbroken(name))
     assert run.log[(step - 1) // 7]["machine"]["continued_at_step"] is not None
 
 
+class Crash(AbstractCallback):
+    """Fails in some step, when a checkpoint has been written."""
+
+    def __init__(self, step: int, checkpoint: Path) -> None:
+        self.step, self.checkpoint = step, checkpoint
+
+    def stepped(self, bench: Any, step: int) -> None:
+        if step == self.step:
+            until(self.checkpoint.exists)
+            raise ZeroDivisionError
+
+
+def assert_continues(run: Run, expected: Run) -> None:
+    """Resume a run that ended without a word in its second epoch."""
+    assert len(run.log) == 1
+    assert not run.finished
+    times = run.log[0]["machine"]
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=run.folder, resume=True), expected)
+    assert run.log[0]["machine"] == times  # it went on, and did not start over
+
+
+def test_a_crashed_run_continues_bit_for_bit(unbroken, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[Crash(13, tmp_path / "checkpoint.pt")])
+    assert_continues(Run(tmp_path), unbroken("fedlas_ls"))
+
+
+@pytest.mark.campaign
 def test_a_killed_run_continues_bit_for_bit(unbroken, tmp_path):
     code = f"""
 import signal, sys
@@ -86,20 +119,14 @@ fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(13, sig
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
     assert done.returncode == -signal.SIGKILL
-    killed = Run(tmp_path)
-    assert len(killed.log) == 1
-    assert not killed.finished
-    times = killed.log[0]["machine"]
-    run = fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True)
-    assert_equal_runs(run, unbroken["fedlas_ls"])
-    assert run.log[0]["machine"] == times  # it went on, and did not start over
+    assert_continues(Run(tmp_path), unbroken("fedlas_ls"))
 
 
 def test_a_run_killed_while_it_predicts_only_predicts(unbroken, tmp_path):
-    run = fit(RECIPES["mixed"], out=tmp_path)
+    run = Run(shutil.copytree(unbroken("mixed").folder, tmp_path / "run"))
     times = [record["machine"] for record in run.log]
     run.predictions_file("best-val").unlink()
-    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), unbroken["mixed"])
+    assert_equal_runs(fit(RECIPES["mixed"], out=run.folder, resume=True), unbroken("mixed"))
     assert [record["machine"] for record in run.log] == times
 
 
@@ -119,7 +146,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_that_is_ignored(tmp_path):
         assert weights(Run(tmp_path / "heard"))["position"] == 3
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-        assert fit(short(), out=tmp_path / "ignored", callbacks=[SignalAt(3, signal.SIGHUP)]).finished
+        assert fit(short(epochs=1), out=tmp_path / "ignored", callbacks=[SignalAt(3, signal.SIGHUP)]).finished
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -164,7 +191,7 @@ def test_a_signal_between_epochs_stops_there(unbroken, tmp_path):
         fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(2)])
     saved = weights(Run(tmp_path))
     assert (saved["epoch"], saved["position"]) == (2, 0)
-    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), unbroken["fedlas_ls"])
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), unbroken("fedlas_ls"))
 
 
 def test_a_signal_after_the_last_step_is_not_swallowed(unbroken, tmp_path):
@@ -172,7 +199,7 @@ def test_a_signal_after_the_last_step_is_not_swallowed(unbroken, tmp_path):
     with pytest.raises(StoppedError) as caught:
         fit(RECIPES["mixed"], out=tmp_path, callbacks=[SignalAfterEpoch(3)])
     assert caught.value.signal_number == signal.SIGTERM
-    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), unbroken["mixed"])
+    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), unbroken("mixed"))
 
 
 def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
@@ -278,7 +305,9 @@ def test_a_checkpoint_without_a_checksum_is_judged_by_its_parts(stopped, tmp_pat
     assert not checkpoint.intact(cut(content))
 
 
-@pytest.mark.parametrize("damage", [cut, flipped, lambda content: b""])
+@pytest.mark.parametrize(
+    "damage", [flipped, *(pytest.param(damage, marks=pytest.mark.campaign) for damage in (cut, lambda content: b""))]
+)
 def test_the_checkpoint_before_a_damaged_one_is_taken_and_this_is_said(unbroken, stopped, tmp_path, damage):
     folder = shutil.copytree(stopped.folder, tmp_path / "run")
     run = Run(folder)
@@ -286,7 +315,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_and_this_is_said(unbroken,
     run.checkpoint.write_bytes(written)
     with pytest.warns(UserWarning, match=r"checkpoint\.pt"):
         fit(RECIPES["fedlas_ls"], out=folder, resume=True)
-    assert_equal_runs(run, unbroken["fedlas_ls"])
+    assert_equal_runs(run, unbroken("fedlas_ls"))
     assert run.log[1]["machine"]["continued_at_step"] == 2  # step 9, which was saved before step 12
     assert (folder / "checkpoint-damaged.pt").read_bytes() == written
     assert not run.checkpoint_before.exists()  # twice the space, for no use any more
@@ -365,7 +394,7 @@ def test_no_epoch_waits_for_a_slow_disk(unbroken, tmp_path, monkeypatch):
     disk = SlowDisk(monkeypatch)
     fitted = fit(RECIPES["mixed"], out=tmp_path, callbacks=[disk])
     assert disk.epochs == [1, 3], "the third is the last, which has a checkpoint in any case"
-    assert_equal_runs(fitted, unbroken["mixed"])
+    assert_equal_runs(fitted, unbroken("mixed"))
 
 
 def test_whoever_asks_for_checkpoints_gets_each_of_them(tmp_path, monkeypatch):

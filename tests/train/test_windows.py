@@ -123,6 +123,7 @@ def compiled(kernel: Any, **about: Any) -> Any:
 
 
 @needs_gluon
+@pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("back", [{}, {"HAS_SECOND": True, "MASK": "bits"}])
 def test_products_of_a_line_are_under_way_at_once(back, tmp_path, monkeypatch):
