@@ -3,15 +3,19 @@
 from functools import cache
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 TRAINING, VALIDATION = 600, 400
+# Autograd starts threads with its first backward pass if torch.compile or torch.export came before it, and then no
+# forked process can train. Test files are imported before any test runs, so this comes first.
+torch.ones(1, requires_grad=True).backward()
 
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Give 1,000 digits as rows of 64 pixels between 0 and 1, in an order of their own, and their labels."""
+    """Return 1,000 digits in random order as rows of 64 pixels between 0 and 1, and their labels."""
+    from sklearn.datasets import load_digits
+
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: TRAINING + VALIDATION]
     return torch.as_tensor(pixels, dtype=torch.float32)[order] / 16, torch.as_tensor(labels)[order]

@@ -15,10 +15,11 @@ from fedlas.posthoc.base import AbstractCalibrator, Samples
 CLOSE = 1e-5
 OUTSIDE_OF_TORCH = {"probmetrics"}
 NAMES = [record.name for record in list_calibrators() if record.name not in OUTSIDE_OF_TORCH]
-# An export to ONNX takes seconds. These have graphs of different kinds: one number, bins, curves. torch.export, which
-# makes the graph, is asked for every calibrator.
-USUAL = {"temperature", "histogram_binning", "isotonic"}
-IN_ONNX = [name if name in USUAL else pytest.param(name, marks=pytest.mark.campaign) for name in NAMES]
+
+
+def thinned(fast: set[str]) -> list:
+    """Return all calibrators, those with the same kind of graph as another marked as campaigns: an export is slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.campaign) for name in NAMES]
 
 
 def fitted(name: str, classes: int = 3) -> AbstractCalibrator:
@@ -48,7 +49,7 @@ def by_onnxruntime(path, *inputs: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(session.run(None, dict(zip(names, map(np.asarray, inputs), strict=True)))[0])
 
 
-@pytest.mark.parametrize("name", IN_ONNX)
+@pytest.mark.parametrize("name", thinned({"temperature"}))
 def test_a_calibrated_network_says_the_same_in_onnx(name, tmp_path):
     classes = 2 if name == "platt" else 3
     calibrator, net, images = fitted(name, classes), linear(classes), torch.randn(50, 1, 2, 4)
@@ -69,7 +70,7 @@ def test_a_calibrated_network_says_the_same_in_onnx(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned({"histogram_binning", "platt", "vector_scaling"}))
 def test_a_program_is_read_back(name, tmp_path):
     classes = 2 if name == "platt" else 3
     calibrator, net, images = fitted(name, classes), linear(classes), torch.randn(50, 1, 2, 4)
@@ -106,6 +107,7 @@ def test_our_networks_are_exported_bare_and_with_features(wrapped, tmp_path):
         torch.testing.assert_close(read, wanted[:count], atol=CLOSE, rtol=0)
 
 
+@pytest.mark.campaign
 def test_a_residual_network_is_exported(tmp_path):
     net = fedlas.build_model("resnet18_cifar", 3)
     model = CalibratedModel(fedlas.WithFeatures(net), fitted("vector_scaling"))

@@ -167,10 +167,9 @@ def test_sentences_are_learned(tmp_path):
     assert after["eval_loss"] < before["eval_loss"]
 
 
-@pytest.mark.parametrize("kind", [SEQUENCE, TOKEN])
 @pytest.mark.parametrize(
-    ("loss", "options"),
-    [("mbls", {"weight": [1.0, 2.0, 0.5, 1.0]}), ("fedlas_ls", {"theta": 0.0})],
+    ("loss", "options", "kind"),
+    [("mbls", {"weight": [1.0, 2.0, 0.5, 1.0]}, SEQUENCE), ("fedlas_ls", {"theta": 0.0}, TOKEN)],
 )
 def test_accumulated_gradients_are_those_of_one_large_batch(loss, options, kind, tmp_path):
     """Parts with few labels used to count as much as parts with many, in every framework; theta = 0 fixes mu, sigma."""

@@ -40,7 +40,9 @@ def sampled(classes: int = 3, n: int = 240):
 
 
 @pytest.mark.filterwarnings("ignore:the best temperature of these")  # some of their samples cannot be learned from
-@pytest.mark.parametrize("response_method", ["predict_proba", "decision_function"])
+@pytest.mark.parametrize(
+    "response_method", ["predict_proba", pytest.param("decision_function", marks=pytest.mark.campaign)]
+)
 def test_it_passes_the_checks_of_scikit_learn(response_method):
     tried = CalibratedClassifier(LogisticRegression(), response_method=response_method, cv=3)
     found = check_estimator(tried, on_skip=None, on_fail=None)

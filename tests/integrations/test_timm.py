@@ -44,11 +44,13 @@ def optimizer_of(task: Any) -> torch.optim.Optimizer:
     return create_optimizer_v2(task.get_trainable_module(), opt="adamw", lr=1e-2, weight_decay=0.01)
 
 
-def epoch_of(task: Any, optimizer: torch.optim.Optimizer, epoch: int, mixup: Any = None) -> list[float]:
-    """Train for an epoch as timm's script does, and give the loss of each step."""
+def epoch_of(
+    task: Any, optimizer: torch.optim.Optimizer, epoch: int, mixup: Any = None, steps: int | None = None
+) -> list[float]:
+    """Train for an epoch, or some steps of it, as timm's script does, and return the loss of each step."""
     task.train()
     values = []
-    for x, labels, _ in digit_batches.batches(epoch):
+    for x, labels, _ in digit_batches.batches(epoch)[:steps]:
         batch = images(x), labels
         result = task(*(batch if mixup is None else mixup(images(x).clone(), labels)))
         optimizer.zero_grad()
@@ -66,8 +68,16 @@ def accuracy(model: nn.Module) -> float:
     return float((model.eval()(images(x)).argmax(1) == labels).float().mean())
 
 
-@pytest.mark.parametrize("loss", ["fedlas_ls", "fedlas_mbls"])
-@pytest.mark.parametrize("mixed", [False, True], ids=["hard labels", "mixup"])
+@pytest.mark.parametrize(
+    ("loss", "mixed"),
+    [
+        ("fedlas_ls", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in [("fedlas_ls", False), ("fedlas_mbls", False), ("fedlas_mbls", True)]
+        ),
+    ],
+)
 def test_a_network_and_its_gate_learn(loss, mixed):
     from timm.data import Mixup
 
@@ -108,7 +118,7 @@ def test_checkpoints_hold_network_loss_and_averages(tmp_path):
     task = made()
     task.setup_ema(decay=0.9)
     optimizer = optimizer_of(task)
-    epoch_of(task, optimizer, 0)
+    epoch_of(task, optimizer, 0, steps=3)
     saver = CheckpointSaver(task.get_eval_model(), optimizer, task=task, checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(0)
     saved = torch.load(tmp_path / "last.pth.tar", weights_only=True)
@@ -122,7 +132,7 @@ def test_checkpoints_hold_network_loss_and_averages(tmp_path):
     resumed.load_checkpoint_state(saved["state_dict_ema"], saved["task_state_ema"], ema=True)
     same(resumed, task)
     assert not torch.equal(task.joined.loss.smoothing.nci.mean, torch.tensor(20.0).double())
-    assert epoch_of(task, optimizer, 1) == epoch_of(resumed, other, 1)
+    assert epoch_of(task, optimizer, 1, steps=3) == epoch_of(resumed, other, 1, steps=3)
     same(resumed, task)
 
 
@@ -231,7 +241,7 @@ def test_a_loss_that_needs_no_features_is_a_criterion_like_any_other():
 
 def test_what_a_loss_learns_between_epochs_and_by_index():
     task = made("crl", num_samples=digit_batches.TRAINING)
-    for x, labels, index in digit_batches.batches(0):
+    for x, labels, index in digit_batches.batches(0)[:3]:
         task(images(x), labels, index)["loss"].backward()
     before = {name: value.clone() for name, value in task.get_task_state()["loss"].items()}
     task.end_epoch()

@@ -10,28 +10,45 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torchmetrics import MetricCollection
 
 import fedlas
 from fedlas import metrics
-from fedlas.integrations import torchmetrics as ours
 
 CLASSES = 5
-# Each of our functions, and the class that stands for it
-CASES: dict[str, tuple[Any, Any]] = {
-    "accuracy": (metrics.accuracy, ours.Accuracy),
-    "ece": (metrics.ece, ours.ECE),
-    "over": (lambda *given, **more: metrics.over_under(*given, **more)[0], ours.OverECE),
-    "under": (lambda *given, **more: metrics.over_under(*given, **more)[1], ours.UnderECE),
-    "signed": (metrics.signed_ece, ours.SignedECE),
-    "mce": (metrics.mce, ours.MCE),
-    "classwise": (metrics.classwise_ece, lambda given, **more: ours.ClasswiseECE(given, CLASSES, **more)),
-    "aece": (metrics.aece, ours.AECE),
-    "smooth": (metrics.smooth_ece, ours.SmoothECE),
-    "aurc": (metrics.aurc, ours.AURC),
-    "nll": (metrics.nll, ours.NLL),
-    "brier": (metrics.brier, ours.Brier),
+# Each of our functions, and the class of fedlas.integrations.torchmetrics that computes it
+CASES: dict[str, tuple[Any, str]] = {
+    "accuracy": (metrics.accuracy, "Accuracy"),
+    "ece": (metrics.ece, "ECE"),
+    "over": (lambda *given, **more: metrics.over_under(*given, **more)[0], "OverECE"),
+    "under": (lambda *given, **more: metrics.over_under(*given, **more)[1], "UnderECE"),
+    "signed": (metrics.signed_ece, "SignedECE"),
+    "mce": (metrics.mce, "MCE"),
+    "classwise": (metrics.classwise_ece, "ClasswiseECE"),
+    "aece": (metrics.aece, "AECE"),
+    "smooth": (metrics.smooth_ece, "SmoothECE"),
+    "aurc": (metrics.aurc, "AURC"),
+    "nll": (metrics.nll, "NLL"),
+    "brier": (metrics.brier, "Brier"),
 }
+
+
+# torchmetrics takes seconds to import, so it is imported where it is used, in functions.
+
+
+def build(name: str, given: str = "logits", **options: Any) -> Any:
+    from fedlas.integrations import torchmetrics
+
+    classes = {"num_classes": CLASSES} if name == "classwise" else {}
+    return getattr(torchmetrics, CASES[name][1])(given, **classes, **options)
+
+
+def collect(metrics: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Return a collection of these metrics, or of the usual ones."""
+    from torchmetrics import MetricCollection
+
+    from fedlas.integrations.torchmetrics import calibration_metrics
+
+    return MetricCollection(metrics or calibration_metrics("logits"), **options)
 
 
 def samples(n: int = 300) -> tuple[Tensor, Tensor]:
@@ -52,7 +69,7 @@ def work(rank: int, folder: str) -> None:
     """Feed two pieces to each process; what they compute is what one process computes of all four."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    collection = MetricCollection({name: make("logits") for name, (_, make) in CASES.items()})
+    collection = collect({name: build(name) for name in CASES})
     for logits, labels in pieces()[2 * rank : 2 * rank + 2]:
         collection.update(logits, labels)
     torch.save([collection.compute(), collection.compute()], f"{folder}/rank{rank}.pt")
@@ -62,10 +79,10 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.parametrize("given", ["logits", "probs"])
 @pytest.mark.parametrize("name", CASES)
 def test_one_update_gives_the_number_of_our_function_to_the_last_bit(name, given):
-    function, make = CASES[name]
+    function, _ = CASES[name]
     logits, labels = samples()
     probs = logits.softmax(1)
-    metric = make(given)
+    metric = build(name, given)
     metric.update(logits if given == "logits" else probs, labels)
     value = metric.compute()
     assert value.dtype == torch.float64
@@ -77,8 +94,8 @@ def test_one_update_gives_the_number_of_our_function_to_the_last_bit(name, given
 
 @pytest.mark.parametrize("name", CASES)
 def test_many_updates_forgetting_and_batch_values(name):
-    function, make = CASES[name]
-    metric = make("logits")
+    function, _ = CASES[name]
+    metric = build(name)
     for _ in range(2):
         for logits, labels in pieces():
             of_batch = metric(logits, labels)
@@ -90,10 +107,10 @@ def test_many_updates_forgetting_and_batch_values(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_ignored_samples_do_not_count(name):
-    function, make = CASES[name]
+    function, _ = CASES[name]
     logits, labels = samples()
     kept = labels != 2
-    metric = make("logits", ignore_index=2)
+    metric = build(name, ignore_index=2)
     metric.update(logits, labels)
     metric.update(logits[~kept], labels[~kept])  # a piece of which nothing counts
     assert float(metric.compute()) == pytest.approx(function(logits[kept].softmax(1), labels[kept]), rel=1e-6)
@@ -101,10 +118,9 @@ def test_ignored_samples_do_not_count(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_copy_and_a_saved_state_go_on(name):
-    _, make = CASES[name]
-    (first, *others), whole = pieces(), make("logits")
+    (first, *others), whole = pieces(), build(name)
     whole.update(*samples())
-    metric, restored = make("logits"), make("logits")
+    metric, restored = build(name), build(name)
     metric.persistent(True)
     restored.persistent(True)
     metric.update(*first)
@@ -117,8 +133,7 @@ def test_a_copy_and_a_saved_state_go_on(name):
 
 
 def test_a_collection_keeps_one_set_of_sums_for_metrics_of_the_same_bins():
-    grouped = MetricCollection(ours.calibration_metrics("logits"))
-    alone = MetricCollection(ours.calibration_metrics("logits"), compute_groups=False)
+    grouped, alone = collect(), collect(compute_groups=False)
     for logits, labels in pieces():
         grouped.update(logits, labels)
         alone.update(logits, labels)
@@ -130,7 +145,7 @@ def test_a_collection_keeps_one_set_of_sums_for_metrics_of_the_same_bins():
 @pytest.mark.parametrize("other", [{"ignore_index": 4}, {"compat": "netcal"}, {"bins": 10}])
 def test_metrics_with_other_rules_do_not_share_sums(other):
     """A first batch may look the same under both rules; a collection would then take them for one metric."""
-    collection = MetricCollection({"plain": ours.ECE("logits"), "other": ours.ECE("logits", **other)})
+    collection = collect({"plain": build("ece"), "other": build("ece", **other)})
     logits, labels = samples()
     collection.update(logits[labels < 4], labels[labels < 4])
     collection.update(logits[labels == 4], labels[labels == 4])
@@ -143,17 +158,17 @@ def test_metrics_with_other_rules_do_not_share_sums(other):
 def test_nothing_is_guessed(monkeypatch):
     logits, labels = samples()
     with pytest.raises(ValueError, match="row 0"):
-        ours.ECE("probs").update(logits, labels)
+        build("ece", "probs").update(logits, labels)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of the tests would come first
     with pytest.raises(ValueError, match=r'softmax.*given="logits".*given="probs"'):
-        ours.ECE("softmax")
+        build("ece", "softmax")
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_a_number_of_nothing_is_an_error(name):
     with pytest.raises(ValueError, match="update"):
-        CASES[name][1]("logits").compute()
+        build(name).compute()
 
 
 def test_a_network_is_trained_and_watched():
@@ -161,7 +176,7 @@ def test_a_network_is_trained_and_watched():
     torch.manual_seed(0)
     net, loss = fedlas.WithFeatures(digit_batches.network()), fedlas.build_loss("fedlas_ls", num_classes=10)
     optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)
-    collection = MetricCollection(ours.calibration_metrics("logits"))
+    collection = collect()
     history = []
     for epoch in range(4):
         collection.reset()
@@ -183,9 +198,9 @@ def test_a_network_is_trained_and_watched():
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_two_processes_equal_one(tmp_path: Path):
+    whole = {name: build(name) for name in CASES}
     # Forked, because a process that begins anew takes seconds to import torchmetrics.
     mp.start_processes(work, args=(str(tmp_path),), nprocs=2, start_method="fork")
-    whole = {name: make("logits") for name, (_, make) in CASES.items()}
     for metric in whole.values():
         metric.update(*samples())
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
