@@ -182,19 +182,20 @@ def test_the_interval_of_a_single_bin_is_that_of_its_accuracy(metric):
     assert ends(metric, probs, labels, resamples=2_000) == pytest.approx((0.9 - high, 0.9 - low), rel=0.03)
 
 
-def test_the_interval_of_two_bins_is_that_of_all_pairs_of_counts():
+@pytest.mark.parametrize(("metric", "power"), [(ece, 1), (rms_error, 2)])
+def test_the_interval_of_two_bins_is_that_of_all_pairs_of_counts(metric, power):
     """The chances of all pairs of counts, of which the observed total is the 2.5 % and the 97.5 % quantile."""
     binom, k, n = cases.oracle("scipy.stats").binom, np.arange(151), 150
     confidence = torch.tensor([0.75, 0.25], dtype=torch.float64).repeat_interleave(n)
     hits = torch.cat([torch.arange(n) < 97, torch.arange(n) < 53]).long()
-    totals = (np.abs(0.75 - k / n)[:, None] + np.abs(0.25 - k / n)) / 2
+    totals = ((np.abs(0.75 - k / n)[:, None] ** power + np.abs(0.25 - k / n) ** power) / 2) ** (1 / power)
     fits = []
     for size in np.linspace(0, 0.3, 301):
         chance = np.outer(binom.pmf(k, n, 0.75 - size), binom.pmf(k, n, 0.25 + size))
         tails = (chance[side * totals >= side * totals[97, 53] - 1e-9].sum() for side in (1, -1))
         fits += [size] if min(tails) >= 0.025 else []
     options = {"scope": "positive", "resamples": 2_000}
-    assert ends(ece, confidence, hits, **options) == pytest.approx((fits[0], fits[-1]), abs=0.004)
+    assert ends(metric, confidence, hits, **options) == pytest.approx((fits[0], fits[-1]), abs=0.004)
     low, high = range_of(97, 150, "wilson")
     for part in bootstrap(over_under, confidence, hits, **options):
         wanted = ((0.75 - high) / 2, (0.75 - low) / 2)
@@ -214,6 +215,9 @@ def test_intervals_of_few_errors_and_of_few_samples_are_exact(metric):
             given = torch.full((n,), confidence, dtype=torch.float64), torch.ones(n, dtype=kind)
             found = ends(metric, *given, scope="positive", resamples=500)
             assert found == pytest.approx((0, wanted), abs=1e-4)
+    # A certain sample cannot be under-confident, but samples of bins without any can.
+    under = bootstrap(over_under, torch.ones(1), torch.ones(1).long(), scope="positive", resamples=50)[1]
+    assert under.interval.high == pytest.approx(range_of(0, 1, "exact")[1])
 
 
 def test_no_error_among_few_is_no_proof():
@@ -436,11 +440,12 @@ def test_metrics_without_known_coverage_are_refused(metric, golden):
 
 
 def test_an_area_over_a_handful_of_errors_has_no_interval(golden):
-    """A bootstrap of three errors knows little more than those three."""
-    sure, right = torch.linspace(0.6, 1, 500), (torch.arange(500) >= 3).long()
+    """A bootstrap of few errors knows little more than those."""
+    sure, number = torch.linspace(0.6, 1, 500), torch.arange(500)
     for metric in (aurc, e_aurc, augrc):
-        with pytest.raises(ValueError, match=rf"{metric.__name__}.*\b3\b.*\b20\b"):
-            bootstrap(metric, sure, right, scope="positive")
+        with pytest.raises(ValueError, match=rf"{metric.__name__}.*\b19\b.*\b20\b"):
+            bootstrap(metric, sure, (number >= 19).long(), scope="positive")
+        assert bootstrap(metric, sure, (number >= 20).long(), scope="positive", resamples=50).interval.width > 0
     with pytest.raises(ValueError, match="class-wise"):
         bootstrap(rms_error, golden, scope="class-wise")
 
@@ -525,8 +530,7 @@ def test_means_agree_with_scipys_bca():
     seeded = {word: np.random.default_rng(1)}
     theirs = stats.bootstrap((values,), np.mean, method="BCa", n_resamples=9_999, **seeded)
     low, high = mean_interval(values, 0.95, 10_000, np.random.default_rng(2))
-    assert low == pytest.approx(theirs.confidence_interval.low, abs=0.02)
-    assert high == pytest.approx(theirs.confidence_interval.high, abs=0.02)
+    assert (low, high) == pytest.approx(tuple(theirs.confidence_interval), abs=0.01)
     assert mean_interval(np.ones(5), 0.95, 100, np.random.default_rng(0)) == (1.0, 1.0)
 
 
@@ -568,6 +572,13 @@ def test_the_noise_floor_stands_beside_the_value(cooled):
     found = bootstrap(ece, cooled, resamples=200)
     assert found.details["noise_floor"] == pytest.approx(float(noise_floor(cooled)))
     assert "calibrated" in noise_floor(cooled).estimator
+
+
+def test_resampled_gaps_of_a_calibrated_model_have_the_size_of_the_noise_floor():
+    probs, labels = torch.tensor([[0.5, 0.3, 0.2]]).repeat(50, 1), torch.tensor([0] * 25 + [1] * 15 + [2] * 10)
+    gaps = gaps_of(classwise_ece, probs, labels)
+    drawn = gaps.resample(200, np.random.default_rng(0)).deviations
+    assert np.abs(drawn).mean(0).sum() == pytest.approx(gaps.noise_floor(), rel=1e-9)
 
 
 def test_the_noise_floor_falls_with_the_root_of_n():
