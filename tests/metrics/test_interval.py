@@ -525,12 +525,12 @@ def test_levels_are_shares():
 
 def test_means_agree_with_scipys_bca():
     stats = cases.oracle("scipy.stats")
-    values = np.random.default_rng(0).exponential(size=200)
+    values = np.random.default_rng(0).exponential(size=50)
     word = "rng" if "rng" in inspect.signature(stats.bootstrap).parameters else "random_state"  # before scipy 1.15
     seeded = {word: np.random.default_rng(1)}
     theirs = stats.bootstrap((values,), np.mean, method="BCa", n_resamples=9_999, **seeded)
     low, high = mean_interval(values, 0.95, 10_000, np.random.default_rng(2))
-    assert (low, high) == pytest.approx(tuple(theirs.confidence_interval), abs=0.01)
+    assert (low, high) == pytest.approx(tuple(theirs.confidence_interval), abs=0.02)
     assert mean_interval(np.ones(5), 0.95, 100, np.random.default_rng(0)) == (1.0, 1.0)
 
 
