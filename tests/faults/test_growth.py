@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -46,8 +47,9 @@ def series(power, memory_power=1.0, kind="metric", name="x", against="N"):
 def test_a_quadratic_series_is_refused():
     assert growth.excesses(series(1.0)) == []
     assert growth.excesses(series(1.3)) == []
-    assert growth.excesses(series(2.0)) == ["metric x N: time grows with the power 2.00; 1.5 is allowed"]
-    assert growth.excesses(series(1.0, 2.0)) == ["metric x N: memory grows with the power 2.00; 1.5 is allowed"]
+    for excess, what in ((growth.excesses(series(2.0)), "time"), (growth.excesses(series(1.0, 2.0)), "memory")):
+        assert len(excess) == 1
+        assert re.match(rf"metric x N: {what}.*2\.00.*1\.5", excess[0])
 
 
 def test_the_square_of_classes_is_allowed_where_it_is_documented():
@@ -61,10 +63,9 @@ def test_the_square_of_classes_is_allowed_where_it_is_documented():
 @pytest.mark.parametrize(("each", "refused"), [(0.0, False), (0.2, False), (1.0, True), (5.0, True)])
 def test_a_stream_of_sums_that_keeps_samples_is_refused(each, refused):
     points = [growth.Point("stream", "ECE", "N", 10**k, 1e-8 * 10**k, 2**27 + int(each * 10**k)) for k in range(3, 9)]
-    said = growth.excesses(points)
-    assert said == (
-        [f"stream ECE N: takes {each:.1f} bytes for each further sample and should keep sums alone"] * refused
-    )
+    excess = growth.excesses(points)
+    assert len(excess) == refused
+    assert all(one.startswith("stream ECE N:") and f"{each:.1f} bytes" in one for one in excess)
     keeping = [growth.Point("stream", "AURC", "N", one.size, one.seconds, one.memory) for one in points]
     assert growth.excesses(keeping) == []
 
@@ -167,7 +168,7 @@ def test_a_stream_of_sums_keeps_no_samples():
 
 @pytest.mark.campaign
 def test_a_process_that_dies_is_named():
-    with pytest.raises(RuntimeError, match="the process that measured size 7 died"):
+    with pytest.raises(RuntimeError, match=r"\b7\b"):
         growth.apart(lambda n: lambda: os._exit(1), 7)
 
 
