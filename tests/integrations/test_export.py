@@ -94,31 +94,32 @@ def test_our_networks_are_exported_bare_and_with_features(wrapped, tmp_path):
         net(torch.randn(16, 1, 8, 8))  # statistics of a BatchNorm that are not those it starts with
     calibrator, images = fitted("temperature"), torch.randn(7, 1, 8, 8)
     model = CalibratedModel(fedlas.WithFeatures(net) if wrapped else net, calibrator, output="logits")
-    if not wrapped:  # the residual network below is one with features
-        save_onnx(model, images, tmp_path / "model.onnx")
     save_program(model, images, tmp_path / "model.pt2")
     with torch.no_grad():
         wanted = net.eval()(images) / calibrator.temperature
     for count in (1, 7):
-        if not wrapped:
-            said = by_onnxruntime(tmp_path / "model.onnx", images[:count])
-            torch.testing.assert_close(said, wanted[:count], atol=CLOSE, rtol=0)
         read = load_program(tmp_path / "model.pt2").model(images[:count])
         torch.testing.assert_close(read, wanted[:count], atol=CLOSE, rtol=0)
 
 
 @pytest.mark.campaign
-def test_a_residual_network_is_exported(tmp_path):
-    net = fedlas.build_model("resnet18_cifar", 3)
-    model = CalibratedModel(fedlas.WithFeatures(net), fitted("vector_scaling"))
-    images = torch.randn(2, 3, 32, 32)
+@pytest.mark.parametrize(("name", "shape"), [("small_cnn", (1, 8, 8)), ("resnet18_cifar", (3, 32, 32))])
+def test_our_networks_are_exported_to_onnx(name, shape, tmp_path):
+    bare = name == "small_cnn"
+    net = fedlas.build_model(name, 3)
+    net = net if bare else fedlas.WithFeatures(net)
+    model = CalibratedModel(net, fitted("vector_scaling"), output="logits" if bare else "probs")
+    images = torch.randn(7, *shape)
     save_onnx(model, images, tmp_path / "model.onnx")
     with torch.no_grad():
         wanted = model.eval()(images)
-    torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
+    for count in (1, 7):
+        said = by_onnxruntime(tmp_path / "model.onnx", images[:count])
+        torch.testing.assert_close(said, wanted[:count], atol=CLOSE, rtol=0)
 
 
-def test_feature_clipping_is_exported_with_its_network(tmp_path):
+@pytest.mark.parametrize("onnx", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_feature_clipping_is_exported_with_its_network(onnx, tmp_path):
     net, images = linear(), torch.randn(200, 1, 2, 4)
     with torch.no_grad():
         logits, features = fedlas.WithFeatures(net.eval())(images)
@@ -128,9 +129,11 @@ def test_feature_clipping_is_exported_with_its_network(tmp_path):
     wanted = clipping.transform(val).probs
     assert (wanted - val.probs).abs().max() > 0.05
     model = CalibratedModel(net, clipping)
-    save_onnx(model, images, tmp_path / "model.onnx")
+    if onnx:
+        save_onnx(model, images, tmp_path / "model.onnx")
+        torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
+        return
     save_program(model, images, tmp_path / "model.pt2")
-    torch.testing.assert_close(by_onnxruntime(tmp_path / "model.onnx", images), wanted, atol=CLOSE, rtol=0)
     again = load_program(tmp_path / "model.pt2")
     torch.testing.assert_close(again.model(images), wanted, atol=CLOSE, rtol=0)
     assert again.about["calibrator"] == {"name": "feature_clipping", "threshold": clipping.threshold}

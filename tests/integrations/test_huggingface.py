@@ -14,7 +14,7 @@ from fedlas import metrics
 
 # transformers takes seconds to import, so it is imported where it is used, in functions.
 SEQUENCE, TOKEN = "BertForSequenceClassification", "BertForTokenClassification"
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 CLASSES, WORDS, LENGTH = 4, 24, 6
 
 

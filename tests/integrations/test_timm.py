@@ -148,11 +148,10 @@ def test_averages_are_those_of_network_and_gate():
     task = made()
     averages = task.setup_ema(decay=0.5)
     before = {name: value.clone() for name, value in averages.module.state_dict().items()}
-    epoch_of(task, optimizer_of(task), 0)
+    epoch_of(task, optimizer_of(task), 0, steps=3)
     moved = [name for name, value in averages.module.state_dict().items() if not torch.equal(value, before[name])]
     assert {"loss.smoothing.bcg.fc_in.weight", "loss.smoothing.nci.mean", "net.model.fc.weight"} <= {*moved}
     assert task.get_eval_model(ema=True) is averages.module.net.model
-    assert accuracy(task.get_eval_model(ema=True)) > 0.2
 
 
 def test_a_compiled_task_computes_the_same():
@@ -235,8 +234,8 @@ def test_a_loss_that_needs_no_features_is_a_criterion_like_any_other():
 
     task = ClassificationTask(network(), fedlas.build_loss("mbls", num_classes=10), verbose=False)
     optimizer = optimizer_of(task)
-    values = [sum(epoch_of(task, optimizer, epoch)) for epoch in range(2)]
-    assert values[1] < values[0]
+    values = epoch_of(task, optimizer, 0)
+    assert sum(values[-4:]) < sum(values[:4])
 
 
 def test_what_a_loss_learns_between_epochs_and_by_index():
