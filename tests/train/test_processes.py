@@ -150,32 +150,44 @@ def assert_equal_numbers(two: Run, one: Run) -> None:
     assert (two.folder / "environment.json").read_text().count('"processes": 2') == 1
 
 
-def stop_and_resume(rank: int, port: int, recipe: Recipe, out: Path) -> None:
-    """Train one rank of two, stopped in the second epoch."""
+def assert_predictions_of_one_network(norms: Run) -> None:
+    """Let one process predict again what two have predicted; their batch norms must have had the same statistics."""
+    logits = {name: norms.predictions(name).logits for name in ("best-val", "last-test")}
+    fit(norms.recipe.replace(splits=("train", "val", "test")), out=norms.folder)
+    for name, before in logits.items():
+        torch.testing.assert_close(norms.predictions(name).logits, before, rtol=1e-5, atol=1e-5)
+
+
+def train_as_rank(rank: int, port: int, recipe: Recipe, folder: Path) -> None:
+    """Train as one rank of two: a run that is stopped in its second epoch, and one with batch norm."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
-    try:
-        fit(recipe, out=out, callbacks=[SignalAt(10, signal.SIGTERM)])
-    except StoppedError:
-        fit(recipe, out=out, resume=True)
+    with pytest.raises(StoppedError):
+        fit(recipe, out=folder / "stopped", callbacks=[SignalAt(10, signal.SIGTERM)])
+    fit(recipe, out=folder / "stopped", resume=True)
+    with pytest.raises(RunError, match="lr"):  # the error reaches both
+        fit(recipe.replace(lr=1.0), out=folder / "stopped")
+    fit(recipe.replace(model_options={"width": 8}, epochs=1), out=folder / "norms")
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_two_processes_that_were_stopped_equal_one(one, tmp_path):
-    """The sums of the epoch used to be those of one rank, restored on both."""
+    """Sums of the epoch and statistics of batch norm used to be those of one rank."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     fork = multiprocessing.get_context("fork")  # torchrun takes ten times as long to start as the runs to train
-    ranks = [fork.Process(target=stop_and_resume, args=(rank, port, one.recipe, tmp_path)) for rank in range(2)]
+    ranks = [fork.Process(target=train_as_rank, args=(rank, port, one.recipe, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(PATIENCE)
         process.kill()
     assert [process.exitcode for process in ranks] == [0, 0]
-    assert_equal_numbers(Run(tmp_path), one)
-    assert Run(tmp_path).log[1]["machine"]["continued_at_step"] == 3
+    stopped = Run(tmp_path / "stopped")
+    assert_equal_numbers(stopped, one)
+    assert stopped.log[1]["machine"]["continued_at_step"] == 3
+    assert_predictions_of_one_network(Run(tmp_path / "norms"))
 
 
 @pytest.mark.campaign
@@ -197,13 +209,7 @@ def test_two_processes_stop_go_on_bit_for_bit_and_read_images(made):
     assert prediction_bytes(stopped) == prediction_bytes(unbroken)
     for words in ("sync_batchnorm", "lr: ", "Not a directory"):
         assert said.count(words) == 2  # errors reach both
-    # Statistics of batch norm used to be each rank's own, and so predictions of two networks.
-    norms = Run(folder / "norms")
-    logits = {name: norms.predictions(name).logits for name in ("best-val", "last-test")}
-    more = norms.recipe.replace(splits=("train", "val", "test"))  # one process predicts everything again
-    fit(more, out=norms.folder)
-    for name, before in logits.items():
-        torch.testing.assert_close(norms.predictions(name).logits, before, rtol=1e-5, atol=1e-5)
+    assert_predictions_of_one_network(Run(folder / "norms"))
     recipe = large(images, model_options={"in_channels": 3, "norm": "group", "width": 8}, workers=0)
     two, one = Run(folder / "photographs"), fit(recipe, out=folder / "one")
     for mine, theirs in zip(two.log, one.log, strict=True):
