@@ -1,7 +1,6 @@
 """User environments: missing packages, unusual names of folders, other locales, no terminal, `python -O`."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -76,13 +75,3 @@ def test_numbers_are_the_same_in_each_place(tmp_path):
     usual = walked(PLACES["usual"], tmp_path / "usual")
     found = {name: unlike(walked(place, tmp_path / name), usual) for name, place in PLACES.items() if name != "usual"}
     assert found == {name: [] for name in found}
-
-
-@pytest.mark.campaign
-def test_the_lowest_versions_do(tmp_path):
-    """Where they have been installed; that takes gigabytes, so no test does it."""
-    python = HERE.parents[1] / "build" / "lowest" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("scripts/lowest has not been run")
-    done = subprocess.run([str(HERE.parents[1] / "scripts" / "lowest")], check=False, env=os.environ)
-    assert done.returncode == 0
