@@ -268,22 +268,6 @@ def test_the_interval_of_a_calibrated_model_starts_at_zero_itself():
         assert low == 0.0 or low > 1e-9
 
 
-@pytest.mark.campaign
-def test_plain_percentile_intervals_would_not_cover():
-    """Why we do not ship them: on a nearly calibrated model they hardly ever hold the true value."""
-    draw, accurate, n = MODELS["slightly over-confident"]
-    random, true = np.random.default_rng(0), truth(ece, "slightly over-confident")
-    covered = 0
-    for _ in range(50):
-        confidence = draw(random, n)
-        hits = torch.from_numpy((random.random(n) < accurate(confidence)).astype(np.int64))
-        gaps = gaps_of(ece, torch.from_numpy(confidence), hits, scope="positive")
-        drawn = np.abs(gaps.weighted + gaps.resample(400, random).deviations).sum(1)
-        low, high = np.quantile(drawn, [0.025, 0.975])
-        covered += low <= true <= high
-    assert covered / 50 < 0.5
-
-
 def both_coverages(name: str, trials: int, resamples: int) -> list[float]:
     draw, accurate, n = MODELS[name]
     random = np.random.default_rng(0)

@@ -92,18 +92,6 @@ def test_the_documented_edge_rule_and_the_other_one(dtype):
     assert "equal-width bins [lower, upper)" in theirs.about.edges
 
 
-def test_bins_by_arithmetic_would_miss_the_edges():
-    """relplot's int(c / width), and ceil(c * M) - 1 elsewhere, part company with the edges they stand for."""
-    edges = [(k, bins) for bins in range(1, 51) for k in range(1, bins + 1)]
-    assert any(int((k / bins) / (1 / bins)) != k for k, bins in edges)
-    assert any(math.ceil(k / bins * bins) != k for k, bins in edges)
-    for bins in range(1, 51):
-        grid = torch.arange(1, bins + 1, dtype=torch.float64) / bins
-        for dtype in (torch.float32, torch.float64):
-            counts = histogram(grid.to(dtype), torch.ones(bins, dtype=torch.long), bins, scope="positive").bins.counts
-            assert counts.tolist() == [1] * bins, (bins, dtype)
-
-
 def test_half_of_the_samples_at_one_and_zero_are_counted_once():
     """A saturated binary model: nothing may be dropped at either end, nor counted twice."""
     assert positive([0.0, 1.0, 0.0, 1.0], [0, 1, 1, 0], bins=10) == 0.5
@@ -218,16 +206,6 @@ def test_smooth_ece_says_which_kernel_and_takes_every_type():
     assert found == pytest.approx(oracle.smECE(confidence.double().numpy(), hits.double().numpy()), abs=1e-12)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         assert smooth_ece(confidence.to(dtype), hits.long(), scope="positive") == pytest.approx(float(found), abs=3e-3)
-
-
-def test_aurc_is_the_mean_over_all_coverages_not_a_trapezoid():
-    """torch-uncertainty integrates from 1/N and rescales, which leaves the ends half as heavy."""
-    confidence, hits = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5]), torch.tensor([0, 1, 1, 0, 1])
-    risk = np.cumsum(1 - hits.numpy()) / np.arange(1, 6)
-    found = aurc(confidence, hits, scope="confidence")
-    assert found == pytest.approx(risk.mean())
-    assert "mean" in found.norm
-    assert abs(float((risk[1:] + risk[:-1]).mean() / 2) - float(found)) > 0.01
 
 
 def test_arrays_of_other_packages_are_taken():

@@ -109,14 +109,3 @@ def test_a_model_that_keeps_its_promises_has_no_error(groups, seed, bins):
     correct = torch.from_numpy(np.concatenate([np.arange(8) < k for k in hits]).astype(np.int64))
     for metric in (ece, aece, mce, rms_error):
         assert metric(confidence, correct, bins, scope="positive") == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_confidences_on_edges_give_one_ece_in_every_type(dtype):
-    """All fifteenths: computed in float32 and in float64 they fall into the same bins."""
-    confidence = (torch.arange(16, dtype=torch.float64) / 15).to(dtype)
-    hits = torch.arange(16) % 2
-    filled = histogram(confidence, hits, scope="positive").bins
-    assert filled.counts.tolist() == [2] + [1] * 14
-    expected = ece(torch.arange(16, dtype=torch.float64) / 15, hits, scope="positive")
-    assert ece(confidence, hits, scope="positive") == pytest.approx(float(expected), abs=1e-7)

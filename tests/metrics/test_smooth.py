@@ -41,14 +41,6 @@ def test_a_narrow_kernel_is_convolved_as_relplot_does():
     assert smooth_ece(confidence, soft, scope="positive") == pytest.approx(theirs, abs=1e-12)
 
 
-def test_top_label_is_the_default_and_bf16_works(golden):
-    """torch-uncertainty divided by zero on bf16 input, and calls another kernel by this name."""
-    oracle = cases.oracle("relplot")
-    theirs = oracle.smECE(golden.confidence.double().numpy(), golden.correct.double().numpy())
-    assert smooth_ece(golden) == pytest.approx(theirs, abs=1e-12)
-    assert smooth_ece(golden.probs.bfloat16(), golden.labels) == pytest.approx(theirs, abs=2e-3)
-
-
 def kde_by_hand(confidence: np.ndarray, hits: np.ndarray, width: float, points: int = 4_001) -> float:
     grid = np.linspace(0, 1, points)
     density, right = np.zeros(points), np.zeros(points)

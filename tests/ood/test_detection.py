@@ -105,6 +105,7 @@ def test_the_golden_numbers():
 tables = st.lists(st.integers(-4, 4), min_size=1, max_size=25)
 
 
+@settings(max_examples=50)
 @given(tables, tables)
 def test_by_hand_and_turned_around(known, foreign):
     x, y = torch.tensor(known, dtype=torch.float64), torch.tensor(foreign, dtype=torch.float64)
@@ -131,6 +132,7 @@ def test_order_and_scale_mean_nothing(known, foreign, random):
         assert numbers([grow(v) for v in known], [grow(v) for v in foreign]) == expected
 
 
+@settings(max_examples=50)
 @given(tables, tables)
 def test_intervals_hold_their_value_and_stay_inside_0_and_1(known, foreign):
     x, y = torch.tensor(known, dtype=torch.float64), torch.tensor(foreign, dtype=torch.float64)
