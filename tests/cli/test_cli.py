@@ -175,14 +175,12 @@ def test_predictions_on_images_of_ones_own(run, tmp_path):
     assert sorted(made.logits.amax(1).tolist()) == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("what", ["losses", "data", "models", "recipes"])
-def test_lists_are_whole(what):
+@pytest.mark.parametrize("what", ["losses", "data", "models", "recipes", "calibrators"])
+def test_lists_are_complete(what):
     done = call("list", what)
     assert done.exit_code == 0
     assert "…" not in done.stdout
-    for record in {"losses": fedlas.list_losses, "data": fedlas.list_data, "models": fedlas.list_models}.get(
-        what, list
-    )():
+    for record in getattr(fedlas, f"list_{what}")() if what != "recipes" else ():
         assert record.name in done.stdout
         assert record.summary in done.stdout
     if what == "recipes":
@@ -299,6 +297,6 @@ def test_the_demo_shows_intervals():
     from fedlas.experiments.demo import _cell
 
     made = fedlas.Predictions(2 * torch.eye(4).repeat(9, 1), torch.arange(36) % 3)
-    report = fedlas.evaluate(made)
+    report = fedlas.evaluate(made, resamples=50)
     assert _cell(report.before["accuracy"]) == "25.0 [13.8, 41.1]"
     assert re.fullmatch(r"\d\.\d{3} \[\d\.\d{3}, \d\.\d{3}\]", _cell(report.before["nll"]))

@@ -27,7 +27,7 @@ from fedlas.evaluation import Report, evaluate
 from fedlas.files import read_predictions, write_predictions
 from fedlas.metrics import nll
 from fedlas.ood import detect
-from fedlas.posthoc import build_calibrator, list_calibrators, load_calibrator
+from fedlas.posthoc import build_calibrator, load_calibrator
 from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions
 from fedlas.report.answers import known_metrics
@@ -83,14 +83,15 @@ def test_a_file_that_is_not_there_is_named_without_numbers_of_the_system(tmp_pat
 def test_answers_for_programs(files, monkeypatch):
     monkeypatch.setattr("sys.argv", ["somewhere/fedlas", "evaluate", "my file.csv"])
     page, kept = files / "page.html", files / "answer.json"
-    done = call("evaluate", files / "test.csv", "--html", page, "--json", kept)
+    words = ("evaluate", files / "test.csv", "--posthoc", "")
+    done = call(*words, "--html", page, "--json", kept)
     assert done.exit_code == 0, done.output
     found = json.loads(kept.read_text())
     report = Report.from_dict(found["models"]["test"]["report"])
     assert f"{100 * float(report['ece']):.2f}" in done.stdout
     assert page.read_text().startswith("<!doctype html>")
     assert "fedlas evaluate &#39;my file.csv&#39;" in page.read_text()
-    piped = call("evaluate", files / "test.csv", "--json", "-")
+    piped = call(*words, "--json", "-")
     assert json.loads(piped.stdout) == found
     assert piped.stderr.startswith("test: over-confident")
 
@@ -106,16 +107,18 @@ def test_a_check_in_a_pipeline(files):
     assert bad.stderr.count("\n") == 1
 
 
-def test_a_bad_condition_is_said_before_anything_is_read(tmp_path):
-    done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", "ece")
-    assert (done.exit_code, "'ece'" in done.stderr) == (1, True)
-
-
 @pytest.mark.parametrize(
     ("condition", "message"),
-    [("eec>0.1", "'eec'.*accuracy, ece"), ("isotonic.ece>0.1", "'isotonic'.*temperature")],
+    [
+        ("ece", "'ece'"),
+        ("eec>0.1", "'eec'.*accuracy, ece"),
+        ("isotonic.ece>0.1", "'isotonic'.*temperature"),
+        ("ece>5", r"5% .*0\.05"),  # a fraction is at most 1: such a check would never fire, or always
+        ("accuracy<90", "90%"),
+        ("temperature.ece>=2", "2%"),
+    ],
 )
-def test_names_of_conditions_are_checked_before_anything_is_read(tmp_path, condition, message):
+def test_conditions_are_checked_before_anything_is_read(tmp_path, condition, message):
     done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
     assert done.exit_code == 1
     assert re.search(message, done.stderr)
@@ -125,15 +128,6 @@ def test_names_of_conditions_are_checked_before_anything_is_read(tmp_path, condi
 def test_the_numbers_that_conditions_may_name(n):
     made = Predictions(torch.randn(n, 7), torch.arange(n) % 7)
     assert set(known_metrics()) == set(evaluate(made, intervals=False).before.results)
-
-
-@pytest.mark.parametrize("option", ["--html", "--json", "--figures"])
-def test_places_are_checked_before_anything_is_read(files, option):
-    done = call("evaluate", files / "nowhere.csv", option, files / "test.csv" / "deep" / "x")
-    assert (done.exit_code, "nothing can be written to" in done.stderr) == (1, True), done.stderr
-    wrong = files / "test.csv" if option == "--figures" else files
-    done = call("evaluate", files / "nowhere.csv", option, wrong)
-    assert (done.exit_code, "the name of a f" in done.stderr) == (1, True), done.stderr
 
 
 def unread(*words):
@@ -158,13 +152,6 @@ def test_files_and_exit_code_do_not_depend_on_a_closed_pipe(files):
     assert kept.exists()
 
 
-@pytest.mark.campaign
-def test_json_on_a_closed_pipe_is_no_error(files):
-    done = unread("evaluate", files / "test.csv", "--resamples", "50", "--json", "-", "--fail-if", "ece>1%")
-    assert done.returncode == 3
-    assert "ece>1%" in done.stderr
-
-
 @pytest.mark.parametrize(("left", "code"), [(True, 141), (False, 1)])
 def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys, left, code):
     monkeypatch.setattr("fedlas.cli.endings.reader_left", lambda: left)
@@ -174,7 +161,9 @@ def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys, left, code):
 
 
 @pytest.mark.campaign
-def test_exit_codes_on_a_closed_pipe():
+def test_exit_codes_on_a_closed_pipe(files):
+    done = unread("evaluate", files / "test.csv", "--resamples", "50", "--json", "-", "--fail-if", "ece>1%")
+    assert (done.returncode, "ece>1%" in done.stderr) == (3, True)
     done = unread("list", "losses")
     assert (done.returncode, done.stderr) == (141, "")
     done = unread("calibrate", "apply", "nothing", "nothing", "--out", "nothing")
@@ -274,12 +263,6 @@ def test_a_calibrator_with_a_keyword_and_one_that_is_none(files):
     assert not (files / "x.csv").exists()
 
 
-def test_calibrators_are_listed():
-    done = call("list", "calibrators")
-    assert done.exit_code == 0
-    assert all(one.name in done.stdout for one in list_calibrators())
-
-
 def test_foreign_data(files):
     done = call("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "ood.json")
     assert done.exit_code == 0, done.output
@@ -300,14 +283,14 @@ def test_foreign_data(files):
 
 def test_compare_for_programs(files):
     write_predictions(build_calibrator("temperature").fit(drawn(1)).transform(drawn(2)), files / "fixed.npz")
-    done = call("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-")
+    words = ("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-", "--resamples", 60)
+    done = call(*words)
     assert done.exit_code == 0, done.output
     (found,) = json.loads(done.stdout)
     assert found["metric"] == "ece"
     assert found["difference"] > 0
     assert found["pairs"][0]["better"] == "second"
     assert found["pairs"][0]["interval"]["level"] == 0.95
-    words = ("compare", files / "test.csv", files / "fixed.npz", "--metrics", "ece", "--json", "-", "--resamples", 60)
     drawn_by = {}
     for more in (("--level", "0.5"), ("--seed", "0"), ("--seed", "1")):
         (again,) = json.loads(call(*words, *more).stdout)
@@ -357,15 +340,12 @@ def test_nothing_of_another_kind_is_written_over(files):
     assert call("calibrate", "fit", files / "val.csv", "--out", kept).exit_code == 0
     write_predictions(drawn(3), files / "run.safetensors")
     (files / "notes.csv").write_text("these are,no predictions\n1,2\n")
-    (files / "mine.json").write_text('{"logits": [[1, 2]], "labels": [0]}')
-    test, far = files / "test.csv", f"far={files / 'far.npz'}"
+    test = files / "test.csv"
     for words in (
         ["calibrate", "fit", files / "val.csv", "--out", files / "run.safetensors"],
         ["calibrate", "apply", kept, test, "--out", files / "notes.csv"],
         ["evaluate", test, "--html", files / "val.csv"],
-        ["evaluate", test, "--json", files / "mine.json"],
-        ["ood", test, far, "--json", files / "val.csv"],
-        ["compare", test, test, "--json", files / "mine.json"],
+        ["ood", test, f"far={files / 'far.npz'}", "--json", files / "val.csv"],
     ):
         before = Path(words[-1]).read_bytes()
         done = call(*words)
@@ -375,13 +355,10 @@ def test_nothing_of_another_kind_is_written_over(files):
 
 
 def test_what_the_same_command_wrote_is_written_again(files):
-    kept, test = files / "c.safetensors", files / "test.csv"
+    """`test_places.py` has the other kinds of files."""
     for words in (
-        ["calibrate", "fit", files / "val.csv", "--out", kept],
-        ["calibrate", "apply", kept, test, "--out", files / "fixed.csv"],
-        ["evaluate", test, "--posthoc", "", "--html", files / "page.html", "--json", files / "a.json"],
-        ["ood", test, f"far={files / 'far.npz'}", "--json", files / "o.json"],
-        ["compare", test, files / "fixed.csv", "--metrics", "accuracy", "--json", files / "b.json"],
+        ["calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors"],
+        ["evaluate", files / "test.csv", "--posthoc", "", "--html", files / "page.html"],
     ):
         for _ in range(2):
             done = call(*words)
@@ -398,16 +375,6 @@ def test_a_fit_says_what_it_found_and_a_table_stays_what_it_was(files):
     assert (files / "fixed.csv").read_text().startswith("prob_0,")
     call("calibrate", "apply", files / "c.safetensors", files / "test.csv", "--out", files / "logits.csv")
     assert (files / "logits.csv").read_text().startswith("logit_0,")
-
-
-@pytest.mark.parametrize(
-    ("condition", "remedy"), [("ece>5", "5% .*0.05"), ("accuracy<90", "90%"), ("temperature.ece>=2", "2%")]
-)
-def test_a_fraction_is_not_compared_with_a_number_above_one(tmp_path, condition, remedy):
-    """Such a check would never fire, or always."""
-    done = call("evaluate", tmp_path / "nowhere.csv", "--fail-if", condition)
-    assert done.exit_code == 1
-    assert re.search(remedy, done.stderr)
 
 
 def test_files_cannot_steer_the_terminal(tmp_path):
@@ -479,7 +446,7 @@ def test_a_temperature_that_zeros_spoil_is_said_to_do_harm(tmp_path):
     (tmp_path / "zeros.csv").write_text(text)
     done = call("evaluate", tmp_path / "zeros.csv")
     (line,) = [line for line in done.stdout.splitlines() if "  A temperature of T = " in line]
-    assert re.search(" harm.*ECE.* % to .* %.*probability zero.*logits.*digits", line)
+    assert re.search("ECE.* % to .* %.*probability zero.*logits.*digits", line)
     (tmp_path / "more.csv").write_text(text + "1.00,0.00,b\n" * 40)
     fitted = call("calibrate", "fit", tmp_path / "more.csv", "--out", tmp_path / "t.safetensors")
     assert re.search("warning: .*t.safetensors.*probability zero.*logits", fitted.stderr)
@@ -492,8 +459,6 @@ def test_logits_of_the_wrong_sign_have_one_explanation(tmp_path):
         done = call("evaluate", tmp_path / "turned.csv")
     (why,) = {str(one.message).partition(": ")[2] for one in seen}
     assert " ".join(done.stdout.split()).count(why) == 1
-    assert re.search("T = [0-9.]+ cannot", done.stdout.splitlines()[0])
-    assert "repairs" not in done.stdout
 
 
 @pytest.mark.parametrize(("scale", "option"), [(1e-6, "--set low=NUMBER"), (1e9, "--set high=NUMBER")])
@@ -563,10 +528,9 @@ def test_the_same_classes_in_another_order_are_called_so(tmp_path):
 def test_a_link_to_itself_is_an_error_in_one_line(tmp_path):
     path = tmp_path / "loop.csv"
     path.symlink_to(path)
-    shown = CliRunner().invoke(app, ["evaluate", str(path)])
-    assert shown.exit_code == 1
-    assert "loop.csv" in shown.output
-    assert "Traceback" not in shown.output
+    done = call("evaluate", path)
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "loop.csv" in done.stderr
 
 
 def test_a_copy_of_the_evaluated_file_is_noticed(files):
@@ -574,7 +538,7 @@ def test_a_copy_of_the_evaluated_file_is_noticed(files):
     with pytest.warns(UserWarning, match=r"temperature.* fitted .*samples"):
         done = call("evaluate", files / "test.csv", "--calibrate-on", files / "copy.csv", "--json", files / "a.json")
     assert done.exit_code == 0, done.output
-    assert re.search("fitted on 400 samples, 400 ", done.stdout)
+    assert re.search("fitted .*400 samples.* 400 ", done.stdout)
     said = json.loads((files / "a.json").read_text())["models"]["test"]
     assert [state["leaked"] for state in said["report"]["states"]] == [0, 400]
     assert "None" not in done.output
@@ -593,7 +557,7 @@ def test_a_temperature_at_its_bound_is_no_success(tmp_path):
     assert re.search(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", call(*words).stderr)
     with pytest.warns(DoubtfulFit, match="bound"):
         done = call("evaluate", tmp_path / "right.csv", "--json", tmp_path / "a.json")
-    assert re.search("temperature in 2 of 2 .*bound", done.stdout)
+    assert re.search("temperature.* 2 of 2 .*bound", done.stdout)
     (before, after) = json.loads((tmp_path / "a.json").read_text())["models"]["right"]["report"]["states"]
     assert before["fits"] == []
     assert all("bound" in fit["doubt"] for fit in after["fits"])
@@ -655,5 +619,5 @@ def test_a_file_of_top_predictions_is_refused_where_every_class_is_needed(files,
     for words, which in (cases | ({("ood", good, f"x={top}"): "x: "} if len(names) == 3 else {})).items():
         done = call(*words)
         assert done.exit_code != 0
-        assert re.search(f"{which}.*top.* logits or probabilities", " ".join(done.stderr.split())), words
+        assert re.search(f"{which}.*top.* logits .*probabilities", " ".join(done.stderr.split())), words
         assert "classes" not in done.stderr

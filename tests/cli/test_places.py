@@ -114,6 +114,7 @@ ANOTHER = [
     '{"sets": 3, "mean": 2.5}',
     '[{"metric": "a", "pairs": []}]',
     '{"models": {}, "format": "of", "x": "fedlas.answer/1"}',
+    '{"logits": [[1, 2]], "labels": [0]}',
     "[" * 200_000,
     '{"a":' * 200_000,
 ]
@@ -195,6 +196,8 @@ def test_every_place_is_checked_before_anything_is_read(tmp_path, monkeypatch):
         ("predict", "nowhere", "--data", "digits", "--out", here),
     ):
         refused(words, f"{here} ", "folder")
+        if words[0] == "evaluate":
+            refused((*words[:-1], "file/deep/x"), tmp_path / "file/deep")
     for words in (("evaluate", "nowhere.csv", "--figures", "file"), *((*one, "--out", "file") for one in PLACES)):
         refused(words, "fedlas: file ", "folder")
         refused((*words[:-1], "file/deep"), tmp_path / "file/deep")

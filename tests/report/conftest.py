@@ -19,8 +19,6 @@ import pytest
 from fedlas.report.html import save_page
 from report import pages
 
-WIDE = 1440  # pixels of the default window
-
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
@@ -51,52 +49,12 @@ def several(folder: Path) -> Path:
     return save_page(folder / "several.html", pages.models(), title="Three models", **options)
 
 
-class Visit:
-    """An open page, and the errors that it caused."""
-
-    def __init__(self, browser: Any, path: Path, width: int = WIDE, scheme: str = "light", **options: Any) -> None:
-        options = {
-            "viewport": {"width": width, "height": 900},
-            "color_scheme": scheme,
-            "reduced_motion": "reduce",
-        } | options
-        self.context = browser.new_context(**options)
-        self.faults: list[str] = []
-        self.page = self.context.new_page()
-        self.page.on("console", lambda message: self.faults.append(f"console: {message.text}"))
-        self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
-        self.page.on("request", self._asked)
-        self.page.on("requestfailed", lambda request: self.faults.append(f"failed: {request.url} {request.failure}"))
-        self.page.goto(path.as_uri())
-        self.page.wait_for_selector("html[data-ready]")
-
-    def _asked(self, request: Any) -> None:
-        if not request.url.startswith(("data:", "file:")) or request.resource_type not in {"document", "image"}:
-            self.faults.append(f"request: {request.url}")
-
-    def text(self, selector: str) -> str:
-        return str(self.page.locator(selector).first.inner_text())
-
-    def count(self, selector: str) -> int:
-        return int(self.page.locator(selector).count())
-
-    def open_all(self) -> None:
-        self.page.locator("details").evaluate_all("all => all.forEach((one) => { one.open = true; })")
-
-    def overflow(self) -> int:
-        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
-
-    def close(self) -> None:
-        self.context.close()
-        assert self.faults == []
-
-
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Any]:
-    opened: list[Visit] = []
+    opened: list[pages.Visit] = []
 
-    def go(path: Path, *args: Any, **options: Any) -> Visit:
-        opened.append(Visit(browser, path, *args, **options))
+    def go(path: Path, *args: Any, **options: Any) -> pages.Visit:
+        opened.append(pages.Visit(browser, path, *args, **options))
         return opened[-1]
 
     yield go

@@ -1,7 +1,8 @@
-"""Models and pages that the tests of the report page share."""
+"""Models and pages that the tests of reports share, and a visit to a page in a browser."""
 
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from fedlas.report.subjects import Model
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
+NARROW, WIDE = 375, 1440  # pixels of a window
 RUNS = "window.ran = true"
 HOSTILE = (
     f"</script><script>{RUNS}</script>",
@@ -126,3 +128,43 @@ def hostile() -> tuple[dict[str, Model], dict[str, Any]]:
         "resamples": 50,
     }
     return {HOSTILE[0]: made, HOSTILE[9]: other}, options
+
+
+class Visit:
+    """An open page, and the errors that it caused."""
+
+    def __init__(self, browser: Any, path: Path, width: int = WIDE, scheme: str = "light", **options: Any) -> None:
+        options = {
+            "viewport": {"width": width, "height": 900},
+            "color_scheme": scheme,
+            "reduced_motion": "reduce",
+        } | options
+        self.context = browser.new_context(**options)
+        self.faults: list[str] = []
+        self.page = self.context.new_page()
+        self.page.on("console", lambda message: self.faults.append(f"console: {message.text}"))
+        self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
+        self.page.on("request", self._asked)
+        self.page.on("requestfailed", lambda request: self.faults.append(f"failed: {request.url} {request.failure}"))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-ready]")
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith(("data:", "file:")) or request.resource_type not in {"document", "image"}:
+            self.faults.append(f"request: {request.url}")
+
+    def text(self, selector: str) -> str:
+        return str(self.page.locator(selector).first.inner_text())
+
+    def count(self, selector: str) -> int:
+        return int(self.page.locator(selector).count())
+
+    def open_all(self) -> None:
+        self.page.locator("details").evaluate_all("all => all.forEach((one) => { one.open = true; })")
+
+    def overflow(self) -> int:
+        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.faults == []

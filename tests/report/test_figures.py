@@ -32,7 +32,6 @@ from fedlas.report.figures.theorem import Theorems
 
 
 def test_a_reliability_diagram_draws_its_data(tmp_path):
-    pytest.importorskip("matplotlib")
     generator = torch.Generator().manual_seed(0)
     made = Predictions(3 * torch.randn(200, 5, generator=generator), torch.randint(0, 5, (200,), generator=generator))
     data = reliability_data(histogram(made).bins, 0.25, "one")
@@ -110,7 +109,6 @@ def test_the_lowest_tenth_is_counted_by_itself():
 
 
 def test_the_indicator_is_drawn_point_by_point():
-    pytest.importorskip("matplotlib")
     data = indicator_data(tied(), "some data")
     figure = indicator_figure(data)
     panel = next(one for one in figure.axes if one.get_xlabel().startswith("normalised"))
@@ -146,7 +144,6 @@ def test_activations_are_those_of_the_extreme_norms_each_of_another_class():
 
 
 def test_activations_are_drawn_with_their_images():
-    pytest.importorskip("matplotlib")
     made, _, _ = network(50)
     images = torch.randint(0, 256, (50, 1, 4, 4), dtype=torch.uint8)
     data = activations_data(made, images, "x", count=2)
@@ -242,7 +239,6 @@ def test_assumptions_that_do_not_hold_are_named():
 
 
 def test_the_theorem_is_drawn_point_by_point():
-    pytest.importorskip("matplotlib")
     made, weight, bias = network(bias=True)
     one, other = theorem_data(made, weight, bias, title="one"), theorem_data(made, -weight, title="other")
     figure = theorem_figure(figures.Theorems("data", one, other))
@@ -258,7 +254,6 @@ def test_the_theorem_is_drawn_point_by_point():
 
 
 def test_smoothing_curves_are_drawn_in_the_order_of_beta():
-    pytest.importorskip("matplotlib")
     nci = torch.linspace(-1, 1, 5)
     found = {(beta, mode): (nci, nci * 0 + beta / 10) for beta in (4.0, 0.5) for mode in ("negative", "positive")}
     data = smoothing_data(0.05, found)
@@ -288,7 +283,6 @@ def test_a_course_has_mean_and_range_over_the_seeds_that_are_there():
 
 
 def test_the_gate_is_drawn_as_logged():
-    pytest.importorskip("matplotlib")
 
     def run(shift):
         shares = [0.2 + shift, 0.3 + shift, 0.4 + shift]
@@ -320,7 +314,6 @@ def gate_run(shift: float = 0.0) -> list[dict]:
 
 
 def test_every_loss_has_its_flip_rate_however_many_there_are():
-    pytest.importorskip("matplotlib")
     names = [f"loss {n}" for n in range(9)]
     figure = gate_figure(gate_data({name: [gate_run(n / 10)] for n, name in enumerate(names)}, ""))
     panels = {panel.get_title(): panel for panel in figure.axes}
@@ -335,7 +328,6 @@ BAD = r"$\frac $x_{$ and a name that goes on for longer than there is room on th
 
 
 def test_names_from_others_are_no_formulas_anywhere():
-    pytest.importorskip("matplotlib")
     made, weight, bias = network(50)
     names = [f"{BAD}{k}" for k in range(made.num_classes)]
     named = Predictions(made.logits, made.labels, features=made.features, class_names=names)
@@ -355,7 +347,6 @@ def test_names_from_others_are_no_formulas_anywhere():
 
 
 def test_a_figure_is_written_with_its_data(tmp_path):
-    pytest.importorskip("matplotlib")
     logits = torch.tensor([[0.0, 9.0]] * 18 + [[0.0, 0.1]] * 2)
     data = indicator_data(
         Predictions(logits, torch.ones(20, dtype=torch.long), features=torch.arange(20.0)[:, None]), "x"
@@ -371,7 +362,6 @@ def test_a_figure_is_written_with_its_data(tmp_path):
 
 
 def test_a_figure_is_written_whole_or_not_at_all(tmp_path):
-    pytest.importorskip("matplotlib")
 
     class Broken:
         def savefig(self, file, **options):

@@ -15,20 +15,7 @@ from matplotlib.text import Text
 from fedlas.evaluation import Report, evaluate
 from fedlas.predictions import Predictions
 from fedlas.report import figures
-from fedlas.report.figures import (
-    confidence,
-    foreign,
-    gate,
-    indicator,
-    rank_data,
-    rank_figure,
-    reliability,
-    save_figures,
-    saving,
-    selective,
-    style,
-    training,
-)
+from fedlas.report.figures import confidence, foreign, gate, indicator, reliability, saving, selective, style, training
 from fedlas.report.subjects import Model
 from report import pages
 
@@ -67,7 +54,7 @@ def drawn(models, only=None, **options):
         patch.setattr(saving, "save_with_data", keep)
         if only is not None:
             keep_only(patch, only)
-        save_figures(models, "nowhere", **options)
+        figures.save_figures(models, "nowhere", **options)
     return found
 
 
@@ -79,8 +66,8 @@ def models():
 @pytest.fixture(scope="module")
 def several(models):
     found = drawn(models)
-    ranks = rank_data({name: [n, n + 1, 2 * n] for n, name in enumerate(("ce", "ls", "fedlas"))}, "ranks")
-    return found | {"ranks": (rank_figure(ranks), ranks)}
+    ranks = figures.rank_data({name: [n, n + 1, 2 * n] for n, name in enumerate(("ce", "ls", "fedlas"))}, "ranks")
+    return found | {"ranks": (figures.rank_figure(ranks), ranks)}
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +227,7 @@ def test_equal_input_gives_equal_bytes_whatever_style_a_user_has(tmp_path):
 
 def test_files_are_listed_and_hold_what_was_drawn(tmp_path):
     given = pages.model(60, features=None)
-    files = save_figures({"a": Model(predictions=given, posthoc=())}, tmp_path, ("svg",), resamples=50)
+    files = figures.save_figures({"a": Model(predictions=given, posthoc=())}, tmp_path, ("svg",), resamples=50)
     assert sorted(files) == sorted(tmp_path.iterdir())
     read = {file.stem: json.loads(file.read_text()) for file in files if file.suffix == ".json"}
     assert all(held["figure"] == name for name, held in read.items())
@@ -328,7 +315,7 @@ def test_top_confidences_alone_have_figures(tmp_path):
 @pytest.mark.parametrize("formats", [(), ("gif",), "pdf"])
 def test_unknown_formats_are_refused_before_anything_is_measured(formats, tmp_path):
     with pytest.raises(ValueError, match="formats"):
-        save_figures(pages.model(60), tmp_path / "x", formats)
+        figures.save_figures(pages.model(60), tmp_path / "x", formats)
     assert not (tmp_path / "x").exists()
 
 

@@ -7,7 +7,6 @@ import json
 import re
 from contextlib import nullcontext
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import torch
@@ -306,13 +305,6 @@ def test_wrong_input_is_refused():
 
 def test_numbers_and_units_stay_on_one_line():
     assert unbroken("by 4.1 points; T = 1.6 at 95 %") == "by 4.1\u00a0points; T\u00a0=\u00a01.6 at 95\u00a0%"
-
-
-def test_the_wheel_holds_the_page():
-    """The wheel contains the package folder, so the files of the page have to be there."""
-    for name in ("page.html.jinja", "page.css", "page.js"):
-        assert (html.FOLDER / name).is_file()
-    assert html.FOLDER.is_relative_to(Path(html.__file__).parent)
 
 
 VARIABLE = re.compile(r"--([\w-]+): (#[0-9a-f]{6})")

@@ -16,10 +16,10 @@ from fedlas.predictions import Predictions
 from fedlas.report.html import save_page
 from fedlas.report.subjects import Model
 from report import pages
+from report.pages import NARROW, WIDE
 
 pytestmark = pytest.mark.campaign
 
-NARROW, WIDE = 375, 1440
 SHOTS = os.environ.get("FEDLAS_SCREENSHOTS")
 
 
@@ -131,7 +131,7 @@ def test_pointer_and_keys_say_count_accuracy_and_confidence(visit, several):
     here.page.locator(f"{drawing} .stop").nth(3).hover()
     said = here.text(f"{drawing} .tip")
     assert f"{row[2]} samples" in said
-    shown = [float(number) for number in re.findall(r"([\d.]+) %", said)]
+    shown = [float(number) for number in re.findall(r"([\d.]+)\s%", said)]
     for fraction in row[3:5]:  # mean confidence and accuracy
         assert any(value == pytest.approx(100 * fraction, abs=0.051) for value in shown)
     here.page.mouse.move(2, 2)
@@ -371,7 +371,7 @@ def test_ood_detection_changes_with_set_and_score(visit, several):
     here.page.locator("#ood-table summary").click()
     assert here.page.locator("#ood-table table").is_visible()
     for figure in ("#ood-histogram", "#ood-roc"):
-        here.page.locator(f"{figure} .stop").nth(20).hover()
+        here.page.locator(f"{figure} .stop").nth(4).hover()
         assert here.text(f"{figure} .tip").count("%") >= 2
 
 
@@ -537,7 +537,7 @@ def test_the_policy_stops_what_would_run(browser, hostile, tmp_path):
     text = hostile.read_text(encoding="utf-8")
     attack = '<script>window.ran = 1</script><img src="https://example.com/x.png"><p style="color:red" onclick="x()">'
     (tmp_path / "attack.html").write_text(text.replace('<main id="main"', attack + '<main id="main"'), encoding="utf-8")
-    here = Visit(browser, tmp_path / "attack.html")
+    here = pages.Visit(browser, tmp_path / "attack.html")
     assert here.page.evaluate("window.ran") is None
     assert here.page.evaluate("fetch('https://example.com').then(() => 'sent', () => 'stopped')") == "stopped"
     here.context.close()

@@ -35,7 +35,7 @@ def measured(n: int, classes: int = 10, scale: float = 1.0, posthoc: tuple[str, 
 
 
 @pytest.fixture
-def over() -> Report:
+def report() -> Report:
     """Return the report of an over-confident model, with two calibrators."""
     return measured(3_000, scale=2.0, posthoc=("temperature", "isotonic"))
 
@@ -124,8 +124,8 @@ def test_without_intervals_nothing_is_claimed():
     assert repair(report.before, report.after["temperature"]) == "unclear"
 
 
-def test_the_accuracy_at_a_confidence_is_that_of_its_bin(over):
-    given, report = sampled(3_000, scale=2.0), over
+def test_the_accuracy_at_a_confidence_is_that_of_its_bin(report):
+    given = sampled(3_000, scale=2.0)
     confidence, correct = given.confidence, given.correct
     near = (confidence > 13 / 15) & (confidence <= 14 / 15)
     place = at_confidence(report.before.bins["width"])
@@ -136,8 +136,7 @@ def test_the_accuracy_at_a_confidence_is_that_of_its_bin(over):
     assert at_confidence(evaluate(given[:8], intervals=False).before.bins["width"]) is None
 
 
-def test_the_worst_bin_is_named_where_its_gap_is_significant(over):
-    report = over
+def test_the_worst_bin_is_named_where_its_gap_is_significant(report):
     place = worst_place(report.before)
     assert place is not None
     assert place.confidence > place.high
@@ -150,8 +149,7 @@ def test_the_worst_bin_is_named_where_its_gap_is_significant(over):
     assert not re.search(edges, " ".join(sentences(calibrated)))
 
 
-def test_a_temperature_that_removes_the_error_is_named(over):
-    report = over
+def test_a_temperature_that_removes_the_error_is_named(report):
     found = report.after["temperature"].parameters["temperature"]
     assert repair(report.before, report.after["temperature"]) in {"all", "most"}
     assert f"T = {found:.2g}" in in_words(report)
@@ -159,6 +157,17 @@ def test_a_temperature_that_removes_the_error_is_named(over):
     assert any(f"T = {found:.3g} (" in line for line in lines)
     assert any("isotonic" in line for line in lines)
     assert sum("cross-fitted in 5 " in line for line in lines) == 1
+
+
+def test_a_doubtful_fit_is_reported_in_place_of_its_effect(report):
+    after = report.after["temperature"]
+    fits = tuple(dataclasses.replace(fit, doubt="autre chose") for fit in after.fits)
+    doubtful = dataclasses.replace(after, fits=fits)
+    changed = dataclasses.replace(report, after={"temperature": doubtful})
+    assert in_words(changed) != in_words(report)
+    (line,) = [line for line in sentences(changed) if "autre chose" in line]
+    assert re.search("temperature.* 5 of 5 ", line)
+    assert "ECE" not in line
 
 
 def test_a_calibrator_fitted_elsewhere_is_named_with_its_split():
@@ -216,17 +225,17 @@ def test_places_hold_every_sample_and_leave_empty_bins_out():
 
 
 @pytest.mark.parametrize(("temperature", "brief", "long"), [(4_987.0, "5000", "4990"), (2.316, "2.3", "2.32")])
-def test_numbers_are_written_without_exponents(over, temperature, brief, long):
+def test_numbers_are_written_without_exponents(report, temperature, brief, long):
     learned = {"temperature": temperature, "standard_error": 0.02}
-    after = dataclasses.replace(over.after["temperature"], parameters=learned)
-    report = dataclasses.replace(over, after={"temperature": after})
+    after = dataclasses.replace(report.after["temperature"], parameters=learned)
+    report = dataclasses.replace(report, after={"temperature": after})
     assert f"; T = {brief} " in in_words(report)
     assert any(f"T = {long} (" in line for line in sentences(report))
     assert "e+" not in summary(report)
 
 
-def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(over):
-    report, kind = over, "temperature"
+def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(report):
+    kind = "temperature"
     assert "NLL" not in " ".join(sentences(report))
     held = report.after[kind].results
     costs = {
