@@ -95,7 +95,7 @@ class Case:
     @cached_property
     def random(self) -> bool:
         """Whether the loss draws random numbers."""
-        return bool(unless_broken(lambda: _draws_random_numbers(self.trained())))
+        return bool(unless_broken(lambda: _draws_random_numbers(self.build())))
 
     @cached_property
     def sees_other_labels(self) -> bool:
