@@ -132,31 +132,3 @@ def test_without_validation_it_says_so() -> None:
         with pytest.raises(ValueError, match=r"adafocal.*validation="):
             call()
     assert torch.equal(loss.gammas, before)
-
-
-def test_a_training_step_changes_nothing() -> None:
-    loss = build()
-    before = {key: value.clone() for key, value in loss.state_dict().items()}
-    logits, labels = validation(20)
-    loss(logits.requires_grad_(), labels).backward()
-    assert all(torch.equal(value, before[key]) for key, value in loss.state_dict().items())
-
-
-def test_state_is_restored() -> None:
-    loss, restored = build(), build()
-    loss.end_epoch(Predictions(*validation()))
-    restored.load_state_dict(loss.state_dict())
-    logits, labels = validation(20, seed=3)
-    assert restored(logits, labels).item() == loss(logits, labels).item()
-    loss.end_epoch(Predictions(*validation(seed=1)))
-    restored.end_epoch(Predictions(*validation(seed=1)))
-    assert torch.equal(loss.gammas, restored.gammas)
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [({"bins": 0}, "bins"), ({"step": -1.0}, "step"), ({"gamma_max": -3.0}, "gamma_max"), ({"switch": -0.1}, "switch")],
-)
-def test_errors(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        build(**options)

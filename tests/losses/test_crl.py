@@ -31,12 +31,6 @@ def test_counts_by_index() -> None:
     assert loss.correct_epochs.tolist() == [1, 1, 2, 1, 0, 1]
 
 
-def test_eval_mode_counts_nothing() -> None:
-    loss = build().eval()
-    loss(RIGHT, LABELS, index=torch.arange(4))
-    assert not loss.correct_epochs.any()
-
-
 def test_ignored_samples_have_no_history_and_no_partner() -> None:
     loss = build(num_samples=5)
     loss.correct_epochs.copy_(torch.tensor([0, 2, 1, 2, 0]))
@@ -123,29 +117,3 @@ def test_a_batch_of_one_is_its_own_partner() -> None:
     loss.finished_epochs.fill_(3)
     value = loss(RIGHT[:1], LABELS[:1], index=torch.tensor([0]))
     assert value.item() == pytest.approx(plain.ce(RIGHT[:1].tolist(), [0]))
-
-
-def test_state_is_restored() -> None:
-    loss, restored = build(), build()
-    for _ in range(2):
-        loss(rows(True, False, True, False), LABELS, index=torch.arange(4))
-        loss.end_epoch()
-    restored.load_state_dict(loss.state_dict())
-    again = {"logits": RIGHT, "labels": LABELS, "index": torch.arange(4)}
-    assert restored(**again).item() == loss(**again).item()
-    assert torch.equal(restored.correct_epochs, loss.correct_epochs)
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"crl.*index="):
-        build()(RIGHT, LABELS)
-    with pytest.raises(ValueError, match=r"index 4 .*\b1\b.*\b4\b.*num_samples"):
-        build()(RIGHT[:2], LABELS[:2], index=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match=r"crl.*\(N, C\).*\(2, 3, 4\)"):
-        build()(torch.zeros(2, 3, 4), torch.zeros(2, 4, dtype=torch.int64), index=torch.arange(2))
-    with pytest.raises(ValueError, match="soft labels"):
-        build()(RIGHT, RIGHT.softmax(1), index=torch.arange(4))
-    with pytest.raises(ValueError, match="num_samples"):
-        build(num_samples=0)
-    with pytest.raises((ValueError, TypeError), match="score"):
-        build(score="top")

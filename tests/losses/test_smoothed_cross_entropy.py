@@ -1,7 +1,6 @@
 """The function for people with a smoothing rule of their own: torch's label smoothing, one alpha per sample."""
 
 import itertools
-import itertools
 import math
 
 import pytest
