@@ -33,7 +33,7 @@ PATIENCE = 180  # seconds: six times as long as it takes beside other tests
 RUNS = """
 import faulthandler, os, signal, sys
 from pathlib import Path
-faulthandler.dump_traceback_later(120)  # where it stands still, should it
+faulthandler.dump_traceback_later(120, repeat=True)  # where it hangs, should it; its thread lives to the end
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import large
 from fedlas.__main__ import main
