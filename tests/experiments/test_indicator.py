@@ -98,13 +98,13 @@ def test_a_network_that_only_the_ledger_knows_is_trained_again_for_its_figures(t
     words += [word for setting in few.changes.items() for word in ("--set", "=".join(setting))]
     told = CliRunner().invoke(app, words)
     assert told.exit_code == 0, told.output
-    assert "1 run, 1 in the ledger, 0 to train" in told.stderr
+    assert "1 run, 1 in the ledger (1 without temperature scaling), 0 to train" in told.stderr
     before = (book.folder / "x.jsonl").read_bytes()
     out = tmp_path / "figures"
     monkeypatch.setattr(indicator, "save_with_data", lambda _, data, folder, name: [folder / f"{name}.json"])
     drawn = CliRunner().invoke(app, [*words, "--out", str(out)])
     assert drawn.exit_code == 0, drawn.output
-    assert "1 run, 1 in the ledger, 1 to train, 1 of them again" in drawn.stderr
+    assert "1 in the ledger (1 without temperature scaling), 1 to train, 1 of them again" in drawn.stderr
     names = [Path(line).stem for line in drawn.stdout.splitlines()]
     assert names == ["indicator-digits", "indicator-activations-digits", "indicator-theorem-digits"]
     assert (book.folder / "x.jsonl").read_bytes() == before, "what was measured stays as it is"

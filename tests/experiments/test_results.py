@@ -50,7 +50,9 @@ def test_an_experiment_with_a_protocol_of_its_own_stands_on_the_page_once(tmp_pa
     book = bare_ledger(tmp_path, lines)
     page = reproduction_page(book)
     section = page.partition("## indicator")[2].partition("\n## ")[0]
-    assert re.findall("### .*", section) == ["### small protocol: 1 run, 1 in the ledger, 0 to train"]
+    assert re.findall("### .*", section) == [
+        "### small protocol: 1 run, 1 in the ledger (1 without temperature scaling), 0 to train"
+    ]
     assert "Fashion" not in page.replace(section, "")
     assert [table.title for table in results_tables(book)] == ["CIFAR-10, resnet18_cifar, fast protocol"]
 
