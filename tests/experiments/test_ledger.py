@@ -23,6 +23,7 @@ from fedlas.experiments.planning import experiment_named, planned
 from fedlas.metrics import accuracy, ece, nll
 from fedlas.metrics.digest import Digest
 from fedlas.posthoc import build_calibrator
+from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions
 from fedlas.train import Recipe, Run, fit
 
@@ -373,6 +374,18 @@ def test_stored_predictions_give_the_numbers_of_both_lines_again(classes, factor
             assert kept.detection()["far"][score][0] == pytest.approx(value, abs=5e-4)  # ten of 20,000 pairs
         assert (kept.predictions() is None) == (classes > 10)
     assert stored.metrics()["ece_official"][0] == pytest.approx(float(ece(given, compat="official")), abs=1e-5)
+
+
+def test_a_run_whose_temperature_has_no_optimum_has_no_line_after_scaling(copy):
+    """Every validation sample is classified correctly, so that confidences would become 1, and metrics infinite."""
+    run = Run(min((copy / "runs").iterdir()))
+    validation = run.predictions("best-val")
+    Predictions(validation.logits, validation.logits.argmax(1), split="val").save(run.predictions_file("best-val"))
+    book = Ledger(copy / "new")
+    with pytest.warns(DoubtfulFit, match="every one is classified correctly"):
+        record(run, "small", book)
+    assert [line.posthoc for line in book.lines.values()] == [None]
+    assert list(problems(book)) == []
 
 
 @pytest.mark.parametrize(("classes", "largest"), [(10, 900_000), (100, 4_000_000)])

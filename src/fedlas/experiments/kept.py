@@ -79,15 +79,17 @@ class Kept:
             return cls(arrays)
         arrays |= {"val/logits": _rounded_floats(validation.logits), "val/labels": _small_ints(validation.labels)}
         scaling = cls(arrays)._fitted()
+        if scaling is None:
+            return cls(arrays)
         after = _selected(scaling.transform(predictions), {name: scaling.transform(one) for name, one in ood.items()})
         shared = ("labels", "logits", "prediction")  # logits are divided by the temperature when they are read
         return cls(arrays | {f"{SCALED}{name}": array for name, array in after.items() if name not in shared})
 
     def scaled(self) -> "Kept | None":
-        """Return the predictions after temperature scaling; None if no validation logits are stored."""
-        if not {"val/logits", "val/labels"} <= set(self.arrays):
-            return None
+        """Return the predictions after temperature scaling; None if no temperature can be fitted."""
         scaling = self._fitted()
+        if scaling is None:
+            return None
         arrays = {name: self.arrays[name] for name in ("labels", "prediction") if name in self.arrays}
         arrays |= {n.removeprefix(SCALED): array for n, array in self.arrays.items() if n.startswith(SCALED)}
         if "logits" in self.arrays:
@@ -95,10 +97,13 @@ class Kept:
         learned = {name: float(value) for name, value in scaling.learned.items() if bool(value.isfinite())}
         return Kept(arrays, {"name": TEMPERATURE, "fitted_on": "val", **learned})
 
-    def _fitted(self) -> AbstractCalibrator:
-        """Fit a temperature on the stored validation logits."""
+    def _fitted(self) -> AbstractCalibrator | None:
+        """Fit a temperature on the stored validation logits; None without them, and if it has no optimum."""
+        if not {"val/logits", "val/labels"} <= set(self.arrays):
+            return None
         logits, labels = self._tensor("val/logits").double(), self._tensor("val/labels").long()
-        return build_calibrator(TEMPERATURE).fit(Predictions(logits, labels, split="val"))
+        scaling = build_calibrator(TEMPERATURE).fit(Predictions(logits, labels, split="val"))
+        return None if scaling.fitted is None or scaling.fitted.doubt else scaling
 
     def metrics(self, intervals: Intervals | None = None) -> dict[str, Measure]:
         """Compute every metric, and those of the paper's code beside ours."""
