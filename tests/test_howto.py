@@ -18,7 +18,7 @@ PAGES = {
 }
 CONTRACTS = ["data/test_data_contract.py", "posthoc/test_contract_calibrators.py"]
 CONTRACTS += [f"contract/test_contract_{what}.py" for what in ("documents", "errors", "labels", "numbers", "state")]
-DEAR = ("both_ways_to_a_batch", "refused_batch", "index_of_the_data_set")  # they import what compiles and what loads, for seconds
+DEAR = ("both_ways_to_a_batch", "refused_batch", "index_of_the_data_set")  # expensive imports: compiler, data loaders
 
 
 def python_of(page: str) -> list[str]:

@@ -201,7 +201,8 @@ def test_a_malicious_pickle_does_nothing(tmp_path, payload, protocol):
     """Even when its checksum is the one we expect."""
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps(EVIL[payload], protocol))
-    with pytest.raises(DamagedFileError, match=rf"{named(path)}.*\b(exec|open|getattr|fromfile|default_rng|set|encode)\b"):
+    called = "exec|open|getattr|fromfile|default_rng|set|encode"
+    with pytest.raises(DamagedFileError, match=rf"{named(path)}.*\b({called})\b"):
         read_cifar_pickle(path, "labels", twins.md5(path))
 
 

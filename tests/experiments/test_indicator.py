@@ -97,13 +97,13 @@ def test_a_network_that_only_the_ledger_knows_is_trained_again_for_its_figures(t
     words += [word for setting in few.changes.items() for word in ("--set", "=".join(setting))]
     told = CliRunner().invoke(app, words)
     assert told.exit_code == 0, told.output
-    assert re.search(r"1 run\b.*\b1\b.*\b0\b", told.stderr)
+    assert re.search(r"1 run\b.*\b1\b.*\(1 .*\).*\b0\b", told.stderr)
     before = (book.folder / "x.jsonl").read_bytes()
     out = tmp_path / "figures"
     monkeypatch.setattr(indicator, "save_with_data", lambda _, data, folder, name: [folder / f"{name}.json"])
     drawn = CliRunner().invoke(app, [*words, "--out", str(out)])
     assert drawn.exit_code == 0, drawn.output
-    assert re.search(r"1 run\b.*\b1\b.*\b1\b.*\b1\b", drawn.stderr)
+    assert re.search(r"1 run\b.*\b1\b.*\(1 .*\).*\b1\b.*\b1\b", drawn.stderr)
     names = [Path(line).stem for line in drawn.stdout.splitlines()]
     assert names == ["indicator-digits", "indicator-activations-digits", "indicator-theorem-digits"]
     assert (book.folder / "x.jsonl").read_bytes() == before, "what was measured stays as it is"

@@ -49,7 +49,7 @@ def test_an_experiment_with_a_protocol_of_its_own_stands_on_the_page_once(tmp_pa
     page = reproduction_page(book)
     section = page.partition("## indicator")[2].partition("\n## ")[0]
     (heading,) = re.findall("### .*", section)
-    assert re.search(r"small.*\b1 run\b.*\b1\b.*\b0\b", heading)
+    assert re.search(r"small.*\b1 run\b.*\b1\b.*\(1 .*\).*\b0\b", heading)
     assert "Fashion" not in page.replace(section, "")
     assert [table.title for table in results_tables(book)] == ["CIFAR-10, resnet18_cifar, fast protocol"]
 

@@ -665,7 +665,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         return kept_of(dataclasses.replace(line, predictions=held), Ledger(path.parent))
 
     def added(path: Path) -> Any:
-        return Ledger(path).add(_ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce")), b"content")
+        return Ledger(path).add([_ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce"))], b"content")
 
     def archive(path: Path) -> Any:
         if path.name.startswith("."):

@@ -133,7 +133,7 @@ def train_and_record(recipe: Recipe, folder: Path, ledger: Path) -> None:
     """What every child does: train, or go on, and write the run into a ledger."""
     run = fit(recipe, out=folder, resume=True, progress=False)
     with phase("ledger"):
-        kept.record(run, PROTOCOL, None, Ledger(ledger))
+        kept.record(run, PROTOCOL, Ledger(ledger))
 
 
 def fork(job: Callable[[], Any], words: Path) -> int:

@@ -87,7 +87,7 @@ class Wanted:
     Args:
         recipe: what to train.
         protocol: the recipe's protocol, by name.
-        posthoc: how it is judged: as trained (None), or after a calibrator that is fitted on the validation split.
+        posthoc: which of its lines the experiment reads: as trained (None), or after a calibrator.
         split: on what it is judged.
         rows: the rows of the table that it fills, by name; without any, the loss says what it is.
     """

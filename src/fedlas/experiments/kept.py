@@ -1,12 +1,18 @@
 """Predictions small enough to be kept beside the ledger, and the numbers of its lines, computed from them.
 
-    up to 10 classes    logits as float16, labels
-    more, and           confidence, correctness, loss and squared error of each sample, and one histogram per class:
-    after a calibrator  a `Digest`, from which every metric is read; and the predicted class
-    foreign data        two scores of each sample
+    labels              of the test samples
+    logits              of the test samples, up to 10 classes
+    confidence, ...     of more classes: a `Digest`, from which every metric is computed, and the predicted class
+    val/...             logits and labels of the validation samples, on which the temperature is fitted
+    ood/NAME/...        two scores of each OOD sample
+    scaled/...          the same after temperature scaling: the digest, and the scores of OOD samples
+
+Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Confidences
+in a digest are float64, because float32 makes ties near 1. All other floats have 17 significant bits.
 
 Numbers of a line are computed from its file, not from what the file was made of, so that anyone can compute them again.
-Zipped arrays without pickles or clock times: equal predictions give equal bytes.
+Zipped arrays without pickles or clock times: equal predictions give equal bytes. Older files have logits as float16, or
+no validation logits, or hold only what is after the calibrator.
 """
 
 import hashlib
@@ -24,21 +30,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.experiments.ledger import TEST, Ledger, Line, Measure, line_id
+from fedlas.experiments.ledger import TEMPERATURE, TEST, Ledger, Line, Measure, line_id
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import EachSample
 from fedlas.metrics.digest import Digest, Intervals
 from fedlas.metrics.result import Result
 from fedlas.ood.detection import detect_scores
 from fedlas.ood.scores import score_of
-from fedlas.posthoc import build_calibrator
+from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import Predictions
 from fedlas.storage import check_arrays, readable
 from fedlas.train.runs import MACHINE, Run
 
 FEW_CLASSES = 10
 SCORES = ("entropy", "max_probability")
-ROUNDED = ("loss", "squared_error", "label_square")  # kept in half the size
+ROUNDED = ("loss", "squared_error", "label_square")  # columns of a digest; confidences are not
+SCALED = "scaled/"
 LARGEST_FILE = 64 * 2**20  # unpacked; a file that claims more is not one of ours
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 STATE = "best"  # the weights of the epoch with the best validation accuracy, as published
@@ -49,37 +56,54 @@ DIGITS = 5  # of what is kept of a run's log
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What is kept of one run's predictions.
+    """The stored predictions of one run, as trained or after temperature scaling.
 
     Args:
         arrays: by name, as they lie in the file.
+        posthoc: the calibrator and what it learned; None as trained.
     """
 
     arrays: Arrays
+    posthoc: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
-        cls, predictions: Predictions, ood: Mapping[str, Predictions] | None = None, *, calibrated: bool = False
+        cls,
+        predictions: Predictions,
+        ood: Mapping[str, Predictions] | None = None,
+        validation: Predictions | None = None,
     ) -> "Kept":
-        """Take of predictions what the metrics need."""
-        arrays: dict[str, NDArray[np.generic]] = {"labels": _small_ints(predictions.labels)}
-        few = predictions.num_classes <= FEW_CLASSES and not calibrated
-        if few:
-            arrays["logits"] = _halves(predictions.logits)
-        else:
-            digest = Digest()
-            digest.take(predictions)
-            columns = digest.columns()
-            arrays |= {n: (c.float() if n in ROUNDED else c).numpy() for n, c in columns.items()}
-            arrays["prediction"] = _small_ints(predictions.logits.argmax(1))
-        for place, foreign in (ood or {}).items():
-            # Rounded like the known ones, or rounding alone would tell them apart.
-            seen = Predictions(_halves(foreign.logits).astype(np.float32)) if few else foreign
-            for score in SCORES:
-                arrays[f"ood/{place}/{score}"] = score_of(seen, score).float().cpu().numpy()
-        if ood and not few:
-            arrays |= {f"known/{score}": score_of(predictions, score).float().cpu().numpy() for score in SCORES}
-        return cls(arrays)
+        """Select what the metrics need, as trained and, with validation logits, after temperature scaling."""
+        arrays, ood = _selected(predictions, ood or {}), ood or {}
+        if validation is None:
+            return cls(arrays)
+        arrays |= {"val/logits": _rounded_floats(validation.logits), "val/labels": _small_ints(validation.labels)}
+        scaling = cls(arrays)._fitted()
+        if scaling is None:
+            return cls(arrays)
+        after = _selected(scaling.transform(predictions), {name: scaling.transform(one) for name, one in ood.items()})
+        shared = ("labels", "logits", "prediction")  # logits are divided by the temperature when they are read
+        return cls(arrays | {f"{SCALED}{name}": array for name, array in after.items() if name not in shared})
+
+    def scaled(self) -> "Kept | None":
+        """Return the predictions after temperature scaling; None if no temperature can be fitted."""
+        scaling = self._fitted()
+        if scaling is None:
+            return None
+        arrays = {name: self.arrays[name] for name in ("labels", "prediction") if name in self.arrays}
+        arrays |= {n.removeprefix(SCALED): array for n, array in self.arrays.items() if n.startswith(SCALED)}
+        if "logits" in self.arrays:
+            arrays["logits"] = scaling.transform(self._tensor("logits").double()).numpy()
+        learned = {name: float(value) for name, value in scaling.learned.items() if bool(value.isfinite())}
+        return Kept(arrays, {"name": TEMPERATURE, "fitted_on": "val", **learned})
+
+    def _fitted(self) -> AbstractCalibrator | None:
+        """Fit a temperature on the stored validation logits; None without them, and if it has no optimum."""
+        if not {"val/logits", "val/labels"} <= set(self.arrays):
+            return None
+        logits, labels = self._tensor("val/logits").double(), self._tensor("val/labels").long()
+        scaling = build_calibrator(TEMPERATURE).fit(Predictions(logits, labels, split="val"))
+        return None if scaling.fitted is None or scaling.fitted.doubt else scaling
 
     def metrics(self, intervals: Intervals | None = None) -> dict[str, Measure]:
         """Compute every metric, and those of the paper's code beside ours."""
@@ -132,7 +156,7 @@ class Kept:
                 inside = io.BytesIO()
                 np.lib.format.write_array(inside, np.ascontiguousarray(self.arrays[name]), allow_pickle=False)
                 entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
-                folder.writestr(entry, inside.getvalue(), zipfile.ZIP_DEFLATED, 9)
+                folder.writestr(entry, inside.getvalue(), zipfile.ZIP_BZIP2, 9)  # a tenth smaller than deflated
         return buffer.getvalue()
 
     @classmethod
@@ -165,61 +189,82 @@ class Kept:
     def _known_scores(self) -> dict[str, Tensor]:
         given = self.predictions()
         if given is not None:
-            seen = Predictions(given.logits.float())  # as the foreign ones are
-            return {score: score_of(seen, score).float() for score in SCORES}
+            return {score: score_of(given, score).float() for score in SCORES}
         return {score: self._tensor(f"known/{score}") for score in SCORES}
 
     def _tensor(self, name: str) -> Tensor:
         return torch.from_numpy(np.asarray(self.arrays[name]).copy())
 
 
-def _halves(logits: Tensor) -> NDArray[np.float16]:
-    """Round logits to float16; the likeliest class of each row stays what it is."""
-    largest = float(np.finfo(np.float16).max)
-    rounded = logits.clamp(-largest, largest).cpu().numpy().astype(np.float16)
-    rows, likeliest = np.arange(len(rounded)), logits.argmax(1).cpu().numpy()
-    others = rounded.copy()
-    others[rows, likeliest] = -np.inf
-    least = np.nextafter(others.max(1), np.float16(np.inf))
-    rounded[rows, likeliest] = np.maximum(rounded[rows, likeliest], least)
-    return rounded
+def _selected(predictions: Predictions, ood: Mapping[str, Predictions]) -> dict[str, NDArray[np.generic]]:
+    """Select what the metrics need of test samples and OOD samples."""
+    arrays: dict[str, NDArray[np.generic]] = {"labels": _small_ints(predictions.labels)}
+    few = predictions.num_classes <= FEW_CLASSES
+    if few:
+        arrays["logits"] = predictions.logits.float().cpu().numpy()
+    else:
+        digest = Digest()
+        digest.take(Predictions(predictions.logits.double(), predictions.labels))
+        columns = digest.columns()
+        arrays |= {name: _rounded_floats(c) if name in ROUNDED else c.numpy() for name, c in columns.items()}
+        arrays["prediction"] = _small_ints(predictions.logits.argmax(1))
+    seen = {f"ood/{name}": one for name, one in ood.items()} | ({} if few or not ood else {"known": predictions})
+    return arrays | {
+        f"{n}/{score}": _rounded_floats(score_of(one, score)) for n, one in seen.items() for score in SCORES
+    }
+
+
+def _rounded_floats(values: Tensor) -> NDArray[np.float32]:
+    """Round to float32 with 17 significant bits: the last byte is zero, and takes no space in a zipped file."""
+    exact = values.float().clamp(-1e38, 1e38).cpu().numpy()  # rounded up, larger ones would be infinite
+    return ((exact.view(np.uint32) + 0x80) & 0xFFFFFF00).view(np.float32)
 
 
 def kept_of(line: Line, ledger: Ledger) -> Kept:
-    """Read the predictions of a line."""
-    return Kept.unpack(ledger.content_of(line), str(ledger.file_of(line)))
+    """Read the stored predictions of a line."""
+    kept = Kept.unpack(ledger.content_of(line), str(ledger.file_of(line)))
+    scaled = None if line.posthoc is None else kept.scaled()
+    return kept if scaled is None else scaled
 
 
-def record(run: Run, protocol: str, posthoc: str | None, ledger: Ledger, split: str = TEST) -> Line:
-    """Judge a finished run, as trained or after a calibrator, and write its line into the ledger.
+def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
+    """Evaluate a finished run, as trained and after temperature scaling, and write both lines into the ledger.
 
     Args:
-        run: the run.
+        run: the run; if it has no validation predictions, there is one line.
         protocol: of its recipe.
-        posthoc: the calibrator; it is fitted on the validation split.
-        ledger: where the line goes.
-        split: what to judge.
+        ledger: where the lines go.
+        split: what to evaluate.
     """
-    recipe = run.recipe
-    there = ledger.find(recipe, posthoc, split)
-    if there is not None and set(recipe.ood) <= set(there.ood):
-        return there
-    predictions, foreign, learned = _judged(run, posthoc, split)
-    kept = Kept.of(predictions, foreign, calibrated=posthoc is not None)
-    content, name = kept.pack(), line_id(recipe, posthoc, split)
-    line = Line(
-        id=name,
-        recipe=recipe,
-        protocol=protocol,
-        metrics=kept.metrics(Intervals()),
-        ood=kept.detection(),
-        posthoc=learned,
-        split=split,
-        predictions={"file": f"predictions/{name}.npz", "sha256": hashlib.sha256(content).hexdigest()},
-        date=datetime.now(UTC).date().isoformat(),
-        **_about(run),
+    recipe, validation = run.recipe, run.predictions_file(f"{STATE}-val").exists()
+    there = [ledger.find(recipe, posthoc, split) for posthoc in ((None, TEMPERATURE) if validation else (None,))]
+    if all(line is not None and set(recipe.ood) <= set(line.ood) for line in there):
+        return
+    kept = Kept.of(
+        run.predictions(f"{STATE}-{split}"),
+        {name: run.predictions(f"{STATE}-ood-{name}") for name in recipe.ood},
+        run.predictions(f"{STATE}-val") if validation else None,
     )
-    return ledger.add(line, content)
+    content = kept.pack()
+    stored = {"file": f"predictions/{line_id(recipe, None, split)}.npz", "sha256": hashlib.sha256(content).hexdigest()}
+    date, about = datetime.now(UTC).date().isoformat(), _about(run)
+    lines = [
+        Line(
+            id=line_id(recipe, None if one.posthoc is None else TEMPERATURE, split),
+            recipe=recipe,
+            protocol=protocol,
+            metrics=one.metrics(Intervals()),
+            ood=one.detection(),
+            posthoc=one.posthoc,
+            split=split,
+            predictions=stored,
+            date=date,
+            **about,
+        )
+        for one in (kept, kept.scaled())
+        if one is not None
+    ]
+    ledger.add(lines, content)
 
 
 def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
@@ -243,6 +288,9 @@ def _problems_of(line: Line, ledger: Ledger, intervals: bool) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
+    learned, said = ((one or {}).get(TEMPERATURE) for one in (kept.posthoc, line.posthoc))
+    if learned is not None and not _agree(learned, said, SAME):
+        yield f"the temperature is {said} in the ledger and {learned} now"
     now = {"": kept.metrics(Intervals() if intervals else None), **kept.detection()}
     for place in dict.fromkeys((*now, *line.ood)):  # also what only the line knows of
         found = now.get(place, {})
@@ -253,20 +301,6 @@ def _problems_of(line: Line, ledger: Ledger, intervals: bool) -> Iterator[str]:
             pairs = list(zip(found[name], written[name], strict=True))
             if not _agree(*pairs[0], SAME) or (intervals and not all(_agree(*p, SAME_ENDS) for p in pairs[1:])):
                 yield f"{place} {name} is {written[name]} in the ledger and {found[name]} now".strip()
-
-
-def _judged(
-    run: Run, posthoc: str | None, split: str
-) -> tuple[Predictions, dict[str, Predictions], dict[str, Any] | None]:
-    """Give the predictions of a run on known and foreign data, repaired where a calibrator is named."""
-    known = run.predictions(f"{STATE}-{split}")
-    foreign = {name: run.predictions(f"{STATE}-ood-{name}") for name in run.recipe.ood}
-    if posthoc is None:
-        return known, foreign, None
-    calibrator = build_calibrator(posthoc).fit(run.predictions(f"{STATE}-val"))
-    fixed = {name: calibrator.transform(one) for name, one in {"": known, **foreign}.items()}
-    learned = {name: float(value) for name, value in calibrator.learned.items() if value.numel() == 1}
-    return fixed.pop(""), fixed, {"name": posthoc, "fitted_on": "val", **learned}
 
 
 def _about(run: Run) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""The ledger: one line for every finished run, with everything that is needed to believe it.
+"""The ledger: two lines for every finished run, as trained and after temperature scaling.
 
-    results/<data>-<protocol>.jsonl           one line per run and calibrator
-    results/predictions/<id>.npz              what the numbers of the line were computed from
+    results/<data>-<protocol>.jsonl           the lines, one below the other
+    results/predictions/<id>.npz              the stored predictions from which both lines were computed
 
 No number enters a table except from here or, marked as printed, from the paper. A line is valid if its predictions are
-there, have the checksum it names, and give its numbers again: `kept.py` computes them, and says what is wrong. A run
-has one line; one process writes at a time.
+there, have the checksum it names, and give its numbers again: `kept.py` computes them, and says what is wrong. One
+process writes at a time. Older runs stored no validation logits; they have one line, or a file for each of two.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ import math
 import os
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
@@ -27,6 +27,7 @@ from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
 TEST = "test"
+TEMPERATURE = "temperature"  # the calibrator of the second line, and the number that it learns
 SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece")  # metrics that tables show: no line is without them
 ADVICE = "put back a copy of the file, or remove the line, and `fedlas reproduce` writes it anew"
 Measure: TypeAlias = tuple[float, float | None, float | None]  # value, and the ends of its interval
@@ -148,24 +149,24 @@ class Ledger:
         """Look up the line of a recipe."""
         return self.lines.get(line_id(recipe, posthoc, split))
 
-    def add(self, line: Line, content: bytes) -> Line:
-        """Write a line and its predictions.
+    def add(self, lines: Sequence[Line], content: bytes) -> None:
+        """Write the lines of a run, and the stored predictions that they share.
 
-        A line that is there already stays as it is, and is given back, unless the new one knows more foreign data.
+        Nothing changes if all of them are there already, with the same OOD data or more; otherwise all are replaced.
         """
         with self._alone():
             self.__dict__.pop("lines", None)  # another process may have added some
-            there = self.lines.get(line.id)
-            if there is not None and set(line.ood) <= set(there.ood):
-                return there
-            predictions = self.file_of(line)
-            file = self.own(f"{line.recipe.data}-{line.protocol}.jsonl")
-            write_whole(predictions, content)
+            there = {line.id: self.lines[line.id] for line in lines if line.id in self.lines}
+            if all(line.id in there and set(line.ood) <= set(there[line.id].ood) for line in lines):
+                return
+            file = self.own(f"{lines[0].recipe.data}-{lines[0].protocol}.jsonl")
+            write_whole(self.file_of(lines[0]), content)
             held = _text_of(file).splitlines() if file.exists() else []
-            before = [text for text in held if Line.from_json(text, str(file)).id != line.id]
-            write_whole(file, "".join(f"{text}\n" for text in [*before, line.to_json()]).encode())
+            before = [text for text in held if Line.from_json(text, str(file)).id not in there]
+            write_whole(file, "".join(f"{text}\n" for text in [*before, *(one.to_json() for one in lines)]).encode())
+            for path in {self.file_of(line) for line in there.values()} - {self.file_of(lines[0])}:
+                path.unlink(missing_ok=True)
             self.__dict__.pop("lines", None)
-            return line
 
     def file_of(self, line: Line) -> Path:
         """Say where the predictions of a line lie; nowhere but in the ledger."""

@@ -21,7 +21,9 @@ HEAD = """\
 
 This page is written by `scripts/pages` from the ledger in `results/`: no number on it comes from anywhere else but,
 where it says "printed", from the paper. A cell is empty until its runs are done. `fedlas reproduce NAME` trains what is
-missing and prints the table as it fills; it can be stopped at any time and goes on where it stopped.
+missing and prints the table as it fills; it can be stopped at any time and goes on where it stopped. Every run writes
+two lines to the ledger, as trained and after temperature scaling (`fedlas compare cifar10/ls+temperature ...`); older
+runs without validation logits have the first alone.
 
 ```sh
 fedlas list experiments

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedlas.catalog import Catalog, summary
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
-from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.ledger import TEMPERATURE, Ledger
 from fedlas.train import check_parts
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import run_in
@@ -29,6 +29,7 @@ class Plan:
         unknown: how many it knows no such runs of.
         again: how many of the missing ones the ledger has; figures of their networks cannot be drawn without them.
         device: what the runs in the ledger took that time on; None where it is unknown, or several.
+        unscaled: how many have a line as trained and none after temperature scaling.
     """
 
     wanted: tuple[Wanted, ...]
@@ -37,6 +38,7 @@ class Plan:
     unknown: int = 0
     again: int = 0
     device: str | None = None
+    unscaled: int = 0
 
     def __str__(self) -> str:
         known = "time unknown: the ledger has no such runs yet"
@@ -47,7 +49,8 @@ class Plan:
         done = len(self.wanted) - len(self.missing) + self.again
         again = f", {self.again} of them again: figures are drawn of the network itself" if self.again else ""
         word = "run" if len(self.wanted) == 1 else "runs"
-        return f"{len(self.wanted)} {word}, {done} in the ledger, {len(self.missing)} to train{again}" + (
+        unscaled = f" ({self.unscaled} without temperature scaling)" if self.unscaled else ""
+        return f"{len(self.wanted)} {word}, {done} in the ledger{unscaled}, {len(self.missing)} to train{again}" + (
             f" ({known})" if self.missing else ""
         )
 
@@ -117,7 +120,9 @@ def planned(
     for line in (line for one in meant for line in one.lines(ledger) if line is not None):
         ledger.content_of(line)
     minutes, unknown, device = _minutes(missing, ledger)
-    return Plan(meant, missing, minutes, unknown, again, device)
+    done = [one for one in meant if not one.missing(ledger)]
+    unscaled = sum(ledger.find(one.recipe, TEMPERATURE, one.split) is None for one in done)
+    return Plan(meant, missing, minutes, unknown, again, device, unscaled)
 
 
 def trained_in(runs: Path, recipe: Recipe) -> bool:

@@ -64,8 +64,8 @@ def reproduce(
             trained = launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch)
             for count, run in enumerate(trained, start=1):
                 one = by_name[run.folder.name]
-                for posthoc in one.posthoc:
-                    record(run, one.protocol, posthoc, ledger, one.split)
+                if one.missing(ledger):  # not if it was trained again for its figures alone
+                    record(run, one.protocol, ledger, one.split)
                 if count < len(new):
                     yield experiment.tables(ledger, choice)
         except LaunchError as error:  # what does not depend on the failed runs goes on

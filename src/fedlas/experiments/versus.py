@@ -33,7 +33,6 @@ from fedlas.metrics.comparison import (
     paired_means,
 )
 from fedlas.metrics.scoring import accuracy, brier, nll
-from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
 from fedlas.report.duels import NAMES, RESAMPLES, WHOLE, paired_with
 from fedlas.storage import named
@@ -41,7 +40,6 @@ from fedlas.train import recipe_for
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run
 
-TEMPERATURE = "temperature"  # the calibrator, and the one number that it learns
 Metric = Callable[..., Any]
 METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "ece": ece, "aece": aece, "nll": nll, "brier": brier}
 USUAL = ("accuracy", "ece", "nll")
@@ -167,29 +165,9 @@ def side(text: str, ledger: Ledger) -> Side:
             several = ", ".join(one.id for one in lines if one.seed == line.seed)
             raise ValueError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
         with named(ledger.file_of(line)):
-            found[line.seed] = _predictions(line, ledger)
-            if found[line.seed].top_only:
-                each[line.seed] = kept_of(line, ledger).of_each_sample()
+            kept = kept_of(line, ledger)
+            found[line.seed], each[line.seed] = kept.tops(), kept.of_each_sample()
     return Side(text, found, each, {line.seed: line.recipe for line in lines})
-
-
-def _predictions(line: Line, ledger: Ledger) -> Predictions:
-    """Give the predictions of a line; those after a temperature are made again from the logits before it.
-
-    Of more than ten classes, and after other calibrators, there are only confidences and predicted classes, beside what
-    was measured of each sample.
-    """
-    kept = kept_of(line, ledger)
-    given = kept.predictions()
-    learned = line.posthoc or {}
-    if given is None and learned.get("name") == TEMPERATURE:
-        bare = ledger.find(line.recipe, None, line.split)
-        before = None if bare is None else kept_of(bare, ledger).predictions()
-        if before is not None:
-            calibrator = build_calibrator(TEMPERATURE)
-            calibrator.learned = {TEMPERATURE: torch.tensor(learned[TEMPERATURE], dtype=torch.float64)}
-            given = Predictions(calibrator.apply(before.logits), before.labels, split=before.split)
-    return kept.tops() if given is None else given
 
 
 def lines_of(text: str, ledger: Ledger) -> list[Line]:
