@@ -15,7 +15,7 @@ TERMS = {
     "onlooker": (r"onlookers?", 24),
     "rehearsal": (r"rehears(?:als?|e[ds]?|ing)", 39),
     "stranger": (r"strange(?:rs?|ly)?", 36),
-    "judge": (r"judg(?:e[ds]?|ing)", 117),
+    "judge": (r"judg(?:e[ds]?|ing)", 116),
     "duel": (r"duels?", 26),
     "crew": (r"crews?", 30),
     "dealt": (r"dealt", 13),
