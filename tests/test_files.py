@@ -469,7 +469,7 @@ def test_percentages_are_noticed(tmp_path):
         (tmp_path / f"{kind}.csv").write_text(f"{kind}_x,{kind}_y,{kind}_z,label\n{''.join(lines)}")
     with pytest.raises(ValueError, match=r"percentages.*100"):
         read_predictions(tmp_path / "prob.csv")
-    with pytest.warns(UserWarning, match=r"100.*percentages.*100.*prob_"):
+    with pytest.warns(UserWarning, match=r"about 100.*percentages.*100.*prob_"):
         read_predictions(tmp_path / "logit.csv")
     (tmp_path / "one.csv").write_text("prob_1,label\n90,1\n20,0\n")
     with pytest.raises(ValueError, match=r"percentages.*100"):
