@@ -249,16 +249,10 @@ def test_images_are_looked_for_beside_the_file_or_where_the_caller_says(tmp_path
         assert model.image_folders == folders
 
 
-def test_files_of_the_same_name_are_told_apart(tmp_path):
-    for folder in ("a", "b"):
-        write_predictions(drawn(0), tmp_path / folder / "test.npz")
-    answer = judge_files([tmp_path / "a" / "test.npz", tmp_path / "b" / "test.npz"], resamples=50)
-    assert [name.split("/")[-2:] for name in answer.reports] == [["a", "test"], ["b", "test"]]
-
-
-def test_a_file_whose_name_has_an_equals_sign(tmp_path):
-    path = write_predictions(drawn(0), tmp_path / "lr=0.1.npz")
-    assert list(judge_files([path], resamples=50).reports) == ["lr=0.1"]
+def test_models_are_named_after_their_files(tmp_path):
+    files = [write_predictions(drawn(0), tmp_path / name) for name in ("a/test.npz", "b/test.npz", "lr=0.1.npz")]
+    names = list(judge_files(files, resamples=50).reports)
+    assert [name.split("/")[-2:] for name in names] == [["a", "test"], ["b", "test"], ["lr=0.1"]]
 
 
 def test_confidence_alone_is_judged_without_a_calibrator(tmp_path):

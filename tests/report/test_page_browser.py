@@ -1,9 +1,5 @@
-"""Every control of the report page, in a browser (see conftest.py), tested by its effect.
+"""Every control of the report page, in a browser (see conftest.py), tested by its effect."""
 
-`FEDLAS_SCREENSHOTS` names a folder for screenshots of the pages.
-"""
-
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,8 +15,6 @@ from report import pages
 from report.pages import NARROW, WIDE
 
 pytestmark = pytest.mark.campaign
-
-SHOTS = os.environ.get("FEDLAS_SCREENSHOTS")
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +42,6 @@ def test_no_page_is_wider_than_its_window(visit, request, name, width, scheme):
         return one.getBoundingClientRect().right > document.documentElement.clientWidth + 1;
     }).map((one) => one.outerHTML.slice(0, 120))""")
     assert wide == []
-    if SHOTS:
-        here.page.evaluate("document.querySelectorAll('main details').forEach((one) => { one.open = false; })")
-        here.page.screenshot(path=Path(SHOTS) / f"{name}-{width}-{scheme}.png", full_page=True)
 
 
 def test_colours_follow_the_system_and_the_switch(visit, several):
