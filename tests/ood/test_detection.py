@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import math
 import time
 from fractions import Fraction
@@ -317,8 +318,8 @@ def test_results_say_what_they_are():
     )
     assert isinstance(area, Result)
     assert (area.n, area.dtype, area.estimator) == (700, "bfloat16", "AUROC")
-    assert area.scope.startswith("OOD positive")
-    assert inside.scope.startswith("ID positive")
+    assert re.match("OOD positive.*higher.*OOD", area.scope)
+    assert re.match("ID positive.*lower.*ID", inside.scope)
     assert area.details == {"n_id": 400, "n_ood": 300, "positive": "ood"}
     assert inside.details == {"n_id": 400, "n_ood": 300, "positive": "id", "chance": 4 / 7}
     assert rate.estimator == "FPR at 95 % TPR"
