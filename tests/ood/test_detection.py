@@ -2,8 +2,8 @@
 
 import itertools
 import json
-import re
 import math
+import re
 import time
 from fractions import Fraction
 from statistics import NormalDist
