@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import shape_checks
+import start_method  # noqa: F401, before any test can start threads of autograd
 
 gc.disable()  # until all is imported, of which nothing is garbage: to look for some took a tenth of that time
 

@@ -15,15 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 import fedlas
 from fedlas import ranks
 from fedlas.train.processes import KEEPER
+from start_method import START_METHOD
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 CLASSES, SAMPLES, STEPS = 5, 12, 3
 KEYWORDS = {record.name: record.keywords for record in fedlas.list_losses()}
 NAMES = list(KEYWORDS)
-# A spawned process takes seconds to import torch, but with a GPU autograd has threads, which rule out a fork. So do
-# the threads that autograd starts with its first backward pass if torch.compile came before it.
-START = "spawn" if torch.cuda.is_available() else "fork"
-torch.ones(1, requires_grad=True).backward()
 WRAPPED, MODEL_ONLY, COMPILED, SUM = "network and loss wrapped", "only the network wrapped", "loss compiled", "sum"
 COLLECTIVES = ("fedlas_ls", "crl", "mmce", "mdca")  # every kind of collective
 Cases = tuple[tuple[str, str], ...]
@@ -129,7 +126,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cases], lis
     def run(cases: Cases) -> list[dict[Any, Any]]:
         folder = tmp_path_factory.mktemp("ranks")
         mp.start_processes(
-            work, args=(2, str(folder), cases), nprocs=2, start_method="spawn" if cases is REST else START
+            work, args=(2, str(folder), cases), nprocs=2, start_method="spawn" if cases is REST else START_METHOD
         )
         return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 

@@ -6,9 +6,6 @@ import torch
 from torch import Tensor, nn
 
 TRAINING, VALIDATION = 600, 400
-# Autograd starts threads with its first backward pass if torch.compile or torch.export came before it, and then no
-# forked process can train. Test files are imported before any test runs, so this comes first.
-torch.ones(1, requires_grad=True).backward()
 
 
 @cache

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fedlas
 from fedlas import metrics
+from start_method import START_METHOD
 
 # lightning takes seconds to import, so it is imported where it is used: in functions.
 pytestmark = [
@@ -311,6 +312,7 @@ def test_the_other_name_of_the_package_works_too():
     assert {"val_ece", "train_alpha"} <= made.callback_metrics.keys()
 
 
+@pytest.mark.skipif(START_METHOD != "fork", reason="with CUDA processes are spawned, and this module has no pickle")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_two_processes_log_the_numbers_of_all_samples(tmp_path):
     torch.manual_seed(0)

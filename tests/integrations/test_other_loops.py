@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fedlas
+from start_method import START_METHOD
 
 LOSSES = ["fedlas_ls", "fedlas_mbls"]
 STEPS = 6
@@ -147,7 +148,7 @@ def shard(rank: int, folder: str) -> None:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_sharded_parameters_give_what_one_process_gives(tmp_path: Path):
     """FSDP2 averages the gradients of what it shards; those of a loss that it does not know, the loss averages."""
-    mp.start_processes(shard, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    mp.start_processes(shard, args=(str(tmp_path),), nprocs=2, start_method=START_METHOD)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     for name in LOSSES:
         net, loss = parts(name)

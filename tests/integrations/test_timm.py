@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fedlas
+from start_method import START_METHOD
 
 # timm takes seconds to import, so it is imported where it is used: a worker that runs no test of this file needs none.
 
@@ -208,7 +209,7 @@ def one_of_two(rank: int, folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_two_processes_give_what_one_gives(tmp_path):
-    mp.start_processes(one_of_two, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    mp.start_processes(one_of_two, args=(str(tmp_path),), nprocs=2, start_method=START_METHOD)
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     alone = task_without_batch_norm()
     start = {name: value.clone() for name, value in alone.get_task_state()["loss"].items()}

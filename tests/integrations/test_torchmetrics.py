@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fedlas
 from fedlas import metrics
+from start_method import START_METHOD
 
 CLASSES = 5
 # Each of our functions, and the class of fedlas.integrations.torchmetrics that computes it
@@ -199,8 +200,7 @@ def test_a_network_is_trained_and_watched():
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_two_processes_equal_one(tmp_path: Path):
     whole = {name: build(name) for name in CASES}
-    # Forked, because a process that begins anew takes seconds to import torchmetrics.
-    mp.start_processes(work, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    mp.start_processes(work, args=(str(tmp_path),), nprocs=2, start_method=START_METHOD)
     for metric in whole.values():
         metric.update(*samples())
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))

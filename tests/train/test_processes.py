@@ -18,6 +18,7 @@ from torch import nn
 from fedlas.train import Recipe, Run, StoppedError, fit, recipe_for
 from fedlas.train.bench import _check_shares, _with_shared_statistics
 from fedlas.train.runs import RunError
+from start_method import START_METHOD
 
 OPTIONS = {
     "epochs": "2",
@@ -176,8 +177,8 @@ def test_two_processes_that_were_stopped_equal_one(one, tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    fork = multiprocessing.get_context("fork")  # torchrun takes ten times as long to start as the runs to train
-    ranks = [fork.Process(target=train_as_rank, args=(rank, port, one.recipe, tmp_path)) for rank in range(2)]
+    context = multiprocessing.get_context(START_METHOD)  # torchrun starts ten times as slowly as the runs train
+    ranks = [context.Process(target=train_as_rank, args=(rank, port, one.recipe, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
