@@ -13,6 +13,7 @@ An interval is about the samples that are judged: it takes the calibrator as giv
 calibration set would have made another one.
 """
 
+import html
 import json
 import math
 import warnings
@@ -163,12 +164,23 @@ class Report:
         return [head, *([state.name, *(state[name].cell() for name in names)] for state in self.states)]
 
     @property
+    def notes(self) -> list[str]:
+        """What a reader has to know to understand the intervals of the table."""
+        return [
+            f"{result.definition.estimator} ({state.name}): {result.note}"
+            for state in self.states
+            for result in (state.results[name] for name in SHOWN if name in state.results)
+            if result.note
+        ]
+
+    @property
     def _title(self) -> str:
         return f"{f'split {self.split}, ' if self.split else ''}n={self.n:,}, {self.classes} classes"
 
     def _repr_html_(self) -> str:
         """Show the numbers in a notebook."""
         numbers = html_table(self._rows(), self._title)
+        numbers += "".join(f"<p><small>{html.escape(note)}</small></p>" for note in self.notes)
         return numbers + "".join(
             html_table(state.detection.rows(), f"foreign data, {state.name}")
             for state in self.states
@@ -176,7 +188,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        lines = aligned(self._rows())
+        lines = [*aligned(self._rows()), *self.notes]
         found = [f"\n{state.name}\n{state.detection}" for state in self.states if state.detection is not None]
         return "\n".join([self._title, *lines, *found])
 

@@ -49,6 +49,7 @@ LOOK_ALIKES = {
 CALLED = "as an array called {} or columns called {}..."  # in a file
 PERCENTAGES = "these look like percentages: divide them by 100"
 WORDS = ("ids", "paths")  # words for each sample
+NO_FLOAT64 = {"mps"}  # devices
 
 
 class Rest(TypedDict, total=False):
@@ -129,10 +130,11 @@ class Predictions:
         table = as_floats(probs, "probs")
         _check_turned(table, labels)
         given = two_columns(table, "probs")
-        check_probs(given, tolerance)
+        top = top_of_probs(given, tolerance)
         made = cls.__new__(cls)
         exact = given if given.dtype == torch.float64 else given.float()
         made._fill(exact.log().clamp_min(least_log_prob(given.dtype)), labels, rest, given, top_only)
+        made.__dict__["_top"] = top  # found while the table was checked
         return made
 
     def _fill(
@@ -222,8 +224,7 @@ class Predictions:
     def _top(self) -> tuple[Tensor, Tensor]:
         if self.given_probs is None:
             return top_of_logits(self.logits)
-        confidence, prediction = self.given_probs.max(dim=1)
-        return confidence, prediction
+        return largest(self.given_probs)
 
     @property
     def confidence(self) -> Float[Tensor, " n"]:
@@ -234,6 +235,14 @@ class Predictions:
     def prediction(self) -> Int[Tensor, " n"]:
         """The class with the largest probability; of equal ones the first."""
         return self._top[1]
+
+    @cached_property
+    def log_uncertainty(self) -> Float[Tensor, " n"] | None:
+        """Logarithm of 1 - confidence in float64, computed from the logits; None where only probabilities are known.
+
+        Near a confidence of 1, float32 confidences of different samples are equal; these values are not.
+        """
+        return None if self.given_probs is not None else log_uncertainty(self.logits, self.prediction)
 
     @property
     def correct(self) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
@@ -436,19 +445,43 @@ def parts_of(table: Tensor) -> list[Tensor]:
     return [table[rows] for rows in slices_of(table)]
 
 
+def largest(table: Float[Tensor, "n classes *space"]) -> tuple[Float[Tensor, "n *space"], Int[Tensor, "n *space"]]:
+    """Return the largest value of every row and its column; of equal values the first."""
+    if table.device.type == "cpu" and table.ndim == 2 and table.dtype in {torch.float32, torch.float64} and len(table):
+        place = torch.from_numpy(table.numpy().argmax(1))  # five times as fast as torch
+        return table.gather(1, place[:, None])[:, 0], place
+    found = table.max(dim=1)
+    return found.values, found.indices
+
+
 def top_of_logits(logits: Float[Tensor, "n classes *space"]) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."]]:
     """Find the largest probability of every row and its class, without making the probabilities of all rows at once."""
     confidence, prediction, lowest = [], [], []
     for part in parts_of(logits):
-        top = softmax(part).max(dim=1)
-        confidence.append(top.values)
-        prediction.append(top.indices)
+        value, place = largest(softmax(part))
+        confidence.append(value)
+        prediction.append(place)
         lowest.append(part.amin() if part.numel() else part.new_zeros(()))
-    largest = torch.cat(confidence)
+    found = torch.cat(confidence)
     # NaN and plus infinity make a confidence NaN; minus infinity shows in the lowest logit alone.
-    if not bool(torch.isfinite(largest).all() & torch.isfinite(torch.stack(lowest)).all()):
+    if not bool(torch.isfinite(found).all() & torch.isfinite(torch.stack(lowest)).all()):
         check_finite(logits)
-    return largest, torch.cat(prediction)
+    return found, torch.cat(prediction)
+
+
+def log_uncertainty(
+    logits: Float[Tensor, "n classes *space"], prediction: Int[Tensor, "n *space"]
+) -> Float[Tensor, "n *space"]:
+    """Return the logarithm of the probability of all classes but the predicted one, in float64 where there is any."""
+    found = []
+    for rows in slices_of(logits):
+        part = logits[rows]
+        part = part.float() if part.device.type in NO_FLOAT64 else part.double()
+        place = prediction[rows].unsqueeze(1)
+        lead = part - part.gather(1, place)
+        others = lead.scatter_(1, place, -math.inf).logsumexp(1)
+        found.append(others - torch.logaddexp(others, torch.zeros_like(others)))
+    return torch.cat(found)
 
 
 def top_of_probs(
@@ -459,9 +492,9 @@ def top_of_probs(
     """Find the largest probability of every row and its class, and check that rows are distributions while at it."""
     confidence, prediction, sums, lowest = [], [], [], []
     for part in parts_of(probs):
-        top = part.max(dim=1)
-        confidence.append(top.values)
-        prediction.append(top.indices)
+        value, place = largest(part)
+        confidence.append(value)
+        prediction.append(place)
         sums.append(_row_sums(part))
         lowest.append(part.amin() if part.numel() else part.new_zeros(()))
     # The reason of a failure is looked for in a second reading; most tables are right.

@@ -112,6 +112,35 @@ def test_the_difference_of_saturated_models_is_covered(metric):
     assert covered / 40 >= 0.9
 
 
+def test_the_interval_of_an_ece_difference_does_not_depend_on_the_grid(monkeypatch):
+    """At 50,000 samples the fixed grid of possible truths was so coarse that intervals were five times too wide."""
+    random = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(50_000, 3, generator=random)
+    labels = logits.softmax(1).multinomial(1, generator=random)[:, 0]
+    other = logits + torch.randn(logits.shape, generator=random)
+    given = (2 * logits).softmax(1), (1.9 * other).softmax(1), labels
+    width = paired_bootstrap(ece, *given, resamples=400).interval.width
+    monkeypatch.setattr("fedlas.metrics.inversion.CURVE_POINTS", 2_000)
+    assert width == pytest.approx(paired_bootstrap(ece, *given, resamples=400).interval.width, rel=0.05)
+
+
+def test_a_constant_difference_of_losses_is_not_certain():
+    labels = torch.zeros(50, dtype=torch.long)
+    found = paired_bootstrap(nll, *(torch.tensor([[p, 1 - p]]).repeat(50, 1) for p in (0.7, 0.85)), labels)
+    assert found.interval.width > 0
+    assert found.difference in found.interval
+
+
+def test_the_accuracy_of_binary_probabilities_counts_both_classes():
+    """A probability below one half predicts class 0, and is correct where the label is 0."""
+    labels = torch.arange(100) % 2
+    good, bad = (labels * 0.8 + 0.1), torch.full((100,), 0.9)
+    found = paired_bootstrap(accuracy, good, bad, labels, scope="positive")
+    assert (float(found.first), float(found.second)) == (1.0, 0.5)
+    assert found.better == "first"
+    assert found.difference in found.interval
+
+
 def test_two_faultless_models_may_still_differ():
     """Nothing but right answers is no proof that both models always agree."""
     probs, labels = torch.eye(3)[torch.arange(100) % 3], torch.arange(100) % 3

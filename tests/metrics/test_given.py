@@ -113,7 +113,7 @@ def test_areas_of_tied_confidences_have_the_interval_of_accuracy():
 
 def test_areas_stay_between_nothing_and_everything():
     confidence = torch.linspace(0.5, 1, 200)
-    wrong = metrics.bootstrap(metrics.aurc, confidence, torch.zeros(200, dtype=torch.long), scope="confidence")
+    wrong = metrics.bootstrap(metrics.aurc, confidence, (torch.arange(200) >= 180).long(), scope="confidence")
     assert wrong.interval.high <= 1
     excess = metrics.bootstrap(metrics.e_aurc, confidence, (torch.arange(200) >= 40).long(), scope="confidence")
     assert excess.interval.low >= 0

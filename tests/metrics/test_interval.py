@@ -233,7 +233,62 @@ def test_no_error_among_few_is_no_proof():
     assert bootstrap(nll, probs, labels, resamples=50).interval.high > unseen
     over, under = bootstrap(over_under, probs, labels, resamples=500)
     assert over.interval.high == pytest.approx(unseen, rel=0.15)
-    assert (under.interval.low, under.interval.high) == (0.0, 0.0)
+    assert (under.interval.low, under.interval.high) == pytest.approx((0.0, unseen))
+
+
+@pytest.mark.parametrize("n", [1, 5, 20, 200])
+def test_no_interval_has_width_zero(n):
+    """Confidences of 1, soft labels equal to the probabilities, and constant losses show no noise at all."""
+    certain, half = torch.eye(3)[torch.arange(n) % 3], torch.tensor([[0.5, 0.3, 0.2]]).repeat(n, 1)
+    for probs, labels in ((certain, torch.arange(n) % 3), (half, half), (half, torch.zeros(n, dtype=torch.long))):
+        for metric in (accuracy, ece, aece, rms_error, classwise_ece, signed_ece, nll, brier):
+            assert bootstrap(metric, probs, labels, resamples=50).interval.width > 0, metric.__name__
+        for part in bootstrap(over_under, probs, labels, resamples=50):
+            assert part.interval.width > 0
+
+
+def annotated(random: np.random.Generator, n: int, annotators: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over-confident probabilities of two classes, and the votes of several annotators on each sample."""
+    confidence = random.beta(6, 1.5, n) / 2 + 0.5
+    votes = random.binomial(annotators, sigmoid(logit(confidence) / 1.3)) / annotators
+    return torch.from_numpy(np.stack([confidence, 1 - confidence], 1)), torch.from_numpy(
+        np.stack([votes, 1 - votes], 1)
+    )
+
+
+@pytest.mark.parametrize("metric", [accuracy, ece])
+def test_intervals_of_soft_labels_are_as_wide_as_the_spread_over_fresh_samples(metric):
+    """Ten annotators vary less than one: the intervals of hard labels were two to three times as wide."""
+    random = np.random.default_rng(0)
+    values = [float(metric(*annotated(random, 1_000, 10))) for _ in range(100)]
+    widths = [bootstrap(metric, *annotated(random, 1_000, 10), resamples=500).interval.width for _ in range(3)]
+    assert np.mean(widths) == pytest.approx(3.92 * np.std(values), rel=0.25)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("annotators", [3, 10, 100])
+@pytest.mark.parametrize("n", [5, 20, 100, 1_000])
+@pytest.mark.parametrize("metric", [accuracy, ece, aece])
+def test_intervals_of_soft_labels_cover_the_true_value(metric, n, annotators):
+    random = np.random.default_rng(0)
+    probs, _ = annotated(random, 300_000, 1)
+    chance = torch.from_numpy(sigmoid(logit(probs[:, 0].numpy()) / 1.3))
+    true = float(metric(probs, torch.stack([chance, 1 - chance], 1)))
+    covered = [
+        true in bootstrap(metric, *annotated(random, n, annotators), resamples=400, seed=trial).interval
+        for trial in range(400)
+    ]
+    assert np.mean(covered) >= 0.92
+
+
+def test_an_interval_that_needs_an_explanation_has_one():
+    probs, labels = torch.tensor([[0.9, 0.1]]).repeat(100, 1), torch.zeros(100, dtype=torch.long)
+    assert "3.6 %" in bootstrap(nll, probs, labels).note
+    assert bootstrap(brier, probs, labels).note == ""
+    found = [bootstrap(aece, *cases.binary(300, seed), bins=30, scope="positive", resamples=200) for seed in range(20)]
+    outside = [one for one in found if one not in one.interval]
+    assert outside
+    assert all("by chance" in one.note for one in outside)
 
 
 @pytest.mark.parametrize("metric", [brier, nll, signed_ece])
@@ -427,8 +482,9 @@ def test_an_area_over_a_handful_of_errors_has_no_interval(golden):
     """A bootstrap of few errors knows little more than those."""
     sure, number = torch.linspace(0.6, 1, 500), torch.arange(500)
     for metric in (aurc, e_aurc, augrc):
-        with pytest.raises(ValueError, match=rf"{metric.__name__}.*\b19\b.*\b20\b"):
-            bootstrap(metric, sure, (number >= 19).long(), scope="positive")
+        for few in (number >= 19, number < 19):  # few errors, few correct predictions
+            with pytest.raises(ValueError, match=rf"{metric.__name__}.*\b19\b.*\b20\b"):
+                bootstrap(metric, sure, few.long(), scope="positive")
         assert bootstrap(metric, sure, (number >= 20).long(), scope="positive", resamples=50).interval.width > 0
     with pytest.raises(ValueError, match="class-wise"):
         bootstrap(rms_error, golden, scope="class-wise")

@@ -71,7 +71,7 @@ def test_json_holds_everything_and_comes_back(result):
     text = result.to_json()
     fields = json.loads(text)
     assert fields["value"] == 0.0412
-    assert fields["interval"] == {"low": 0.031, "high": 0.052, "level": 0.95, "method": "bootstrap"}
+    assert fields["interval"] == {"low": 0.031, "high": 0.052, "level": 0.95, "method": "bootstrap", "note": ""}
     assert (fields["bins"], fields["edges"], fields["n"]) == (15, "equal-width bins", 10_000)
     assert fields["details"] == {"noise_floor": 0.009, "parts": [1, 2.5]}
     back = Result.from_dict(fields)

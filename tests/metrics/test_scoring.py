@@ -113,7 +113,8 @@ def test_brier_and_its_parts_by_hand(soft):
             share, often = inside.mean(), rows[inside, k].mean()
             reliability += share * (p[inside, k].mean() - often) ** 2
             resolution += share * (often - frequency) ** 2
-    found = brier(probs, labels)
+    found = brier(probs, labels, bins=15)
+    assert found == pytest.approx(float(brier(probs, labels)), abs=1e-15)
     assert found == pytest.approx(((p - rows) ** 2).sum(1).mean(), abs=1e-6)
     parts = found.details
     assert parts["reliability"] == pytest.approx(reliability, abs=1e-6)
@@ -125,7 +126,7 @@ def test_brier_and_its_parts_by_hand(soft):
 
 def test_constant_forecasts_leave_nothing_within_bins():
     probs = torch.tensor([[0.8, 0.2]] * 10, dtype=torch.float64)
-    found = brier(probs, torch.tensor([0] * 8 + [1] * 2))
+    found = brier(probs, torch.tensor([0] * 8 + [1] * 2), bins=15)
     assert found.details["reliability"] == pytest.approx(0, abs=1e-15)
     assert found.details["resolution"] == pytest.approx(0, abs=1e-15)
     assert found.details["within_bins"] == pytest.approx(0, abs=1e-15)

@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
-from fedlas.metrics import augrc, aurc, coverage_at_risk, e_aurc, risk_at_coverage, risk_coverage
+from fedlas import Predictions, evaluate
+from fedlas.metrics import AURC, augrc, aurc, coverage_at_risk, e_aurc, risk_at_coverage, risk_coverage
+from fedlas.metrics.selective import area_values, ranked_answers
 from metrics import cases
 
 
@@ -92,3 +94,35 @@ def test_a_better_ranking_has_a_smaller_area():
     confidence, hits = cases.binary(1_000)
     assert aurc(confidence, hits, scope="confidence") < aurc(1 - confidence, hits, scope="positive")
     assert e_aurc(hits.float(), hits, scope="confidence") == pytest.approx(0, abs=1e-15)
+
+
+def test_saturated_logits_are_ranked_by_what_is_left_for_other_classes():
+    """In float32 most of these confidences are 1; as ties they raised the area by more than half."""
+    source = torch.Generator().manual_seed(0)
+    logits = 150 * torch.rand(2_000, 1, generator=source) * torch.eye(10)[torch.arange(2_000) % 10]
+    logits += torch.randn(2_000, 10, generator=source)
+    labels = (logits / 15).softmax(1).multinomial(1, generator=source)[:, 0]
+    exact = logits.double()
+    top = exact.argmax(1)
+    others = exact.scatter(1, top[:, None], -torch.inf).logsumexp(1) - exact.logsumexp(1)
+    area, general = by_hand((top == labels)[others.argsort()].long().tolist())
+    given = Predictions(logits, labels)
+    assert aurc(given) == pytest.approx(area, rel=1e-9)
+    assert augrc(given) == pytest.approx(general, rel=1e-9)
+    assert float(area_values(ranked_answers(given), "aurc").mean()) == pytest.approx(area, rel=1e-9)
+    assert evaluate(given, intervals=False)["aurc"] == pytest.approx(area, rel=1e-9)
+    stream = AURC()
+    for part in (slice(0, 700), slice(700, 2_000)):
+        stream.update_logits(logits[part], labels[part])
+    assert stream.compute() == pytest.approx(area, rel=1e-9)
+    assert aurc(logits.softmax(1), labels) > 1.5 * area  # what ties add
+
+
+def test_two_classes_are_ranked_alike_by_one_logit_or_two():
+    logits = torch.linspace(-80, 80, 400)
+    labels = (logits + 30 * torch.sin(torch.arange(400.0)) > 0).long()
+    given = Predictions(logits, labels)
+    wrong = ((logits > 0).long() != labels)[logits.abs().argsort(descending=True, stable=True)]
+    area, _ = by_hand((~wrong).long().tolist())
+    assert aurc(given, scope="positive") == pytest.approx(aurc(given))
+    assert aurc(given) == pytest.approx(area, rel=0.02)  # each distance from zero occurs twice

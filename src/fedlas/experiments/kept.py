@@ -8,7 +8,8 @@
     scaled/...          the same after temperature scaling: the digest, and the scores of OOD samples
 
 Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Confidences
-in a digest are float64, because float32 makes ties near 1. All other floats have 17 significant bits.
+in a digest are float64 and log(1 - confidence) is float32, because float32 confidences near 1 are equal, which changes
+the AURC. All other floats have 17 significant bits.
 
 Numbers of a line are computed from its file, not from what the file was made of, so that anyone can compute them again.
 Zipped arrays without pickles or clock times: equal predictions give equal bytes. Older files have logits as float16, or
@@ -206,6 +207,7 @@ def _selected(predictions: Predictions, ood: Mapping[str, Predictions]) -> dict[
         digest = Digest()
         digest.take(Predictions(predictions.logits.double(), predictions.labels))
         columns = digest.columns()
+        columns["log_uncertainty"] = columns["log_uncertainty"].float()
         arrays |= {name: _rounded_floats(c) if name in ROUNDED else c.numpy() for name, c in columns.items()}
         arrays["prediction"] = _small_ints(predictions.logits.argmax(1))
     seen = {f"ood/{name}": one for name, one in ood.items()} | ({} if few or not ood else {"known": predictions})

@@ -244,22 +244,22 @@ class ClasswiseECE(AbstractSums):
 class AbstractPairs(AbstractStreamed):
     """A metric that needs the order of all confidences, whose states are lists of them."""
 
-    confidence: list[Tensor] | Tensor
-    correct: list[Tensor] | Tensor
+    columns: tuple[str, ...] = ("confidence", "correct")
 
     def __init__(self, given: Given, **more: Any) -> None:
         super().__init__(given, **more)
-        self.add_state("confidence", [], dist_reduce_fx="cat")
-        self.add_state("correct", [], dist_reduce_fx="cat")
+        for name in self.columns:
+            self.add_state(name, [], dist_reduce_fx="cat")
 
     def take(self, piece: AbstractStream[Any]) -> None:
         kept = _pairs(piece)
-        self.confidence = [*_parts(self.confidence), *kept.confidence]
-        self.correct = [*_parts(self.correct), *kept.correct]
+        for name in self.columns:
+            setattr(self, name, [*_parts(getattr(self, name)), *getattr(kept, name)])
 
     def give(self, stream: AbstractStream[Any]) -> None:
         kept = _pairs(stream)
-        kept.confidence, kept.correct = _parts(self.confidence), _parts(self.correct)
+        for name in self.columns:
+            setattr(kept, name, _parts(getattr(self, name)))
         kept.about = Definition(estimator="", n=sum(len(part) for part in kept.confidence))
 
 
@@ -290,6 +290,8 @@ class SmoothECE(AbstractPairs):
 
 class AURC(AbstractPairs):
     """Mean risk over all coverages."""
+
+    columns = ("confidence", "correct", "uncertainty")
 
     def stream(self) -> streaming.AURC:
         return streaming.AURC(ignore_index=self.ignore_index)
@@ -330,7 +332,7 @@ class Brier(AbstractMetric):
         self.add_state("samples", torch.tensor(0, dtype=torch.int64), dist_reduce_fx="sum")
 
     def stream(self) -> streaming.Brier:
-        return streaming.Brier(1, ignore_index=self.ignore_index)
+        return streaming.Brier(ignore_index=self.ignore_index)
 
     def take(self, piece: AbstractStream[Any]) -> None:
         if piece.store.bins.filled is not None:

@@ -101,13 +101,14 @@ class ClassGaps(AbstractGaps):
         return World(weighted[there], deviations[:, there], count[there] / self.samples)
 
     def unseen(self, level: float) -> tuple[float, float]:
-        """Find what wrong answers may add that are too few to show in resampling.
+        """Return what errors may add that are too few to show in resampling.
 
-        A wrong answer moves two gaps by at most one each; one of several labels moves only its own.
+        An error moves two gaps by at most one each; one of several labels moves only its own. A soft label differs
+        from its probabilities or not.
         """
         if self.soft:
-            return 0.0, 0.0
-        if self.labels.ndim == 2:
+            wrong, each = (self.probs != self.labels).any(1), 2 / self.classes
+        elif self.labels.ndim == 2:
             wrong, each = (self.probs > 0.5) != (self.labels > 0.5), 1.0
         else:
             wrong, each = self.probs.argmax(1) != self.labels, 2 / self.classes

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedlas.columns import FILLING, some_of
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
-from fedlas.metrics.interval import Metric, brier_values, check_level, check_mean, gaps_of, nll_values
+from fedlas.metrics.interval import BOUNDS, Metric, brier_values, check_level, check_mean, gaps_of, nll_values
 from fedlas.metrics.inversion import confidence_curve, difference_interval, unbiased_totals
 from fedlas.metrics.resampling import (
     AbstractGaps,
@@ -154,7 +154,7 @@ def paired_means(
     tails = [(1 + int((side * noise >= side * observed).sum())) / (1 + resamples) for side in (1, -1)]
     p_value = min(1.0, 2 * min(tails))
     # Few differences, or none, are no sign that the next sample will show none.
-    least, most = signed_range(difference, level, LARGEST.get(metric, 0.0))
+    least, most = signed_range(difference, level, _largest_difference(metric, first, second))
     # Where few samples make most of the difference, the interval alone is too short: it holds what p does not exclude.
     above, below = (observed - float(np.quantile(noise, share)) for share in ((1 - level) / 2, (1 + level) / 2))
     low, high = min(low, least, below), max(high, most, above)
@@ -163,6 +163,17 @@ def paired_means(
     p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
     interval = Interval(low, high, level, METHOD)
     return Comparison(first.mean, second.mean, interval, p_value, _better(metric, low, high))
+
+
+def _largest_difference(metric: Metric, first: EachSample, second: EachSample) -> float:
+    """Return how far the models may differ on a sample unlike those seen.
+
+    There is no largest log-loss: the largest one seen stands for it, or without any large one that of `BOUNDS`.
+    """
+    if metric is not scoring.nll:
+        return LARGEST.get(metric, 0.0)
+    seen = float(torch.stack([first.values.max(), second.values.max()]).max())
+    return seen if seen > BOUNDS["NLL"].split else BOUNDS["NLL"].high
 
 
 def _better(metric: Metric, low: float, high: float) -> Literal["first", "second"] | None:
@@ -198,7 +209,7 @@ def _gap_difference(
 
 
 def _correct(probs: Predictions | Array, labels: Array | None, **options: Any) -> Tensor:
-    return pairs(probs, labels, **options).correct
+    return scoring.correctness(pairs(probs, labels, **options))
 
 
 LARGEST: dict[Metric, float] = {scoring.accuracy: 1.0, scoring.brier: 2.0}  # difference of one sample

@@ -1,8 +1,8 @@
 """What the metrics of one set of predictions are made of, from one reading of it.
 
 A table of 50,000 x 1,000 numbers is large and its metrics are small. A `Digest` takes predictions part by part, while
-each part is in the cache, and keeps a few numbers a sample (confidence, correctness, log-loss, squared error, whether
-the label is among the first five) and one histogram per class. Every metric is read from those.
+each part is in the cache, and keeps a few numbers a sample (confidence, correctness, log(1 - confidence), log-loss,
+squared error, whether the label is among the first five) and one histogram per class. Every metric is read from those.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fedlas.metrics import calibration, scoring, selective, significance, smooth
 from fedlas.metrics.bins import Bins, exact
-from fedlas.metrics.interval import FEWEST_ERRORS, bootstrap, check_level, mean_with_interval
+from fedlas.metrics.interval import bootstrap, check_level, has_area_interval, mean_with_interval
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.samples import Pairs, pairs
 from fedlas.predictions import Predictions
 
 TOP = 5
-COLUMNS = ("confidence", "correct", "loss", "squared_error", "label_square", "among_first")
+COLUMNS = ("confidence", "correct", "log_uncertainty", "loss", "squared_error", "label_square", "among_first")
 SUMS = ("counts", "confidence_sum", "correct_sum")
 
 
@@ -61,12 +61,14 @@ class Digest:
         self.classes: Bins | None = None
         self.floor, self.floored = 0.0, 0
         self._about: list[Definition] = []
-        self._parts: list[tuple[Tensor, ...]] = []
+        self._parts: list[dict[str, Tensor]] = []
 
     def take(self, part: Predictions) -> None:
         """Take in some predictions."""
-        found = pairs(part)
-        kept: tuple[Tensor, ...] = (found.confidence, found.correct)
+        found = pairs(part, ranked=True)
+        kept = {"confidence": found.confidence, "correct": found.correct}
+        if found.log_uncertainty is not None:
+            kept["log_uncertainty"] = found.log_uncertainty
         self._about.append(found.about)
         if not part.top_only:
             probs, labels = part.probs, part.labels
@@ -75,14 +77,16 @@ class Digest:
             filled = self.way.fill_classes(probs, labels)
             self.classes = filled if self.classes is None else self.classes + filled
             self.floor, self.floored = losses.floor, self.floored + losses.floored
-            kept += (losses.values, scoring.squared_errors(probs, labels), scoring.label_squares(labels))
+            kept["loss"] = losses.values
+            kept["squared_error"] = scoring.squared_errors(probs, labels)
+            kept["label_square"] = scoring.label_squares(labels)
             if labels.ndim == 1 and probs.shape[1] > TOP:
-                kept += (scoring.label_ranks(probs, labels) < TOP,)
+                kept["among_first"] = scoring.label_ranks(probs, labels) < TOP
         self._parts.append(kept)
 
     def columns(self) -> dict[str, Tensor]:
         """Give what is kept, a few numbers a sample and one histogram per class; `from_columns` takes it back."""
-        kept = {name: self._column(place) for place, name in enumerate(COLUMNS[: len(self._parts[0])])}
+        kept = {name: self._column(name) for name in self._parts[0]}
         if self.classes is not None:
             kept |= {f"class_{name}": getattr(self.classes, name) for name in SUMS}
         return {name: one.cpu() for name, one in kept.items()}
@@ -93,7 +97,7 @@ class Digest:
         made = cls(bins)
         about = pairs(columns["confidence"], columns["correct"], "confidence").about
         made._about.append(replace(about, scope="top-label", split=split))
-        made._parts.append(tuple(columns[name] for name in COLUMNS if name in columns))
+        made._parts.append({name: columns[name] for name in COLUMNS if name in columns})
         if "class_counts" in columns:
             counts, confidence, correct = (columns[f"class_{name}"] for name in SUMS)
             edges = made.way.edges(columns["confidence"][:0])
@@ -110,20 +114,21 @@ class Digest:
         """Compute every metric; those for which a sound method exists get an interval if one is asked for."""
         return _of_pairs(self.top, self.way.bins, intervals) | self._of_rows(intervals)
 
-    def _column(self, place: int) -> Tensor:
-        return torch.cat([part[place] for part in self._parts])
+    def _column(self, name: str) -> Tensor:
+        return torch.cat([part[name] for part in self._parts])
 
     @property
     def top(self) -> Pairs:
         """The confidence of the likeliest class of each sample, and whether it was correct."""
-        confidence = self._column(0)
-        return Pairs(confidence, self._column(1), replace(self._about[0], n=len(confidence)))
+        confidence, name = self._column("confidence"), "log_uncertainty"
+        uncertainty = self._column(name) if name in self._parts[0] else None
+        return Pairs(confidence, self._column("correct"), replace(self._about[0], n=len(confidence)), uncertainty)
 
     def _of_rows(self, intervals: Intervals | None) -> dict[str, Result]:
         """Compute every metric that asks for the probabilities of all classes."""
         if self.classes is None:
             return {}
-        losses, squares, lengths = (self._column(place) for place in (2, 3, 4))
+        losses, squares, lengths = map(self._column, ("loss", "squared_error", "label_square"))
         scope = (self._about[0].scope or "").replace("top-label", "class-wise")
         about = replace(self._about[0], scope=scope, n=len(losses))
         nll = scoring.nll_result(float(losses.mean()), self.floored, self.floor, about)
@@ -132,9 +137,9 @@ class Digest:
             nll, brier = intervals.of_mean(nll, losses), intervals.of_mean(brier, squares)
         every_class = calibration.Histogram(self.classes, self.way.define(about))
         found = {"nll": nll, "brier": brier, "classwise_ece": calibration.l1_error(every_class, "class-wise ECE")}
-        if len(self._parts[0]) > 5:
+        if "among_first" in self._parts[0]:
             named = replace(about, estimator=f"top-{TOP} accuracy", scope=f"top-{TOP}")
-            found[f"top_{TOP}"] = Result(float(exact(self._column(5)).mean()), named)
+            found[f"top_{TOP}"] = Result(float(exact(self._column("among_first")).mean()), named)
         return found
 
 
@@ -157,8 +162,8 @@ def _of_pairs(found: Pairs, bins: int, intervals: Intervals | None) -> dict[str,
         "smooth_ece": smooth.smooth_ece(found),
     }
     areas = {"aurc": selective.aurc, "e_aurc": selective.e_aurc, "augrc": selective.augrc}
-    errors = len(found.correct) - float(exact(found.correct).sum())
-    results |= {name: area(found) if errors < FEWEST_ERRORS else measured(area) for name, area in areas.items()}
+    enough = has_area_interval(found)
+    results |= {name: measured(area) if enough else area(found) for name, area in areas.items()}
     if found.correct.dtype == torch.bool:
         # Soft labels vary less than hard ones, and these four count on how much hard ones vary.
         results["debiased_l2"] = measured(calibration.debiased_l2, bins=bins)

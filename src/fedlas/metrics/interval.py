@@ -18,12 +18,12 @@ estimate one thing.
 
 Means over samples (NLL, Brier score, signed ECE) get bias-corrected and accelerated intervals, and so do the areas
 under risk-coverage curves, as means of what each sample adds to them. Where large losses are few, the exact range of
-their share is part of the interval. Accuracy gets a Wilson interval, which is right
-even when every answer is.
+their share is part of the interval. Accuracy gets a Wilson interval, which holds even when every prediction is
+correct; with soft labels it is a mean like the others.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import NormalDist
@@ -42,7 +42,7 @@ from fedlas.metrics.inversion import inverted_interval
 from fedlas.metrics.presets import Binning, Compat, Kind
 from fedlas.metrics.resampling import RARE, AbstractGaps, Bounds, Gaps, Part, World, few_range, mean_interval
 from fedlas.metrics.result import Interval, Result
-from fedlas.metrics.samples import Given, Scope, pairs, rows
+from fedlas.metrics.samples import Given, Pairs, Scope, pairs, rows
 from fedlas.predictions import Array
 
 Metric = Callable[..., Any]
@@ -54,9 +54,10 @@ BOUNDS = {
     "NLL": Bounds(0.0, math.log(2), -math.log(torch.finfo(torch.float32).tiny)),
     "Brier score": Bounds(0.0, 0.5, 2.0),
     "signed ECE": Bounds(-1.0, 0.0, 1.0),
+    "accuracy": Bounds(0.0, 0.5, 1.0),  # of soft labels
 }
 AREAS: set[Metric] = {selective.aurc, selective.e_aurc, selective.augrc}
-FEWEST_ERRORS = 20  # below, an area hangs on so few samples that resampling them says little
+FEWEST = 20  # errors and correct predictions; below, an area hangs on so few samples that resampling says little
 FEWEST_RESAMPLES = 20
 
 
@@ -93,20 +94,23 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     if isinstance(found, tuple):
         gaps = gaps_of(metric, probs, labels, **options)
-        worlds = gaps.worlds(resamples, rng)
-        over, under = (_inverted(gaps, worlds, part, level) for part in PARTS)
+        world = gaps.resample(resamples, rng)
+        over, under = (_inverted(gaps, world, part, level) for part in PARTS)
         return found[0].with_interval(over), found[1].with_interval(under)
     if metric is scoring.accuracy:
-        return _one(found, wilson(float(found), found.n, level))
+        hits = scoring.correctness(pairs(probs, labels, **options))
+        if hits.dtype == torch.bool:
+            return _one(found, wilson(float(found), found.n, level))
+        return mean_with_interval(found, exact(hits), level, resamples, rng)
     if metric in PER_SAMPLE:
         values = exact(PER_SAMPLE[metric](probs, labels, **options))
         measured = mean_with_interval(found, values, level, resamples, rng)
         return within_one(measured) if metric in AREAS else measured
     gaps = gaps_of(metric, probs, labels, **options)
-    worlds = gaps.worlds(resamples, rng)
+    world = gaps.resample(resamples, rng)
     if metric in ROOTS:
-        return _one(found, _inverted(gaps, worlds, "rms", level))
-    return _one(found, _inverted(gaps, worlds, "both", level), noise_floor=gaps.noise_floor())
+        return _one(found, _inverted(gaps, world, "rms", level))
+    return _one(found, _inverted(gaps, world, "both", level), noise_floor=gaps.noise_floor())
 
 
 def within_one(found: Result) -> Result:
@@ -116,13 +120,13 @@ def within_one(found: Result) -> Result:
     return found.with_interval(replace(interval, low=max(0.0, interval.low), high=min(1.0, interval.high)))
 
 
-def _inverted(gaps: AbstractGaps, worlds: Sequence[World], part: Part, level: float) -> Interval:
-    ends = [inverted_interval(world, part, level) for world in worlds]
+def _inverted(gaps: AbstractGaps, world: World, part: Part, level: float) -> Interval:
+    low, high = inverted_interval(world, part, level)
     below, above = gaps.unseen(level)
-    if part in PARTS and gaps.samples < RARE:
-        # One sample of confidence 1 cannot be under-confident, but samples of bins not seen can.
+    if (part in PARTS and gaps.samples < RARE) or high + above <= low - below:
+        # Samples of confidence 1 cannot be under-confident, but samples that were not seen can be.
         above += few_range(0, gaps.samples, level)[1]
-    low, high = min(low for low, _ in ends) - below, max(high for _, high in ends) + above
+    low, high = low - below, high + above
     return Interval(min(1.0, max(0.0, low)), min(1.0, max(0.0, high)), level, gaps.method)
 
 
@@ -141,7 +145,14 @@ def mean_with_interval(
     check_mean(found, values)
     bounds = BOUNDS.get(found.definition.estimator)
     low, high = mean_interval(_numpy(values), level, resamples or 10_000, rng, bounds)
-    return _one(found, Interval(low, high, level, "bootstrap, bias-corrected and accelerated"))
+    note = ""
+    if found.definition.estimator == "NLL" and not bool((values > BOUNDS["NLL"].split).any()):
+        rate = few_range(0, len(values), level)[1]
+        note = (
+            f"no label has a probability below one half; the upper end allows for {100 * rate:.2g} % of labels, which "
+            f"{len(values):,} samples do not exclude, with the smallest probability of float32"
+        )
+    return _one(found, Interval(low, high, level, "bootstrap, bias-corrected and accelerated", note))
 
 
 def check_mean(found: Result, values: Float64[Tensor, " n"]) -> None:
@@ -227,7 +238,8 @@ def gaps_of(
     filled = bins + (way.rule == EdgeRule.LEFT_OPEN)
     outside = (index < 0) | (index >= filled)
     confidence, correct = confidence.masked_fill(outside, 0), correct.masked_fill(outside, 0)
-    soft = found.correct.dtype != torch.bool
+    # Floats of 0 and 1 alone are hard labels; how much those vary follows from their rate.
+    soft = found.correct.dtype != torch.bool and not bool(((correct == 0) | (correct == 1)).all())
     return Gaps(_numpy(index.masked_fill(outside, 0)), _numpy(confidence), _numpy(confidence - correct), filled, soft)
 
 
@@ -253,21 +265,30 @@ def nll_values(probs: Given, labels: Array | None, **options: Any) -> Tensor:
     return scoring.losses_of(probs, labels, **options)[0].values
 
 
-def brier_values(probs: Given, labels: Array | None, bins: int = 15, ignore_index: int | None = None) -> Tensor:
-    """Find the squared error of each sample; only the parts of the score have bins."""
+def brier_values(
+    probs: Given, labels: Array | None, bins: int | None = None, ignore_index: int | None = None
+) -> Tensor:
+    """Return the squared error of each sample; only the parts of the score have bins."""
     del bins
     table = rows(probs, labels, ignore_index=ignore_index)
     return scoring.squared_errors(table.probs, table.labels)
 
 
 def _area_values(area: selective.Area, probs: Given, labels: Array | None, **options: Any) -> Tensor:
-    found = selective.answers(pairs(probs, labels, **options))
-    errors = float((1 - exact(selective.answers(found).correct)).sum())
-    if errors < FEWEST_ERRORS:
+    found = selective.ranked_answers(probs, labels, **options)
+    if not has_area_interval(found):
+        correct = float(exact(found.correct).sum())
         raise ValueError(
-            f"no interval with known coverage exists for the {area} of {errors:g} errors; {FEWEST_ERRORS} are needed"
+            f"no interval with known coverage exists for the {area} of {len(found.correct) - correct:g} errors and "
+            f"{correct:g} correct predictions; {FEWEST} of each are needed"
         )
     return selective.area_values(found, area)
+
+
+def has_area_interval(found: Pairs) -> bool:
+    """Return whether there are enough errors and correct predictions for an interval of an area (AURC, AUGRC)."""
+    correct = float(exact(found.correct).sum())
+    return FEWEST <= correct <= len(found.correct) - FEWEST
 
 
 PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {

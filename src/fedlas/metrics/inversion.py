@@ -66,18 +66,35 @@ def confidence_curve(world: World) -> Curve:
     """Ask of many possible truths how well they agree with the observed total."""
     observed = float(world.total(world.gaps, "both"))
     slack = SAME * observed + TINY
-    steps = np.linspace(0, 1, CURVE_POINTS)
     curve = Curve([], [])
     for truth, most in possible_truths(world, "both"):
-        truths = [truth(shift) for shift in np.concatenate([most * (1 - steps), -FURTHEST / 2 * steps[1:]])]
-        chances = []
-        for one in truths:
-            totals = world.totals(one, "both")
+
+        def chance(shift: float, truth: Line = truth) -> float:
+            totals = world.totals(truth(shift), "both")
             # Of equal totals half count, so that the middle of the curve is in the middle.
-            chances.append(float((totals <= observed + slack).mean() + (totals < observed - slack).mean()) / 2)
-        curve.totals.append(np.array([float(world.total(one, "both")) for one in truths]))
-        curve.chance.append(np.minimum.accumulate(np.array(chances)))
+            return float((totals <= observed + slack).mean() + (totals < observed - slack).mean()) / 2
+
+        # The range in which the observed total is neither the largest nor the smallest of all resamples. A fixed number
+        # of points over all shifts, whose range grows with the square root of n, would miss it.
+        first = _last(lambda shift: chance(shift) < 1, -FURTHEST, most)
+        last = _last(lambda shift: chance(shift) <= 0, -FURTHEST, most)
+        shifts = _grid(first, last)
+        curve.totals.append(np.array([float(world.total(truth(shift), "both")) for shift in shifts]))
+        curve.chance.append(np.minimum.accumulate(np.array([chance(shift) for shift in shifts])))
     return curve
+
+
+def _grid(first: float, last: float) -> Floats:
+    """Return falling shifts from the first to the last.
+
+    All but the ends are multiples of a power of two, so that curves of two models have their points in common, and
+    errors of interpolation cancel in their difference.
+    """
+    if first <= last:
+        return np.array([first])
+    step = 2.0 ** math.floor(math.log2((first - last) / CURVE_POINTS))
+    inner = step * np.arange(math.ceil(first / step) - 1, math.floor(last / step), -1)
+    return np.concatenate([[first], inner, [last]])
 
 
 def difference_interval(first: Curve, second: Curve, correlation: float, level: float) -> tuple[float, float]:

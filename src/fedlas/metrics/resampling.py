@@ -11,7 +11,7 @@ The bins of every class are resampled in `class_gaps.py`.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
@@ -32,6 +32,7 @@ CLEARLY = 1.5  # times the variance; less is common among calibrated bins
 MANY = 100  # samples of a bin, from which single ones no longer matter
 CERTAIN = 1e-6  # expected variance of hits, below which a bin's confidences are all 0 or 1 but for rounding
 NORMAL = 400.0  # variance of hits from which the normal limit stands for them
+PRIOR = 5  # soft labels that are supposed to vary like hard ones
 MOST_DRAWS = 400_000_000  # beyond this the normal limit is as good as drawing, and far quicker
 
 
@@ -116,7 +117,7 @@ class Noise:
     Args:
         bins: samples and mean confidence of every bin.
         hits: in every bin.
-        samples: how many there are in all bins.
+        samples: how many there are in all bins; of soft labels, how many hard ones they are worth.
         rare: which bins are replaced.
         order: for each of those, the resamples from the smallest to the largest gap.
         shown: the mean deviation of every bin.
@@ -124,7 +125,7 @@ class Noise:
 
     bins: Binomial
     hits: Floats
-    samples: int
+    samples: float
     rare: NDArray[np.bool_]
     order: Ints
     shown: Floats
@@ -192,15 +193,11 @@ class AbstractGaps(ABC):
 
     @abstractmethod
     def binomial(self) -> Binomial:
-        """Describe the hits that every bin expects."""
+        """Return the number of correct predictions that every bin expects."""
 
     @abstractmethod
     def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
         """Draw deviations of the weighted gaps."""
-
-    def worlds(self, resamples: int | None, rng: np.random.Generator) -> list[World]:
-        """Give every view of the noise that has to be reckoned with."""
-        return [self.resample(resamples, rng)]
 
     def unseen(self, level: float) -> tuple[float, float]:
         """Say how far the total may lie below and above what resampling shows, where that says little."""
@@ -236,33 +233,25 @@ class Gaps(AbstractGaps):
     def sample_gaps(self) -> Floats:
         return self.gap
 
-    def binomial(self) -> Binomial:
-        return Binomial.of(*(self._sums(v) for v in (np.ones_like(self.gap), self.confidence, self.confidence**2)))
+    def binomial(self, weight: float = 1.0) -> Binomial:
+        sums = (self._sums(values) for values in (np.ones_like(self.gap), self.confidence, self.confidence**2))
+        return Binomial.of(*(weight * one for one in sums))
 
     def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
         return self.world(cell_deviations(self.index, self.gap, self.bins, resamples or 10_000, rng), rng)
-
-    def worlds(self, resamples: int | None, rng: np.random.Generator) -> list[World]:
-        """Soft labels may vary less than hits, but few of them do not show how much: rare bins are seen both ways."""
-        hard = replace(self, soft=False).resample(resamples, rng)
-        if not self.soft:
-            return [hard]
-        plain = World(
-            hard.gaps, cell_deviations(self.index, self.gap, self.bins, len(hard.deviations), rng), hard.share
-        )
-        return [plain, hard] if hard.noise is not None and hard.noise.rare.any() else [plain]
 
     def world(self, deviations: Floats, rng: np.random.Generator, joint: bool = False) -> World:
         """Say how deviations would change if the truth were another.
 
         Rare bins are drawn anew; those of a model that was resampled together with another keep the order of their
-        deviations, so that the two stay together. Soft labels have no rate.
+        deviations, so that the two stay together. A soft label counts as several hard ones, as many as explain how
+        little soft labels vary within a bin.
         """
-        expected = self.binomial()
+        share = self.binomial().count / self.samples
+        weight = self._hard_labels_per_label() if self.soft else 1.0
+        expected = self.binomial(weight)
         count, mean = expected.count, expected.mean
-        if self.soft:
-            return World(self.weighted, deviations, count / self.samples)
-        hits = np.clip(count * mean - self._sums(self.gap), 0, count)
+        hits = np.clip(count * mean - weight * self._sums(self.gap), 0, count)
         fewest = np.minimum(count * np.minimum(mean, 1 - mean), np.minimum(hits, count - hits))
         rare = (count > 0) & (np.round(fewest, 6) < RARE)
         mixed = rng.random((int(rare.sum()), len(deviations)))
@@ -270,9 +259,24 @@ class Gaps(AbstractGaps):
         if joint:
             # Rounded, so that what is equal but for its last digits is in random order.
             order = np.lexsort((mixed, np.round(deviations[:, rare].T * self.samples, 9)), axis=1)
-        shown = np.abs(deviations).mean(0) * self.samples
-        noise = Noise(expected, hits, self.samples, rare, order, shown)
-        return World(self.weighted, deviations, count / self.samples, noise)
+        # Soft labels of large bins show their own variance; only that of hard labels follows from the rate.
+        shown = np.zeros_like(count) if self.soft else np.abs(deviations).mean(0) * self.samples
+        noise = Noise(expected, hits, weight * self.samples, rare, order, shown)
+        return World(self.weighted, deviations, share, noise)
+
+    def _hard_labels_per_label(self) -> float:
+        """Return the ratio of the variance of hard labels to that of the soft labels within bins, at least 1.
+
+        A few labels say little about their variance, so some that vary like hard ones are added (`PRIOR`).
+        """
+        count = self._sums(np.ones_like(self.gap))
+        hits = np.clip(self._sums(self.confidence - self.gap), 0, count)
+        rate = (hits + 0.5) / (count + 1)
+        hard = float((count * rate * (1 - rate)).sum()) / len(self.gap)
+        mean = self._sums(self.gap) / np.maximum(count, 1)
+        within = float(((self.gap - mean[self.index]) ** 2).sum())
+        free = len(self.gap) - int((count > 0).sum())
+        return max(1.0, hard * (free + PRIOR) / (within + PRIOR * hard))
 
     def _sums(self, values: Floats) -> Floats:
         return np.bincount(self.index, values, self.bins).astype(np.float64)

@@ -18,12 +18,21 @@ MANY_DIGITS = 1e6  # numbers from here on are written with an exponent in tables
 
 @dataclass(frozen=True)
 class Interval:
-    """A range that holds the true value with the stated probability, and how it was found."""
+    """A range that holds the true value with the stated probability, and how it was found.
+
+    Args:
+        low: lower end.
+        high: upper end.
+        level: how often such intervals hold the true value.
+        method: how it was found.
+        note: what a reader has to know to understand its width; empty where that is nothing unusual.
+    """
 
     low: float
     high: float
     level: float = 0.95
     method: str = ""
+    note: str = ""
 
     @property
     def width(self) -> float:
@@ -123,6 +132,18 @@ class Result(float):
     def with_interval(self, interval: Interval, **details: Any) -> "Result":
         """Make the same result with an interval, and further details."""
         return type(self)(float(self), self.definition, interval, {**self.details, **details})
+
+    @property
+    def note(self) -> str:
+        """What a reader has to know to understand the interval; empty where it is nothing unusual."""
+        if self.interval is None or self in self.interval:
+            return "" if self.interval is None else self.interval.note
+        chance = self.details.get("noise_floor")
+        floor = "" if chance is None else f" ({self._shown(chance)} for a calibrated model)"
+        return (
+            f"the value contains the error that finite samples show by chance{floor}; the interval is of the true "
+            "error, without it"
+        )
 
     def with_split(self, split: str | None) -> "Result":
         """Make the same result for a named split."""

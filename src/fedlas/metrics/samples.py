@@ -14,7 +14,7 @@ row on that class. Maps `(n, classes, height, width)` with labels `(n, height, w
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple, TypeAlias, TypedDict
 
@@ -31,6 +31,7 @@ from fedlas.predictions import (
     check_finite,
     check_probs,
     check_rows,
+    log_uncertainty,
     softmax,
     top_of_logits,
     top_of_probs,
@@ -44,11 +45,25 @@ Scope = Literal["top-label", "class-wise", "positive", "confidence", "multi-labe
 
 @dataclass(frozen=True)
 class Pairs:
-    """Confidences and whether they were correct, with what is known about where they came from."""
+    """Confidences and whether they were correct, with what is known about where they came from.
+
+    Args:
+        confidence: one probability per sample.
+        correct: whether the prediction is the label, or the probability that a soft label gives to it.
+        about: the part of a result's definition that is already known.
+        log_uncertainty: logarithm of 1 - confidence in float64, where logits are known. It ranks samples whose
+            confidences are equal in float32; None ranks by confidence.
+    """
 
     confidence: Float[Tensor, " n"]
     correct: Bool[Tensor, " n"] | Float[Tensor, " n"]
     about: Definition
+    log_uncertainty: Float[Tensor, " n"] | None = None
+
+    @property
+    def uncertainty_rank(self) -> Float[Tensor, " n"]:
+        """Values in the order of uncertainty, the most confident sample first."""
+        return -self.confidence if self.log_uncertainty is None else self.log_uncertainty
 
 
 Given: TypeAlias = Predictions | Array | Pairs
@@ -99,8 +114,18 @@ def pairs(
     labels: Array | None = None,
     scope: Scope = "top-label",
     ignore_index: int | None = None,
+    *,
+    ranked: bool = False,
 ) -> Pairs:
-    """Reduce predictions to one confidence per sample and whether it was correct; pairs stay what they are."""
+    """Reduce predictions to one confidence per sample and whether it was correct; pairs stay what they are.
+
+    Args:
+        probs: predictions, class probabilities, or pairs.
+        labels: class numbers or soft labels; predictions and pairs carry their own.
+        scope: which confidences are meant.
+        ignore_index: label of samples that do not count.
+        ranked: whether to compute the uncertainties that rank samples of equal confidence, where logits are known.
+    """
     if isinstance(probs, Pairs):
         if labels is not None or ignore_index is not None:
             raise TypeError("pairs carry their own correctness; give neither labels nor ignore_index with them")
@@ -110,24 +135,36 @@ def pairs(
     if isinstance(probs, Predictions):
         probs, labels, ignore_index = _counted(probs, labels, ignore_index), None, None
     if scope in {"positive", "confidence"}:
-        return _positive(probs, labels, ignore_index, scope)
+        found = _positive(probs, labels, ignore_index, scope)
+        if ranked and isinstance(probs, Predictions):
+            return replace(found, log_uncertainty=probs.log_uncertainty)
+        return found
     if scope != "top-label":
         known = '"top-label", "positive" or "confidence"'
         raise ValueError(f"scope {scope!r} has no single confidence per sample; expected {known}")
     if isinstance(probs, Predictions):
         soft = probs.labels.ndim == 2
-        return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft, probs.split))
+        about = _about(probs.confidence, scope, soft, probs.split)
+        return Pairs(probs.confidence, probs.correct, about, probs.log_uncertainty if ranked else None)
     given = _tables(probs, labels, ignore_index)
     return _pairs(given, *top_of_probs(given.probs, ignored=given.ignored))
 
 
-def pairs_of_logits(logits: Array, labels: Array, scope: Scope = "top-label", ignore_index: int | None = None) -> Pairs:
-    """Reduce logits to one confidence per sample and whether it was correct; for the top label they are read once."""
+def pairs_of_logits(
+    logits: Array,
+    labels: Array,
+    scope: Scope = "top-label",
+    ignore_index: int | None = None,
+    *,
+    ranked: bool = False,
+) -> Pairs:
+    """Reduce logits to one confidence per sample and whether it was correct; the arguments are those of `pairs`."""
     if scope != "top-label":
         return pairs(probs_of(logits, scope), labels, scope, ignore_index)
     scores = _table_of_logits(as_floats(logits, "logits"))
     given = _with_labels(scores, _labels(labels, scores), ignore_index)
-    return _pairs(given, *(in_one_read(scores) or top_of_logits(scores)))
+    confidence, prediction = in_one_read(scores) or top_of_logits(scores)
+    return _pairs(given, confidence, prediction, log_uncertainty(scores, prediction) if ranked else None)
 
 
 def rows(
@@ -165,6 +202,14 @@ def logit_rows(logits: Array, labels: Array, ignore_index: int | None = None) ->
     """Check logits and labels and give them one row per sample; the rows hold logits, not probabilities."""
     scores = _table_of_logits(_finite(logits))
     return _rows(_with_labels(scores, _labels(labels, scores), ignore_index), "class-wise")
+
+
+def logit_rows_of(predictions: Predictions, labels: Array | None, ignore_index: int | None) -> Rows:
+    """Return the logits and labels of predictions that count, one row per sample, without computing probabilities."""
+    kept = _counted(predictions, labels, ignore_index)
+    about = _about(kept.logits, "class-wise", kept.labels.ndim == 2, kept.split)
+    dtype = str(torch.promote_types(kept.logits.dtype, torch.float32)).removeprefix("torch.")
+    return Rows(kept.logits, kept.labels, replace(about, dtype=dtype))
 
 
 def probs_of(logits: Array, scope: Scope = "top-label") -> Float[Tensor, "..."]:
@@ -217,13 +262,15 @@ def _finite(logits: Array) -> Float[Tensor, "..."]:
     return scores
 
 
-def _pairs(given: Checked, confidence: Tensor, prediction: Tensor) -> Pairs:
+def _pairs(given: Checked, confidence: Tensor, prediction: Tensor, uncertainty: Tensor | None = None) -> Pairs:
     correct = given.labels.gather(1, prediction[:, None])[:, 0] if given.soft else prediction == given.labels
-    if given.kept is None:
-        confidence, correct = confidence.reshape(-1), correct.reshape(-1)
-    else:
-        confidence, correct = confidence[given.kept], correct[given.kept]
-    return Pairs(confidence, correct, _about(confidence, "top-label", given.soft))
+
+    def counted(values: Tensor) -> Tensor:
+        return values.reshape(-1) if given.kept is None else values[given.kept]
+
+    confidence = counted(confidence)
+    about = _about(confidence, "top-label", given.soft)
+    return Pairs(confidence, counted(correct), about, None if uncertainty is None else counted(uncertainty))
 
 
 def _rows(given: Checked, scope: Scope) -> Rows:

@@ -19,12 +19,12 @@ in bin b, m_bk its mean probability there, w_bk the share of samples, f_k the ov
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.result import Definition, Result
-from fedlas.metrics.samples import Given, Scope, in_one_read, pairs, rows
+from fedlas.metrics.samples import Given, Pairs, Scope, in_one_read, logit_rows_of, pairs, rows
 from fedlas.predictions import Array, Predictions, least_log_prob, least_prob, slices_of
 
 
@@ -46,10 +46,18 @@ def accuracy(
 ) -> Result:
     """Measure how often the most probable class is the label."""
     found = pairs(probs, labels, scope, ignore_index)
-    hits = exact(found.correct)
-    if scope == "positive":
-        hits = torch.where(found.confidence > 0.5, hits, 1 - hits)
-    return Result(float(hits.mean()), replace(found.about, estimator="accuracy"))
+    return Result(float(exact(correctness(found)).mean()), replace(found.about, estimator="accuracy"))
+
+
+def correctness(found: Pairs) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
+    """Return whether each prediction is correct; a binary probability up to one half predicts class 0."""
+    if not (found.about.scope or "").startswith("positive"):
+        return found.correct
+    positive = found.confidence > 0.5
+    if found.correct.dtype == torch.bool:
+        return positive == found.correct
+    correct = exact(found.correct)
+    return torch.where(positive.to(correct.device), correct, 1 - correct)
 
 
 def top_k(probs: Given, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None) -> Result:
@@ -75,10 +83,22 @@ def nll(probs: Given, labels: Array | None = None, *, ignore_index: int | None =
     return nll_result(float(losses.values.mean()), losses.floored, losses.floor, about)
 
 
-def brier(probs: Given, labels: Array | None = None, bins: int = 15, *, ignore_index: int | None = None) -> Result:
-    """Measure the mean squared distance between probabilities and labels, and what it is made of."""
+def brier(
+    probs: Given, labels: Array | None = None, bins: int | None = None, *, ignore_index: int | None = None
+) -> Result:
+    """Return the mean squared distance between probabilities and labels.
+
+    Args:
+        probs: predictions, or rows of class probabilities.
+        labels: class numbers, or soft labels; not needed with predictions.
+        bins: how many bins of probability to decompose the score over; `details` then hold its parts. None computes
+            the score alone.
+        ignore_index: label of samples that do not count.
+    """
     table = rows(probs, labels, ignore_index=ignore_index)
     squares = squared_errors(table.probs, table.labels)
+    if bins is None:
+        return brier_alone(float(squares.mean()), table.about)
     filled = class_statistics(table.probs, table.labels, equal_width_edges(bins), EdgeRule.RIGHT)
     return brier_result(float(squares.sum()), float(label_squares(table.labels).sum()), filled, table.about)
 
@@ -129,9 +149,10 @@ def _log_likelihoods(logits: Float[Tensor, "n classes"], labels: Tensor) -> Floa
 
 def losses_of(probs: Given, labels: Array | None, ignore_index: int | None = None) -> tuple[Losses, Definition]:
     """Check predictions and find the negative log-likelihood of each sample."""
-    table = rows(probs, labels, ignore_index=ignore_index)
     if isinstance(probs, Predictions) and probs.given_probs is None:
-        return logit_losses(probs.logits, probs.labels), table.about
+        table = logit_rows_of(probs, labels, ignore_index)
+        return logit_losses(table.probs, table.labels), table.about
+    table = rows(probs, labels, ignore_index=ignore_index)
     return prob_losses(table.probs, table.labels), table.about
 
 
@@ -166,6 +187,11 @@ def _wide(table: Float[Tensor, "n classes"], other: Tensor | None = None) -> Flo
     """Take a table in float32 or better; copies of whole tables in float64 are what a device has no room for."""
     wide = torch.promote_types(table.dtype, torch.float32)
     return table.to(wide if other is None else torch.promote_types(wide, other.dtype))
+
+
+def brier_alone(value: float, about: Definition) -> Result:
+    """Return the Brier score without its parts."""
+    return Result(value, replace(about, estimator="Brier score", scope=None, unit="", bins=None, edges=None, norm=None))
 
 
 def brier_result(squares: float, label_length: float, filled: Bins, about: Definition) -> Result:

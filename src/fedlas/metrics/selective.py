@@ -7,7 +7,8 @@ and their generalised risk G_k the number of errors among them divided by n.
     E-AURC  AURC minus the least value that this accuracy allows (all errors at the end)
     AUGRC   mean of G_k over k = 1 .. n (Traub et al., 2024)
 
-Samples of equal confidence have no order, so R_k and G_k are averages over all orders they could have.
+Where logits are known, samples are ranked by log(1 - confidence) in float64, because near 1 many float32 confidences
+are equal. Samples that are still equal have no order, so R_k and G_k are averages over all orders they could have.
 
 How much each sample moves these areas is its influence. With w_i = 1 for an error, c_i the confidence, q_i the share of
 samples at least as confident, e the mean of w, and the sums over other samples j divided by n:
@@ -28,6 +29,7 @@ from torch import Tensor
 from fedlas.metrics.bins import add_up, count_up, exact
 from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Given, Pairs, Which, pairs
+from fedlas.metrics.scoring import correctness
 from fedlas.predictions import Array
 
 Area = Literal["aurc", "e_aurc", "augrc"]
@@ -52,15 +54,16 @@ def risk_coverage(
     **which: Unpack[Which],
 ) -> RiskCoverage:
     """Trace the share of errors while the model answers ever more samples, most confident first."""
-    return curve(answers(pairs(probs, labels, **which)))
+    return curve(ranked_answers(probs, labels, **which))
 
 
 def curve(found: Pairs) -> RiskCoverage:
     """Trace the risk over coverage of samples that are already checked."""
-    confidence, order = found.confidence.sort(descending=True)
+    ranked, order = found.uncertainty_rank.sort()
+    order = order.to(found.correct.device)
     wrong = 1 - exact(found.correct[order])
     n = len(wrong)
-    group = _groups(confidence).to(wrong.device)
+    group = _groups(ranked).to(wrong.device)
     groups = int(group[-1]) + 1
     # Each sample of a group of equal confidence counts as the group's mean error: the average over all orders.
     mean = add_up(wrong, group, groups) / count_up(group, groups)
@@ -74,7 +77,7 @@ def aurc(
     **which: Unpack[Which],
 ) -> Result:
     """Measure the mean risk over all coverages: how often the model is wrong, and whether it knows when."""
-    found = answers(pairs(probs, labels, **which))
+    found = ranked_answers(probs, labels, **which)
     return aurc_result(found)
 
 
@@ -84,7 +87,7 @@ def e_aurc(
     **which: Unpack[Which],
 ) -> Result:
     """Measure how much of the AURC is due to the ranking alone, beyond what this accuracy makes unavoidable."""
-    found = answers(pairs(probs, labels, **which))
+    found = ranked_answers(probs, labels, **which)
     best = _best_aurc(found)
     value = float(curve(found).risk.mean()) - best
     return Result(value, replace(found.about, estimator="E-AURC", norm="mean over k = 1..n"), None, {"best_aurc": best})
@@ -96,7 +99,7 @@ def augrc(
     **which: Unpack[Which],
 ) -> Result:
     """Measure the mean number of silent failures over all coverages, as a share of all samples."""
-    found = answers(pairs(probs, labels, **which))
+    found = ranked_answers(probs, labels, **which)
     value = float(curve(found).generalised.mean())
     return Result(value, replace(found.about, estimator="AUGRC", norm="mean over k = 1..n"))
 
@@ -110,7 +113,7 @@ def risk_at_coverage(
     """Measure the share of errors among the most confident samples that make up a given share of all."""
     if not 0 < coverage <= 1:
         raise ValueError(f"coverage is {coverage}; a share above 0 and up to 1 is needed")
-    found = answers(pairs(probs, labels, **which))
+    found = ranked_answers(probs, labels, **which)
     # 0.7 * 10 is 7.000000000000001, which would round up to 8 samples.
     place = max(math.ceil(coverage * len(found.confidence) - 1e-9), 1) - 1
     traced = curve(found)
@@ -125,23 +128,25 @@ def coverage_at_risk(
     **which: Unpack[Which],
 ) -> Result:
     """Measure the largest share of samples that can be answered while at most a given share of them is wrong."""
-    found = answers(pairs(probs, labels, **which))
+    found = ranked_answers(probs, labels, **which)
     traced = curve(found)
     enough = (traced.risk <= risk + 1e-12).nonzero()
     value = float(traced.coverage[enough[-1]]) if len(enough) else 0.0
     return Result(value, replace(found.about, estimator=f"coverage at {100 * risk:g} % risk"))
 
 
+def ranked_answers(probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
+    """Reduce predictions to the confidence, rank and correctness of each prediction."""
+    return answers(pairs(probs, labels, **which, ranked=True))
+
+
 def answers(found: Pairs) -> Pairs:
     """Take the answer that a binary probability stands for: class 1 above one half, with that much confidence, or 0."""
     if not (found.about.scope or "").startswith("positive"):
         return found
-    yes = found.confidence > 0.5
-    confidence = torch.where(yes, found.confidence, 1 - found.confidence)
-    correct = found.correct.double()  # 1 - a share would be rounded to its type
-    hits = torch.where(yes, correct, 1 - correct)
+    confidence = torch.where(found.confidence > 0.5, found.confidence, 1 - found.confidence)
     about = replace(found.about, scope=(found.about.scope or "").replace("positive", "binary answers"))
-    return Pairs(confidence, hits if found.correct.is_floating_point() else hits > 0.5, about)
+    return Pairs(confidence, correctness(found), about, found.log_uncertainty)
 
 
 def aurc_result(found: Pairs) -> Result:
@@ -156,11 +161,12 @@ def aurc_result(found: Pairs) -> Result:
 def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
     """Give each sample its influence on an area on top of the area itself, so that their mean is the area."""
     found = answers(found)
-    confidence, order = found.confidence.sort(descending=True)
+    ranked, order = found.uncertainty_rank.sort()
+    order = order.to(found.correct.device)
     wrong = 1 - exact(found.correct[order])
     n, share = len(wrong), float(wrong.mean())
     rank = torch.arange(1, n + 1, dtype=torch.float64, device=wrong.device)
-    group = _groups(confidence).to(wrong.device)
+    group = _groups(ranked).to(wrong.device)
 
     def averaged(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
         return (add_up(values, group, n) / count_up(group, n).clamp_min(1))[group]

@@ -1,7 +1,8 @@
 """What a streaming metric keeps between updates.
 
     `BinStore`                  the sums of equal-width bins; memory does not grow, counts are exact
-    `PairStore`                 confidence and correctness of every sample, 5 bytes each (9 for float64 input)
+    `PairStore`                 confidence and correctness of every sample, 5 bytes each (9 for float64 input); 8 more
+                                where samples are ranked
     `MassStore`                 the same, sorted into equal-mass bins in the end
     `LossStore`, `BrierStore`   the sums that NLL and the Brier score are made of
 
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedlas import ranks
-from fedlas.metrics.bins import Bins
+from fedlas.metrics.bins import Bins, exact
 from fedlas.metrics.calibration import EVERY_CLASS, Histogram, histogram_of
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition
 from fedlas.metrics.samples import Pairs, Rows, Scope, logit_rows, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.scoring import Losses, label_squares, logit_losses, losses_of, prob_losses, squared_errors
+from fedlas.metrics.selective import answers
 from fedlas.predictions import Array, Predictions, as_tensor
 
 JOINED = 2**16  # samples below which a piece is not kept by itself
@@ -37,6 +39,8 @@ class AbstractStore(ABC):
         scope: what is compared: "top-label", "class-wise", "positive" or "multi-label".
         ignore_index: label of samples that do not count.
     """
+
+    ranked = False  # whether the order of samples of equal confidence matters
 
     def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
         self.scope: Scope = scope
@@ -74,13 +78,17 @@ class AbstractStore(ABC):
 
     def add(self, probs: Predictions | Array, labels: Array | None) -> None:
         """Add samples, given as probabilities."""
-        read = rows if self.scope in EVERY_CLASS else pairs
-        self.take(read(probs, labels, self.scope, self.ignore_index))
+        if self.scope in EVERY_CLASS:
+            self.take(rows(probs, labels, self.scope, self.ignore_index))
+        else:
+            self.take(pairs(probs, labels, self.scope, self.ignore_index, ranked=self.ranked))
 
     def add_logits(self, logits: Array, labels: Array) -> None:
         """Add samples, given as logits."""
-        read = rows_of_logits if self.scope in EVERY_CLASS else pairs_of_logits
-        self.take(read(logits, labels, self.scope, self.ignore_index))
+        if self.scope in EVERY_CLASS:
+            self.take(rows_of_logits(logits, labels, self.scope, self.ignore_index))
+        else:
+            self.take(pairs_of_logits(logits, labels, self.scope, self.ignore_index, ranked=self.ranked))
 
     def skips(self, labels: Array | None) -> bool:
         """Say whether none of some labels counts, as happens to a piece of a stream."""
@@ -145,15 +153,27 @@ class BinStore(AbstractHistogram):
 
 
 class PairStore(AbstractStore):
-    """Keeps the confidence and correctness of every sample, on the device that they came from."""
+    """Keeps the confidence and correctness of every sample, on the device that they came from.
 
-    def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
+    Args:
+        scope: as in every store.
+        ignore_index: as in every store.
+        ranked: whether to keep log(1 - confidence) of every prediction in float64 as well, which ranks samples.
+    """
+
+    def __init__(self, scope: Scope = "top-label", ignore_index: int | None = None, *, ranked: bool = False) -> None:
         super().__init__(scope, ignore_index)
+        self.ranked = ranked
         self.confidence: list[Tensor] = []
         self.correct: list[Tensor] = []
+        self.uncertainty: list[Tensor] = []
 
     def take(self, found: Pairs | Rows) -> None:
         found = as_pairs(found)
+        if self.ranked:
+            found = answers(found)
+            known = found.log_uncertainty
+            _append(self.uncertainty, torch.log1p(-exact(found.confidence)) if known is None else known)
         half = found.confidence.dtype not in {torch.float32, torch.float64}
         # Copies, because a caller may fill the same buffers again.
         _append(self.confidence, found.confidence.float() if half else found.confidence.clone())
@@ -164,13 +184,15 @@ class PairStore(AbstractStore):
         known = self.same(other)
         self.confidence += known.confidence
         self.correct += known.correct
+        self.uncertainty += known.uncertainty
         self.about = joined(self.about, known.about)
 
     def pairs(self) -> Pairs:
         """Give all samples so far."""
         if not self.confidence:
             raise ValueError("no samples yet; call update first")
-        return Pairs(_cat(self.confidence), _cat(self.correct), self.about)
+        uncertainty = _cat(self.uncertainty) if self.ranked else None
+        return Pairs(_cat(self.confidence), _cat(self.correct), self.about, uncertainty)
 
 
 class MassStore(AbstractHistogram):

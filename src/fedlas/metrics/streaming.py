@@ -6,7 +6,8 @@ those of all processes of a distributed run, after which every process computes 
 
 Metrics of equal-width bins keep their sums only: memory does not grow, counts are exact however the data are split,
 and values agree to 1e-12. Equal-mass bins, smooth ECE and AURC need the order of all confidences, so they keep 5 bytes
-a sample; `AECE(memory="bounded")` keeps sums in fine cells instead and states its largest possible error in `details`.
+a sample (AURC 13); `AECE(memory="bounded")` keeps sums in fine cells instead and states its largest possible error in
+`details`.
 """
 
 from abc import ABC, abstractmethod
@@ -174,8 +175,10 @@ class MCE(AbstractBinned):
 class AbstractOrdered(AbstractStream[PairStore]):
     """A metric that needs the order of all confidences."""
 
+    ranked = False
+
     def __init__(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> None:
-        super().__init__(PairStore(scope, ignore_index))
+        super().__init__(PairStore(scope, ignore_index, ranked=self.ranked))
 
 
 class SmoothECE(AbstractOrdered):
@@ -189,9 +192,11 @@ class SmoothECE(AbstractOrdered):
 class AURC(AbstractOrdered):
     """Mean risk over all coverages."""
 
+    ranked = True
+
     def compute(self) -> Result:
         """Order all samples by confidence and average the risk."""
-        return selective.aurc_result(selective.answers(self.store.pairs()))
+        return selective.aurc_result(self.store.pairs())
 
 
 class Accuracy(AbstractStream[AbstractHistogram]):
@@ -222,15 +227,17 @@ class NLL(AbstractStream[LossStore]):
 
 
 class Brier(AbstractStream[BrierStore]):
-    """Mean squared distance between probabilities and labels, with its parts."""
+    """Mean squared distance between probabilities and labels; with `bins`, decomposed over bins of probability."""
 
-    def __init__(self, bins: int = 15, *, ignore_index: int | None = None) -> None:
-        super().__init__(BrierStore(bins, ignore_index))
+    def __init__(self, bins: int | None = None, *, ignore_index: int | None = None) -> None:
+        super().__init__(BrierStore(bins or 1, ignore_index))
+        self.decomposed = bins is not None
 
     def compute(self) -> Result:
-        """Put the score and its parts together."""
+        """Return the score, and its parts in `details` where they were asked for."""
         filled, about = self.store.bins.histogram()
-        return scoring.brier_result(self.store.squares, self.store.label_squares, filled, about)
+        whole = scoring.brier_result(self.store.squares, self.store.label_squares, filled, about)
+        return whole if self.decomposed else scoring.brier_alone(float(whole), about)
 
 
 def histogram_store(
