@@ -5,7 +5,8 @@
 
 On the CPU logits are float32, and each candidate takes its turn in every round; the fastest round counts, which a busy
 machine disturbs least. Whoever needs probabilities, or numpy arrays, gets them ready-made. Candidates whose package is
-not installed are left out, and a slow one runs once. `value` shows who computes the same thing.
+not installed are left out, and a slow one runs once. `value` shows who computes the same thing. "existing Predictions"
+are checked already; making them is timed apart.
 
 On a GPU logits are bfloat16 and come in chunks. `read` is the time to read them once (their largest value).
 """
@@ -90,6 +91,47 @@ def candidates(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     yield from scores(data)
     yield from detection(data)
     yield from repairs(data)
+    yield from plain_numpy(data)
+
+
+def plain_numpy(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
+    """List metrics of existing `Predictions` beside the few lines of NumPy that anyone would write."""
+    probs, labels, rows = data.probs_numpy, data.labels_numpy, np.arange(len(data.labels_numpy))
+    given = Predictions.from_probs(data.probs, data.labels)
+
+    def top() -> tuple[Any, Any]:
+        prediction = probs.argmax(1)
+        return probs[rows, prediction], prediction == labels
+
+    def ece() -> float:
+        confidence, correct = top()
+        place = np.clip(np.ceil(confidence * 15).astype(int) - 1, 0, 14)
+        return float(np.abs(np.bincount(place, confidence, 15) - np.bincount(place, correct, 15)).sum() / len(rows))
+
+    def aece() -> float:
+        confidence, correct = top()
+        parts = np.array_split(np.argsort(confidence), 15)
+        return sum(abs(confidence[one].sum() - correct[one].sum()) for one in parts) / len(rows)
+
+    def aurc() -> float:
+        confidence, correct = top()
+        return float((np.cumsum(~correct[np.argsort(-confidence)]) / (rows + 1)).mean())
+
+    def brier() -> float:
+        return float((np.einsum("ij,ij->i", probs, probs) - 2 * probs[rows, labels] + 1).mean())
+
+    theirs: dict[str, Candidate] = {
+        "accuracy": lambda: float((probs.argmax(1) == labels).mean()),
+        "ece": ece,
+        "aece": aece,
+        "nll": lambda: float(-np.log(probs[rows, labels]).mean()),
+        "brier": brier,
+        "aurc": aurc,
+    }
+    for name, call in theirs.items():
+        metric = getattr(metrics, name)
+        yield f"{name} of existing Predictions", {"fedlas": lambda metric=metric: metric(given), "NumPy": call}
+    yield "making Predictions", {"fedlas": lambda: len(Predictions.from_probs(data.probs, data.labels))}
 
 
 def errors(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
@@ -176,7 +218,7 @@ def scores(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
         aurc["torch-uncertainty"] = lambda: fed(AURC(), probs, labels)
     yield "nll", nll
     yield "nll from logits", from_logits
-    yield "brier, with its parts", brier
+    yield "brier", brier
     yield "aurc", aurc
     yield "ece with interval, 10,000 resamples", {"fedlas": lambda: metrics.bootstrap(metrics.ece, probs, labels)}
 

@@ -27,6 +27,8 @@ from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.samples import Given, Pairs, Scope, in_one_read, logit_rows_of, pairs, rows
 from fedlas.predictions import Array, Predictions, least_log_prob, least_prob, slices_of
 
+LARGE = 0.9  # probability of a label
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -170,11 +172,15 @@ def squared_errors(
         return exact((_wide(probs, labels) - labels).square().sum(1))
     found = []
     for part in slices_of(probs):
-        place = labels[part, None]
-        own = exact(probs[part].gather(1, place)[:, 0])
-        # The label's own probability is set apart: next to its square, those of the others would be lost in rounding.
-        others = torch.linalg.vector_norm(_wide(probs[part]).scatter(1, place, 0), dim=1)
-        found.append(exact(others) ** 2 + (1 - own) ** 2)
+        table, place = probs[part], labels[part, None]
+        own = exact(table.gather(1, place)[:, 0])
+        others = exact(torch.linalg.vector_norm(_wide(table), dim=1)) ** 2 - own**2
+        # Next to a large probability of the label, the squares of the others are lost in rounding: those rows are added
+        # up without it. Not all rows, because that takes a copy of the table.
+        large = (own > LARGE).nonzero()[:, 0].to(table.device)
+        rest = _wide(table[large]).scatter_(1, place[large], 0)  # indexing has made a copy
+        others[large.to(others.device)] = exact(torch.linalg.vector_norm(rest, dim=1)) ** 2
+        found.append(others.clamp_min(0) + (1 - own) ** 2)
     return torch.cat(found)
 
 
