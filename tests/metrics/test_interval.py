@@ -103,7 +103,7 @@ SATURATED: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], Acc
 }
 SMALL = {
     f"{name}, n={n}": (*model[:2], n)
-    for n in (1, 2, 5, 10, 20, 50, 100)
+    for n in (1, 5, 20, 100)
     for name, model in (MODELS | SATURATED).items()
     if name in {"calibrated", "over-confident", "under-confident", "30 % certain, over-confident", "float32 softmax"}
 }
@@ -139,28 +139,31 @@ def coverage(metric: Callable[..., float], name: str, trials: int, resamples: in
 
 
 def test_intervals_cover_the_true_value():
-    """A sanity check; the campaigns below hold 92 to 98 %."""
+    """A sanity check; the campaigns below have more trials, more models and more metrics."""
     assert coverage(ece, "over-confident", trials=25, resamples=200) >= 0.9
 
 
+# The areas share one method, and so do the root of the squared error and its debiased version.
+OF_EVERY_MODEL = [(metric, name) for metric in (ece, aece, rms_error, aurc) for name in USUAL]
+OF_TWO_MODELS = [(metric, name) for metric in (debiased_l2, e_aurc, augrc) for name in ("calibrated", "over-confident")]
+
+
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", USUAL)
-@pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2, aurc, e_aurc, augrc])
-def test_95_percent_intervals_cover_in_92_to_98_percent(metric, name):
-    # A true error of zero is the lower end itself, and cannot be missed from below: 97.5 % is then what to expect.
-    most = 0.99 if metric is rms_error and "calibrated" in name else 0.98
-    assert 0.92 <= coverage(metric, name, trials=1_000, resamples=1_000) <= most
+@pytest.mark.parametrize(("metric", "name"), OF_EVERY_MODEL + OF_TWO_MODELS)
+def test_95_percent_intervals_cover_in_91_to_99_percent(metric, name):
+    """With 400 trials the standard error of a coverage of 95 % is one point."""
+    assert 0.91 <= coverage(metric, name, trials=400, resamples=1_000) <= 0.99
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", [*SATURATED, *SMALL])
-@pytest.mark.parametrize("metric", [ece, aece, rms_error, debiased_l2])
+@pytest.mark.parametrize("metric", [ece, aece, rms_error])
 def test_intervals_of_saturated_models_and_of_few_samples_cover(metric, name):
     """Errors are counted in ones, so that such intervals can only be too wide: no upper limit is set.
 
     A bin of confidence 1 without an error showed no noise at all: 28 to 73 % were covered.
     """
-    assert coverage(metric, name, trials=400, resamples=400) >= 0.92
+    assert coverage(metric, name, trials=250, resamples=400) >= 0.91
 
 
 def ends(metric: Callable[..., Any], probs: torch.Tensor, labels: torch.Tensor, **options: Any) -> tuple[float, float]:
@@ -344,7 +347,7 @@ def both_coverages(name: str, trials: int, resamples: int) -> list[float]:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_over_and_under_confidence_are_covered_in_90_percent_or_more(name):
     """A part that is zero cannot be missed from below, and seldom from above."""
-    assert min(both_coverages(name, trials=400, resamples=400)) >= 0.9
+    assert min(both_coverages(name, trials=250, resamples=400)) >= 0.9
 
 
 @pytest.mark.campaign
