@@ -24,7 +24,7 @@ def train(name: str, seed: int) -> tuple[float, float]:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
     net = fedlas.WithFeatures(model)  # 1: the network also gives its features
     loss = fedlas.build_loss(name, num_classes=10)  # 2: the loss
-    optimizer = torch.optim.SGD([*net.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)  # 3: it learns too
+    optimizer = torch.optim.SGD(fedlas.parameters(net, loss), lr=0.1, momentum=0.9)  # 3: it learns too
     for _ in range(EPOCHS):
         for batch in rows[torch.randperm(len(rows))].split(50):
             logits, features = net(x[batch])

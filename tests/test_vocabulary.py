@@ -21,7 +21,7 @@ TERMS = {
     "dealt": (r"dealt", 13),
     "too sure": (r"too sure", 29),
     "sure enough": (r"sure enough", 12),
-    "say whether": (r"says? whether", 74),
+    "say whether": (r"says? whether", 72),
     "give that": (r"gives? that", 2),
     "refuse what": (r"refuses? what", 8),
     "told": (r"told", 64),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fedlas.models.base import Output as Output
     from fedlas.models.base import WithFeatures as WithFeatures
     from fedlas.models.base import WithLoss as WithLoss
+    from fedlas.models.base import parameters as parameters
     from fedlas.posthoc import build_calibrator as build_calibrator
     from fedlas.posthoc import list_calibrators as list_calibrators
     from fedlas.posthoc import load_calibrator as load_calibrator
@@ -79,6 +80,7 @@ _HOMES = {
     "metrics": None,
     "models": None,
     "ood": None,
+    "parameters": "fedlas.models.base",
     "posthoc": None,
     "read_predictions": "fedlas.files",
     "recipe_for": "fedlas.train",

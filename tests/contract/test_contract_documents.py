@@ -1,10 +1,15 @@
 """One contract for every loss: what its docstrings say."""
 
+import contextlib
 import inspect
 import re
 import sys
 
-from loss_cases import every_loss
+import pytest
+import torch
+from loss_cases import CLASSES, choices, every_loss, keyword_types
+
+import fedlas
 
 
 @every_loss
@@ -21,3 +26,34 @@ def test_a_summary_and_a_citation(case):
 def test_a_formula_in_the_docstring_of_the_module(case):
     text = sys.modules[case.cls.__module__].__doc__
     assert re.search(r"\w\s+=\s|\bL\s{2,}\(", text), "no formula"
+
+
+def candidates(keyword, kind):
+    """Return values of which a keyword takes at least one that is not its default."""
+    if keyword == "weight":
+        return [torch.ones(CLASSES)]
+    return choices(kind) or [0.125, 0.25, 3, 7]
+
+
+@every_loss
+def test_printing_shows_every_keyword_of_the_constructor(case):
+    hidden, usual = [], repr(case.build())
+    for keyword, kind in keyword_types(case.record).items():
+        shown = set()
+        for value in candidates(keyword, kind):
+            with contextlib.suppress(ValueError, TypeError):  # not every candidate is in range
+                shown.add(repr(case.build(**{keyword: value})))
+        if not shown - {usual}:
+            hidden.append(keyword)
+    assert not hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shown"),
+    [
+        ("focal", {"gamma": 2.5}, "Focal(gamma=2.5)"),
+        ("ce", {"num_classes": 3, "reduction": "sum"}, "CE(num_classes=3, reduction='sum')"),
+    ],
+)
+def test_a_loss_is_printed_like_a_layer_of_torch(name, options, shown):
+    assert repr(fedlas.build_loss(name, **options)) == shown

@@ -53,6 +53,7 @@ WRONG = {
     "complex logits": (lambda x: x._replace(logits=x.logits.to(torch.complex64)), r"logits.*complex64"),
     "logits without classes": (lambda x: x._replace(logits=x.logits[:, 0]), r"logits.*\(N, C\).*\(6,\)"),
     "logits of no class": (lambda x: x._replace(logits=x.logits[:, :0]), r"logits.*\(N, C\).*\(6, 0\)"),
+    "a single logit": (lambda x: x._replace(logits=x.logits[:, :1], labels=x.labels * 0), r"2 classes.*\(6, 1\).*cat"),
     "logits of another width": (lambda x: x._replace(logits=x.logits[:, 1:], labels=x.labels * 0),
                                 r"6 classes.*logits.*5"),
     "integer features": (lambda x: x._replace(features=x.features.long()), r"features.*int64"),
@@ -109,7 +110,7 @@ def test_refused_maps_are_named(case):
 
 
 def test_crl_refuses_maps():
-    assert not fedlas.build_loss("crl").takes_maps
+    assert not fedlas.build_loss("crl", num_samples=1).takes_maps
 
 
 @every_loss
@@ -132,6 +133,18 @@ def test_a_missing_index_is_asked_for_by_name(case):
     logits, labels, features, _ = batch()
     with pytest.raises(ValueError, match=rf"{case.record.name}.*index="):
         case.build()(logits, labels, features)
+
+
+def test_crl_asks_for_the_size_of_the_training_split():
+    with pytest.raises(TypeError, match=r"crl.*num_samples="):
+        fedlas.build_loss("crl", num_classes=3)
+
+
+@every(LOSSES, lambda case: case.has(lambda loss: loss.needs_index))
+def test_an_evaluation_needs_no_index_and_takes_that_of_another_split(case):
+    logits, labels, features, index = batch()
+    loss = case.trained().eval()
+    assert_same(loss(logits, labels, features), loss(logits, labels, features, index + SAMPLES))
 
 
 @pytest.mark.parametrize("wrong", [-1, SAMPLES])
@@ -240,7 +253,7 @@ REFUSED = [
     ("cpc", {"lambda_bdc": -1.0}, "0"),
     ("cpc", {"lambda_bec": -1.0}, "0"),
     ("crl", {"num_samples": 0}, "1"),
-    ("crl", {"rank_weight": -1.0}, "0"),
+    ("crl", {"num_samples": 2, "rank_weight": -1.0}, "0"),
     ("focal", {"gamma": -1.0}, "0"),
     ("dual_focal", {"gamma": -1.0}, "0"),
     ("adafocal", {"bins": 0}, "1"),
@@ -263,8 +276,9 @@ def test_a_hyperparameter_out_of_range_is_named(name, options, limits):
 
 @every_loss
 def test_common_keywords_out_of_range_are_named(case):
-    with pytest.raises(ValueError, match=r"num_classes.*1.*0"):
-        case.build(num_classes=0)
+    for too_few in (0, 1):
+        with pytest.raises(ValueError, match=rf"num_classes.*2.*{too_few}"):
+            case.build(num_classes=too_few)
     with pytest.raises(ValueError, match=rf"weight.*2.*{CLASSES} classes"):
         case.build(weight=[1.0, 2.0])
     with pytest.raises(ValueError, match=r"weight.*int64"):

@@ -315,7 +315,7 @@ def test_reductions_are_sums_and_means_over_samples(case):
 
 @every_case
 def test_parts_can_be_differentiated_one_by_one(case):
-    loss, inputs = case.trained().eval(), batch()
-    found, logits = parts(loss, inputs)
+    inputs = batch()
+    found, logits = parts(case.trained(), inputs)
     slopes = [torch.autograd.grad(part.mean(), logits, retain_graph=True)[0] for part in found.values()]
-    assert_close(sum(slopes), run(loss, inputs).by_logits)
+    assert_close(sum(slopes), run(case.trained(), inputs).by_logits)

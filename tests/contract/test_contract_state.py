@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ COPIES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:crl counted")  # a batch between two epochs
 @every_case
 def test_a_copy_goes_on_as_the_original_would(case):
     loss = train(case.build(weight=WEIGHT), epochs=1)
@@ -107,13 +109,16 @@ def test_without_state_training_is_evaluation(case):
 
 
 @every_case
-def test_a_value_without_gradient_moves_the_state_as_one_with(case):
-    loss, twin = case.trained(), case.trained()
-    expected = run(twin, batch())
-    seed(0)
-    with torch.no_grad():
-        assert_same(loss(*batch()), expected.value)
-    assert_same(state(loss), state(twin))
+def test_without_gradients_a_call_in_training_mode_is_an_evaluation(case):
+    """So a validation batch in a loop that forgets loss.eval() changes no statistics."""
+    loss, twin = case.trained(), case.trained().eval()
+    before = state(loss)
+    for disabled in (torch.no_grad, torch.inference_mode):
+        with disabled():
+            seed(0)
+            value = loss(*batch()).clone()
+        assert_same(value, run(twin, batch()).value)
+    assert_same(state(loss), before)
 
 
 @every_case
@@ -126,11 +131,66 @@ def test_a_double_loss_is_the_same_loss(case):
 
 
 @every_loss
-def test_the_end_of_an_epoch_needs_nothing_or_says_what(case):
-    loss, said = case.build(), ""
-    try:
+def test_the_end_of_an_epoch_needs_what_the_loss_declares(case):
+    loss = case.build()
+    expected = (
+        pytest.raises(ValueError, match=rf"{case.record.name}.*validation=") if loss.needs_validation else nullcontext()
+    )
+    with expected:
         loss.end_epoch()
-    except ValueError as error:
-        said = str(error)
-    assert not said or (case.record.name in said and "validation" in said)
+    before = state(loss)
     loss.end_epoch(validation=fedlas.Predictions(*batch(20)[:2]))
+    changed = [name for name, value in loss.state_dict().items() if not torch.equal(value, before[name])]
+    assert bool(changed) == loss.learns_between_epochs
+
+
+# What is saved beside the state
+
+
+@pytest.mark.filterwarnings("ignore:the loaded state")  # of their parts
+def test_the_state_of_another_loss_is_refused():
+    for name, other in [("focal", "ls"), ("fedlas_ls", "fedlas_mbls"), ("ce", "fedlas_ls"), ("fedlas_ls", "ce")]:
+        loss, saved_state = (fedlas.build_loss(one, num_classes=3) for one in (name, other))
+        with pytest.raises(RuntimeError, match=type(saved_state).__name__):
+            loss.load_state_dict(torch.load(saved(saved_state.state_dict()), weights_only=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ls", {"alpha": 0.2}),
+        ("fedlas_ls", {"theta": 0.5}),
+        ("fedlas_ls", {"gate_positive_index": 0}),
+        ("adafocal", {"step": 0.5}),
+    ],
+)
+def test_the_state_of_other_hyperparameters_is_warned_of(name, options):
+    """Also as a part of a larger module, and from a file; a format that keeps tensors alone says nothing."""
+    keyword, value = next(iter(options.items()))
+    keyword = keyword.removeprefix("gate_")
+    theirs = torch.nn.ModuleDict({"loss": fedlas.build_loss(name, num_classes=3, **options)})
+    mine = torch.nn.ModuleDict({"loss": fedlas.build_loss(name, num_classes=3, reduction="none")})
+    with pytest.warns(UserWarning, match=rf"{keyword}={value!r}"):
+        mine.load_state_dict(torch.load(saved(theirs.state_dict()), weights_only=True))
+    assert_same(state(mine), state(theirs))
+    mine.load_state_dict(dict(theirs.state_dict()))
+
+
+# torch.func
+
+
+@every_loss
+def test_gradients_of_single_samples_by_vmap(case):
+    loss = case.trained().eval()
+    by_sample = torch.func.vmap(torch.func.grad(lambda *sample: loss(*(value[None] for value in sample))))
+    inputs = batch()
+    expected = [run(loss, inputs.rows(slice(row, row + 1))).by_logits[0] for row in range(len(inputs.logits))]
+    torch.testing.assert_close(by_sample(*inputs), torch.stack(expected))
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(term) for term in loss.last_terms.values())
+
+
+@every(LOSSES, lambda case: case.has(lambda loss: loss.state_dict() and not loss.needs_validation))
+def test_an_update_inside_a_transform_is_refused_with_the_remedy(case):
+    loss = case.build()
+    with pytest.raises(RuntimeError, match=r"loss\.eval\(\)"):
+        torch.func.grad(lambda logits: loss(logits, *batch()[1:]))(batch().logits)

@@ -162,8 +162,9 @@ def test_crl() -> None:
     # Sign and margin of each pair, read off the hinge: with equal scores it is the margin, with the gradient the sign.
     level = torch.zeros(8, 5, dtype=torch.float64)
     loss.correct_epochs.copy_(counts.long())
-    margins = loss.eval().parts(level, LABELS, index=torch.arange(8))["ranking"]
+    margins = loss.parts(level, LABELS, index=torch.arange(8))["ranking"]
     close(margins, reader("rank_margin"))
+    loss.correct_epochs.copy_(counts.long())
     scores = torch.zeros(8, dtype=torch.float64, requires_grad=True)
     shares = loss._ranking(scores, torch.arange(8), torch.ones(8, dtype=torch.bool))
     signs = [-torch.autograd.grad(share, scores, retain_graph=True)[0][i] for i, share in enumerate(shares)]

@@ -92,7 +92,7 @@ def test_all_samples_right_in_all_epochs() -> None:
 
 def test_the_smallest_count_is_that_of_the_whole_table() -> None:
     counts = [5, 3, 4, 5, 2, 1]
-    loss = build(num_samples=6).eval()
+    loss = build(num_samples=6)
     loss.correct_epochs.copy_(torch.tensor(counts))
     loss.finished_epochs.fill_(5)
     expected = plain.crl(RIGHT.tolist(), LABELS.tolist(), counts=[5, 3, 4, 5], smallest=1, epochs=5)
@@ -117,3 +117,16 @@ def test_a_batch_of_one_is_its_own_partner() -> None:
     loss.finished_epochs.fill_(3)
     value = loss(RIGHT[:1], LABELS[:1], index=torch.tensor([0]))
     assert value.item() == pytest.approx(plain.ce(RIGHT[:1].tolist(), [0]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_has_no_ranking(training: bool) -> None:
+    """A validation sample has no history; its position in the validation split must not find one."""
+    loss = build(rank_weight=100.0).train(training)
+    loss.correct_epochs.copy_(torch.tensor([3, 0, 1, 2]))
+    loss.finished_epochs.fill_(3)
+    with torch.set_grad_enabled(not training):
+        value = loss(RIGHT, LABELS, index=torch.arange(4))
+    assert value.item() == pytest.approx(plain.ce(RIGHT.tolist(), LABELS.tolist()))
+    assert loss.last_terms["ranking"] == 0
+    assert loss.correct_epochs.tolist() == [3, 0, 1, 2]

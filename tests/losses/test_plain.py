@@ -150,7 +150,7 @@ def test_crl_value(score: str) -> None:
     for seed, n, classes in BATCHES:
         logits, labels = batch(seed, n, classes)
         source = torch.Generator().manual_seed(seed)
-        loss = fedlas.build_loss("crl", num_classes=classes, num_samples=50, rank_weight=0.7, score=score).eval()
+        loss = fedlas.build_loss("crl", num_classes=classes, num_samples=50, rank_weight=0.7, score=score)
         loss.correct_epochs.copy_(torch.randint(seed, 8, (50,), generator=source))
         loss.finished_epochs.fill_(7)
         index = torch.randperm(50, generator=source)[:n]
@@ -171,7 +171,7 @@ def test_crl_value(score: str) -> None:
 def test_crl_gradient(score: str) -> None:
     logits, labels = batch(3, 6, 4)
     logits.requires_grad_()
-    loss = fedlas.build_loss("crl", num_classes=4, num_samples=6, rank_weight=2.0, score=score).eval()
+    loss = fedlas.build_loss("crl", num_classes=4, num_samples=6, rank_weight=2.0, score=score)
     counts = [0, 3, 3, 1, 2, 0]
     loss.correct_epochs.copy_(torch.tensor(counts))
     loss.finished_epochs.fill_(3)

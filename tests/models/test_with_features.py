@@ -201,6 +201,75 @@ def test_the_user_may_say_which_of_two_heads():
     torch.testing.assert_close(proven(WithFeatures(model, head="head_a"), x).features, x)
 
 
+def plain_pair(self, x):
+    return self.head_a(x), self.head_b(2 * x)
+
+
+TWO_OUTPUTS = {
+    "tuple": (plain_pair, 1),
+    "tuple from the end": (plain_pair, -1),
+    "post-processed": (lambda self, x: tuple(2 * y for y in plain_pair(self, x)), 1),
+    "dict": (lambda self, x: {"logits": self.head_a(x), "b": self.head_b(2 * x)}, "b"),
+    "attribute": (lambda self, x: SimpleNamespace(logits=self.head_a(x), b=self.head_b(2 * x)), "b"),
+}
+
+
+@pytest.mark.parametrize("case", TWO_OUTPUTS)
+def test_logits_of_another_head_than_the_features_are_refused(case):
+    wiring, output = TWO_OUTPUTS[case]
+    x, model = torch.randn(4, 6), heads(wiring)
+    with pytest.raises(ValueError, match=r"'head_b'.*output="):
+        WithFeatures(model, head="head_b")(x)
+    chosen = WithFeatures(model, head="head_b", output=output)
+    scale = 2 if case == "post-processed" else 1
+    torch.testing.assert_close(chosen(x), Output(scale * model.head_b(2 * x), 2 * x))
+    assert f"output={output!r}" in repr(chosen)
+
+
+def test_logits_of_another_head_are_refused_without_gradients_and_compiled():
+    net = WithFeatures(heads(plain_pair), head="head_b")
+    with torch.no_grad(), pytest.raises(ValueError, match="output="):
+        net(torch.randn(4, 6))
+    torch.compiler.reset()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="output="):
+        compiled(torch.randn(4, 6))
+
+
+def test_a_hidden_layer_as_wide_as_the_logits_is_no_head():
+    model = Wired(lambda self, x: self.b(self.a(x)), a=nn.Linear(6, 5), b=nn.Linear(5, 5))
+    with pytest.raises(ValueError, match=r"'a'.*head="):
+        WithFeatures(model, head="a")(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(("output", "message"), [(2, "tuple.*2"), ("a", "tuple.*'a'")])
+def test_an_output_that_there_is_not_is_named(output, message):
+    with pytest.raises(TypeError, match=message):
+        WithFeatures(heads(), head="head_a", output=output)(torch.randn(4, 6))
+
+
+def segmentation(mode="bilinear", **more):
+    """A body, a dropout and a head at a quarter of the size, resized like networks of torchvision."""
+
+    def wiring(self, x):
+        small = self.classifier(self.body(x))
+        more_features = {"out": functional.interpolate(small, size=x.shape[2:], mode=mode, **more)}
+        return OrderedDict(more_features | {"aux": small})
+
+    head = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.1), nn.Conv2d(8, 5, 1))
+    return Wired(wiring, body=nn.Conv2d(3, 8, 4, stride=4), classifier=head)
+
+
+@pytest.mark.parametrize(("mode", "more"), [("bilinear", {"align_corners": False}), ("nearest", {})])
+def test_features_of_resized_logits_are_resized_alike(mode, more):
+    net = WithFeatures(segmentation(mode, **more).eval())
+    output = proven(net, torch.randn(2, 3, 16, 12))
+    assert output.logits.shape == (2, 5, 16, 12)
+    assert output.features.shape == (2, 8, 16, 12)
+    small = WithFeatures(net.unwrap(), output="aux")(torch.randn(2, 3, 16, 12))
+    assert small.features.shape == (2, 8, 4, 3)
+
+
 def test_a_container_of_one_layer_is_enough_as_a_path():
     model = Wired(lambda self, x: self.b(self.a(x)), a=nn.Linear(6, 8), b=nn.Sequential(nn.Dropout(), nn.Linear(8, 5)))
     assert WithFeatures(model, head="b").head_name == "b.1"

@@ -147,10 +147,5 @@ class Gate:
             self.history.load_state_dict(state["history"])
 
 
-def learns_between_epochs(loss: AbstractLoss) -> bool:
-    """Say whether the end of an epoch means anything to a loss."""
-    return type(loss).end_epoch is not AbstractLoss.end_epoch
-
-
 def _processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

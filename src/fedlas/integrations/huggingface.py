@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlas.extras import needed
-from fedlas.integrations.base import Gate, Numbers, learns_between_epochs
+from fedlas.integrations.base import Gate, Numbers
 from fedlas.losses.base import IGNORE_INDEX, AbstractLoss
 from fedlas.models.base import WithFeatures
 from fedlas.predictions import Predictions
@@ -104,7 +104,7 @@ class Calibration(TrainerCallback):
         if logits.ndim > 2 and labels.shape == logits.shape[:-1]:
             logits = logits.movedim(-1, 1)
         # The Trainer has gathered the samples of all processes.
-        numbers = Numbers(self.bins, self.loss.ignore_index, keep=learns_between_epochs(self.loss), shared=False)
+        numbers = Numbers(self.bins, self.loss.ignore_index, keep=self.loss.needs_validation, shared=False)
         numbers.add(logits, labels)
         self._validation = numbers.predictions()
         return numbers.read() | self._gate.read()

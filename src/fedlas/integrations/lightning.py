@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlas.extras import needed
-from fedlas.integrations.base import Gate, Numbers, learns_between_epochs
+from fedlas.integrations.base import Gate, Numbers
 from fedlas.losses.base import AbstractLoss
 from fedlas.predictions import Predictions
 
@@ -179,10 +179,12 @@ class CalibrationCallback(_Callback):
     def _start(self, batches: Sequence[float]) -> None:
         """Begin to count the samples of each loader, given how many batches each has."""
         assert self._loss is not None
-        loss, learns = self._loss, learns_between_epochs(self._loss)
+        loss = self._loss
         self._batches, self._loader, self._logged = list(batches), None, set()
         places = range(max(1, len(self._batches)))
-        self._numbers = [Numbers(self.bins, loss.ignore_index, keep=learns and place == 0) for place in places]
+        self._numbers = [
+            Numbers(self.bins, loss.ignore_index, keep=loss.needs_validation and place == 0) for place in places
+        ]
 
     def _see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
         """Look at what the module gives to its loss."""

@@ -29,6 +29,8 @@ class AdaFocal(AbstractLoss):
 
     name = "adafocal"
     citation = "Ghosh et al., AdaFocal: Calibration-aware Adaptive Focal Loss, NeurIPS 2022."
+    learns_between_epochs = True
+    needs_validation = True
 
     def __init__(
         self,
@@ -48,18 +50,17 @@ class AdaFocal(AbstractLoss):
         self.switch = at_least("switch", switch, 0)
         self.gammas: Tensor
         self.edges: Tensor
-        gamma = within("gamma", gamma, self.gamma_min, self.gamma_max)
-        self.register_buffer("gammas", torch.full((self.bins,), float(gamma), dtype=torch.float64))
+        self.gamma = within("gamma", gamma, self.gamma_min, self.gamma_max)
+        self.register_buffer("gammas", torch.full((self.bins,), float(self.gamma), dtype=torch.float64))
         self.register_buffer("edges", torch.linspace(0, 1, self.bins + 1, dtype=torch.float64))
 
     def terms(self, batch: Batch) -> dict[str, Tensor]:
         return {"classification": self.expected(batch, self._loss_of)}
 
     @torch.no_grad()
-    def end_epoch(self, validation: Predictions | None = None) -> None:
+    def learn_from_epoch(self, validation: Predictions | None) -> None:
         """Move bins and gammas by the calibration of the validation set; all ranks must give the same one."""
-        if validation is None:
-            raise ValueError("adafocal learns its gammas from a validation set: end_epoch(validation=Predictions(...))")
+        assert validation is not None
         confidence, correct = validation.confidence, validation.correct
         edges = interpolated_edges(confidence, self.bins)
         found = bin_statistics(confidence, correct, edges)

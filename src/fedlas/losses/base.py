@@ -16,11 +16,12 @@ masked, never cut out: no shape depends on data, and nothing waits for the devic
 """
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,14 +29,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlas import ranks
-from fedlas.catalog import nearest
-from fedlas.losses.input_checks import check_shapes, check_tensors, checked_index, checked_labels
+from fedlas.catalog import keywords, nearest
+from fedlas.losses.input_checks import (
+    check_shapes,
+    check_tensors,
+    checked_index,
+    checked_labels,
+    is_transformed,
+)
+from fedlas.losses.usage_checks import EpochCheck, UpdateCheck
 from fedlas.predictions import Predictions
 
 Reduction = Literal["mean", "sum", "none"]
 IGNORE_INDEX = -100
 Word = TypeVar("Word", bound=str)
 Exact = TypeVar("Exact", bound="AbstractExact")
+Loss = TypeVar("Loss", bound="AbstractLoss")
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class Batch:
     """All that a loss may look at in one step: rows of samples, pixels or tokens.
 
     Logits and labels are in float32 or better, features in the type that the network gave them. `valid` marks the rows
-    that count; `shared` says that the batch is one part of a batch spread over ranks.
+    that count; `updates_state` is true in a training step, and false in an evaluation, which leaves the state of the
+    loss alone; `shared` says that the batch is one part of a batch spread over ranks.
     """
 
     logits: Float[Tensor, "n classes"]
@@ -53,6 +63,7 @@ class Batch:
     valid: Bool[Tensor, " n"]
     log_probs: Float[Tensor, "n classes"]
     shared: bool = False
+    updates_state: bool = False
 
     @property
     def soft(self) -> bool:
@@ -108,7 +119,78 @@ class Common(Options, total=False):
     num_classes: int | None
 
 
-class AbstractExact(nn.Module, ABC):
+class AbstractPart(nn.Module, ABC):
+    """A module that shows its hyperparameters when it is printed and saves them beside its state.
+
+    Keywords of the constructor that are attributes of the same name are hyperparameters. They are saved in the metadata
+    of `state_dict`, where formats that hold tensors alone (safetensors) drop them. Loading the state of another class
+    is an error; loading that of other hyperparameters is a warning.
+    """
+
+    not_hyperparameters: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """The hyperparameters by their keywords."""
+        names = [name for name in keywords(type(self)) if name not in self.not_hyperparameters]
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    def extra_repr(self) -> str:
+        """Show the hyperparameters."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.hyperparameters.items())
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether this call is inside a transform of `torch.func`, whose tensors mean nothing outside of it."""
+        return is_transformed()
+
+    def check_update(self) -> None:
+        """Raise if the state cannot be updated in place."""
+        if self.is_transformed:
+            raise RuntimeError(
+                f"{type(self).__name__} updates its state in a training step, which torch.func transforms cannot do; "
+                "call loss.eval() first"
+            )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            plain = {
+                name: v for name, v in self.hyperparameters.items() if v is None or isinstance(v, int | float | str)
+            }
+            metadata |= {"class": type(self).__name__, "hyperparameters": plain}
+
+    def _load_from_state_dict(  # noqa: PLR0917 (the signature of nn.Module)
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        mine, theirs = type(self).__name__, local_metadata.get("class", type(self).__name__)
+        if mine != theirs:
+            error_msgs.append(f"{prefix[:-1] or 'this'} is a {mine}, the state is that of a {theirs}")
+            return
+        saved, own = local_metadata.get("hyperparameters", {}), self.hyperparameters
+        different = [
+            f"{name}={saved[name]!r} (here {own[name]!r})" for name in own if own[name] != saved.get(name, own[name])
+        ]
+        if different:
+            warnings.warn(
+                f"the loaded state of {mine} belongs to other hyperparameters: {', '.join(different)}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+class AbstractExact(AbstractPart):
     """A module whose float64 buffers stay float64 when the module is cast to a narrower type.
 
     A running average with a small weight stands still in bfloat16: each update is below its last digit.
@@ -131,11 +213,11 @@ class AbstractLoss(AbstractExact):
     """A training loss: a drop-in for `nn.CrossEntropyLoss` that may also look at features and sample indices.
 
     Args:
-        num_classes: number of classes; where it is given, logits of another width are an error.
+        num_classes: number of classes, 2 or more; where it is given, logits of another width are an error.
         weight: one factor per class, as in `nn.CrossEntropyLoss`; it acts on the classification term.
         ignore_index: samples with this label do not count.
         reduction: `mean`, `sum` or `none`.
-        sync: in a distributed run, share statistics and denominators with all ranks in training mode.
+        sync: in a distributed run, share statistics and denominators with all ranks in a training step.
 
     """
 
@@ -143,9 +225,15 @@ class AbstractLoss(AbstractExact):
     citation: ClassVar[str]
     takes_maps: ClassVar[bool] = True
     takes_soft_labels: ClassVar[bool] = True
+    learns_between_epochs: ClassVar[bool] = False
+    """Whether `end_epoch` must be called after each epoch."""
+    needs_validation: ClassVar[bool] = False
+    """Whether `end_epoch` needs predictions on a validation set; they must never be those of the test set."""
     needs_features: bool = False
     needs_index: bool = False
+    """Whether a training step needs the position of each sample in the training split; an evaluation never does."""
     index_limit: int | None = None
+    not_hyperparameters = frozenset(Common.__annotations__)
 
     def __init__(
         self,
@@ -157,7 +245,7 @@ class AbstractLoss(AbstractExact):
         sync: bool = True,
     ) -> None:
         super().__init__()
-        self.num_classes = None if num_classes is None else whole("num_classes", num_classes)
+        self.num_classes = None if num_classes is None else whole("num_classes", num_classes, 2)
         self.weight: Tensor | None
         self.register_buffer("weight", _class_weight(weight, num_classes))
         # Looked at once, here: in a training step it would make the host wait.
@@ -171,36 +259,91 @@ class AbstractLoss(AbstractExact):
             raise TypeError(f"sync must be true or false, not {sync!r}")
         self.sync = sync
         self.last_terms: dict[str, Tensor] = {}
+        self._update_check = UpdateCheck()
+        self._epoch_check = EpochCheck()
 
     @abstractmethod
     def terms(self, batch: Batch) -> dict[str, Tensor]:
         """Give the named addends of each sample, already multiplied by their coefficients."""
 
     def end_epoch(self, validation: Predictions | None = None) -> None:
-        """Learn what is learned between epochs; most losses learn nothing there."""
+        """Report the end of an epoch to the loss; most losses have nothing to learn from it.
+
+        Args:
+            validation: predictions on a validation set, for the losses with `needs_validation`.
+
+        """
+        if self.needs_validation and validation is None:
+            raise ValueError(f"{self.name} learns from a validation set: {self._end_epoch_call}")
+        self._epoch_check.finish()
+        self._update_check.end_epoch(self.name, self)
+        self.learn_from_epoch(validation)
+
+    def extra_repr(self) -> str:
+        """Show the hyperparameters, and the common keywords that are not as usual."""
+        usual = {"num_classes": None, "ignore_index": IGNORE_INDEX, "reduction": "mean", "sync": True}
+        others = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        if self.weight is not None:
+            others["weight"] = f"<{len(self.weight)} classes>"
+        return ", ".join(f"{name}={value!r}" for name, value in {**self.hyperparameters, **others}.items())
+
+    def learn_from_epoch(self, validation: Predictions | None) -> None:
+        """Update the state after an epoch; for a loss with `learns_between_epochs`."""
+
+    @property
+    def updates_state(self) -> bool:
+        """Whether a call is a training step: in training mode, with gradients enabled."""
+        return self.training and torch.is_grad_enabled()
+
+    def train(self: Loss, mode: bool = True) -> Loss:
+        """Set training or evaluation mode."""
+        if not mode:
+            self._epoch_check.evaluated()
+        return super().train(mode)
 
     def forward(
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> Tensor:
-        """Compute the loss of a batch; `last_terms` then holds its parts, detached, unless nothing is reduced."""
-        check_tensors(logits, labels, features, index)
-        with full_precision(logits):
-            batch = self._batch(logits, labels, features, index)
-            reduced = reduce(self.terms(batch), batch, self.weight, self.reduction)
-            if self.reduction == "none":
-                return _sum(reduced).reshape(_without_classes(logits))
+        """Compute the loss of a batch; `last_terms` then holds its parts, detached, unless nothing is reduced.
+
+        In evaluation mode, and where gradients are disabled, the state of the loss stays as it is.
+        """
+        reduced = self._reduced(logits, labels, features, index, self.reduction)
+        if self.reduction == "none":
+            return _sum(reduced).reshape(_without_classes(logits))
+        if not self.is_transformed:
             self.last_terms = {name: value.detach() for name, value in reduced.items()}
-            return _sum(reduced)
+        return _sum(reduced)
 
     def parts(
         self, logits: Tensor, labels: Tensor, features: Tensor | None = None, index: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Give the named terms of each sample, shaped like hard labels, for a combination of one's own."""
+        each = self._reduced(logits, labels, features, index, "none")
+        return {name: values.reshape(_without_classes(logits)) for name, values in each.items()}
+
+    def _reduced(
+        self, logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None, reduction: Reduction
+    ) -> dict[str, Tensor]:
         check_tensors(logits, labels, features, index)
         with full_precision(logits):
             batch = self._batch(logits, labels, features, index)
-            each = reduce(self.terms(batch), batch, self.weight, "none")
-            return {name: values.reshape(_without_classes(logits)) for name, values in each.items()}
+            if torch.compiler.is_compiling() or self.is_transformed:  # where a counter would be a constant of the graph
+                return reduce(self.terms(batch), batch, self.weight, reduction)
+            if not batch.updates_state:
+                self._epoch_check.evaluated()
+                return reduce(self.terms(batch), batch, self.weight, reduction)
+            self._update_check.before_step(self.name, self)
+            if self.learns_between_epochs:
+                self._epoch_check.before_step(self.name, self._end_epoch_call, index)
+            reduced = reduce(self.terms(batch), batch, self.weight, reduction)
+            self._update_check.after_step(self)
+            return reduced
+
+    @property
+    def _end_epoch_call(self) -> str:
+        given = "validation=fedlas.Predictions(logits, labels)" if self.needs_validation else ""
+        return f"loss.end_epoch({given})"
 
     def expected(self, batch: Batch, loss_of: Callable[[Tensor], Tensor]) -> Float[Tensor, " n"]:
         """Average a loss over the label: Σ_k y_k w_k l(k), where `loss_of` computes l(k) from log p_k."""
@@ -220,16 +363,25 @@ class AbstractLoss(AbstractExact):
                 f"{self.name} needs features, the input of the network's last layer: loss(logits, labels, features). "
                 "fedlas.WithFeatures(model) gives them for any network"
             )
-        if self.needs_index and index is None:
+        updates_state = self.updates_state
+        if self.needs_index and updates_state and index is None:
             raise ValueError(f"{self.name} needs index, each sample's position in the training split: index=...")
         if logits.ndim > 2 and not self.takes_maps:
             raise ValueError(f"{self.name} takes logits of shape (N, C), not maps of shape {tuple(logits.shape)}")
         if labels.is_floating_point() and labels.ndim > 1 and not self.takes_soft_labels:
             raise ValueError(f"{self.name} takes one class number per sample, not soft labels")
-        if self.index_limit is not None and index is not None and index.ndim == 1:
+        if self.index_limit is not None and updates_state and index is not None and index.ndim == 1:
             index = checked_index(index, self.index_limit)
-        shared = self.training and self.sync and ranks.count() > 1
-        batch = as_batch(logits, labels, features, index, ignore_index=self.ignore_index, shared=shared)
+        shared = updates_state and self.sync and ranks.count() > 1
+        batch = as_batch(
+            logits,
+            labels,
+            features,
+            index,
+            ignore_index=self.ignore_index,
+            shared=shared,
+            updates_state=updates_state,
+        )
         for built_for in (self.num_classes, None if self.weight is None else len(self.weight)):
             if built_for not in (None, logits.shape[1]):
                 raise ValueError(f"{self.name} was built for {built_for} classes; logits have {logits.shape[1]}")
@@ -249,6 +401,7 @@ def as_batch(
     *,
     ignore_index: int = IGNORE_INDEX,
     shared: bool = False,
+    updates_state: bool = False,
 ) -> Batch:
     """Check the tensors of one step and lay them out as rows."""
     check_shapes(logits, labels, features, index)
@@ -275,6 +428,7 @@ def as_batch(
         valid=valid,
         log_probs=functional.log_softmax(logits, 1),
         shared=shared,
+        updates_state=updates_state,
     )
 
 

@@ -43,7 +43,7 @@ class CPC(AbstractLoss):
         bdc = -torch.where(other, functional.logsigmoid(true - batch.logits), 0).sum(1) / max(classes - 1, 1)
         terms = {"classification": self.cross_entropy(batch), "discrimination": self.lambda_bdc * bdc}
         if classes > 2:
-            bec = -_PairSum.apply(batch.logits, other) / ((classes - 1) * (classes - 2))
+            bec = -_PairSum.apply(batch.logits, other)[0] / ((classes - 1) * (classes - 2))
             terms["exclusion"] = self.lambda_bec * bec
         return terms
 
@@ -51,8 +51,10 @@ class CPC(AbstractLoss):
 class _PairSum(torch.autograd.Function):
     """Σ_{j,k} 1/2 log σ(s_j - s_k + 1e-10) over the classes that are in, with its gradient computed on the way."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, logits: Float[Tensor, "n c"], among: Tensor) -> Float[Tensor, " n"]:
+    def forward(logits: Float[Tensor, "n c"], among: Tensor) -> tuple[Float[Tensor, " n"], Float[Tensor, "n c"]]:
         n, classes = logits.shape
         at_once = classes if torch.compiler.is_compiling() else max(1, PAIRS_AT_ONCE // max(n * classes, 1))
         mask = among.to(logits.dtype)
@@ -64,11 +66,15 @@ class _PairSum(torch.autograd.Function):
             # d/ds_j of log σ(s_j - s_k) + log σ(s_k - s_j), each pair being counted in both orders
             slope = torch.sigmoid(-difference - 1e-10) - torch.sigmoid(difference - 1e-10)
             slopes.append((slope * mask[:, None]).sum(2) * mask[:, block])
-        ctx.save_for_backward(torch.cat(slopes, 1) / 2)
-        return value / 2
+        return value / 2, torch.cat(slopes, 1) / 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG004
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
         (slope,) = ctx.saved_tensors
         return grad.unsqueeze(1) * slope, None

@@ -10,10 +10,12 @@ The score r is the largest probability (`softmax`), its lead over the second (`m
 (`entropy`); the gradient flows through both scores of a pair. In the first epoch nothing can be ranked yet.
 Departures from the published code: the table has a place for training samples only, so that samples never seen do not
 hold k_min at 0; u = 0 where every sample has k = K (published: 0/0); the history is saved with the loss; ignored
-samples are left out of the pairing.
+samples are left out of the pairing. The ranking belongs to training: in evaluation mode, or where gradients are
+disabled, it is 0 and no index is needed.
 """
 
 import math
+import warnings
 from typing import Literal, Unpack
 
 import torch
@@ -24,44 +26,66 @@ from fedlas.predictions import Predictions
 
 
 class CRL(AbstractLoss):
-    """Cross-entropy plus a ranking of confidence by how often each training sample has been right."""
+    """Cross-entropy plus a ranking of confidence by how often each training sample has been right.
+
+    Args:
+        num_samples: number of samples of the training split, whose positions are given as `index`.
+        rank_weight: weight of the ranking term.
+        score: confidence that is ranked.
+        **common: see `AbstractLoss`.
+
+    """
 
     name = "crl"
     citation = "Moon et al., Confidence-Aware Learning for Deep Neural Networks, ICML 2020."
     takes_maps = False
     takes_soft_labels = False
+    learns_between_epochs = True
     needs_index = True
 
     def __init__(
         self,
         *,
-        num_samples: int = 45_000,
+        num_samples: int,
         rank_weight: float = 1.0,
         score: Literal["softmax", "margin", "entropy"] = "softmax",
         **common: Unpack[Common],
     ) -> None:
         super().__init__(**common)
-        self.index_limit = whole("num_samples", num_samples)
+        self.num_samples = self.index_limit = whole("num_samples", num_samples)
         self.rank_weight = at_least("rank_weight", rank_weight, 0)
         self.score = one_of("score", score, ("softmax", "margin", "entropy"))
         self.correct_epochs: Tensor
         self.finished_epochs: Tensor
         self.register_buffer("correct_epochs", torch.zeros(self.index_limit, dtype=torch.int64))
         self.register_buffer("finished_epochs", torch.zeros((), dtype=torch.int64))
+        self._warned = False
 
     def terms(self, batch: Batch) -> dict[str, Tensor]:
+        classification = self.cross_entropy(batch)
+        if not batch.updates_state:
+            return {"classification": classification, "ranking": torch.zeros_like(classification)}
+        self.check_update()
         assert batch.index is not None
         index = batch.joined(batch.index)
         valid = batch.joined(batch.valid)
         ranking = self._ranking(batch.joined(self._scores(batch)), index, valid)
-        if self.training:
-            right = batch.joined(batch.correct()).long()
-            self.correct_epochs.index_add_(0, index, torch.where(valid, right, 0))
-        return {"classification": self.cross_entropy(batch), "ranking": self.rank_weight * batch.own(ranking)}
+        right = batch.joined(batch.correct()).long()
+        self.correct_epochs.index_add_(0, index, torch.where(valid, right, 0))
+        return {"classification": classification, "ranking": self.rank_weight * batch.own(ranking)}
 
-    def end_epoch(self, validation: Predictions | None = None) -> None:  # noqa: ARG002 (learns from training alone)
+    def learn_from_epoch(self, validation: Predictions | None) -> None:  # noqa: ARG002 (learns from training alone)
         """Count the epoch."""
         self.finished_epochs += 1
+        most, epochs = int(self.correct_epochs.max()), int(self.finished_epochs)
+        if most > epochs and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"crl counted a training sample as correct {most} times in {epochs} epochs; call loss.end_epoch() "
+                "after each epoch, loss.eval() for validation, and let each epoch visit a sample once",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _scores(self, batch: Batch) -> Tensor:
         if self.score == "softmax":

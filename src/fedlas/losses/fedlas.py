@@ -41,6 +41,7 @@ from fedlas import ranks
 from fedlas.losses.base import (
     AbstractExact,
     AbstractLoss,
+    AbstractPart,
     Batch,
     Options,
     at_least,
@@ -109,15 +110,14 @@ class NCI(AbstractExact):
         self.source = one_of("source", source, get_args(Source))
         self.normalise = one_of("normalise", normalise, get_args(Normalise))
         self.eps = at_least("eps", eps, 0)
-        published = one_of("start", start, get_args(Start)) == "published"
+        self.start = one_of("start", start, get_args(Start))
         self.mean: Tensor
         self.std: Tensor
         self.started: Tensor
         self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float64))
         self.register_buffer("std", torch.tensor(100.0, dtype=torch.float64))
-        self.register_buffer("started", torch.tensor(published))
+        self.register_buffer("started", torch.tensor(self.start == "published"))
 
-    @torch.no_grad()
     def forward(
         self,
         logits: Float[Tensor, "n classes"],
@@ -126,20 +126,23 @@ class NCI(AbstractExact):
         *,
         shared: bool = False,
     ) -> Float[Tensor, " n"]:
-        """Give gamma; in training mode the running statistics take the batch in first."""
-        values = self._values(logits, features)
-        usable = valid & (values.abs() <= LARGEST)
-        values = torch.where(usable, values, 0).to(torch.promote_types(self.mean.dtype, values.dtype))
-        if self.normalise == "none":
-            gamma = values
-        elif self.normalise == "batch":
-            gamma = self._normalised(values, *_statistics(values, usable, shared=shared))
-        else:
-            if self.training:
-                self._update(*_statistics(values, usable, shared=shared))
-            gamma = self._normalised(values, self.mean, self.std, self.started)
-        gamma = torch.where(usable, gamma, 0).clamp(-GAMMA_LIMIT, GAMMA_LIMIT)
-        return gamma.to(logits.dtype)
+        """Give gamma; in training mode, with gradients enabled, the running statistics take the batch in first."""
+        updates_state = self.training and torch.is_grad_enabled()
+        with torch.no_grad():
+            values = self._values(logits, features)
+            usable = valid & (values.abs() <= LARGEST)
+            values = torch.where(usable, values, 0).to(torch.promote_types(self.mean.dtype, values.dtype))
+            if self.normalise == "none":
+                gamma = values
+            elif self.normalise == "batch":
+                gamma = self._normalised(values, *_statistics(values, usable, shared=shared))
+            else:
+                if updates_state:
+                    self.check_update()
+                    self._update(*_statistics(values, usable, shared=shared))
+                gamma = self._normalised(values, self.mean, self.std, self.started)
+            gamma = torch.where(usable, gamma, 0).clamp(-GAMMA_LIMIT, GAMMA_LIMIT)
+            return gamma.to(logits.dtype)
 
     def _values(self, logits: Tensor, features: Tensor | None) -> Tensor:
         if self.source == "max_prob":
@@ -181,7 +184,7 @@ def _statistics(values: Tensor, usable: Tensor, *, shared: bool) -> tuple[Tensor
     return mean, (squares / (count - 1).clamp_min(1)).sqrt(), count >= 2
 
 
-class BCG(nn.Module):
+class BCG(AbstractPart):
     """Bidirectional calibrating gate: says for each sample in which direction its norm moves the smoothing.
 
     Args:
@@ -209,10 +212,10 @@ class BCG(nn.Module):
             raise ValueError(f"gate_zero must be -1 or 0 ({zero}), gate_positive_index 0 or 1 ({positive_index})")
         self.zero = float(zero)
         self.positive_index = positive_index
-        width = max(1, num_classes // 2) if width is None else whole("gate_width", width)
+        self.width = max(1, num_classes // 2) if width is None else whole("gate_width", width)
         if self.kind not in ("positive", "negative"):
-            self.fc_in = nn.Linear(num_classes, width)
-            self.fc_out = nn.Linear(width, 2)
+            self.fc_in = nn.Linear(num_classes, self.width)
+            self.fc_out = nn.Linear(self.width, 2)
 
     def forward(
         self, logits: Float[Tensor, "n classes"], valid: Bool[Tensor, " n"], *, shared: bool = False
@@ -278,7 +281,7 @@ class SmoothingOptions(TypedDict, total=False):
     preset: Preset
 
 
-class AdaptiveSmoothing(nn.Module):
+class AdaptiveSmoothing(AbstractPart):
     """Adaptive smoothing module: gives each sample its alpha_i, for the losses below or for one of your own.
 
     `psi`, `gamma` and `alpha_i` of the latest batch stay readable as detached tensors, NaN where a sample is ignored.
@@ -295,6 +298,8 @@ class AdaptiveSmoothing(nn.Module):
         gate, gate_width, gate_zero, gate_positive_index: see `BCG`.
 
     """
+
+    not_hyperparameters = frozenset({"sync"})
 
     def __init__(
         self,
@@ -320,7 +325,7 @@ class AdaptiveSmoothing(nn.Module):
     ) -> None:
         super().__init__()
         chosen = PRESETS[one_of("preset", preset, get_args(Preset))]
-        self.num_classes = whole("num_classes", num_classes)
+        self.num_classes = whole("num_classes", num_classes, 2)
         self.alpha = at_least("alpha", alpha, 0)
         self.beta = at_least("beta", beta, 0)
         self.alpha_min = None if alpha_min is None else within("alpha_min", alpha_min, 0, 1)
@@ -354,15 +359,16 @@ class AdaptiveSmoothing(nn.Module):
         with full_precision(logits):
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             valid = torch.ones_like(logits[:, 0], dtype=torch.bool) if valid is None else valid
-            shared = self.training and self.sync and ranks.count() > 1
+            shared = self.training and torch.is_grad_enabled() and self.sync and ranks.count() > 1
             gamma = self.nci(logits.detach(), features, valid, shared=shared)
             gamma = gamma[_shuffled(valid)] if self.shuffle_indicator else gamma
             psi = self.bcg(logits, valid, shared=shared)
             alpha_i = self.alpha * 2 * torch.sigmoid(self.beta * psi * gamma)
             if self.alpha_min is not None or self.alpha_max is not None:
                 alpha_i = alpha_i.clamp(self.alpha_min, self.alpha_max)
-            latest = (torch.where(valid, x.detach(), torch.nan) for x in (psi, gamma, alpha_i))
-            self.psi, self.gamma, self.alpha_i = latest
+            if not self.is_transformed:
+                latest = (torch.where(valid, x.detach(), torch.nan) for x in (psi, gamma, alpha_i))
+                self.psi, self.gamma, self.alpha_i = latest
             return alpha_i
 
 

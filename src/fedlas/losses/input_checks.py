@@ -2,7 +2,8 @@
 
 Shapes, types and devices are known without looking at values and are always checked. Values (labels in range, soft
 labels that are probabilities, indices in range) are checked in eager code on the CPU always; on an accelerator and
-under `torch.compile` only inside `checks(True)`, because there a look at the values makes the host wait.
+under `torch.compile` only inside `checks(True)`, because there a look at the values makes the host wait. Inside a
+transform of `torch.func`, as `vmap`, no value can be read.
 """
 
 from types import TracebackType
@@ -10,6 +11,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+_transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
 class checks:  # noqa: N801 (a context manager, named like a verb)
@@ -50,8 +53,9 @@ def check_shapes(logits: Tensor, labels: Tensor, features: Tensor | None, index:
     shape = tuple(logits.shape)
     if not logits.is_floating_point():
         raise ValueError(f"logits must be floating point, not {logits.dtype}")
-    if logits.ndim < 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits must have shape (N, C) or (N, C, d1, ...) with at least one class, not {shape}")
+    if logits.ndim < 2 or logits.shape[1] < 2:
+        hint = "; a single logit z of class 1 is torch.cat([0 * z, z], 1)" if logits.ndim == 2 else ""
+        raise ValueError(f"logits must have shape (N, C) or (N, C, d1, ...) with at least 2 classes, not {shape}{hint}")
     without_classes = (shape[0], *shape[2:])
     if labels.dtype == torch.bool or labels.is_complex():
         raise ValueError(f"labels must be integers, or probabilities in floating point, not {labels.dtype}")
@@ -103,9 +107,14 @@ def checked_index(index: Tensor, num_samples: int) -> Tensor:
 
 
 def _look(tensor: Tensor) -> bool:
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" or is_transformed():
         return False
     return checks.active or (tensor.device.type == "cpu" and not torch.compiler.is_compiling())
+
+
+def is_transformed() -> bool:
+    """Return whether this code runs inside a transform of `torch.func`."""
+    return not torch.compiler.is_compiling() and bool(_transforms_are_active())
 
 
 def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:

@@ -5,8 +5,9 @@
 `WithFeatures` finds the head when it is built, by the names that libraries give it and by the order and widths of the
 layers; where two layers could be it, nothing is guessed. A hook on the head gives its input and output. What happens
 around it is seen by a torch function mode, active only while the wrapper runs: a dropout right before the head is
-undone, be it a module or a function, and where the network picks rows of the head's output (the last token of a
-decoder), the same rows of the features are picked. Nothing stays behind after the call.
+undone, be it a module or a function; where the network picks rows of the head's output (the last token of a decoder),
+the same rows of the features are picked; where it resizes the output (segmentation), the features are resized alike.
+Nothing stays behind after the call. The first eager call with gradients checks that the logits come from the head.
 
 The networks of this package are plain modules that return logits, made by entries of the catalogue: an entry derives
 from `AbstractNetwork` and knows how to build one network.
@@ -38,12 +39,14 @@ __all__ = [
     "WithFeatures",
     "WithLoss",
     "closest",
+    "parameters",
 ]
 
 # Words in attribute names by which libraries and people call the part that ends in the logits.
 _HEAD_WORDS = {"fc", "head", "heads", "classifier", "score", "logits"}
 _DROPOUTS = (torch.dropout, *(f for name, f in vars(functional).items() if "dropout" in name))
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONVOLVE = (functional.conv1d, functional.conv2d, functional.conv3d)
 
 
 class Output(NamedTuple):
@@ -60,22 +63,27 @@ class WithFeatures(nn.Module):
     The wrapped network is `model`, its `state_dict` unchanged, and `head_name` the dotted path of that layer in it.
 
     Args:
-        model: a network that returns logits, something that has them as `logits`, or a tuple that starts with them.
+        model: a network that returns logits, something that has them as `logits`, a dictionary that has them as
+            "logits" or "out", or a tuple that starts with them.
         head: the dotted path of the last linear layer, for a network where it is not found or not the only one.
+        output: the position or key of the logits in what the network returns, for a network with several outputs.
     """
 
-    def __init__(self, model: nn.Module, head: str | None = None) -> None:
+    def __init__(self, model: nn.Module, head: str | None = None, output: int | str | None = None) -> None:
         super().__init__()
         self.model = model
+        self.output = output
         self.head_name = _found_head(model) if head is None else _given_head(model, head)
         layer = model.get_submodule(self.head_name)
         _warn_of_softmax(model)
         self._channels_first = isinstance(layer, _CONVOLUTIONS)
+        self._width = _widths(layer)[1]
         # Logits that are not the very output of a layer that we found ourselves may come from one of these.
         same_width = [name for name, other in _layers(model) if _widths(other)[1] == _widths(layer)[1]]
         self._rivals = [name for name in same_width if name != self.head_name] if head is None else []
         self._watch: _Watch | None = None
         self._unwrapped = False
+        self._verified = False
         # A bound method, so that a copy of the wrapper has a hook of its own.
         self._hook = layer.register_forward_hook(self._see_head, with_kwargs=True)
 
@@ -87,13 +95,13 @@ class WithFeatures(nn.Module):
             raise RuntimeError("this WithFeatures was unwrapped; wrap the network again")
         if self._watch is not None:
             raise RuntimeError("this WithFeatures is already running, inside of itself or in another thread")
-        self._watch = watch = _Watch(picks_rows=not self._channels_first)
+        self._watch = watch = _Watch(self._width, picks_rows=not self._channels_first)
         try:
             with watch:
                 result = self.model(*args, **kwargs)
         finally:
             self._watch = None
-        return self._pair(watch, _logits(result))
+        return self._pair(watch, _logits(result, self.output))
 
     def unwrap(self) -> nn.Module:
         """Take the hook off the head and return the network as it came, to be pickled or scripted on its own."""
@@ -103,7 +111,7 @@ class WithFeatures(nn.Module):
 
     def extra_repr(self) -> str:
         """Say where the features come from when the module is printed."""
-        return f"head_name={self.head_name!r}"
+        return f"head_name={self.head_name!r}" + ("" if self.output is None else f", output={self.output!r}")
 
     def _see_head(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._watch is not None:
@@ -120,6 +128,8 @@ class WithFeatures(nn.Module):
         if output is not logits and self._rivals:
             rivals = ", ".join([self.head_name, *self._rivals])
             raise ValueError(f"the logits are not the output of {layer} as it is; {advice}, one of: {rivals}")
+        if output is not logits:
+            self._verify(watch, output, logits)
         axis = 1 if self._channels_first else output.ndim - 1
         rows, rows_of_features = ((*t.shape[:axis], *t.shape[axis + 1 :]) for t in (output, features))
         if rows == rows_of_features:
@@ -131,6 +141,20 @@ class WithFeatures(nn.Module):
                 return Output(logits, features.movedim(-1, 1))
         shapes = f"features {tuple(features.shape)} and output {tuple(output.shape)} of {layer}"
         raise ValueError(f"{shapes} do not belong row by row to logits {tuple(logits.shape)}; {advice}")
+
+    def _verify(self, watch: "_Watch", output: Tensor, logits: Tensor) -> None:
+        """Raise if the logits come from another layer; once, and as soon as there are gradients to follow."""
+        other = any(made is logits for made in watch.of_same_width)
+        graph = torch.is_grad_enabled() and output.requires_grad and logits.requires_grad
+        if not other and not self._verified and graph and not torch.compiler.is_compiling():
+            (slope,) = torch.autograd.grad(logits.sum(), output, retain_graph=True, allow_unused=True)
+            other, self._verified = slope is None, slope is not None
+        if other:
+            raise ValueError(
+                f"the logits are not made by the layer {self.head_name!r}, whose input the features are; pass "
+                "WithFeatures(model, head=...) the layer that makes the logits, or output=... the position or key of "
+                "its logits in what the network returns"
+            )
 
 
 class WithLoss(nn.Module):
@@ -155,6 +179,11 @@ class WithLoss(nn.Module):
         else:
             output = self.net(inputs)
         return self.loss(output.logits, labels, features=output.features, index=index), output
+
+
+def parameters(*modules: nn.Module) -> list[nn.Parameter]:
+    """List the parameters of several modules for an optimizer, each parameter once: `parameters(net, loss)`."""
+    return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
 
 LOADING = ("checkpoint", "pretrained", "weights", "cache_dir")  # how words of libraries begin that read files
@@ -290,11 +319,14 @@ def closest(word: str, known: Collection[str]) -> str:
 class _Watch(TorchFunctionMode):
     """Sees one forward pass: the call of the head, the dropouts before it and the rows picked after it."""
 
-    def __init__(self, picks_rows: bool) -> None:
+    def __init__(self, width: int, *, picks_rows: bool) -> None:
         super().__init__()
+        self.width = width
         self.picks_rows = picks_rows
+        self.of_same_width: list[Tensor] = []  # outputs of layers like the head
         self.calls = 0
         self.pairs: list[tuple[Tensor, Tensor]] = []  # the head's output, then rows picked from it, with their features
+        self.resized: list[tuple[Tensor, int, tuple[Any, ...], dict[str, Any]]] = []  # with the pair they come from
         self.dropped: Tensor | None = None  # the output of the most recent dropout
         self.undropped: Tensor | None = None  # what went into it, or into the first of several in a row
 
@@ -307,6 +339,11 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is Tensor.__getitem__:
             self._see_rows(args[0], args[1], result)
+        elif func is functional.interpolate:
+            self._see_resize(args, kwargs, result)
+        elif func is functional.linear if self.picks_rows else func in _CONVOLVE:
+            if result.shape[-1 if self.picks_rows else 1] == self.width:
+                self.of_same_width.append(result)
         elif result is self.dropped or (func is Tensor.__setitem__ and args[0] is self.dropped):
             self.dropped = None  # changed in place, so no longer what the dropout made
         return result
@@ -320,6 +357,9 @@ class _Watch(TorchFunctionMode):
 
     def origin(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Find the output that the logits are, with its features; the head's own if they are none that was seen."""
+        for resized, place, args, kwargs in self.resized:
+            if resized is logits:  # only now: features are many times as wide as logits
+                return logits, functional.interpolate(self.pairs[place][1], *args, **kwargs)
         for output, features in self.pairs:
             if output is logits:
                 return output, features
@@ -344,6 +384,15 @@ class _Watch(TorchFunctionMode):
                 self.pairs.append((result, features[index]))
                 return
 
+    def _see_resize(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+        """Note a resize of the head's output; it commutes with the head, which acts on each position alone."""
+        source = args[0] if args else kwargs["input"]
+        others = {name: value for name, value in kwargs.items() if name != "input"}
+        for place, (output, _) in enumerate(self.pairs):
+            if source is output and not self.picks_rows:
+                self.resized.append((result, place, args[1:], others))
+                return
+
 
 def _spares_last_axis(index: Any, ndim: int) -> bool:
     """Say whether an index picks rows only: the last axis holds classes in the logits, but features in the features."""
@@ -355,11 +404,13 @@ def _spares_last_axis(index: Any, ndim: int) -> bool:
     return sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1 for part in parts) < ndim
 
 
-def _logits(result: Any) -> Tensor:
-    """Take the logits out of what a network returns."""
+def _logits(result: Any, output: int | str | None = None) -> Tensor:
+    """Return the logits among the outputs of a network."""
     logits = result
-    if isinstance(result, Mapping):
-        logits = result.get("logits")
+    if output is not None:
+        logits = _item(result, output)
+    elif isinstance(result, Mapping):
+        logits = result.get("logits", result.get("out"))
     elif hasattr(result, "logits"):
         logits = result.logits
     elif isinstance(result, (tuple, list)) and result:
@@ -367,8 +418,20 @@ def _logits(result: Any) -> Tensor:
     if isinstance(logits, Tensor):
         return logits
     keys = f" with {', '.join(map(str, result))}" if isinstance(result, Mapping) else ""
-    takes = "a tensor, something with `logits`, or a tuple that starts with a tensor"
-    raise TypeError(f"the network returns a {type(result).__name__}{keys}; WithFeatures takes {takes}")
+    chosen = "" if output is None else f", whose item {output!r} is no tensor"
+    takes = 'a tensor, something with `logits`, a dictionary with "out", or a tuple that starts with a tensor'
+    raise TypeError(
+        f"the network returns a {type(result).__name__}{keys}{chosen}; WithFeatures takes {takes}; for other outputs "
+        "pass output=..., the position or key of the logits"
+    )
+
+
+def _item(result: Any, output: int | str) -> Any:
+    """Return an item of a tuple or dictionary, or an attribute; None if there is no such item."""
+    try:
+        return result[output]
+    except (KeyError, IndexError, TypeError):
+        return getattr(result, output, None) if isinstance(output, str) else None
 
 
 def _warn_of_softmax(model: nn.Module) -> None:

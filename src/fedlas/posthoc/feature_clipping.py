@@ -65,6 +65,11 @@ class FeatureClipping:
             raise RuntimeError("feature clipping is not fitted yet; call fit(predictions) first")
         return with_logits(predictions, self._logits(self._features(predictions), self.threshold))
 
+    def __repr__(self) -> str:
+        classes, width = self.weight.shape
+        state = "not fitted" if self.threshold is None else f"threshold {self.threshold:.6g}"
+        return f"<FeatureClipping({width} features, {classes} classes, objective={self.objective!r}), {state}>"
+
     def _published(self, predictions: Predictions, features: Float[Tensor, "n width"]) -> dict[float, float]:
         enough = KEPT_ACCURACY * float(predictions.correct.double().mean())
         tried = {math.inf: float(ece(predictions))}

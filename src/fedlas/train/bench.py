@@ -38,7 +38,6 @@ from fedlas.train.predict import Source, evaluation_source, images_dtype, rank
 from fedlas.train.recipe import PUBLISHED, Recipe
 from fedlas.train.runs import RunError
 from fedlas.train.step import Parts, TrainStep
-from fedlas.train.validation import learns_from_validation
 
 # What a captured step does not depend on: it finds these in tensors that can be refilled.
 REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
@@ -297,7 +296,7 @@ class Bench:
             if name.endswith(PUBLISHED):
                 data = name.removesuffix(PUBLISHED).replace("test", self.recipe.data)
                 self._published_transform(data, self.data.transform_for("test"))
-        if self.validates_on_test and learns_from_validation(self.loss):
+        if self.validates_on_test and self.loss.needs_validation:
             raise RunError(
                 f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
                 "set data_options.selection=held_out"

@@ -22,11 +22,10 @@ from fedlas.catalog import keywords, nearest
 from fedlas.data import CATALOG as DATA
 from fedlas.data import build_data
 from fedlas.losses import CATALOG as LOSSES
-from fedlas.losses import AbstractLoss, build_loss
+from fedlas.losses import build_loss
 from fedlas.models import CATALOG as MODELS
 from fedlas.models import AbstractNetwork, check_model
 from fedlas.train.recipe import PUBLISHED, Plain, Recipe
-from fedlas.train.validation import learns_from_validation
 
 Values = dict[str, Plain]
 
@@ -168,7 +167,7 @@ def recipe_for(
     chosen = _protocol(data, model, protocol)
     model = model or _default_model(chosen, data)
     values = chosen.values(data, model)
-    if _data_options(values).get("selection") == "official" and learns_from_validation(_example(loss)):
+    if _data_options(values).get("selection") == "official" and LOSSES.find(loss).needs_validation:
         values["data_options"] = {n: v for n, v in _data_options(values).items() if n != "selection"}
     values["loss_options"] = loss_options(loss, data, official=chosen.name == "official")
     values["model_options"] = {**_channels(data, model), **values.get("model_options", {})}
@@ -179,11 +178,6 @@ def recipe_for(
 def _data_options(values: Values) -> Values:
     options: Values = values.get("data_options", {})
     return options
-
-
-def _example(loss: str) -> AbstractLoss:
-    more = {"num_samples": 2} if "num_samples" in keywords(LOSSES.find(loss)) else {}
-    return build_loss(loss, num_classes=2, **more)
 
 
 def loss_options(loss: str, data: str, *, official: bool = False) -> Values:
@@ -243,8 +237,11 @@ def check_parts(recipe: Recipe) -> None:
     classes, weight = getattr(DATA.find(recipe.data), "num_classes", None), recipe.loss_options.get("weight")
     if not isinstance(classes, int):  # of a folder, which is counted when it is read
         classes = len(weight) if isinstance(weight, list) else 2
+    options: dict[str, Any] = {"num_classes": classes, **recipe.loss_options}
+    if "num_samples" in keywords(LOSSES.find(recipe.loss)):
+        options.setdefault("num_samples", 1)  # known when the data are read
     with torch.random.fork_rng(devices=[]):
-        build_loss(recipe.loss, num_classes=classes, **recipe.loss_options)
+        build_loss(recipe.loss, **options)
 
 
 def _protocol(data: str, model: str | None, name: str | None) -> Protocol:

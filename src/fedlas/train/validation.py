@@ -1,8 +1,5 @@
-"""What becomes of predictions on the validation split: numbers for the log, and what a loss learns between epochs."""
+"""Metrics of the validation split that the log of an epoch holds."""
 
-import copy
-
-from fedlas.losses import AbstractLoss
 from fedlas.metrics.calibration import aece, ece, over_under
 from fedlas.metrics.scoring import accuracy, nll
 from fedlas.predictions import Predictions
@@ -19,12 +16,3 @@ def judged(validation: Predictions) -> dict[str, float]:
         "under_ece": float(under),
         "nll": float(nll(validation)),
     }
-
-
-def learns_from_validation(loss: AbstractLoss) -> bool:
-    """Say whether a loss cannot do without validation data; such a loss must never see test labels there."""
-    try:
-        copy.deepcopy(loss).end_epoch(None)
-    except ValueError:
-        return True
-    return False
