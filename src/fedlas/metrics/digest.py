@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedlas.metrics import calibration, scoring, selective, significance, smooth
 from fedlas.metrics.bins import Bins, exact
+from fedlas.metrics.comparison import Comparison, EachSample, check_draws, paired_gaps, paired_means
 from fedlas.metrics.interval import FEWEST_ERRORS, bootstrap, check_level, mean_with_interval
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition, Result
@@ -25,6 +26,7 @@ from fedlas.predictions import Predictions
 TOP = 5
 COLUMNS = ("confidence", "correct", "loss", "squared_error", "label_square", "among_first")
 SUMS = ("counts", "confidence_sum", "correct_sum")
+PAIRED_RESAMPLES = 2_000
 
 
 class Intervals:
@@ -109,6 +111,35 @@ class Digest:
     def results(self, intervals: Intervals | None = None) -> dict[str, Result]:
         """Compute every metric; those for which a sound method exists get an interval if one is asked for."""
         return _of_pairs(self.top, self.way.bins, intervals) | self._of_rows(intervals)
+
+    def compare(
+        self, other: "Digest", ours: Mapping[str, Result], theirs: Mapping[str, Result], intervals: Intervals
+    ) -> dict[str, Comparison]:
+        """Compare two digests of the same samples by paired tests of accuracy, ECE and NLL.
+
+        Args:
+            other: digest of the second set of predictions.
+            ours: results of this digest.
+            theirs: results of the other digest.
+            intervals: confidence level, resamples and seed; with fewer resamples than the level needs there are no
+                tests.
+        """
+        resamples = intervals.resamples or PAIRED_RESAMPLES
+        options: dict[str, Any] = {"level": intervals.level, "resamples": resamples, "seed": intervals.seed}
+        try:
+            check_draws(intervals.level, resamples)
+        except ValueError:
+            return {}
+        paired = paired_gaps(calibration.ece, self.top, other.top, bins=self.way.bins, **options)
+        found = {"ece": replace(paired, first=ours["ece"], second=theirs["ece"])}
+        means = {"accuracy": (scoring.accuracy, 1)} | ({} if self.classes is None else {"nll": (scoring.nll, 2)})
+        for name, (metric, place) in means.items():
+            each = [
+                EachSample(ours[name], exact(self._column(place))),
+                EachSample(theirs[name], exact(other._column(place))),
+            ]
+            found[name] = paired_means(metric, *each, **options)
+        return found
 
     def _column(self, place: int) -> Tensor:
         return torch.cat([part[place] for part in self._parts])
