@@ -314,7 +314,8 @@ class _Repair:
         fold = self.fold[rows].to(part.logits.device)
         rows_of = [(fold == number).nonzero()[:, 0] for number in range(len(self.calibrators))]
         filled = [(one, place) for one, place in zip(self.calibrators, rows_of, strict=True) if len(place)]
-        calibrated = torch.cat([one.transform(part.logits[place]) for one, place in filled])
+        samples = part.scores_only()
+        calibrated = torch.cat([one.transform(samples[place]).logits for one, place in filled])
         return with_logits(part, calibrated[torch.cat(rows_of).argsort()])
 
 
@@ -401,17 +402,17 @@ def _repair(
     if len(predictions) < 2 * folds:
         few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"
         raise ValueError(f"{few}; give calibration=...")
-    place, truth = dealt.to(predictions.logits.device), predictions.labels
+    place, samples = dealt.to(predictions.logits.device), predictions.scores_only()
     fitted = []
     for fold in range(folds):
-        one = _copy(calibrator).fit(predictions.logits[place != fold], truth[place != fold])
+        one = _copy(calibrator).fit(samples[place != fold])
         assert one.fitted is not None
         one.fitted = replace(one.fitted, split=f"{predictions.split or 'the same split'}, other folds")
         fitted.append(one)
         steps.done()
     every = fitted[0]
     if whole:
-        every = _copy(calibrator).fit(predictions.logits, truth)
+        every = _copy(calibrator).fit(samples)
         steps.done()
     return _Repair(tuple(fitted), every, dealt)
 

@@ -73,7 +73,11 @@ class Digest:
         if not part.top_only:
             probs, labels = part.probs, part.labels
             given = part.given_probs
-            losses = scoring.logit_losses(part.logits, labels) if given is None else scoring.prob_losses(given, labels)
+            losses = (
+                scoring.logit_losses(part.logits, labels)
+                if given is None
+                else scoring.prob_losses(given, labels, part.decimals)
+            )
             filled = self.way.fill_classes(probs, labels)
             self.classes = filled if self.classes is None else self.classes + filled
             self.floor, self.floored = losses.floor, self.floored + losses.floored
@@ -138,7 +142,10 @@ class Digest:
                 EachSample(ours[name], exact(self._column(place))),
                 EachSample(theirs[name], exact(other._column(place))),
             ]
-            found[name] = paired_means(metric, *each, **options)
+            test = paired_means(metric, *each, **options)
+            # With labels of probability zero our NLL is a lower bound, which theirs may exceed without being worse.
+            if not (name == "nll" and self.floored and test.better == "first"):
+                found[name] = test
         return found
 
     def _column(self, place: int) -> Tensor:

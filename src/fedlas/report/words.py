@@ -188,7 +188,7 @@ def _effect_sentence(before: "State", after: "State", way: Direction) -> str:
             "all": "lowers the ECE, though no miscalibration was detectable",
             "unchanged": f"{_lowered_nll(after)}has no detectable miscalibration to remove",
         }.get(found, verdict)
-    zeros = " Labels of probability zero decided what it learned: give logits, or probabilities with more digits."
+    zeros = " Probabilities of zero may be the reason: give logits, or probabilities with more digits."
     why = zeros if _zeros(before) and found in {"worse", "harm"} else ""
     return f"{_subject(after, brief=way == 'none')} {verdict}: {_changes(before, after)}.{why}"
 
@@ -200,7 +200,8 @@ def _changes(before: "State", after: "State") -> str:
     parts = [f"the ECE goes from {start} to {_share(total)}{_p_value(after, 'ece')}{_chance(total)}"]
     if "nll" in after.results:
         start, end = (f"{float(state['nll']):.3g}" for state in (before, after))
-        parts.append(f"the NLL goes from {start} to {end}{_p_value(after, 'nll')}")
+        least = "at least " if _zeros(before) else ""
+        parts.append(f"the NLL goes from {least}{start} to {end}{_p_value(after, 'nll')}")
     if "accuracy" in after.comparisons and after.comparisons["accuracy"].better is not None:
         start, end = (_percent(float(state["accuracy"])) for state in (before, after))
         parts.append(f"accuracy goes from {start} to {end}{_p_value(after, 'accuracy')}")
@@ -233,13 +234,14 @@ def _zeros(state: "State") -> int:
 
 
 def _floored(state: "State") -> list[str]:
-    """Say where the NLL is not what it looks like."""
+    """Return a note where the NLL is only a lower bound."""
     count = _zeros(state)
     if not count:
         return []
     labels = "label has" if count == 1 else "labels have"
-    few = f"{count:,} {labels} probability zero, which makes the true NLL infinite"
-    return [f"{few}; the one shown uses a floor, and so does what is fitted to it. Keep more digits, or logits."]
+    floor = f"{float(state['nll'].details['floor']):g} stands for zero"
+    bound = f"the true NLL is larger than the one shown, in which {floor}"
+    return [f"{count:,} {labels} probability zero: {bound}. Give logits, or probabilities with more digits."]
 
 
 def _fitted(after: "State") -> str:
