@@ -695,3 +695,34 @@ def test_an_error_about_a_row_can_be_copied_and_pickled(again):
     found = again(error)
     assert (type(found), str(found)) == (RowError, str(error))
     assert str(found.at_line([2, 3, 4, 9])) == "p.csv: line 9 has label 'x'"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decimals", [1, 2, 4, 6])
+def test_rounding_to_decimals_is_detected(dtype, decimals):
+    make = torch.Generator().manual_seed(0)
+    probs = (4 * torch.randn(300, 5, generator=make, dtype=torch.float64)).softmax(1)
+    labels = probs.argmin(1)
+    rounded = Predictions.from_probs(probs.round(decimals=decimals).to(dtype), labels, tolerance=0.3)
+    assert rounded.decimals == rounded[5:9].decimals == decimals
+    floor = math.log(0.5 * 10**-decimals)
+    assert float(rounded.logits.min()) == pytest.approx(floor)
+    loss = nll(rounded)
+    assert loss.details["floored"] > 0
+    assert loss.details["floor"] == pytest.approx(math.exp(floor))
+    assert float(loss) == pytest.approx(-float(rounded.logits.double().gather(1, labels[:, None]).mean()), rel=1e-5)
+
+
+def test_other_tables_are_not_taken_for_rounded_ones():
+    make = torch.Generator().manual_seed(0)
+    scores = torch.randn(300, 5, generator=make)
+    votes = torch.multinomial(torch.ones(300, 5), 7, replacement=True, generator=make)
+    tables = {
+        "softmax": scores.softmax(1),
+        "saturated": (60 * scores).softmax(1),
+        "seventh": torch.stack([(votes == k).sum(1) for k in range(5)], 1) / 7,
+        "certain": torch.eye(5).repeat(60, 1),
+        "few": torch.tensor([[0.5, 0.5], [0.25, 0.75]]),
+    }
+    found = {name: Predictions.from_probs(table, torch.zeros(len(table)).long()) for name, table in tables.items()}
+    assert {name: given.decimals for name, given in found.items()} == dict.fromkeys(tables)

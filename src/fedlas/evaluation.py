@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedlas.catalog import nearest
 from fedlas.metrics.bins import Bins
+from fedlas.metrics.comparison import Comparison
 from fedlas.metrics.digest import Digest, Intervals
 from fedlas.metrics.result import Result, aligned, html_table
 from fedlas.metrics.samples import Pairs
@@ -58,6 +59,8 @@ class State:
         fits: how the calibrator was fitted: once, or once for each fold.
         parameters: what it learned, where that is a single number.
         leaked: how many of the samples that it was fitted on are judged too, as far as can be told.
+        comparisons: paired tests of "ece", "nll" and "accuracy" on the same samples: the predictions as given are the
+            first, those after the calibrator the second. Empty for the predictions as given and without intervals.
         pairs: confidence and correctness of each sample, in the order of the predictions, for curves and histograms;
             not written to files.
     """
@@ -69,6 +72,7 @@ class State:
     fits: tuple[Fit, ...] = ()
     parameters: Mapping[str, float] = field(default_factory=dict)
     leaked: int = 0
+    comparisons: Mapping[str, Comparison] = field(default_factory=dict)
     pairs: Pairs | None = None
 
     def __getitem__(self, metric: str) -> Result:
@@ -86,6 +90,7 @@ class State:
             "fits": [asdict(fit) for fit in self.fits],
             "parameters": dict(self.parameters),
             "leaked": self.leaked,
+            "comparisons": {name: test.to_dict() for name, test in self.comparisons.items()},
         }
 
     @classmethod
@@ -100,6 +105,7 @@ class State:
             fits=tuple(Fit.from_dict(one) for one in fields["fits"]),
             parameters=fields["parameters"],
             leaked=checked_number(fields.get("leaked", 0), "leaked"),  # older reports did not look
+            comparisons={name: Comparison.from_dict(one) for name, one in fields["comparisons"].items()},
         )
 
 
@@ -241,7 +247,7 @@ def evaluate(
     way = Intervals(level, resamples, seed) if intervals else None
     dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
-    steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + len(chosen), watch)
+    steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + 2 * len(chosen), watch)
     steps.within(0.0)
     both = 0 if calibration is None or all(map(_is_fitted, chosen)) else samples_in_both(predictions, calibration)
     about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
@@ -265,7 +271,14 @@ def evaluate(
             found = detect_scores(known[run.name], theirs, level=level, seed=seed, split=split)
         states[run.name] = run.state(way, found)
         steps.done()
-    return Report(states.pop(AS_GIVEN), states, len(predictions), predictions.named_classes, predictions.split)
+    before = states.pop(AS_GIVEN)
+    for run in runs[1:]:
+        if way is not None:
+            after = states[run.name]
+            tests = runs[0].digest.compare(run.digest, before.results, after.results, way)
+            states[run.name] = replace(after, comparisons=tests)
+        steps.done()
+    return Report(before, states, len(predictions), predictions.named_classes, predictions.split)
 
 
 class _Steps:
@@ -311,9 +324,11 @@ class _Repair:
         if self.fold is None:
             return self.whole.transform(part)
         fold = self.fold[rows].to(part.logits.device)
-        fixed = torch.stack([one.transform(part.logits) for one in self.calibrators])
-        logits = fixed.gather(0, fold[None, :, None].expand(1, *part.logits.shape))[0]
-        return with_logits(part, logits)
+        rows_of = [(fold == number).nonzero()[:, 0] for number in range(len(self.calibrators))]
+        filled = [(one, place) for one, place in zip(self.calibrators, rows_of, strict=True) if len(place)]
+        samples = part.scores_only()
+        calibrated = torch.cat([one.transform(samples[place]).logits for one, place in filled])
+        return with_logits(part, calibrated[torch.cat(rows_of).argsort()])
 
 
 @dataclass(frozen=True)
@@ -334,7 +349,7 @@ class _Run:
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)
         found, bins, pairs = self.digest.results(intervals), self.digest.histograms(), self.digest.top
         leaked = 0 if self.repair is None else self.repair.leaked
-        return State(self.name, found, bins, detection, fits, means, leaked, pairs)
+        return State(self.name, found, bins, detection, fits, means, leaked, pairs=pairs)
 
 
 def _read(
@@ -399,17 +414,17 @@ def _repair(
     if len(predictions) < 2 * folds:
         few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"
         raise ValueError(f"{few}; give calibration=...")
-    place, truth = dealt.to(predictions.logits.device), predictions.labels
+    place, samples = dealt.to(predictions.logits.device), predictions.scores_only()
     fitted = []
     for fold in range(folds):
-        one = _copy(calibrator).fit(predictions.logits[place != fold], truth[place != fold])
+        one = _copy(calibrator).fit(samples[place != fold])
         assert one.fitted is not None
         one.fitted = replace(one.fitted, split=f"{predictions.split or 'the same split'}, other folds")
         fitted.append(one)
         steps.done()
     every = fitted[0]
     if whole:
-        every = _copy(calibrator).fit(predictions.logits, truth)
+        every = _copy(calibrator).fit(samples)
         steps.done()
     return _Repair(tuple(fitted), every, dealt)
 

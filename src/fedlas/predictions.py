@@ -90,6 +90,7 @@ class Predictions:
     paths: tuple[str, ...] | None
     given_probs: Float[Tensor, "n classes"] | None
     top_only: bool
+    decimals: int | None
 
     def __init__(self, logits: Array, labels: Array | None = None, **rest: Unpack[Rest]) -> None:
         scores = two_columns(as_floats(logits, "logits"), "logits")
@@ -117,8 +118,8 @@ class Predictions:
     ) -> "Predictions":
         """Start from probabilities; they are kept exactly as given, and the logits are their logarithms.
 
-        A probability of zero is legal; its logit is the logarithm of the smallest number of its type (`least_prob`),
-        which is also what the NLL of such a label is made of.
+        A probability of zero is legal. Its logit, and the NLL of such a label, are those of half of the last decimal if
+        probabilities are rounded, which is detected (`decimals`), else of the smallest number of its type.
 
         Args:
             probs: rows that sum to one; a vector or single column is the probability of class 1.
@@ -133,7 +134,9 @@ class Predictions:
         top = top_of_probs(given, tolerance)
         made = cls.__new__(cls)
         exact = given if given.dtype == torch.float64 else given.float()
-        made._fill(exact.log().clamp_min(least_log_prob(given.dtype)), labels, rest, given, top_only)
+        decimals = None if top_only else decimals_of(given)
+        floor = least_log_prob(given.dtype) if decimals is None else math.log(0.5 * 10.0**-decimals)
+        made._fill(exact.log().clamp_min(floor), labels, rest, given, top_only=top_only, decimals=decimals)
         made.__dict__["_top"] = top  # found while the table was checked
         return made
 
@@ -143,7 +146,9 @@ class Predictions:
         labels: Array | None,
         rest: Rest,
         given_probs: Tensor | None = None,
+        *,
         top_only: bool = False,
+        decimals: int | None = None,
     ) -> None:
         for name in rest:
             if name not in Rest.__annotations__:
@@ -164,7 +169,7 @@ class Predictions:
         for name, rows in {"features": width, "index": order, "ids": ids, "paths": paths}.items():
             if rows is not None and len(rows) != n:
                 raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
-        values = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs, top_only)
+        values = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs, top_only, decimals)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
             object.__setattr__(self, field, value)
 
@@ -219,6 +224,20 @@ class Predictions:
     def probs(self) -> Float[Tensor, "n classes"]:
         """Probability of each class: the ones given, or the softmax of the logits in float32 or better."""
         return self.given_probs if self.given_probs is not None else softmax(self.logits)
+
+    @property
+    def zeros(self) -> Bool[Tensor, "n classes"] | None:
+        """Which probabilities were given as zero, so that their logarithms are unknown; None where there are none."""
+        if self.given_probs is None or bool((self.given_probs > 0).all()):
+            return None
+        return self.given_probs <= 0
+
+    def scores_only(self) -> "Predictions":
+        """Return the same scores and labels without features, names and split."""
+        made = self[:]
+        for field in Rest.__annotations__:
+            object.__setattr__(made, field, None)
+        return made
 
     @cached_property
     def _top(self) -> tuple[Tensor, Tensor]:
@@ -431,6 +450,32 @@ def least_prob(dtype: torch.dtype) -> float:
 def least_log_prob(dtype: torch.dtype) -> float:
     """Give the logarithm of that number, also where numbers as small are taken for zero (`set_flush_denormal`)."""
     return math.log(torch.finfo(dtype).tiny) + math.log(torch.finfo(dtype).eps)
+
+
+def decimals_of(probs: Float[Tensor, "n classes"]) -> int | None:
+    """Return the number of decimals that probabilities are rounded to; None where they are not, or too few to tell.
+
+    Rounded numbers are multiples of one unit, and none lies between zero and half a unit, as small probabilities of a
+    softmax do. The first rows rule out nearly all tables that are not rounded.
+    """
+    if probs.dtype not in {torch.float32, torch.float64}:
+        return None
+    precision = torch.finfo(probs.dtype).eps
+    digits = [count for count in range(1, 13) if precision * 10**count <= 0.2]
+    between = 0
+    for part in (probs[:ENOUGH], *parts_of(probs)):
+        digits = [count for count in digits if _are_multiples(part, 10.0**count, precision)]
+        if not digits:
+            return None
+        between += int(((part > 0) & (part < 1)).sum())
+    return digits[0] if between >= 2 * ENOUGH else None
+
+
+def _are_multiples(part: Tensor, scale: float, precision: float) -> bool:
+    part = part.cpu() if part.device.type == "mps" else part  # which has no float64
+    scaled = part.double() * scale
+    whole = scaled.round()
+    return bool(((scaled - whole).abs() <= precision * scale).all() & ((part <= 0) | (whole >= 1)).all())
 
 
 def slices_of(table: Tensor) -> list[slice]:

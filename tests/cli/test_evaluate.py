@@ -266,7 +266,8 @@ def test_a_calibrator_with_a_keyword_and_one_that_is_none(files):
 def test_foreign_data(files):
     done = call("ood", files / "test.csv", f"far={files / 'far.npz'}", "--json", files / "ood.json")
     assert done.exit_code == 0, done.output
-    expected = detect(read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")})
+    read = read_predictions(files / "test.csv"), {"far": read_predictions(files / "far.npz")}
+    expected = detect(*read)
     assert done.stdout.strip() == str(expected)
     kept = {"format": "fedlas.ood/1"} | expected.to_dict()
     assert json.loads((files / "ood.json").read_text()) == json.loads(json.dumps(kept))
@@ -277,6 +278,13 @@ def test_foreign_data(files):
         found[more] = (scores["auroc"]["interval"]["level"], scores["fpr"]["interval"]["low"])
     assert [level for level, _ in found.values()] == [0.5, 0.95, 0.95]
     assert found["--seed", "0"] != found["--seed", "1"]
+    rates = [
+        json.loads(call(*words, "--positive", side).stdout)["sets"]["far"]["entropy"]["fpr"] for side in ("ood", "id")
+    ]
+    turned = detect(*read, positive="id")["far"]["entropy"].fpr
+    assert [rate["value"] for rate in rates] == [float(expected["far"]["entropy"].fpr), float(turned)]
+    assert ["OOD positive" in rate["estimator"] for rate in rates] == [True, False]
+    assert call(*words, "--positive", "both").exit_code == 2
     done = call("ood", files / "test.csv", files / "far.npz")
     assert (done.exit_code, "NAME=FILE" in done.stderr) == (1, True)
 
@@ -432,7 +440,7 @@ def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path)
 ZEROS = "prob_a,prob_b,label\n" + "0.9,0.1,a\n0.2,0.8,b\n0.1,0.9,b\n0.6,0.4,a\n" * 400 + "1.0000,0.0000,b\n"
 
 
-def test_labels_of_probability_zero_are_said_to_decide_the_fit(tmp_path):
+def test_labels_of_probability_zero_are_counted_in_a_fit(tmp_path):
     (tmp_path / "zeros.csv").write_text(ZEROS)
     done = call("calibrate", "fit", tmp_path / "zeros.csv", "--out", tmp_path / "t.safetensors")
     assert done.exit_code == 0
@@ -440,16 +448,19 @@ def test_labels_of_probability_zero_are_said_to_decide_the_fit(tmp_path):
     assert "standard error" in done.stderr
 
 
-def test_a_temperature_that_zeros_spoil_is_said_to_do_harm(tmp_path):
+def test_zeros_do_not_spoil_the_temperature(tmp_path):
+    """The rows without zeros are calibrated; four labels of probability zero made T large."""
     rows = {"0.9,0.1,a": 1800, "0.9,0.1,b": 200, "1.00,0.00,a": 40, "1.00,0.00,b": 4}
     text = "prob_a,prob_b,label\n" + "".join(f"{row}\n" * count for row, count in rows.items())
     (tmp_path / "zeros.csv").write_text(text)
     done = call("evaluate", tmp_path / "zeros.csv")
     (line,) = [line for line in done.stdout.splitlines() if "  A temperature of T = " in line]
-    assert re.search("ECE.* % to .* %.*probability zero.*logits.*digits", line)
+    assert "T = 1 " in line
+    assert re.search("4 labels .*zero.*NLL.*logits.*digits", done.stdout)
     (tmp_path / "more.csv").write_text(text + "1.00,0.00,b\n" * 40)
     fitted = call("calibrate", "fit", tmp_path / "more.csv", "--out", tmp_path / "t.safetensors")
-    assert re.search("warning: .*t.safetensors.*probability zero.*logits", fitted.stderr)
+    assert re.search("warning: 44 labels .*zero.*logits", fitted.stderr)
+    assert load_calibrator(tmp_path / "t.safetensors").temperature == pytest.approx(1, abs=0.01)
 
 
 def test_logits_of_the_wrong_sign_have_one_explanation(tmp_path):
@@ -557,7 +568,7 @@ def test_a_temperature_at_its_bound_is_no_success(tmp_path):
     assert re.search(rf"warning: .*t\.safetensors.*: {re.escape(doubt)}", call(*words).stderr)
     with pytest.warns(DoubtfulFit, match="bound"):
         done = call("evaluate", tmp_path / "right.csv", "--json", tmp_path / "a.json")
-    assert re.search("temperature.* 2 of 2 .*bound", done.stdout)
+    assert re.search("temperature.* 5 of 5 .*bound", done.stdout)
     (before, after) = json.loads((tmp_path / "a.json").read_text())["models"]["right"]["report"]["states"]
     assert before["fits"] == []
     assert all("bound" in fit["doubt"] for fit in after["fits"])

@@ -113,8 +113,8 @@ def test_the_logged_numbers_are_ours(finished):
         "nll": metrics.nll(fedlas.Predictions(logits, labels)),
         "ece": metrics.ece(probs, labels),
         "aece": metrics.aece(probs, labels),
-        "o_ece": over,
-        "u_ece": under,
+        "over_ece": over,
+        "under_ece": under,
     }
     assert len(evaluated) == 4
     assert evaluated[-1]["eval_accuracy"] > 0.6

@@ -109,8 +109,8 @@ def numbers(logits: Tensor, labels: Tensor) -> dict[str, float]:
         "nll": metrics.nll(fedlas.Predictions(logits, labels)),
         "ece": metrics.ece(probs, labels),
         "aece": metrics.aece(probs, labels),
-        "o_ece": over,
-        "u_ece": under,
+        "over_ece": over,
+        "under_ece": under,
     }
 
 

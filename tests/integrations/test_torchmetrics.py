@@ -139,7 +139,7 @@ def test_a_collection_keeps_one_set_of_sums_for_metrics_of_the_same_bins():
         grouped.update(logits, labels)
         alone.update(logits, labels)
     groups = {frozenset(group) for group in grouped.compute_groups.values()}
-    assert groups == {frozenset({"accuracy", "ece", "o_ece", "u_ece"}), frozenset({"aece"}), frozenset({"nll"})}
+    assert groups == {frozenset({"accuracy", "ece", "over_ece", "under_ece"}), frozenset({"aece"}), frozenset({"nll"})}
     assert grouped.compute() == alone.compute()
 
 

@@ -322,7 +322,11 @@ def test_results_say_what_they_are():
     assert re.match("ID positive.*lower.*ID", inside.scope)
     assert area.details == {"n_id": 400, "n_ood": 300, "positive": "ood"}
     assert inside.details == {"n_id": 400, "n_ood": 300, "positive": "id", "chance": 4 / 7}
-    assert rate.estimator == "FPR at 95 % TPR"
+    accepted = ood.fpr_at_tpr(known, foreign, positive="id")
+    assert re.fullmatch(r"FPR at 95 % TPR .*OOD positive.*", rate.estimator)
+    assert re.fullmatch(r"FPR at 95 % TPR .*ID positive.*", accepted.estimator)
+    assert "ID positive" in inside.estimator
+    assert "average precision" in inside.norm
     assert "DeLong" in area.interval.method
     assert Result.from_dict(json.loads(rate.to_json())).interval == rate.interval
 
@@ -392,7 +396,11 @@ def test_scores_that_are_there_already():
     expected = ood.fpr_at_tpr(known, foreign, 0.8, positive="id", level=0.5)
     assert (held.fpr, held.fpr.interval) == (expected, expected.interval)
     assert held.auroc.interval == ood.auroc(known, foreign, level=0.5).interval
-    assert "FPR at 80 % TPR" in str(found)
+    head, *_, notes = str(found).splitlines()
+    assert re.search(r"AUPR .*OOD positive.*AUPR .*ID positive.*FPR at 80 % TPR .*ID positive", head)
+    assert re.search("AUPR.*average precision.*FPR.*OOD", notes)
+    with pytest.raises((ValueError, TypeError), match="positive"):  # the shape checks of the tests come first
+        ood.detect_scores({"mine": known}, {"a": {"mine": foreign}}, positive="in")
 
 
 @pytest.mark.parametrize(

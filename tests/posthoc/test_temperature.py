@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from fedlas import metrics
 from fedlas.posthoc import Temperature, base
-from fedlas.posthoc.base import Samples, scaled_nll
+from fedlas.posthoc.base import DoubtfulFit, Samples, scaled_nll
 from fedlas.predictions import Predictions
 
 
@@ -232,3 +232,58 @@ def test_wrong_options_are_explained():
         Temperature(low=2.0)
     with pytest.raises(RuntimeError, match=r"fit\("):
         _ = Temperature().temperature
+
+
+TRUE = 2.3  # how much too far apart the logits of `over_confident` are
+
+
+def over_confident(n: int = 6_000) -> Predictions:
+    """Return logits of an over-confident network: four fifths of the labels are the top class, T is `TRUE`."""
+    make = torch.Generator().manual_seed(4)
+    logits = 1.2 * torch.randn(n, 10, generator=make, dtype=torch.float64)
+    logits[torch.arange(n), torch.randint(10, (n,), generator=make)] += 2 + 6 * torch.rand(n, generator=make).double()
+    labels = torch.multinomial(logits.softmax(1), 1, generator=make)[:, 0]
+    return Predictions(TRUE * logits, labels)
+
+
+def rounded(given: Predictions, decimals: int) -> Predictions:
+    return Predictions.from_probs(given.probs.round(decimals=decimals), given.labels, tolerance=0.1)
+
+
+@pytest.mark.parametrize(("decimals", "within"), [(2, 0.3), (3, 0.3), (4, 0.1), (6, 0.1)])
+@pytest.mark.parametrize("soft", [False, True])
+def test_rounded_probabilities_have_the_temperature_of_their_logits(decimals, within, soft):
+    """Zeros had the logarithm of the smallest float64, and T was 100 and more."""
+    given = over_confident()
+    if soft:
+        labels = functional.one_hot(given.labels, 10).double()
+        given = Predictions(given.logits, labels)
+    exactly = Temperature().fit(given).temperature
+    table = rounded(given, decimals)
+    assert table.decimals == decimals
+    found = Temperature().fit(table)
+    assert not found.fitted.doubt
+    assert found.temperature == pytest.approx(exactly, rel=within)
+    assert metrics.nll(found.transform(given)) < metrics.nll(given)
+    assert metrics.ece(found.transform(table)) < 0.5 * metrics.ece(table)
+    assert torch.equal(found.transform(given).logits, given.logits / found.temperature)
+
+
+def test_rounding_that_leaves_no_temperature_is_a_doubtful_fit():
+    given = over_confident(300)
+    sure = Predictions(2 * given.logits, given.labels)
+    with pytest.warns(DoubtfulFit, match="300 samples.*logits.*digits"):
+        found = Temperature().fit(rounded(sure, 1))
+    assert found.fitted.doubt
+    certain = Predictions.from_probs(functional.one_hot(given.prediction, 10).double(), given.labels)
+    with pytest.warns(DoubtfulFit, match="0 of 300 samples.*logits.*digits"):
+        assert Temperature().fit(certain).temperature == 1
+
+
+def test_the_value_of_zeros_is_saved_with_the_temperature(tmp_path):
+    table = rounded(over_confident(2_000), 3)
+    fitted = Temperature().fit(table)
+    fitted.save(tmp_path / "t.safetensors")
+    assert torch.equal(
+        Temperature.load(tmp_path / "t.safetensors").transform(table).logits, fitted.transform(table).logits
+    )

@@ -1,6 +1,7 @@
 """`judge_files`: summary text, comparison of models, conditions, and input that is refused."""
 
 import base64
+import inspect
 import io
 import json
 import re
@@ -12,8 +13,12 @@ import torch
 from PIL import Image
 
 import fedlas
-from fedlas.evaluation import Report, evaluate
+from fedlas.cli.answers import evaluate_files
+from fedlas.evaluation import FOLDS, Report, evaluate
 from fedlas.files import write_predictions
+from fedlas.integrations.base import Numbers
+from fedlas.integrations.sklearn import CalibratedClassifier
+from fedlas.integrations.torchmetrics import calibration_metrics
 from fedlas.metrics import ece
 from fedlas.metrics.comparison import paired_bootstrap
 from fedlas.predictions import Predictions
@@ -52,10 +57,10 @@ def answer(tmp_path_factory):
 
 
 def test_the_numbers_are_those_of_evaluate(answer):
-    expected = evaluate(drawn(0), posthoc="temperature", folds=2, resamples=200)
+    expected = evaluate(drawn(0), posthoc="temperature", resamples=200)
     assert answer.reports["sure"].to_json() == expected.to_json()
     assert float(answer.reports["sure"]["ece"]) == float(ece(drawn(0)))
-    assert len(answer.reports["sure"].after["temperature"].fits) == 2
+    assert len(answer.reports["sure"].after["temperature"].fits) == FOLDS
 
 
 def test_summary_text(answer):
@@ -66,7 +71,7 @@ def test_summary_text(answer):
     for name in ("accuracy", "ece"):
         assert f"{100 * float(report[name]):.1f} % (" in said
     assert f"{report['ece'].details['noise_floor']:.1%}".replace("%", " %") in said
-    assert re.search("cross-fitted in 2 ", said)
+    assert re.search(f"cross-fitted in {FOLDS} ", said)
 
 
 def test_a_file_to_calibrate_on(sure, tmp_path):
@@ -207,7 +212,7 @@ def test_one_thing_needs_no_list(sure, tmp_path):
     assert answer.to_json() == expected.to_json()
     assert list(answer.reports["sure"].before.detection.sets) == ["far"]
     several = judge_files({"a": sure, "b": str(sure)}, calibrate_on={"b": val}, ood={"a/far": far}, resamples=50)
-    assert [len(one.after["temperature"].fits) for one in several.reports.values()] == [2, 1]
+    assert [len(one.after["temperature"].fits) for one in several.reports.values()] == [FOLDS, 1]
     assert [one.before.detection is None for one in several.reports.values()] == [False, True]
 
 
@@ -314,7 +319,7 @@ def test_progress_is_reported(tmp_path, monkeypatch):
         assert shares[-1] == 1.0, word
     shares = [share for name, share in seen if name == words[1]]
     assert shares == sorted(shares)
-    # Two folds are fitted, the file is read, and two states get intervals; the reading is one part of that.
+    # Five folds are fitted, the file is read, and two states get intervals; the reading is one part of that.
     assert len({round(share, 3) for share in shares}) >= 5
 
 
@@ -341,3 +346,19 @@ def test_a_figure_shows_itself_in_a_notebook(answer):
     picture = Image.open(io.BytesIO(base64.b64decode(rest.removesuffix('">'))))
     assert picture.format == "PNG"
     assert picture.size == tuple(int(200 * inches) for inches in figure.get_size_inches())
+
+
+def test_there_is_one_default_number_of_folds():
+    owners = {"folds": (evaluate, judge_files, Model), "cv": (CalibratedClassifier,)}
+    defaults = [inspect.signature(owner).parameters[name].default for name in owners for owner in owners[name]]
+    assert defaults == [FOLDS] * 4
+    help_text = inspect.signature(evaluate_files).parameters["folds"].annotation.__metadata__[0].help
+    assert f" {FOLDS} by default" in help_text
+
+
+def test_adapters_name_metrics_as_evaluate_does():
+    given = drawn(0, n=40)
+    running = Numbers()
+    running.add(given.logits, given.labels)
+    found = evaluate(given, intervals=False)
+    assert set(running.read()) | set(calibration_metrics("logits")) <= set(found.before.results)

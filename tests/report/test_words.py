@@ -11,10 +11,12 @@ from fedlas import metrics
 from fedlas.evaluation import Report, State, evaluate
 from fedlas.metrics import bin_statistics, equal_width_edges
 from fedlas.metrics.bins import EdgeRule
+from fedlas.metrics.comparison import Comparison
 from fedlas.metrics.result import Definition, Interval, Result
+from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
 from fedlas.report.places import filled_places
-from fedlas.report.words import at_confidence, direction, in_words, repair, sentences, worst_place
+from fedlas.report.words import at_confidence, direction, effect, in_words, sentences, worst_place
 
 
 def sampled(n: int, classes: int = 10, scale: float = 1.0, seed: int = 0) -> Predictions:
@@ -121,7 +123,7 @@ def test_without_intervals_nothing_is_claimed():
     said = summary(report)
     assert "over-confident" not in said
     assert said.count("interval") == 2
-    assert repair(report.before, report.after["temperature"]) == "unclear"
+    assert effect(report.after["temperature"]) == "untested"
 
 
 def test_the_accuracy_at_a_confidence_is_that_of_its_bin(report):
@@ -151,8 +153,8 @@ def test_the_worst_bin_is_named_where_its_gap_is_significant(report):
 
 def test_a_temperature_that_removes_the_error_is_named(report):
     found = report.after["temperature"].parameters["temperature"]
-    assert repair(report.before, report.after["temperature"]) in {"all", "most"}
-    assert f"T = {found:.2g}" in in_words(report)
+    assert effect(report.after["temperature"]) in {"all", "most"}
+    assert f"T = {found:.3g} " in in_words(report)
     lines = sentences(report)
     assert any(f"T = {found:.3g} (" in line for line in lines)
     assert any("isotonic" in line for line in lines)
@@ -185,20 +187,57 @@ def state(ece: float, low: float, high: float, chance: float = 0.0, **parameters
     return State("temperature", {"ece": result}, {"width": bins}, parameters=parameters)
 
 
+def compared(after: tuple[float, float, float], tests: dict[str, str | None]) -> State:
+    """Return a state after calibration whose paired tests, against an ECE of 10 %, have the given outcomes."""
+    before, calibrated = state(0.1, 0.08, 0.12, 0.01), state(*after, 0.002)
+    interval = Interval(-1, 1)
+    comparisons = {
+        name: Comparison(before["ece"], calibrated["ece"], interval, 0.5, better) for name, better in tests.items()
+    }
+    return dataclasses.replace(calibrated, comparisons=comparisons)
+
+
 @pytest.mark.parametrize(
-    ("after", "effect"),
+    ("after", "tests", "expected"),
     [
-        ((0.002, 0.0, 0.01), "all"),
-        ((0.02, 0.015, 0.03), "most"),
-        ((0.06, 0.055, 0.07), "part"),
-        ((0.06, 0.05, 0.085), "unclear"),
-        ((0.095, 0.08, 0.11), "little"),
-        ((0.102, 0.09, 0.11), "little"),
-        ((0.12, 0.1, 0.14), "worse"),
+        ((0.002, 0.0, 0.01), {"ece": "second"}, "all"),
+        ((0.02, 0.015, 0.03), {"ece": "second"}, "most"),
+        ((0.06, 0.05, 0.085), {"ece": "second"}, "part"),  # the intervals overlap
+        ((0.06, 0.055, 0.07), {"ece": None}, "unchanged"),  # they do not
+        ((0.12, 0.1, 0.14), {"ece": None}, "unchanged"),
+        ((0.102, 0.09, 0.11), {"ece": "first"}, "worse"),
+        ((0.002, 0.0, 0.01), {"ece": "second", "nll": "first"}, "harm"),
+        ((0.002, 0.0, 0.01), {"ece": "second", "accuracy": "first"}, "harm"),
+        ((0.002, 0.0, 0.01), {}, "untested"),
     ],
 )
-def test_how_much_is_repaired(after, effect):
-    assert repair(state(0.1, 0.08, 0.12, 0.01), state(*after, 0.002)) == effect
+def test_the_verdict_on_a_calibrator_is_that_of_the_paired_tests(after, tests, expected):
+    assert effect(compared(after, tests)) == expected
+
+
+@pytest.mark.parametrize(("scale", "n", "seed"), [(1.15, 1_000, 0), (1.0, 1_000, 1), (0.8, 400, 2)])
+def test_calibrators_are_compared_as_two_models_are(scale, n, seed):
+    given, other = (sampled(n, scale=scale, seed=start) for start in (seed, seed + 100))
+    calibrator = build_calibrator("temperature").fit(other.with_split(None))
+    report = evaluate(given, posthoc=calibrator, resamples=300)
+    tests = report.after["temperature"].comparisons
+    assert set(tests) == {"accuracy", "ece", "nll"}
+    for name in ("ece", "nll"):
+        pair = metrics.paired_bootstrap(getattr(metrics, name), given, calibrator.transform(given), resamples=300)
+        assert tests[name].better == pair.better
+        assert tests[name].p_value == pytest.approx(pair.p_value)
+    assert tests["accuracy"].better is None
+    (line,) = [line for line in sentences(report) if "T = " in line]
+    assert line.count("p = ") == 2
+
+
+def test_paired_tests_of_calibrators_are_saved(report, tmp_path):
+    report.save(tmp_path / "report.json")
+    loaded = Report.load(tmp_path / "report.json")
+    assert {name: effect(after) for name, after in loaded.after.items()} == {
+        name: effect(after) for name, after in report.after.items()
+    }
+    assert sentences(loaded) == sentences(report)
 
 
 def test_soft_labels_and_names_that_someone_else_gave():
@@ -224,29 +263,28 @@ def test_places_hold_every_sample_and_leave_empty_bins_out():
     )
 
 
-@pytest.mark.parametrize(("temperature", "brief", "long"), [(4_987.0, "5000", "4990"), (2.316, "2.3", "2.32")])
-def test_numbers_are_written_without_exponents(report, temperature, brief, long):
+@pytest.mark.parametrize(("temperature", "shown"), [(4_987.0, "4990"), (2.316, "2.32")])
+def test_the_temperature_is_written_alike_and_without_exponent(report, temperature, shown):
     learned = {"temperature": temperature, "standard_error": 0.02}
     after = dataclasses.replace(report.after["temperature"], parameters=learned)
     report = dataclasses.replace(report, after={"temperature": after})
-    assert f"; T = {brief} " in in_words(report)
-    assert any(f"T = {long} (" in line for line in sentences(report))
+    assert f"; T = {shown} " in in_words(report)
+    assert any(f"T = {shown} (" in line for line in sentences(report))
     assert "e+" not in summary(report)
 
 
 def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(report):
     kind = "temperature"
-    assert "NLL" not in " ".join(sentences(report))
-    held = report.after[kind].results
-    costs = {
-        "accuracy": Result(0.5, held["accuracy"].definition, Interval(0.48, 0.52)),
-        "nll": Result(9.0, held["nll"].definition, Interval(8.5, 9.5)),
-    }
-    worse = dataclasses.replace(report.after[kind], results={**held, **costs})
-    assert repair(report.before, worse) == "harm"
+    held = report.after[kind]
+    results, tests = dict(held.results), dict(held.comparisons)
+    for name, value in {"accuracy": 0.5, "nll": 9.0}.items():
+        results[name] = Result(value, held[name].definition)
+        tests[name] = dataclasses.replace(tests[name], second=results[name], better="first")
+    worse = dataclasses.replace(held, results=results, comparisons=tests)
+    assert effect(worse) == "harm"
     said = " ".join(sentences(dataclasses.replace(report, after={kind: worse})))
     accuracy, loss = float(report["accuracy"]), float(report["nll"])
-    assert re.search(rf"accuracy .*{100 * accuracy:.1f} % to 50\.0 %.* NLL .*{loss:.3g} to 9\.", said)
+    assert re.search(rf" NLL .*{loss:.3g} to 9\b.*accuracy .*{100 * accuracy:.1f} % to 50\.0 %", said)
 
 
 def test_labels_of_probability_zero_are_counted():

@@ -1,9 +1,10 @@
 """`fedlas evaluate` and `ood`: from files of predictions to an answer."""
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +26,13 @@ CONDITION_HOLDS = 3  # the exit code of `evaluate --fail-if`
 FOREIGN = "fedlas.ood/1"  # the format of what `ood --json` writes
 
 
+class Positive(StrEnum):
+    """Which samples are the positives of OOD detection."""
+
+    OOD = "ood"
+    ID = "id"
+
+
 def evaluate_files(
     files: Annotated[
         list[str],
@@ -38,7 +46,7 @@ def evaluate_files(
         list[str] | None, typer.Option(help="Foreign data: NAME=FILE, or MODEL/NAME=FILE of several models.")
     ] = None,
     posthoc: Annotated[str, typer.Option(help="Calibrators to try, separated by commas.")] = "temperature",
-    folds: Annotated[int | None, typer.Option(help="Parts that calibrators are cross-fitted in; else two.")] = None,
+    folds: Annotated[int | None, typer.Option(help="Folds for cross-fitting calibrators; 5 by default.")] = None,
     bins: Annotated[int, typer.Option(help="How many bins calibration errors have.")] = 15,
     level: Level = 0.95,
     resamples: Annotated[
@@ -57,9 +65,9 @@ def evaluate_files(
 ) -> None:
     """Say what the confidence of predictions is worth: from a file to an answer."""
     with one_line_errors():
+        from fedlas.evaluation import FOLDS
         from fedlas.report.answers import FORMAT, check_conditions, judge_files, named_files
         from fedlas.report.figures.saving import NAMES
-        from fedlas.report.subjects import FOLDS
 
         tried = words(posthoc or None) or ()  # "" asks for none
         check_conditions(fail_if or (), tried)
@@ -105,12 +113,19 @@ def detect_foreign(
     known: Annotated[Path, typer.Argument(help="Predictions on known data.")],
     foreign: Annotated[list[str], typer.Argument(help="Predictions on foreign data: NAME=FILE ...")],
     scores: Annotated[str | None, typer.Option(help="Separated by commas; by default all that are possible.")] = None,
-    tpr: Annotated[float, typer.Option(help="Share of foreign samples that is to be found, for the FPR.")] = 0.95,
+    tpr: Annotated[float, typer.Option(help="True positive rate at which the FPR is measured.")] = 0.95,
+    positive: Annotated[
+        Positive,
+        typer.Option(
+            help="Positives of TPR and FPR. ood (as in OpenOOD): the FPR is the fraction of ID samples flagged as OOD; "
+            "id: the fraction of OOD samples accepted as ID."
+        ),
+    ] = Positive.OOD,
     level: Level = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Of the random numbers of intervals.")] = 0,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
-    """Say how well confidence and other scores tell foreign data from known data."""
+    """Evaluate out-of-distribution (OOD) detection: AUROC, AUPR (average precision), FPR at 95 % TPR."""
     with one_line_errors():
         from json import dumps
 
@@ -125,7 +140,8 @@ def detect_foreign(
             judged = read_file(known, watch)
             given = {name: read_file(path, watch) for name, path in named.items()}
             watch("telling apart", 0.0)
-            found = detect(judged, given, words(scores), tpr=tpr, level=level, seed=seed)
+            side: Literal["ood", "id"] = "id" if positive is Positive.ID else "ood"
+            found = detect(judged, given, words(scores), tpr=tpr, positive=side, level=level, seed=seed)
             watch("telling apart", 1.0)
         if json is not None:
             write_text(json, dumps({"format": FOREIGN} | found.to_dict(), allow_nan=False))

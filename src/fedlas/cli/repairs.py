@@ -50,7 +50,7 @@ def calibrate_fit(
         if zeros:
             few = f"{zeros:,} {'label has' if zeros == 1 else 'labels have'} probability zero"
             advice = "give logits, or probabilities with more digits"
-            show(f"warning: {few}, which decides what is learned and can make confidence worse: {advice}", err=True)
+            show(f"warning: {few}, whose logarithm is unknown: {advice}", err=True)
         fit = calibrator.fitted
         nll = [] if fit is None else [f"NLL {fit.before:.4g} before, {fit.after:.4g} after, on {fit.n:,} samples"]
         show(f"{method}: {', '.join([*learned, *nll])}", err=True)

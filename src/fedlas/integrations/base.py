@@ -70,8 +70,8 @@ class Numbers:
             "nll": self._losses.total / self._losses.about.n,
             "ece": float(calibration.l1_error(filled, "ECE")),
             "aece": float(calibration.l1_error(self._mass.histogram(), "AECE")),
-            "o_ece": float(calibration.over(filled)),
-            "u_ece": float(calibration.under(filled)),
+            "over_ece": float(calibration.over(filled)),
+            "under_ece": float(calibration.under(filled)),
         }
 
     def predictions(self) -> Predictions | None:

@@ -4,7 +4,7 @@ The loss is an attribute of the module, so Lightning moves it, gives its paramet
 with the checkpoint. `CalibrationCallback` does the rest. It sees what the module's own `validation_step` and
 `test_step` hand to the loss, or return as {"logits": ..., "labels": ...}, and logs through the module's `self.log`
 
-    val_accuracy, val_nll, val_ece, val_aece, val_o_ece, val_u_ece, and the same for test_
+    val_accuracy, val_nll, val_ece, val_aece, val_over_ece, val_under_ece, and the same for test_
     train_gate_positive, train_gate_negative, train_alpha, train_flip_rate     of a FeDLaS loss, once an epoch
 
 with `/dataloader_idx_0`, `/dataloader_idx_1` and so on behind the name where there are several loaders of one kind, as

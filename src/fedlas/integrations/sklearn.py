@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedlas.evaluation import FOLDS
 from fedlas.extras import optional_module
 from fedlas.metrics.calibration import ece
 from fedlas.metrics.scoring import accuracy, top_k
@@ -51,7 +52,7 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
         calibrator: Any = "temperature",
         *,
         response_method: Any = "predict_proba",
-        cv: Any = 5,
+        cv: Any = FOLDS,
         floor: Any = 1e-7,
     ) -> None:
         # scikit-learn wants anything to be taken here, and to be kept as it is; `fit` checks.

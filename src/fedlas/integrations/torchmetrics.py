@@ -351,8 +351,8 @@ def calibration_metrics(given: Given, bins: int = 15, **more: Any) -> dict[str, 
     return {
         "accuracy": Accuracy(given, bins, **more),
         "ece": ECE(given, bins, **more),
-        "o_ece": OverECE(given, bins, **more),
-        "u_ece": UnderECE(given, bins, **more),
+        "over_ece": OverECE(given, bins, **more),
+        "under_ece": UnderECE(given, bins, **more),
         "aece": AECE(given, bins, **more),
         "nll": NLL(given, **more),
     }

@@ -7,7 +7,7 @@ that the joint resampling shows, because the difference of two biased errors is 
 
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
@@ -31,7 +31,7 @@ from fedlas.metrics.resampling import (
     signed_range,
 )
 from fedlas.metrics.result import Definition, Interval, Result
-from fedlas.metrics.samples import pairs
+from fedlas.metrics.samples import Given, pairs
 from fedlas.predictions import Array, Predictions, as_tensor
 
 METHOD = "paired bootstrap"
@@ -64,6 +64,12 @@ class Comparison:
         """List everything as plain values that JSON knows."""
         fields = {"first": self.first.to_dict(), "second": self.second.to_dict(), "difference": self.difference}
         return fields | {"interval": asdict(self.interval), "p_value": self.p_value, "better": self.better}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Comparison":
+        """Return the comparison that `to_dict` described."""
+        first, second = (Result.from_dict(fields[name]) for name in ("first", "second"))
+        return cls(first, second, Interval(**fields["interval"]), fields["p_value"], fields["better"])
 
     def _repr_html_(self) -> str:
         """Show the comparison in a notebook."""
@@ -110,6 +116,33 @@ def paired_bootstrap(
     if metric in PER_SAMPLE:
         each = [of_each_sample(metric, model, labels, **options) for model in (first, second)]
         return paired_means(metric, *each, level=level, resamples=resamples, seed=seed)
+    return paired_gaps(metric, first, second, labels, level=level, resamples=resamples, seed=seed, **options)
+
+
+def paired_gaps(
+    metric: Metric,
+    first: Given,
+    second: Given,
+    labels: Array | None = None,
+    *,
+    level: float = 0.95,
+    resamples: int = 2_000,
+    seed: int = 0,
+    **options: Any,
+) -> Comparison:
+    """Compare two models by `ece` or `aece`, which pairs of confidence and correctness suffice for.
+
+    Args:
+        metric: `ece` or `aece`.
+        first: predictions, probabilities, or pairs of the first model.
+        second: the same of the second model, in the same order.
+        labels: of both; not needed with predictions or pairs.
+        level: confidence level of the interval.
+        resamples: number of bootstrap resamples.
+        seed: random seed.
+        options: passed on to the metric.
+    """
+    check_level(level, resamples)
     values = metric(first, labels, **options), metric(second, labels, **options)
     gaps = [gaps_of(metric, model, labels, **options) for model in (first, second)]
     low, high, p_value = _gap_difference(gaps, level, resamples, np.random.default_rng(seed))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedlas.metrics import calibration, scoring, selective, significance, smooth
 from fedlas.metrics.bins import Bins, exact
+from fedlas.metrics.comparison import Comparison, EachSample, check_draws, paired_gaps, paired_means
 from fedlas.metrics.interval import bootstrap, check_level, has_area_interval, mean_with_interval
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition, Result
@@ -25,6 +26,7 @@ from fedlas.predictions import Predictions
 TOP = 5
 COLUMNS = ("confidence", "correct", "log_uncertainty", "loss", "squared_error", "label_square", "among_first")
 SUMS = ("counts", "confidence_sum", "correct_sum")
+PAIRED_RESAMPLES = 2_000
 
 
 class Intervals:
@@ -73,7 +75,11 @@ class Digest:
         if not part.top_only:
             probs, labels = part.probs, part.labels
             given = part.given_probs
-            losses = scoring.logit_losses(part.logits, labels) if given is None else scoring.prob_losses(given, labels)
+            losses = (
+                scoring.logit_losses(part.logits, labels)
+                if given is None
+                else scoring.prob_losses(given, labels, part.decimals)
+            )
             filled = self.way.fill_classes(probs, labels)
             self.classes = filled if self.classes is None else self.classes + filled
             self.floor, self.floored = losses.floor, self.floored + losses.floored
@@ -113,6 +119,39 @@ class Digest:
     def results(self, intervals: Intervals | None = None) -> dict[str, Result]:
         """Compute every metric; those for which a sound method exists get an interval if one is asked for."""
         return _of_pairs(self.top, self.way.bins, intervals) | self._of_rows(intervals)
+
+    def compare(
+        self, other: "Digest", ours: Mapping[str, Result], theirs: Mapping[str, Result], intervals: Intervals
+    ) -> dict[str, Comparison]:
+        """Compare two digests of the same samples by paired tests of accuracy, ECE and NLL.
+
+        Args:
+            other: digest of the second set of predictions.
+            ours: results of this digest.
+            theirs: results of the other digest.
+            intervals: confidence level, resamples and seed; with fewer resamples than the level needs there are no
+                tests.
+        """
+        resamples = intervals.resamples or PAIRED_RESAMPLES
+        options: dict[str, Any] = {"level": intervals.level, "resamples": resamples, "seed": intervals.seed}
+        try:
+            check_draws(intervals.level, resamples)
+        except ValueError:
+            return {}
+        paired = paired_gaps(calibration.ece, self.top, other.top, bins=self.way.bins, **options)
+        found = {"ece": replace(paired, first=ours["ece"], second=theirs["ece"])}
+        means = {"accuracy": (scoring.accuracy, "correct")}
+        means |= {} if self.classes is None else {"nll": (scoring.nll, "loss")}
+        for name, (metric, column) in means.items():
+            each = [
+                EachSample(ours[name], exact(self._column(column))),
+                EachSample(theirs[name], exact(other._column(column))),
+            ]
+            test = paired_means(metric, *each, **options)
+            # With labels of probability zero our NLL is a lower bound, which theirs may exceed without being worse.
+            if not (name == "nll" and self.floored and test.better == "first"):
+                found[name] = test
+        return found
 
     def _column(self, name: str) -> Tensor:
         return torch.cat([part[name] for part in self._parts])

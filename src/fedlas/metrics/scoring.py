@@ -4,7 +4,8 @@ With p_i the probabilities of sample i, y_i its label as a row (one-hot, or soft
 
     accuracy   mean of y_i[argmax p_i]
     top-k      mean of [fewer than k classes come before the label]; of equal probabilities the first class comes first
-    NLL        mean of -sum_k y_ik log p_ik, in nats; probabilities of zero are raised to a stated floor
+    NLL        mean of -sum_k y_ik log p_ik, in nats; probabilities of zero are raised to a stated floor,
+               half of the last decimal where `Predictions` were rounded
     Brier      mean of sum_k (p_ik - y_ik)^2, between 0 and 2
 
 The Brier score is decomposed over equally wide bins b of each class's probability, with f_bk how often class k occurs
@@ -16,6 +17,7 @@ in bin b, m_bk its mean probability there, w_bk the share of samples, f_k the ov
     within_bins  what is left: Brier = reliability - resolution + uncertainty + within_bins
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,9 +114,16 @@ def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) ->
     return ((probs > own) | ((probs == own) & earlier)).sum(1)
 
 
-def prob_losses(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
-    """Find the negative log-likelihood of each sample from probabilities."""
+def prob_losses(
+    probs: Float[Tensor, "n classes"],
+    labels: Int[Tensor, " n"] | Float[Tensor, "n classes"],
+    decimals: int | None = None,
+) -> Losses:
+    """Return the negative log-likelihood of each sample from probabilities, which may be rounded to some decimals."""
     floor, least = least_prob(probs.dtype), least_log_prob(probs.dtype)
+    if decimals is not None:
+        floor = 0.5 * 10.0**-decimals
+        least = math.log(floor)
     if labels.ndim == 1:
         own = exact(probs.gather(1, labels[:, None])[:, 0])
         return Losses(-own.log().clamp_min(least), floor, int((own <= 0).sum()))
@@ -155,7 +164,8 @@ def losses_of(probs: Given, labels: Array | None, ignore_index: int | None = Non
         table = logit_rows_of(probs, labels, ignore_index)
         return logit_losses(table.probs, table.labels), table.about
     table = rows(probs, labels, ignore_index=ignore_index)
-    return prob_losses(table.probs, table.labels), table.about
+    decimals = probs.decimals if isinstance(probs, Predictions) else None
+    return prob_losses(table.probs, table.labels, decimals), table.about
 
 
 def nll_result(value: float, floored: int, floor: float, about: Definition) -> Result:

@@ -75,7 +75,7 @@ class Ranking:
         return Ranking(self.scores.flip(0), self.negatives.flip(0), self.positives.flip(0), other, self.dtype)
 
     def define(self, estimator: str, norm: str) -> Definition:
-        """Describe a number that is computed from here."""
+        """Return the definition of a metric of this ranking, which names the positive class."""
         sign = "higher score = OOD" if self.positive == "ood" else "lower score = ID"
         scope = f"{self.positive.upper()} positive, {sign}"
         return Definition(estimator, norm=norm, scope=scope, n=sum(self.sizes), dtype=self.dtype)
@@ -89,8 +89,7 @@ class Ranking:
 
 def ranking(id_scores: Array, ood_scores: Array, positive: Positive = "ood") -> Ranking:
     """Sort the scores of both kinds of samples together and count both at each score."""
-    if positive not in get_args(Positive):
-        raise ValueError(f'positive is {positive!r}; "ood" or "id" is expected')
+    _check_positive(positive)
     known, foreign = _scores(id_scores, "id_scores"), _scores(ood_scores, "ood_scores")
     dtype = str(torch.promote_types(known.dtype, foreign.dtype)).removeprefix("torch.")
     both, order = torch.cat([_wide(known), _wide(foreign).to(known.device)]).sort(descending=True)
@@ -170,7 +169,7 @@ def aupr_of(ranked: Ranking, level: float = 0.95) -> Result:
     positives, negatives = _exact(ranked.positives), _exact(ranked.negatives)
     value = _average_precision(positives, negatives)
     details = ranked.details() | {"chance": m / (n + m)}
-    definition = ranked.define("AUPR", "average precision, ties together")
+    definition = ranked.define(f"AUPR ({ranked.positive.upper()} positive)", "average precision, ties together")
     return Result(value, definition, _aupr_interval(positives, negatives, value, level), details)
 
 
@@ -187,7 +186,7 @@ def fpr_of(ranked: Ranking, tpr: float = 0.95, level: float = 0.95, seed: int = 
     value = float(wrong[place] / n)
     low, high = _fpr_range(found, wrong, tpr, level, np.random.default_rng(seed))
     interval = Interval(min(low, value), max(high, value), level, "binomial threshold, Clopper-Pearson rate")
-    definition = ranked.define(f"FPR at {100 * tpr:g} % TPR", "ties together")
+    definition = ranked.define(f"FPR at {100 * tpr:g} % TPR ({ranked.positive.upper()} positive)", "ties together")
     return Result(value, definition, interval, ranked.details() | reached)
 
 
@@ -264,7 +263,7 @@ class Detection:
         """Lay the numbers out: a head, and a row for each foreign data set and score."""
         blocks = [*self.sets.items(), *([("mean", self.mean)] if len(self.sets) > 1 else [])]
         one = next(iter(self.sets.values()))[self.scores[0]]
-        head = ["OOD set", "score", "AUROC %", "AUPR out %", "AUPR in %", f"{one.fpr.definition.estimator} %"]
+        head = ["OOD set", "score", *(getattr(one, f.name).heading() for f in FIELDS)]
         body = [
             [name if score == self.scores[0] else "", score, *(getattr(held, f.name).cell() for f in FIELDS)]
             for name, block in blocks
@@ -277,9 +276,9 @@ class Detection:
         return html_table(self.rows(), "foreign data")
 
     def __str__(self) -> str:
-        lines = aligned(self.rows())
-        interval = next(iter(self.sets.values()))[self.scores[0]].auroc.interval
-        return "\n".join([*lines, f"[low, high] at {100 * interval.level:g} %"] if interval else lines)
+        one = next(iter(self.sets.values()))[self.scores[0]]
+        level = f"[low, high] at {100 * one.auroc.interval.level:g} %; " if one.auroc.interval else ""
+        return "\n".join([*aligned(self.rows()), f"{level}AUPR: average precision; {_rate_in_words(one.fpr)}"])
 
 
 def detect(
@@ -303,8 +302,8 @@ def detect(
         scores: names of scores; by default all that every one of the given predictions allows.
         train_features: features of the training set, for "knn".
         k: which neighbour counts, for "knn".
-        tpr: share of positives to be found, for the false positive rate.
-        positive: which samples are the positives of the false positive rate.
+        tpr: true positive rate at which the false positive rate is measured.
+        positive: the positives of the false positive rate: "ood" (as in OpenOOD) or "id".
         level: how often the intervals should hold the true value.
         seed: of the random numbers behind the intervals of the false positive rate.
     """
@@ -349,12 +348,13 @@ def detect_scores(
     Args:
         id_scores: for the name of every score, its values on the known samples.
         ood_scores: for the name of every foreign data set, the same.
-        tpr: share of positives to be found, for the false positive rate.
-        positive: which samples are the positives of the false positive rate.
+        tpr: true positive rate at which the false positive rate is measured.
+        positive: the positives of the false positive rate: "ood" (as in OpenOOD) or "id".
         level: how often the intervals should hold the true value.
         seed: of the random numbers behind the intervals of the false positive rate.
         split: what the known samples are called.
     """
+    _check_positive(positive)
     if not ood_scores or not id_scores:
         raise ValueError("at least one score and one foreign data set are needed")
     for name, held in ood_scores.items():
@@ -392,6 +392,11 @@ def _wide(values: Tensor) -> Tensor:
 
 def _exact(values: Tensor) -> Float64[Tensor, "..."]:
     return (values.cpu() if values.device.type in NO_FLOAT64 else values).double()
+
+
+def _check_positive(positive: str) -> None:
+    if positive not in get_args(Positive):
+        raise ValueError(f'positive is {positive!r}; "ood" or "id" is expected')
 
 
 def _check_level(level: float) -> None:
@@ -508,6 +513,13 @@ def _fpr_range(
     high = np.where(most < n, rng.beta(most + 1, np.maximum(n - most, 1)), 1.0)
     tail = (1 - level) / 2
     return float(np.quantile(low, tail)), float(np.quantile(high, 1 - tail))
+
+
+def _rate_in_words(rate: Result) -> str:
+    """Explain the false positive rate: which samples are the positives."""
+    if rate.details.get("positive") == "id":
+        return "FPR: fraction of OOD samples accepted as ID at the threshold that accepts this fraction of ID samples"
+    return "FPR: fraction of ID samples flagged as OOD at the threshold that detects this fraction of OOD samples"
 
 
 def _named_score(one: Predictions, score: str, name: str, train_features: Array | None, k: int) -> Tensor:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, overload
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
@@ -52,10 +52,17 @@ ENORMOUS = 1e100
 
 
 class Samples(NamedTuple):
-    """Checked rows to learn from."""
+    """Checked rows to learn from.
+
+    Args:
+        logits: one row per sample.
+        labels: class numbers, or rows of class probabilities.
+        zeros: which logits stand for a probability that was given as zero, and are unknown; None where there are none.
+    """
 
     logits: Float[Tensor, "n classes"]
     labels: Int64[Tensor, " n"] | Float[Tensor, "n classes"]
+    zeros: Bool[Tensor, "n classes"] | None = None
 
     @property
     def shares(self) -> Float[Tensor, "n classes"]:
@@ -153,6 +160,18 @@ class AbstractCalibrator(ABC):
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
         """Map rows of logits to calibrated ones, with the numbers in `learned`."""
 
+    def fill_zeros(
+        self, logits: Float[Tensor, "n classes"], zeros: Bool[Tensor, "n classes"] | None
+    ) -> Float[Tensor, "n classes"]:
+        """Return logits with the value that was learned for probabilities of zero; by default they stay as they are.
+
+        Args:
+            logits: one row per sample.
+            zeros: which of them stand for a probability that was given as zero.
+        """
+        del zeros
+        return logits
+
     def doubt(self, samples: Samples) -> str:
         """Say why what was learned from these samples should not be relied on; nothing by default."""
         del samples
@@ -189,7 +208,7 @@ class AbstractCalibrator(ABC):
             )
         before = mean_nll(samples.logits, samples.labels)
         self.learned = self.learn(samples)
-        after = mean_nll(self.apply(samples.logits), samples.labels)
+        after = mean_nll(self.apply(self.fill_zeros(samples.logits, samples.zeros)), samples.labels)
         n, classes = samples.logits.shape
         names = logits.class_names if isinstance(logits, Predictions) else None
         doubt = self.doubt(samples)
@@ -213,7 +232,7 @@ class AbstractCalibrator(ABC):
         if isinstance(logits, Predictions):
             _check_every_class(logits)
             self.check_names(logits.class_names)
-            return with_logits(logits, self.transform(logits.logits))
+            return with_logits(logits, self.transform(self.fill_zeros(logits.logits, logits.zeros)))
         given = as_floats(logits, "logits")
         table = _table(given)
         if self.fitted is None:
@@ -495,7 +514,7 @@ def _samples(
         if labels is not None or ignore_index is not None:
             raise TypeError("Predictions carry their own labels; give neither labels nor ignore_index with them")
         _check_every_class(logits)
-        return Samples(exact(logits.logits), logits.labels), split or logits.split
+        return Samples(exact(logits.logits), logits.labels, logits.zeros), split or logits.split
     if labels is None:
         raise TypeError("labels are missing; only Predictions carry their own")
     given = as_floats(logits, "logits")

@@ -6,13 +6,17 @@ by safeguarded Newton steps in log T.
 
 `objective="ece", search="grid"` is what the code behind the paper does: the T among 0.1, 0.2, ..., 10.0 with the
 smallest ECE over 15 bins, the smallest such T on ties. The ECE of the chosen T on the same samples is too good.
+
+The logarithm of a probability that was given as zero, as most small ones are after rounding, is unknown. T then comes
+from the classes above zero: each label among them is a choice between them, whose likelihood needs no other class. One
+further number, `log_floor`, stands for all zeros when such predictions are transformed; logits never need it.
 """
 
 import math
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedlas.metrics.calibration import histogram_of, l1_error
@@ -20,12 +24,16 @@ from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition
 from fedlas.metrics.samples import Pairs
 from fedlas.posthoc.base import AbstractCalibrator, Samples, best_inverse_temperature, scaled_nll
-from fedlas.predictions import TOLERANCE, least_log_prob, slices_of
+from fedlas.predictions import slices_of
 
 Objective = Literal["nll", "ece"]
 Search = Literal["solve", "grid"]
 
 GRID = tuple(round(0.1 * step, 1) for step in range(1, 101))
+FAR_BELOW = 1e6  # of logits: at no temperature between the bounds is anything left of such a class
+LARGEST_ERROR = math.log(1.3) / 1.96  # of log T: beyond, the 95 % interval is wider than 30 %
+ENOUGH = 0.9  # of the samples: where more are informative, zeros are not the reason for a large error
+UNDETERMINED = {"temperature": 1.0, "standard_error": math.inf}
 
 
 class Temperature(AbstractCalibrator):
@@ -72,18 +80,36 @@ class Temperature(AbstractCalibrator):
         return float(self.learned["standard_error"])
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:
+        known = samples if samples.zeros is None else known_classes(samples)
         if self.search == "grid":
-            chosen = self._on_grid(samples)
+            chosen = self._on_grid(samples if self.objective == "ece" else known)
             return {"temperature": torch.tensor(chosen, dtype=torch.float64)}
-        factor = best_inverse_temperature(samples, 1 / self.high, 1 / self.low)
-        if scaled_nll(samples, factor)[0] > scaled_nll(samples, 1.0)[0]:
+        if len(known.logits) == 0:  # `doubt` says so
+            return {name: torch.tensor(value).double() for name, value in UNDETERMINED.items()}
+        factor = best_inverse_temperature(known, 1 / self.high, 1 / self.low)
+        if scaled_nll(known, factor)[0] > scaled_nll(known, 1.0)[0]:
             factor = 1.0
-        learned = {"temperature": 1 / factor, "standard_error": _standard_error(samples, factor)}
+        learned = {"temperature": 1 / factor, "standard_error": _standard_error(known, factor)}
+        if samples.zeros is not None:
+            learned["log_floor"] = _log_floor(samples, factor)
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in learned.items()}
 
+    def fill_zeros(
+        self, logits: Float[Tensor, "n classes"], zeros: Bool[Tensor, "n classes"] | None
+    ) -> Float[Tensor, "n classes"]:
+        if zeros is None or "log_floor" not in self.learned:
+            return logits
+        return logits.masked_fill(zeros, float(self.learned["log_floor"]))
+
     def doubt(self, samples: Samples) -> str:
-        found = float(self.learned["temperature"])
-        if self.search == "grid" or not any(math.isclose(found, bound) for bound in (self.low, self.high)):
+        found, error = float(self.learned["temperature"]), float(self.learned.get("standard_error", math.nan))
+        at_bound = any(math.isclose(found, bound) for bound in (self.low, self.high))
+        used, n = len(samples.logits if samples.zeros is None else known_classes(samples).logits), len(samples.logits)
+        if used < ENOUGH * n and (at_bound or error > LARGEST_ERROR):
+            few = f"{used:,} of {n:,} samples have a label and another class with a probability above zero"
+            advice = "Give logits, or probabilities with more digits."
+            return f"the probabilities do not determine the temperature: {few}. {advice}"
+        if self.search == "grid" or not at_bound:
             return ""
         many = f"the best temperature of these {len(samples.logits):,} samples lies beyond the bound {found:g}"
         return f"{many}: {_reason(samples, 1 / found)}"
@@ -129,8 +155,6 @@ def _reason(samples: Samples, factor: float) -> str:
     first, second = samples.logits.topk(2, dim=1).values.unbind(1)
     if factor > 1 and bool(((prediction == labels) | (first == second)).all()):  # a draw is sure of nothing
         return "every one is classified correctly, so no confidence is too high. Fit on more, held-out samples."
-    if factor < 1 and _has_zeros(samples, labels):
-        return "labels of probability zero decide it. Give logits, or probabilities with more digits."
     if factor < 1 and scaled_nll(samples, 0.0)[1] >= 0:
         return (
             "the logits point away from the labels. Are both of the same samples, in the same order, and do larger "
@@ -141,12 +165,44 @@ def _reason(samples: Samples, factor: float) -> str:
     return f"the logits are very {size}. Divide them by a number, or {further}."
 
 
-def _has_zeros(samples: Samples, labels: Tensor) -> bool:
-    """Say whether logits are logarithms of probabilities, and a label has the one that stands for zero."""
-    if bool((samples.logits.logsumexp(1).abs() > 0.1).any()):
-        return False
-    own = samples.logits.gather(1, labels[:, None])
-    return any(bool(torch.isclose(own, own.new_tensor(least_log_prob(kind)), rtol=1e-4).any()) for kind in TOLERANCE)
+def known_classes(samples: Samples) -> Samples:
+    """Return the samples as a choice among the classes whose probability was not given as zero.
+
+    At every temperature, a label among them has the probability p_y / sum_j p_j over them, so its likelihood needs none
+    of the unknown ones. Samples with another label, or with a single class above zero, carry no information.
+    """
+    assert samples.zeros is not None
+    zeros = samples.zeros
+    far = samples.logits.amin().clamp_max(0) - FAR_BELOW
+    if samples.labels.ndim == 1:
+        mass, labels = (~zeros).gather(1, samples.labels[:, None])[:, 0].to(samples.logits.dtype), samples.labels
+    else:
+        weights = samples.shares.masked_fill(zeros, 0)
+        mass = weights.sum(1)
+        labels = weights / mass.clamp_min(torch.finfo(mass.dtype).tiny)[:, None]
+    kept = (mass > 0) & ((~zeros).sum(1) > 1)
+    return Samples(samples.logits.masked_fill(zeros, float(far))[kept], labels[kept])
+
+
+def _log_floor(samples: Samples, factor: float) -> float:
+    """Find the one log-probability of all zeros under which the labels are most likely at a temperature.
+
+    It is at most half of the smallest probability above zero. Half a label is added to those among the zeros, so that
+    it is finite where there are none.
+    """
+    assert samples.zeros is not None
+    rows = samples.zeros.any(1)
+    logits, zeros = samples.logits[rows].double(), samples.zeros[rows]
+    known = (factor * logits).exp().masked_fill(zeros, 0).sum(1)
+    count = zeros.sum(1).double()
+    labels = float((samples.shares[rows] * zeros).sum()) + 0.5
+    high = factor * (float(samples.logits[~samples.zeros].min()) - math.log(2))
+    low = high - FAR_BELOW
+    for _ in range(60):
+        middle = (low + high) / 2
+        weight = count * math.exp(middle)
+        low, high = (middle, high) if float((weight / (known + weight)).sum()) < labels else (low, middle)
+    return low / factor
 
 
 def _standard_error(samples: Samples, factor: float) -> float:

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from fedlas.evaluation import AS_GIVEN, SHOWN, Report, State, evaluate
+from fedlas.evaluation import AS_GIVEN, FOLDS, SHOWN, Report, State, evaluate
 from fedlas.files import labelled, read_predictions
 from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import Predictions, check_every_class
 from fedlas.report.duels import Duel, duels
-from fedlas.report.subjects import FOLDS, Model
+from fedlas.report.subjects import Model
 from fedlas.report.words import in_words, sentences
 
 FORMAT = "fedlas.answer/1"
@@ -255,7 +255,7 @@ def judge_files(
         ood: predictions on foreign data: NAME=FILE or {NAME: FILE} for a single model, MODEL/NAME in place of NAME for
             one of several.
         posthoc: the calibrators to try.
-        folds: in how many parts they are cross-fitted.
+        folds: number of folds for cross-fitting them.
         bins: how many bins calibration errors have.
         level: of all intervals.
         resamples: how many resamples intervals are made from; each method's own number by default.

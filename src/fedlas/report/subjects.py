@@ -3,14 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fedlas.evaluation import FOLDS, Report
 from fedlas.predictions import Array, Predictions
-
-if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
-    from fedlas.evaluation import Report
-
-FOLDS = 2  # parts that calibrators are cross-fitted in, wherever files or pages are asked for
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,7 +30,7 @@ class Model:
     """
 
     predictions: Predictions | None = None
-    report: "Report | None" = None
+    report: Report | None = None
     calibration: Predictions | None = None
     posthoc: str | Sequence[Any] = ("temperature",)
     folds: int = FOLDS

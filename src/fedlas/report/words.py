@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
 
 Direction = Literal["over", "under", "both", "some", "none", "unknown"]
-Repair = Literal["all", "most", "part", "unclear", "little", "worse", "harm"]
+Effect = Literal["all", "most", "part", "unchanged", "worse", "harm", "untested"]
 
 PLACE = 0.9  # the confidence that is spoken of
 FEWEST = 10  # samples that a place needs to be spoken of
@@ -42,26 +42,26 @@ def direction(state: "State") -> Direction:
     return "none"
 
 
-def repair(before: "State", after: "State") -> Repair:
-    """Say how much of a calibration error a calibrator takes away.
+def effect(after: "State") -> Effect:
+    """Return what a calibrator does to the calibration error, by paired tests on the same samples.
 
-    "all" leaves no error that is shown; "most" and "part" of what exceeds chance are clear of the interval before;
-    "unclear" is less, but intervals meet; "little" hardly changes anything; "harm" is shown where accuracy or
-    likelihood pays for whatever becomes of the error.
+    "all": the ECE is significantly lower, and no miscalibration is detectable any more; "most", "part": significantly
+    lower, by more or less than half of what exceeds the noise floor; "unchanged": no significant difference; "worse":
+    significantly higher; "harm": accuracy or NLL is significantly worse, whatever the ECE is; "untested": there is no
+    paired test, as without intervals.
     """
-    if _harms(before, after):
+    if "ece" not in after.comparisons:
+        return "untested"
+    if _costs(after):
         return "harm"
-    was, now = before["ece"], after["ece"]
-    start, end = _excess(was), max(_excess(now), 0.0)
-    if float(now) >= float(was):
-        return "worse" if float(now) > 1.05 * float(was) else "little"
-    if was.interval is None or now.interval is None:
-        return "unclear"
-    if now.interval.high < was.interval.low:
-        if now.interval.low <= 0:
-            return "all"
-        return "most" if end < start / 2 else "part"
-    return "unclear" if float(now) < 0.9 * float(was) else "little"
+    test = after.comparisons["ece"]
+    if test.better != "second":
+        return "unchanged" if test.better is None else "worse"
+    start, end = _excess(test.first), max(_excess(test.second), 0.0)
+    remains = after["ece"].interval
+    if remains is None or remains.low <= 0:
+        return "all"
+    return "most" if end < start / 2 else "part"
 
 
 def at_confidence(bins: Bins, confidence: float = PLACE, level: float = 0.95) -> Place | None:
@@ -94,17 +94,17 @@ def in_words(report: "Report") -> str:
         said.append(f"at {_about(place)} confidence it is right {_whole(place.accuracy)} of the time")
     done = _spoken_of(report)
     if done is not None and way not in {"none", "unknown"}:
-        effect = {
-            "all": "leaves no error that is shown",
-            "most": "repairs most of it",
-            "part": "repairs part of it",
-            "unclear": "may repair some of it",
-            "little": "changes little",
-            "worse": "makes it worse",
-            "harm": "is no repair",
+        verdict = {
+            "all": "removes all detectable miscalibration",
+            "most": "removes most of it",
+            "part": "removes part of it",
+            "unchanged": f"{_lowered_nll(done)}does not change the ECE significantly",
+            "worse": "makes it significantly worse",
+            "harm": "does harm",
+            "untested": "was not tested",
         }
         doubted = any(fit.doubt for fit in done.fits)
-        said.append(f"{_called(done)} {'cannot be relied on' if doubted else effect[repair(state, done)]}")
+        said.append(f"{_called(done)} {'cannot be relied on' if doubted else verdict[effect(done)]}")
     return "; ".join(said)
 
 
@@ -132,7 +132,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
             f"{_percent(worst.accuracy)}."
         )
     said += _floored(state)
-    said += [_repair_sentence(state, after, way) for after in report.after.values()]
+    said += [_effect_sentence(state, after, way) for after in report.after.values()]
     said += sorted({_fitted(after) for after in report.after.values() if after.fits})
     return tuple(said)
 
@@ -170,45 +170,62 @@ def _direction_sentences(state: "State", way: Direction, samples: str) -> list[s
     ]
 
 
-def _repair_sentence(before: "State", after: "State", way: Direction) -> str:
-    was, now = before["ece"], after["ece"]
-    change = f"the ECE goes from {_percent(float(was))} to {_share(now)}{_chance(now)}"
+def _effect_sentence(before: "State", after: "State", way: Direction) -> str:
     if any(fit.doubt for fit in after.fits):
-        return _doubt(after)  # whatever it seems to repair
-    harms = _harms(before, after)
-    but = f"; but {' and '.join(harms)}" if harms else ""
-    shown = was.interval is not None and now.interval is not None and now.interval.low > was.interval.high
-    zeros = " Labels of probability zero decided what it learned: give logits, or probabilities with more digits."
-    why = zeros if _zeros(before) and (harms or float(now) > float(was)) else ""
-    if way == "none" and (shown or harms):
-        return f"{_subject(after, brief=True)} does harm where nothing was to be repaired: {change}{but}.{why}"
-    if way == "none":
-        return f"{_subject(after, brief=True)} has nothing to repair that is shown: {change}."
+        return _doubt(after)
+    found, costs = effect(after), _costs(after)
     verdict = {
-        "all": "leaves no miscalibration that these samples show",
-        "most": "repairs most of it",
-        "part": "repairs part of it",
-        "unclear": "may repair some of it, which is not sure",
-        "little": "changes little",
-        "worse": "makes it worse",
-        "harm": "is no repair",
-    }
-    return f"{_subject(after)} {verdict[repair(before, after)]}: {change}{but}.{why}"
+        "all": "removes all detectable miscalibration",
+        "most": "removes most of the miscalibration",
+        "part": "removes part of the miscalibration",
+        "unchanged": f"{_lowered_nll(after)}does not change the ECE significantly",
+        "worse": "makes the calibration significantly worse",
+        "harm": f"does harm ({' and '.join(costs)})",
+        "untested": "was not tested for significance",
+    }[found]
+    if way == "none":
+        verdict = {
+            "all": "lowers the ECE, though no miscalibration was detectable",
+            "unchanged": f"{_lowered_nll(after)}has no detectable miscalibration to remove",
+        }.get(found, verdict)
+    zeros = " Probabilities of zero may be the reason: give logits, or probabilities with more digits."
+    why = zeros if _zeros(before) and found in {"worse", "harm"} else ""
+    return f"{_subject(after, brief=way == 'none')} {verdict}: {_changes(before, after)}.{why}"
 
 
-def _harms(before: "State", after: "State") -> list[str]:
-    """Say what a calibrator costs, where that is shown: a small ECE is not everything."""
-    said = []
-    known = before.results.keys() & after.results.keys()
-    if "accuracy" in known:
-        was, now = before["accuracy"], after["accuracy"]
-        if was.interval is not None and now.interval is not None and now.interval.high < was.interval.low:
-            said.append(f"accuracy falls from {_percent(float(was))} to {_percent(float(now))}")
-    if "nll" in known:
-        was, now = before["nll"], after["nll"]
-        if was.interval is not None and now.interval is not None and now.interval.low > was.interval.high:
-            said.append(f"the NLL rises from {float(was):.3g} to {float(now):.3g}")
-    return said
+def _changes(before: "State", after: "State") -> str:
+    """Describe the change of the ECE and of the NLL, each with the p-value of its paired test."""
+    total = after["ece"]
+    start = _percent(float(before["ece"]))
+    parts = [f"the ECE goes from {start} to {_share(total)}{_p_value(after, 'ece')}{_chance(total)}"]
+    if "nll" in after.results:
+        start, end = (f"{float(state['nll']):.3g}" for state in (before, after))
+        least = "at least " if _zeros(before) else ""
+        parts.append(f"the NLL goes from {least}{start} to {end}{_p_value(after, 'nll')}")
+    if "accuracy" in after.comparisons and after.comparisons["accuracy"].better is not None:
+        start, end = (_percent(float(state["accuracy"])) for state in (before, after))
+        parts.append(f"accuracy goes from {start} to {end}{_p_value(after, 'accuracy')}")
+    return "; ".join(parts)
+
+
+def _lowered_nll(after: "State") -> str:
+    test = after.comparisons.get("nll")
+    return "lowers the NLL but " if test is not None and test.better == "second" else ""
+
+
+def _p_value(after: "State", name: str) -> str:
+    test = after.comparisons.get(name)
+    if test is None:
+        return ""
+    significance = "no significant difference, " if test.better is None else ""
+    return f" ({significance}p = {test.p_value:.2g})"
+
+
+def _costs(after: "State") -> list[str]:
+    """List what a calibrator makes significantly worse, other than the ECE."""
+    costs = {"accuracy": "a lower accuracy", "nll": "a higher NLL"}
+    tests = after.comparisons
+    return [words for name, words in costs.items() if name in tests and tests[name].better == "first"]
 
 
 def _zeros(state: "State") -> int:
@@ -217,13 +234,14 @@ def _zeros(state: "State") -> int:
 
 
 def _floored(state: "State") -> list[str]:
-    """Say where the NLL is not what it looks like."""
+    """Return a note where the NLL is only a lower bound."""
     count = _zeros(state)
     if not count:
         return []
     labels = "label has" if count == 1 else "labels have"
-    few = f"{count:,} {labels} probability zero, which makes the true NLL infinite"
-    return [f"{few}; the one shown uses a floor, and so does what is fitted to it. Keep more digits, or logits."]
+    floor = f"{float(state['nll'].details['floor']):g} stands for zero"
+    bound = f"the true NLL is larger than the one shown, in which {floor}"
+    return [f"{count:,} {labels} probability zero: {bound}. Give logits, or probabilities with more digits."]
 
 
 def _fitted(after: "State") -> str:
@@ -256,7 +274,7 @@ def _temperature(state: "State") -> float | None:
 
 def _called(state: "State") -> str:
     found = _temperature(state)
-    return _name(state.name) if found is None else f"T = {_plain(found, 2)}"
+    return _name(state.name) if found is None else f"T = {_plain(found)}"
 
 
 def _subject(state: "State", *, brief: bool = False) -> str:
