@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def plain_numpy(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     def aece() -> float:
         confidence, correct = top()
         parts = np.array_split(np.argsort(confidence), 15)
-        return sum(abs(confidence[one].sum() - correct[one].sum()) for one in parts) / len(rows)
+        return float(sum(abs(confidence[one].sum() - correct[one].sum()) for one in parts) / len(rows))
 
     def aurc() -> float:
         confidence, correct = top()
@@ -129,8 +130,8 @@ def plain_numpy(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
         "aurc": aurc,
     }
     for name, call in theirs.items():
-        metric = getattr(metrics, name)
-        yield f"{name} of existing Predictions", {"fedlas": lambda metric=metric: metric(given), "NumPy": call}
+        ours = partial(getattr(metrics, name), given)
+        yield f"{name} of existing Predictions", {"fedlas": ours, "NumPy": call}
     yield "making Predictions", {"fedlas": lambda: len(Predictions.from_probs(data.probs, data.labels))}
 
 

@@ -140,7 +140,7 @@ class Digest:
             return {}
         paired = paired_gaps(calibration.ece, self.top, other.top, bins=self.way.bins, **options)
         found = {"ece": replace(paired, first=ours["ece"], second=theirs["ece"])}
-        means = {"accuracy": (scoring.accuracy, "correct")}
+        means: dict[str, tuple[Callable[..., Result], str]] = {"accuracy": (scoring.accuracy, "correct")}
         means |= {} if self.classes is None else {"nll": (scoring.nll, "loss")}
         for name, (metric, column) in means.items():
             each = [
