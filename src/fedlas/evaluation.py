@@ -323,7 +323,7 @@ class _Repair:
         """Repair samples whose labels are looked at, each by a calibrator that does not know its label."""
         if self.fold is None:
             return self.whole.transform(part)
-        fold = self.fold[rows].to(part.logits.device)
+        fold = self.fold[rows].to(part.scores.device)
         rows_of = [(fold == number).nonzero()[:, 0] for number in range(len(self.calibrators))]
         filled = [(one, place) for one, place in zip(self.calibrators, rows_of, strict=True) if len(place)]
         samples = part.scores_only()
@@ -364,7 +364,7 @@ def _read(
     kept: dict[str, dict[str, list[Tensor]]] = {
         run.name: {score: [] for score in run.scores if score in OF_LOGITS} for run in runs
     }
-    for rows in slices_of(given.logits):
+    for rows in slices_of(given.scores):
         taken = given[rows]
         for run in runs:
             if judged:
@@ -414,7 +414,7 @@ def _repair(
     if len(predictions) < 2 * folds:
         few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"
         raise ValueError(f"{few}; give calibration=...")
-    place, samples = dealt.to(predictions.logits.device), predictions.scores_only()
+    place, samples = dealt.to(predictions.scores.device), predictions.scores_only()
     fitted = []
     for fold in range(folds):
         one = _copy(calibrator).fit(samples[place != fold])

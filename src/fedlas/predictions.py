@@ -80,7 +80,7 @@ class Predictions:
         paths: the image file of each sample.
     """
 
-    logits: Float[Tensor, "n classes"]
+    given_logits: Float[Tensor, "n classes"] | None
     given_labels: Labels | None
     features: Float[Tensor, "n width"] | None
     index: Int[Tensor, " n"] | None
@@ -133,16 +133,14 @@ class Predictions:
         given = two_columns(table, "probs")
         top = top_of_probs(given, tolerance)
         made = cls.__new__(cls)
-        exact = given if given.dtype == torch.float64 else given.float()
         decimals = None if top_only else decimals_of(given)
-        floor = least_log_prob(given.dtype) if decimals is None else math.log(0.5 * 10.0**-decimals)
-        made._fill(exact.log().clamp_min(floor), labels, rest, given, top_only=top_only, decimals=decimals)
+        made._fill(None, labels, rest, given, top_only=top_only, decimals=decimals)
         made.__dict__["_top"] = top  # found while the table was checked
         return made
 
     def _fill(
         self,
-        logits: Tensor,
+        logits: Tensor | None,
         labels: Array | None,
         rest: Rest,
         given_probs: Tensor | None = None,
@@ -153,9 +151,11 @@ class Predictions:
         for name in rest:
             if name not in Rest.__annotations__:
                 raise TypeError(f"Predictions takes no {name!r}; it takes {', '.join(Rest.__annotations__)}")
-        n, classes = logits.shape
+        table = given_probs if logits is None else logits
+        assert table is not None
+        n, classes = table.shape
         # Labels come first: of a transposed table, nothing else fits either.
-        truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(logits.device), n, classes)
+        truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(table.device), n, classes)
         names, features, index = rest.get("class_names"), rest.get("features"), rest.get("index")
         if names is not None and len(names) != classes:
             raise ValueError(f"class_names has {len(names)} names for {classes} classes")
@@ -174,7 +174,23 @@ class Predictions:
             object.__setattr__(self, field, value)
 
     def __len__(self) -> int:
-        return len(self.logits)
+        return len(self.scores)
+
+    @property
+    def scores(self) -> Float[Tensor, "n classes"]:
+        """The table as it was given: logits, or probabilities."""
+        table = self.given_probs if self.given_logits is None else self.given_logits
+        assert table is not None
+        return table
+
+    @cached_property
+    def logits(self) -> Float[Tensor, "n classes"]:
+        """The logits, or the logarithms of the probabilities where those were given."""
+        if self.given_logits is not None:
+            return self.given_logits
+        probs = self.scores
+        least = least_log_prob(probs.dtype) if self.decimals is None else math.log(0.5 * 10.0**-self.decimals)
+        return probs.to(torch.promote_types(probs.dtype, torch.float32)).log().clamp_min_(least)
 
     def __getitem__(self, rows: slice | Tensor | NDArray[Any] | list[Any]) -> "Predictions":
         """Take some of the samples, by a slice, their numbers or a mask."""
@@ -192,18 +208,21 @@ class Predictions:
             if field in WORDS and value is not None:
                 taken = tuple(value[row] for row in torch.arange(len(self))[place].tolist())
             object.__setattr__(made, field, taken)
+        if self.given_logits is None and "logits" in self.__dict__:
+            made.__dict__["logits"] = self.logits[place.to(self.logits.device) if isinstance(place, Tensor) else place]
         if not len(made):
             raise ValueError("no sample is left")
         return made
 
     def __repr__(self) -> str:
         split = f"split={self.split!r}, " if self.split else ""
-        return f"Predictions({split}n={len(self):,}, classes={self.num_classes}, {str(self.logits.dtype)[6:]})"
+        dtype = str(self.scores.dtype).removeprefix("torch.")
+        return f"Predictions({split}n={len(self):,}, classes={self.num_classes}, {dtype})"
 
     @property
     def num_classes(self) -> int:
         """How many classes the model knows."""
-        return self.logits.shape[1]
+        return self.scores.shape[1]
 
     @property
     def named_classes(self) -> int:

@@ -99,7 +99,7 @@ def _equal_rows(judged: Predictions, other: Predictions) -> int:
 
 def _marks(given: Predictions) -> Int64[Tensor, " n"]:
     """Give each sample a number that is made of its scores and its label alone, bit by bit."""
-    scores = given.logits if given.given_probs is None else given.given_probs
+    scores = given.scores
     parts = [_mixed(scores[rows].cpu().double()) for rows in slices_of(scores)]
     labels = given.labels.cpu()
     soft = labels.ndim == 2

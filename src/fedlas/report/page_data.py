@@ -199,7 +199,7 @@ def answer_bins(predictions: Predictions) -> Bins:
 
 def probability_bins(predictions: Predictions) -> Bins:
     """Fill one histogram per class with the probabilities of the class, a part of the samples at a time."""
-    first, *others = slices_of(predictions.logits)
+    first, *others = slices_of(predictions.scores)
     found = histogram(predictions[first], bins=CLASS_BINS, scope="class-wise").bins
     for rows in others:
         found += histogram(predictions[rows], bins=CLASS_BINS, scope="class-wise").bins
