@@ -29,13 +29,13 @@ def on_cells(values: list[float], weights: list[float], points: int) -> dict[int
     return found
 
 
-def laid(cells: dict[int, float], kernel: Floats, points: int, twice: bool) -> Floats:
-    """Add up the kernels of all cells and their mirror images; one on the border has itself as an image, or has not."""
+def laid(cells: dict[int, float], kernel: Floats, points: int) -> Floats:
+    """Add up the kernels of all cells and their mirror images; one on the border is its own image."""
     last, half = points - 1, len(kernel) // 2
     total = np.zeros(points)
     for cell, weight in cells.items():
         images = [sign * cell + 2 * last * turn for sign in (1, -1) for turn in (-1, 0, 1)]
-        for image in images if twice else sorted(set(images)):
+        for image in images:
             first, final = max(0, image - half), min(last, image - half + len(kernel) - 1)
             if first <= final:
                 total[first : final + 1] += weight * kernel[first - image + half : final - image + half + 1]
@@ -59,7 +59,7 @@ def smoothed_error(table: Table, width: float) -> float:
     points, grid, kernel, mesh = gaussian(width)
     gaps = [a - b for a, b in zip(confidence, correct, strict=True)]
     gap, count = (
-        np.interp(mesh, grid, laid(on_cells(confidence, weights, points), kernel, points, twice=False))
+        np.interp(mesh, grid, laid(on_cells(confidence, weights, points), kernel, points))
         for weights in (gaps, [1.0] * len(gaps))
     )
     density = count + 0.0001
@@ -123,7 +123,7 @@ def kde_ece(table: Table, bandwidth: float | None = None) -> float:
     if width <= 1:
         kernel = kernel / kernel.sum() * (points - 1)
     density, hits = (
-        laid(on_cells(confidence, weights, points), kernel, points, twice=True) / n for weights in ([1.0] * n, correct)
+        laid(on_cells(confidence, weights, points), kernel, points) / n for weights in ([1.0] * n, correct)
     )
     gap = np.abs(np.linspace(0, 1, points) * density - hits)
     return float((gap[1:] + gap[:-1]).sum() / 2 / (points - 1))

@@ -1,4 +1,4 @@
-"""Kernel calibration errors: smooth ECE is relplot's, KDE-ECE is its formula."""
+"""Kernel calibration errors: smooth ECE is relplot's away from 0 and 1, KDE-ECE is its formula."""
 
 import numpy as np
 import pytest
@@ -23,13 +23,27 @@ def samples() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", list(samples()))
-def test_smooth_ece_equals_relplot(name):
+def test_smooth_ece_equals_relplot_away_from_the_ends(name):
     oracle = cases.oracle("relplot")
     confidence, hits = samples()[name]
+    confidence = confidence.clamp(0.01, 0.99)
     theirs, width = oracle.smECE(confidence.numpy(), hits.double().numpy(), return_width=True)
     ours = smooth_ece(confidence, hits, scope="positive")
     assert ours == pytest.approx(theirs, abs=1e-12)
     assert ours.details["bandwidth"] == width
+
+
+@pytest.mark.parametrize(("mass", "at_one", "elsewhere"), [(0.7, 0.02, 0.15), (0.9, 0.01, 0.2), (0.6, 0.1, 0.02)])
+def test_samples_of_confidence_one_count_as_much_as_others(mass, at_one, elsewhere):
+    """Gaps of one sign do not cancel, so the smooth error is their mean; relplot counts confidences of 1 half."""
+    oracle = cases.oracle("relplot")
+    confidence = 1 - 0.5 * torch.linspace(0.001, 1, 3_000, dtype=torch.float64) ** 4
+    ones = torch.ones(round(3_000 * mass / (1 - mass)), dtype=torch.float64)
+    accuracy = torch.cat([confidence - elsewhere, ones - at_one])
+    confidence = torch.cat([confidence, ones])
+    truth = float((confidence - accuracy).mean())
+    assert smooth_ece(confidence, accuracy, scope="positive") == pytest.approx(truth, rel=0.03)
+    assert abs(oracle.smECE(confidence.numpy(), accuracy.numpy()) - truth) > 0.1 * truth
 
 
 def test_a_narrow_kernel_is_convolved_as_relplot_does():

@@ -1,5 +1,6 @@
 """Every control of the report page, in a browser (see conftest.py), tested by its effect."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from fedlas.evaluation import Report, evaluate
+from fedlas.metrics.result import Interval, Result
 from fedlas.predictions import Predictions
 from fedlas.report.html import save_page
 from fedlas.report.subjects import Model
@@ -620,3 +622,15 @@ def test_numbers_are_there_without_a_script(browser, several):
     assert page.locator(".numbers tbody tr").count() == 6
     assert page.locator("noscript").inner_text()
     context.close()
+
+
+@pytest.mark.parametrize("value", [0.96014996, 0.96125, 0.91875])
+def test_the_page_rounds_as_the_terminal_does(visit, tmp_path, value):
+    """96.014996 % was rounded to 96.015 and then to 96.02; exact ties were rounded up, and to even in the terminal."""
+    report = evaluate(pages.model(60), intervals=False)
+    ece = Result(value, report["ece"].definition, Interval(value, value))
+    before = dataclasses.replace(report.before, results={**report.before.results, "ece": ece})
+    here = visit(save_page(tmp_path / "page.html", dataclasses.replace(report, before=before)))
+    text = here.text("#reliability figcaption")
+    assert re.findall(r"\d\d\.\d\d", text)[:3] == [f"{100 * value:.2f}"] * 3
+    assert f"{100 * value:.2f} [" in ece.cell()

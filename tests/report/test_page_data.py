@@ -9,6 +9,7 @@ from fedlas import metrics, ood
 from fedlas.evaluation import evaluate
 from fedlas.metrics.samples import Pairs, pairs
 from fedlas.ood.detection import ranking
+from fedlas.ood.scores import QUANTITIES
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
 from fedlas.report.duels import duels
@@ -26,8 +27,9 @@ def test_diagrams_hold_every_sample_and_no_empty_bin():
             assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in rows)
             error = sum(row[2] * abs(row[3] - row[4]) for row in rows) / len(given)
             assert error == pytest.approx(float(state[metric]), abs=2e-5)
-        assert data["results"]["ece"]["low"] == pytest.approx(state["ece"].interval.low, rel=1e-4)
-        assert data["results"]["ece"]["chance"] == pytest.approx(state["ece"].details["noise_floor"], rel=1e-4)
+        shown = data["results"]["ece"]  # not rounded: the page rounds once
+        assert (shown["value"], shown["low"]) == (float(state["ece"]), state["ece"].interval.low)
+        assert shown["chance"] == state["ece"].details["noise_floor"]
 
 
 def test_the_smooth_diagram_is_the_smoothed_gap():
@@ -150,13 +152,17 @@ def test_foreign_data_has_curves_and_the_numbers_of_the_report():
     assert [one["name"] for one in scores] == list(report.before.detection.scores)
     for one in scores:
         measured = report.before.detection["noise"][one["name"]]
-        assert one["numbers"][0]["value"] == pytest.approx(float(measured.auroc), rel=1e-4)
+        assert one["numbers"][0]["value"] == float(measured.auroc)
+        assert one["quantity"] == QUANTITIES[one["name"]]
         false, true = (torch.tensor(one["roc"][name], dtype=torch.float64) for name in ("false", "true"))
         assert (false[0], true[0], false[-1], true[-1]) == (0, 0, 1, 1)
         assert float(torch.trapezoid(true, false)) == pytest.approx(float(measured.auroc), abs=5e-3)
         assert sum(one["histogram"]["known"]) == pytest.approx(1, abs=1e-3)
         assert sum(one["histogram"]["foreign"]) == pytest.approx(1, abs=1e-3)
         assert len(one["roc"]["false"]) <= page_data.POINTS + 1
+    assert set(QUANTITIES) == set(ood.score_names())
+    top = next(one for one in scores if one["name"] == "max_probability")
+    assert (top["quantity"][0], max(top["histogram"]["edges"]) < 1) == ("1", True)  # it is 1 - p
     without = page_data.ood_data(given, {}, report)
     assert "roc" not in without["sets"][0]["scores"][0]
     assert page_data.ood_data(given, {}, evaluate(given, intervals=False)) is None
@@ -207,8 +213,8 @@ def test_models_on_the_same_samples_are_compared_in_pairs():
     assert {(test["first"], test["second"]) for test in data["tests"]} == {(0, 1), (0, 2), (1, 2)}
     found = next(t for t in data["tests"] if (t["first"], t["second"], t["metric"]) == (0, 1, "ece"))
     wanted = metrics.paired_bootstrap(metrics.ece, given["a"], given["b"], resamples=100)
-    assert found["difference"] == pytest.approx(wanted.difference, rel=1e-4)
-    assert (found["low"], found["high"]) == pytest.approx((wanted.interval.low, wanted.interval.high), rel=1e-4)
+    assert found["difference"] == wanted.difference
+    assert (found["low"], found["high"]) == (wanted.interval.low, wanted.interval.high)
     assert found["better"] == {"first": 0, "second": 1}[wanted.better]
     five = {name: pages.model(60, scale=1 + k / 5) for k, name in enumerate("abcde")}
     assert {test["first"] for test in page_data.comparison_data(list(five), duels(five, resamples=50))["tests"]} == {0}

@@ -5,7 +5,10 @@ Smooth ECE (Blasiok and Nakkiran, 2023), with a Gaussian kernel K_s of width s t
     smECE_s = mean over t in [0, 1] of | sum_i K_s(t, c_i) (c_i - correct_i) |,  weighted as in `_smoothed_error`
     smECE   = smECE_s at the width s where s = smECE_s, found by bisection in ten steps
 
-It equals the default of the reference implementation relplot, grid and all.
+The kernel of every sample has mass 1 on [0, 1], so a model whose gaps all have one sign has its mean gap as error, up
+to the mesh. The reference implementation relplot differs in one point: it has no mirror image of a sample at exactly 0
+or 1, half of whose kernel is lost. Confidences of 1 then count half, and the average shifts to the other samples. Grid,
+kernel, mesh and bisection are those of relplot, and away from 0 and 1 so are the values.
 
 KDE-ECE (Zhang, Kailkhura and Han, 2020), with a triweight kernel K_h reflected at 0 and 1 and h = 1.06 std(c) n^(-1/5):
 
@@ -147,7 +150,9 @@ def smooth_result(found: Pairs) -> Result:
     def error(width: float) -> float:
         points = _cells(width)
         if points not in grids:
-            grids[points] = _mirrored(torch.stack([_on_grid(confidence, values, points) for values in (gap, one)]))
+            grids[points] = _mirrored(
+                torch.stack([_ends_twice(_on_grid(confidence, values, points)) for values in (gap, one)])
+            )
         return _smoothed_error(grids[points], width)
 
     wide, narrow = 1.0, 0.0

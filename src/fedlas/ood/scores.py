@@ -209,6 +209,17 @@ OF_PROBS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "generalised_entropy": _probs_generalised,
 }
 OF_FEATURES: Mapping[str, Callable[[Array], Tensor]] = {"l1_norm": feature_norm, "l2_norm": partial(feature_norm, p=2)}
+QUANTITIES: Mapping[str, str] = {
+    "max_probability": "1 − max probability",
+    "entropy": "entropy (nats)",
+    "max_logit": "−max logit",
+    "energy": "energy",
+    "generalised_entropy": "generalised entropy",
+    "l1_norm": "−L1 norm of the features",
+    "l2_norm": "−L2 norm of the features",
+    "knn": "distance to the k-th nearest neighbour",
+}
+"""The quantity that each score is, for axes of figures: higher means more likely OOD."""
 
 
 def _by_rows(of: Callable[[Rest], Tensor], logits: Array) -> Float[Tensor, " n"]:

@@ -31,7 +31,7 @@ from fedlas.metrics.samples import Pairs
 from fedlas.metrics.selective import RiskCoverage, curve
 from fedlas.metrics.smooth import smooth_curve
 from fedlas.ood.detection import Ranking, foreign_predictions, ranking
-from fedlas.ood.scores import feature_norm, missing, score_of
+from fedlas.ood.scores import QUANTITIES, feature_norm, missing, score_of
 from fedlas.predictions import Array, Predictions, slices_of
 from fedlas.report.places import filled_places
 
@@ -59,14 +59,14 @@ def text_data(text: object, longest: int = LONGEST) -> str:
 
 
 def result_data(result: Result) -> Plain:
-    """Give a number with its interval and what chance alone would show."""
+    """Return a metric, its interval and its noise floor at full precision; the page rounds them where it shows them."""
     interval, floor = result.interval, result.details.get("noise_floor")
     return {
         "name": result.definition.estimator,
-        "value": _maybe(float(result)),
-        "low": None if interval is None else number(interval.low),
-        "high": None if interval is None else number(interval.high),
-        "chance": None if floor is None else number(floor),
+        "value": float(result) if math.isfinite(result) else None,
+        "low": None if interval is None else interval.low,
+        "high": None if interval is None else interval.high,
+        "chance": None if floor is None else float(floor),
         "percent": result.definition.unit == "fraction",
     }
 
@@ -88,7 +88,7 @@ def state_data(state: "State", level: float = 0.95) -> Plain:
 
 def diagram_data(bins: Bins, level: float = 0.95) -> Plain:
     """Give the filled bins of a reliability diagram: edges, count, confidence, accuracy and its range."""
-    return {"bins": [[*map(number, place[:7])] for place in filled_places(bins, level)]}
+    return {"bins": [[*place[:7]] for place in filled_places(bins, level)]}
 
 
 def smooth_data(pairs: Pairs, level: float = 0.95) -> Plain:
@@ -270,6 +270,7 @@ def ood_data(
         for score, separation in held.items():
             about: Plain = {
                 "name": score,
+                "quantity": QUANTITIES.get(score, score),
                 "numbers": [result_data(x) for x in (separation.auroc, separation.aupr_out, separation.aupr_in)]
                 + [result_data(separation.fpr)],
             }
@@ -421,10 +422,10 @@ def comparison_data(names: Sequence[str], duels: "Iterable[Duel]") -> Plain | No
             | {
                 "name": found.first.definition.estimator,
                 "percent": found.first.definition.unit == "fraction",
-                "difference": number(found.difference),
-                "low": number(found.interval.low),
-                "high": number(found.interval.high),
-                "p": number(found.p_value),
+                "difference": found.difference,
+                "low": found.interval.low,
+                "high": found.interval.high,
+                "p": found.p_value,
                 "better": {"first": 0, "second": 1}.get(found.better or ""),
             }
         )

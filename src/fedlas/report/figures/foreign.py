@@ -29,6 +29,7 @@ class ForeignScore:
 
     Args:
         name: of the score.
+        quantity: what its values are, such as "1 − max probability".
         auroc: share of pairs, one known and one foreign, that it puts in order.
         false: shares of known samples that are taken for foreign.
         true: shares of foreign samples that are, at the same thresholds.
@@ -38,6 +39,7 @@ class ForeignScore:
     """
 
     name: str
+    quantity: str
     auroc: float
     false: tuple[float, ...]
     true: tuple[float, ...]
@@ -106,6 +108,7 @@ def _score(held: page_data.Plain) -> ForeignScore:
     columns += [held["histogram"][name] for name in ("edges", "known", "foreign")]
     return ForeignScore(
         held["name"],
+        held["quantity"],
         float(held["numbers"][0]["value"]),
         *(tuple(float(value) for value in column) for column in columns),
     )
@@ -153,8 +156,8 @@ def score_figure(data: ForeignSet) -> Any:
                 linewidth=0.8,
             )
             panel.set(ylim=(0, None))
-            panel.set_title(f"{score.name.replace('_', ' ')}\nAUROC {100 * score.auroc:.1f} %", fontsize=8)
+            panel.set_title(f"{score.quantity}\nAUROC {100 * score.auroc:.1f} %", fontsize=8)
             panel.locator_params(axis="x", nbins=5)
-        label_outside(axes, "score, larger is more foreign", "share")
+        label_outside(axes, "score (higher: more likely OOD)", "fraction")
         legend_below(figure, axes[0])
     return figure

@@ -35,7 +35,14 @@
 
   // Numbers as words
 
-  const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}\u00a0%`;
+  // Round as Python does, exact ties to even, so that the page and the terminal show the same digits.
+  function fixed(value, digits) {
+    const exact = value.toFixed(digits + 40);
+    const cut = exact.length - 40;
+    const lower = exact.slice(0, cut).replace(/\.$/, "");
+    return /^50*$/.test(exact.slice(cut)) && Number(lower.at(-1)) % 2 === 0 ? lower : value.toFixed(digits);
+  }
+  const percent = (share, digits = 1) => `${fixed(100 * share, digits)}\u00a0%`;
   // A probability is never shown as 0 or 1 where it is not.
   function probability(share) {
     if (share > 0.9999) return ">\u00a099.99\u00a0%";
@@ -44,8 +51,8 @@
   }
   const whole = (count) => Number(count.toFixed(1)).toLocaleString("en");
   const samples = (count) => `${whole(count)} ${count === 1 ? "sample" : "samples"}`;
-  const signed = (share, digits = 1) => `${share < 0 ? "−" : "+"}${Math.abs(100 * share).toFixed(digits)}`;
-  const range = (low, high, digits = 1) => `${(100 * low).toFixed(digits)} to ${percent(high, digits)}`;
+  const signed = (share, digits = 1) => `${share < 0 ? "−" : "+"}${fixed(Math.abs(100 * share), digits)}`;
+  const range = (low, high, digits = 1) => `${fixed(100 * low, digits)} to ${percent(high, digits)}`;
   const short = (value) => String(Number(value.toPrecision(3)));
   const edge = (value) => String(Number(value.toPrecision(value > 0.99 ? 5 : 3)));
   const span = (lower, upper) => `${edge(lower)} to ${edge(upper)}`;
@@ -57,8 +64,8 @@
     const scale = result.percent ? 100 : 1;
     const digits = result.percent ? 2 : 3;
     const unit = result.percent ? "\u00a0%" : "";
-    const around = result.low === null ? "" : ` [${(scale * result.low).toFixed(digits)}, ${(scale * result.high).toFixed(digits)}]`;
-    return `${(scale * result.value).toFixed(digits)}${unit}${around}`;
+    const around = result.low === null ? "" : ` [${fixed(scale * result.low, digits)}, ${fixed(scale * result.high, digits)}]`;
+    return `${fixed(scale * result.value, digits)}${unit}${around}`;
   }
 
   function className(index) {
@@ -272,7 +279,7 @@
 
   function gapWords(gap) {
     if (Math.abs(gap) < 0.0005) return "no gap";
-    return `${Math.abs(100 * gap).toFixed(1)} points ${gap > 0 ? "too sure" : "too unsure"}`;
+    return `${fixed(Math.abs(100 * gap), 1)} points ${gap > 0 ? "too sure" : "too unsure"}`;
   }
 
   function bars(width, title, rows, lines, even, said, small) {
@@ -910,8 +917,8 @@
   function drawForeign() {
     const set = model().ood.sets[foreign.set];
     const score = set.scores[foreign.score];
-    const names = ["AUROC", "AUPR of foreign", "AUPR of known", score.numbers[3].name];
-    find("ood-numbers").textContent = score.numbers.map((one, place) => `${names[place]} ${shown(one)}`).join("; ");
+    const names = score.numbers.map((one) => one.name);
+    find("ood-numbers").textContent = score.numbers.map((one) => `${one.name} ${shown(one)}`).join("; ") + ". AUPR is the average precision.";
     const rows = model().ood.sets.flatMap((one) => one.scores.map((held) => [one.name, scoreName(held.name), ...held.numbers.map(shown)]));
     const region = element("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": "All scores, can be scrolled sideways" }, tableOf(["Data set", "Score", ...names], rows));
     replaced(find("ood-table"), element("details", {}, element("summary", {}, "All data sets and scores"), region));
@@ -941,15 +948,15 @@
     const kept = known.map((_, place) => place);
     const spanOf = (place) => `${place ? "" : "up to "}${place ? `${short(edges[place])} ` : ""}${place === known.length - 1 ? "and more" : `${place ? "to " : ""}${short(edges[place + 1])}`}`;
     figure(find("ood-histogram"), {
-      title: `${scoreName(score.name)} of known and foreign samples`,
+      title: `${score.quantity} of ID and OOD samples`,
       note: "The outermost bars hold what lies beyond them.",
       draw: (width) => {
         const area = box(width, Math.min(320, (width - 58) * 0.9));
-        const root = canvas(width, area.bottom + 42, `Histograms of ${scoreName(score.name)}`);
+        const root = canvas(width, area.bottom + 42, `Histograms of ${score.quantity}`);
         const x = scaled(edges[0], edges[edges.length - 1], area.left, area.right);
         const y = scaled(0, most, area.bottom, area.top);
         const marks = ticks(edges[0], edges[edges.length - 1], Math.max(2, Math.floor(area.width / 80)));
-        axes(root, area, { at: x, ticks: marks, text: short, name: `${scoreName(score.name)} (higher: more foreign)` }, { at: y, ticks: ticks(0, most, 4), text: tick, name: "share of its kind" });
+        axes(root, area, { at: x, ticks: marks, text: short, name: `${score.quantity} (higher: more likely OOD)` }, { at: y, ticks: ticks(0, most, 4), text: tick, name: "share of its kind" });
         for (const [kind, shares] of [["0", known], ["1", strange]]) {
           shares.forEach((share, place) => {
             root.append(shape("rect", { class: `fill-${kind}`, x: x(edges[place]), width: Math.max(1, x(edges[place + 1]) - x(edges[place])), y: y(share), height: area.bottom - y(share) }));
@@ -1163,7 +1170,7 @@
         if (test.why) return element("tr", {}, element("th", { scope: "row" }, "–"), element("td", { class: "words" }, word(name(test.first))), element("td", { class: "words" }, word(name(test.second))), element("td", { class: "words", colspan: 3 }, `no paired test: ${test.why}`));
         const digits = test.percent ? 2 : 4;
         const scale = test.percent ? 100 : 1;
-        const plus = (value) => `${value < 0 ? "−" : "+"}${Math.abs(scale * value).toFixed(digits)}`;
+        const plus = (value) => `${value < 0 ? "−" : "+"}${fixed(Math.abs(scale * value), digits)}`;
         const verdict = test.better === null ? ["no difference is shown"] : [word(name(test.better ? test.second : test.first)), " is better"];
         return element("tr", {},
           element("th", { scope: "row" }, test.percent ? `${test.name}, points` : test.name),
