@@ -172,12 +172,12 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """What a reader has to know to understand the intervals of the table."""
-        return [
-            f"{result.definition.estimator} ({state.name}): {result.note}"
-            for state in self.states
-            for result in (state.results[name] for name in SHOWN if name in state.results)
-            if result.note
-        ]
+        found: dict[tuple[str, str], list[str]] = {}
+        for state in self.states:
+            for result in (state.results[name] for name in SHOWN if name in state.results):
+                if result.note:
+                    found.setdefault((result.definition.estimator, result.note), []).append(state.name)
+        return [f"{metric} ({', '.join(states)}): {note}." for (metric, note), states in found.items()]
 
     @property
     def _title(self) -> str:

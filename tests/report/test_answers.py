@@ -135,7 +135,7 @@ def test_samples_are_paired_by_their_names(tmp_path, word):
     second = Predictions(given.logits[order], labels, **{word: names[order]})
     files = [write_predictions(one, tmp_path / f"{k}.npz") for k, one in enumerate((first, second))]
     answer = judge_files(files, posthoc=(), resamples=50)
-    assert [one.found.interval.high for one in answer.compared if one.metric == "nll"] == [0]
+    assert [one.found.difference for one in answer.compared if one.metric == "nll"] == [0]
     for name, why in {9: f"{word}.* 2 times", 999: f"{word}.* 1 .* 1 "}.items():
         others = torch.where(names[order] == 8, name, names[order])
         write_predictions(Predictions(second.logits, labels, **{word: others}), files[1])

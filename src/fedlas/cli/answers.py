@@ -189,6 +189,8 @@ def show_answer(answer: Any, made: Sequence[Path], *, err: bool) -> None:
     for line in answer.lines():
         show(line, err=err)
     show_table(*answer.table(), err=err)
+    for note in answer.footnotes():
+        show(note, err=err)
     for title, table in answer.detections().items():
         show(f"\n{title}\n{table}", err=err)
     for path in made:

@@ -93,7 +93,15 @@ class Answer:
         head, rows = self.table()
         said = "".join(f"<p>{html.escape(line)}</p>" for line in self.lines() if line)
         tables = [one._repr_html_() for report in self.reports.values() for one in _detections(report)]
-        return said + html_table([head, *rows]) + "".join(tables)
+        notes = "".join(f"<p><small>{html.escape(note)}</small></p>" for note in self.footnotes())
+        return said + html_table([head, *rows]) + notes + "".join(tables)
+
+    def footnotes(self) -> list[str]:
+        """Explain the intervals of the table that need it."""
+        several = len(self.reports) > 1
+        return [
+            f"{f'{name}: ' if several else ''}{note}" for name, report in self.reports.items() for note in report.notes
+        ]
 
     def detections(self) -> dict[str, str]:
         """Write the tables of foreign data, by model and state."""

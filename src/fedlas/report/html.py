@@ -416,12 +416,13 @@ def _numbers(data: Plain, reports: Sequence[Report]) -> Plain:
     """Lay out the table of the summary: a row for each state of each model."""
     names = [name for name in SHOWN if any(name in report.before.results for report in reports)]
     head = [next(r.before[name].heading() for r in reports if name in r.before.results) for name in names]
-    rows = []
+    rows, notes = [], []
     for one, report in zip(data["models"], reports, strict=True):
         for place, state in enumerate(report.states):
             cells = [_cell(state.results.get(name)) for name in names]
             rows.append({"model": one["name"], "state": one["states"][place]["name"], "cells": cells})
-    return {"head": head, "rows": rows}
+        notes += [f"{one['name']}: {note}" if len(reports) > 1 else note for note in report.notes]
+    return {"head": head, "rows": rows, "notes": notes}
 
 
 def _cell(result: Result | None) -> tuple[str, str]:
