@@ -40,7 +40,7 @@ TERMS = {
     "owed": (r"owed", 47),
     "those who": (r"those who", 6),
     "whole or not at all": (r"whole,? or not at all", 13),
-    "error that is shown": (r"error that is shown", 2),
+    "error that is shown": (r"error that is shown", 0),
     "forth and back": (r"(?:forth|there) and back", 4),
     "sealed": (r"(?:un)?sealed", 4),
     "price": (r"price[sd]?", 7),
