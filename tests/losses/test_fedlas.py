@@ -99,6 +99,24 @@ def test_the_batch_counts_in_its_own_normalisation() -> None:
     torch.testing.assert_close(nci(LOGITS, FEATURES, ALL), (norms - norms.mean()) / (norms.std() + 1e-3))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"start": "first_batch"}, {"theta": 0.0}, {"source": "max_prob"}, {"norm": 2.0}]
+)
+@pytest.mark.parametrize("scale", [1.0, 1e7, 0.0, 1e300, math.nan])
+def test_the_path_for_eager_code_on_a_cpu_gives_the_same_numbers(options: Any, scale: float) -> None:
+    """Without a mask all samples count, and on a CPU the statistics are numbers of Python."""
+    plain_path, masked = NCI(**options), NCI(**options)
+    for factor in (1.0, scale, 2.0):
+        features = FEATURES * factor
+        torch.testing.assert_close(
+            plain_path(LOGITS, features, None), masked(LOGITS, features, ALL), rtol=1e-12, atol=1e-12
+        )
+        assert statistics(plain_path) == pytest.approx(statistics(masked), rel=1e-13)
+        assert plain_path.started == masked.started
+    with torch.no_grad():
+        torch.testing.assert_close(plain_path(LOGITS, FEATURES), masked(LOGITS, FEATURES, ALL), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-3, 5.0])
 def test_eps_is_added_to_the_deviation(eps: float) -> None:
     gamma = NCI(eps=eps).eval()(LOGITS, FEATURES, ALL)

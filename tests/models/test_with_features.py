@@ -257,7 +257,8 @@ def segmentation(mode="bilinear", **more):
         return OrderedDict(more_features | {"aux": small})
 
     head = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Dropout(0.1), nn.Conv2d(8, 5, 1))
-    return Wired(wiring, body=nn.Conv2d(3, 8, 4, stride=4), classifier=head)
+    parts = {"classifier": head, "aux_classifier": nn.Sequential(nn.Conv2d(8, 5, 1))}
+    return Wired(wiring, body=nn.Conv2d(3, 8, 4, stride=4), **parts)
 
 
 @pytest.mark.parametrize(("mode", "more"), [("bilinear", {"align_corners": False}), ("nearest", {})])

@@ -31,10 +31,12 @@ from torch.nn import functional
 from fedlas import ranks
 from fedlas.catalog import keywords, nearest
 from fedlas.losses.input_checks import (
+    all_are_classes,
     check_shapes,
     check_tensors,
     checked_index,
     checked_labels,
+    is_eager_on_cpu,
     is_transformed,
 )
 from fedlas.losses.usage_checks import EpochCheck, UpdateCheck
@@ -42,6 +44,7 @@ from fedlas.predictions import Predictions
 
 Reduction = Literal["mean", "sum", "none"]
 IGNORE_INDEX = -100
+_TRUE = torch.tensor(True)
 Word = TypeVar("Word", bound=str)
 Exact = TypeVar("Exact", bound="AbstractExact")
 Loss = TypeVar("Loss", bound="AbstractLoss")
@@ -52,8 +55,9 @@ class Batch:
     """All that a loss may look at in one step: rows of samples, pixels or tokens.
 
     Logits and labels are in float32 or better, features in the type that the network gave them. `valid` marks the rows
-    that count; `updates_state` is true in a training step, and false in an evaluation, which leaves the state of the
-    loss alone; `shared` says that the batch is one part of a batch spread over ranks.
+    that count, and `all_valid` is true where they are known to be all of them; `updates_state` is true in a training
+    step, and false in an evaluation, which leaves the state of the loss alone; `shared` says that the batch is one part
+    of a batch spread over ranks.
     """
 
     logits: Float[Tensor, "n classes"]
@@ -64,6 +68,7 @@ class Batch:
     log_probs: Float[Tensor, "n classes"]
     shared: bool = False
     updates_state: bool = False
+    all_valid: bool = False
 
     @property
     def soft(self) -> bool:
@@ -88,7 +93,7 @@ class Batch:
     def total(self, x: Tensor) -> Tensor:
         """Sum rows over the samples that count, on all ranks; no gradient crosses ranks."""
         mask = self.valid.reshape(-1, *[1] * (x.ndim - 1))
-        local = torch.where(mask, x, 0).sum(0)
+        local = x.sum(0) if self.all_valid else torch.where(mask, x, 0).sum(0)
         return ranks.total(local) if self.shared else local
 
     def count(self) -> Float[Tensor, ""]:
@@ -143,6 +148,10 @@ class AbstractPart(nn.Module, ABC):
     def is_transformed(self) -> bool:
         """Whether this call is inside a transform of `torch.func`, whose tensors mean nothing outside of it."""
         return is_transformed()
+
+    def is_eager_on_cpu(self, x: Tensor) -> bool:
+        """Return whether values can be read without waiting, and an operator costs more than its arithmetic."""
+        return is_eager_on_cpu(x)
 
     def check_update(self) -> None:
         """Raise if the state cannot be updated in place."""
@@ -390,7 +399,14 @@ class AbstractLoss(AbstractExact):
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
     """Switch autocast off where the tensor lives; a meta tensor lives nowhere."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a loss computes with tensors of this type."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.promote_types(dtype, torch.float32)
 
 
 def as_batch(
@@ -405,21 +421,24 @@ def as_batch(
 ) -> Batch:
     """Check the tensors of one step and lay them out as rows."""
     check_shapes(logits, labels, features, index)
-    classes = logits.shape[1]
-    labels = checked_labels(labels, classes, ignore_index)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    classes, all_valid = logits.shape[1], False
+    dtype = at_least_float32(logits.dtype)
     logits = _rows(logits).to(dtype)
     if labels.is_floating_point():
+        labels = checked_labels(labels, classes, ignore_index)
         if ignore_index != IGNORE_INDEX:
             raise ValueError("ignore_index has no meaning for soft labels; give those samples a weight of your own")
         labels = _rows(labels).to(dtype)
         valid = torch.ones_like(logits[:, 0], dtype=torch.bool)
     else:
-        labels = labels.reshape(-1).long()
-        valid = labels != ignore_index
-        labels = torch.where(valid, labels, 0)
-        # An ignored row may hold anything, NaN included; it must not reach a gradient, and 0 * NaN is NaN.
-        logits = torch.where(valid.unsqueeze(1), logits, 0)
+        given, labels = labels, (labels if labels.ndim == 1 else labels.reshape(-1)).long()
+        all_valid = all_are_classes(labels, classes) and not 0 <= ignore_index < classes
+        valid = _TRUE.expand(len(labels)) if all_valid else labels != ignore_index
+        if not all_valid:
+            checked = checked_labels(given, classes, ignore_index).reshape(-1).long()
+            labels = torch.where(valid, checked, 0)
+            # An ignored row may hold anything, NaN included; it must not reach a gradient, and 0 * NaN is NaN.
+            logits = torch.where(valid.unsqueeze(1), logits, 0)
     return Batch(
         logits=logits,
         labels=labels,
@@ -429,6 +448,7 @@ def as_batch(
         log_probs=functional.log_softmax(logits, 1),
         shared=shared,
         updates_state=updates_state,
+        all_valid=all_valid,
     )
 
 
@@ -442,14 +462,20 @@ def expected(batch: Batch, weight: Tensor | None, loss_of: Callable[[Tensor], Te
     if batch.soft:
         target = batch.labels if weight is None else batch.labels * weight
         return (target * loss_of(batch.log_probs)).sum(1)
-    picked = loss_of(_pick(batch.log_probs, batch.labels)).squeeze(1)
+    if loss_of is torch.neg and not torch.compiler.is_compiling():  # one operator where the others are four
+        picked = functional.nll_loss(batch.log_probs, batch.labels, reduction="none")
+    else:
+        picked = loss_of(_pick(batch.log_probs, batch.labels)).squeeze(1)
     return picked if weight is None else picked * weight[batch.labels]
 
 
 def smoothed(batch: Batch, weight: Tensor | None, alpha: float | Tensor) -> Float[Tensor, " n"]:
     """Give (1 - alpha) CE + alpha E for each sample, E being the cross-entropy from the uniform distribution."""
     log_probs = batch.log_probs if weight is None else batch.log_probs * weight.to(batch.logits.dtype)
-    return (1 - alpha) * expected(batch, weight, torch.neg) - alpha * log_probs.mean(1)
+    cross_entropy, mean = expected(batch, weight, torch.neg), log_probs.mean(1)
+    if is_eager_on_cpu(mean):  # the same in fewer operators
+        return cross_entropy - alpha * (cross_entropy + mean)
+    return (1 - alpha) * cross_entropy - alpha * mean
 
 
 def focal(log_p: Tensor, gamma: float | Tensor) -> Tensor:
@@ -464,11 +490,16 @@ def complement(log_p: Tensor) -> Tensor:
 
 def reduce(terms: dict[str, Tensor], batch: Batch, weight: Tensor | None, reduction: Reduction) -> dict[str, Tensor]:
     """Reduce each term over the samples that count; the module's docstring says how."""
-    each = {name: torch.where(batch.valid, values, 0) for name, values in terms.items()}
+    each = terms
+    if not batch.all_valid:
+        each = {name: torch.where(batch.valid, values, 0) for name, values in terms.items()}
     if reduction == "none":
         return each
-    spread = ranks.count() if batch.shared else 1
-    totals = {name: values.sum() * spread for name, values in each.items()}
+    if reduction == "mean" and batch.all_valid and weight is None and not batch.shared:
+        return {name: values.mean() for name, values in each.items()}
+    totals = {name: values.sum() for name, values in each.items()}
+    if batch.shared:
+        totals = {name: value * ranks.count() for name, value in totals.items()}
     if reduction == "sum":
         return totals
     count = batch.count()

@@ -95,6 +95,14 @@ def checked_labels(labels: Tensor, num_classes: int, ignore_index: int) -> Tenso
     return labels
 
 
+def all_are_classes(labels: Tensor, num_classes: int) -> bool:
+    """Return whether all class numbers are in range, as far as that is known without waiting: on a CPU, uncompiled."""
+    if not is_eager_on_cpu(labels) or not labels.numel():
+        return False
+    low, high = torch.aminmax(labels)
+    return low.item() >= 0 and high.item() < num_classes
+
+
 def checked_index(index: Tensor, num_samples: int) -> Tensor:
     """Return the indices, after refusing those outside of the training split."""
     if not _look(index):
@@ -110,6 +118,11 @@ def _look(tensor: Tensor) -> bool:
     if tensor.device.type == "meta" or is_transformed():
         return False
     return checks.active or (tensor.device.type == "cpu" and not torch.compiler.is_compiling())
+
+
+def is_eager_on_cpu(x: Tensor) -> bool:
+    """Return whether values can be read without waiting, and an operator costs more than its arithmetic."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
 
 
 def is_transformed() -> bool:

@@ -44,6 +44,7 @@ __all__ = [
 
 # Words in attribute names by which libraries and people call the part that ends in the logits.
 _HEAD_WORDS = {"fc", "head", "heads", "classifier", "score", "logits"}
+_AUXILIARY = {"aux", "auxiliary"}  # a second classifier that only helps training
 _DROPOUTS = (torch.dropout, *(f for name, f in vars(functional).items() if "dropout" in name))
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONVOLVE = (functional.conv1d, functional.conv2d, functional.conv3d)
@@ -499,7 +500,8 @@ def _parts(module: nn.Module, pointwise: bool) -> tuple[list[tuple[str, nn.Modul
     children = [(path, part) for path, part in module.named_children() if _layers(part, pointwise)]
     if type(module).forward is nn.Sequential.forward:
         return children[-1:], pointwise
-    named = [(path, part) for path, part in module.named_children() if _HEAD_WORDS & {*path.lower().split("_")}]
+    words = {path: {*path.lower().split("_")} for path, _ in module.named_children()}
+    named = [(p, m) for p, m in module.named_children() if _HEAD_WORDS & words[p] and not _AUXILIARY & words[p]]
     named = [(p, m) for p, m in named if _layers(m)] or [(p, m) for p, m in named if _layers(m, pointwise=True)]
     # A single layer that comes after them puts such names in doubt: fc_in, fc_hidden, out.
     single = [path for path, part in children if isinstance(part, nn.Linear)]
