@@ -20,7 +20,7 @@ from fedlas.experiments.kept import Kept, kept_of
 from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
-from fedlas.experiments.reproduce import drawn, reproduce
+from fedlas.experiments.reproduce import _Clock, drawn, reproduce
 from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
 from fedlas.files import write_predictions
 from fedlas.losses import CATALOG as LOSSES
@@ -232,6 +232,10 @@ def test_cells_hold_a_value_for_each_seed(choice, ledger):
 def test_only_trains_the_named_runs(choice, tmp_path):
     plan = planned(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
     assert [one.recipe.loss for one in plan.missing] == ["ls", "ls"]
+
+
+def test_the_clock_is_over_when_no_minute_is_left():
+    assert [_Clock(minutes).over for minutes in (1e-9, 1.0, None)] == [True, False, False]
 
 
 def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):

@@ -31,3 +31,10 @@ def test_the_gate_is_watched_sample_by_sample():
     loss.psi = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
     watch.add(torch.tensor([7, 0, 2, 3, 5]))
     assert watch.read()["flip_rate"] == 0.5  # of the four that were seen before
+
+
+def test_a_reset_forgets_finished_epochs_too():
+    watch = GateWatch(nn.Module(), 3, torch.device("cpu"))
+    watch.history.epochs.append(SimpleNamespace())
+    watch.reset()
+    assert watch.history.epochs == []

@@ -10,7 +10,7 @@ from runs_of import short
 from torch import nn
 
 from fedlas.train.bench import Bench
-from fedlas.train.mixing import Mixer
+from fedlas.train.mixing import Mixer, _rectangle
 from fedlas.train.optim import build_optimizer, lr_factor, lr_table, row_of
 from fedlas.train.precision import Scale
 from fedlas.train.recipe import Recipe
@@ -344,3 +344,11 @@ def test_no_garbage_is_collected_during_a_capture():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.75, 0.36, 0.0])
+def test_the_rectangle_of_cutmix_covers_what_is_not_kept(keep):
+    middle = torch.tensor(0.5)
+    fraction, inside = _rectangle(torch.tensor(keep), middle, middle, 100, 50)
+    assert float(fraction) == pytest.approx(1 - keep, abs=0.01)
+    assert int(inside.sum()) == round(float(fraction) * 5_000)
