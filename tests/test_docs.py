@@ -11,12 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 LINK = re.compile(r"!?\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
-slug = slugify(case="lower")
+slug = pytest.importorskip("pymdownx.slugs").slugify(case="lower")
 
 
 def loaded(script: str) -> ModuleType:

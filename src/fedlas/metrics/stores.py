@@ -173,7 +173,7 @@ class PairStore(AbstractStore):
         if self.ranked:
             found = answers(found)
             known = found.log_uncertainty
-            _append(self.uncertainty, torch.log1p(-exact(found.confidence)) if known is None else known)
+            _append(self.uncertainty, torch.full_like(exact(found.confidence), torch.nan) if known is None else known)
         half = found.confidence.dtype not in {torch.float32, torch.float64}
         # Copies, because a caller may fill the same buffers again.
         _append(self.confidence, found.confidence.float() if half else found.confidence.clone())
@@ -191,8 +191,14 @@ class PairStore(AbstractStore):
         """Give all samples so far."""
         if not self.confidence:
             raise ValueError("no samples yet; call update first")
-        uncertainty = _cat(self.uncertainty) if self.ranked else None
-        return Pairs(_cat(self.confidence), _cat(self.correct), self.about, uncertainty)
+        confidence, uncertainty = _cat(self.confidence), None
+        if self.ranked:
+            # Where logits are not known. Computed for all parts at once: the last digit depends on the device, and
+            # equal confidences would not be ties.
+            known = _cat(self.uncertainty)
+            rest = torch.log1p(-exact(confidence)).to(known.device)
+            uncertainty = torch.where(known.isnan(), rest, known)
+        return Pairs(confidence, _cat(self.correct), self.about, uncertainty)
 
 
 class MassStore(AbstractHistogram):
