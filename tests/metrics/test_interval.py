@@ -152,7 +152,9 @@ OF_TWO_MODELS = [(metric, name) for metric in (debiased_l2, e_aurc, augrc) for n
 @pytest.mark.parametrize(("metric", "name"), OF_EVERY_MODEL + OF_TWO_MODELS)
 def test_95_percent_intervals_cover_in_91_to_99_percent(metric, name):
     """With 400 trials the standard error of a coverage of 95 % is one point."""
-    assert 0.91 <= coverage(metric, name, trials=400, resamples=1_000) <= 0.99
+    # A true error of zero is the lower end itself, and cannot be missed from below: 97.5 % is then what to expect.
+    most = 1.0 if metric in (rms_error, debiased_l2) and "calibrated" in name else 0.99
+    assert 0.91 <= coverage(metric, name, trials=400, resamples=1_000) <= most
 
 
 @pytest.mark.campaign
