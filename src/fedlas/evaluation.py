@@ -105,7 +105,7 @@ class State:
             fits=tuple(Fit.from_dict(one) for one in fields["fits"]),
             parameters=fields["parameters"],
             leaked=checked_number(fields.get("leaked", 0), "leaked"),  # older reports did not look
-            comparisons={name: Comparison.from_dict(one) for name, one in fields["comparisons"].items()},
+            comparisons={name: Comparison.from_dict(one) for name, one in fields.get("comparisons", {}).items()},
         )
 
 

@@ -44,7 +44,6 @@ from fedlas.predictions import Predictions
 
 Reduction = Literal["mean", "sum", "none"]
 IGNORE_INDEX = -100
-_TRUE = torch.tensor(True)
 Word = TypeVar("Word", bound=str)
 Exact = TypeVar("Exact", bound="AbstractExact")
 Loss = TypeVar("Loss", bound="AbstractLoss")
@@ -306,8 +305,8 @@ class AbstractLoss(AbstractExact):
 
     def train(self: Loss, mode: bool = True) -> Loss:
         """Set training or evaluation mode."""
-        if not mode:
-            self._epoch_check.evaluated()
+        if not mode and self.learns_between_epochs:
+            self._epoch_check.evaluated(self.name, self._end_epoch_call)
         return super().train(mode)
 
     def forward(
@@ -340,7 +339,8 @@ class AbstractLoss(AbstractExact):
             if torch.compiler.is_compiling() or self.is_transformed:  # where a counter would be a constant of the graph
                 return reduce(self.terms(batch), batch, self.weight, reduction)
             if not batch.updates_state:
-                self._epoch_check.evaluated()
+                if self.learns_between_epochs:
+                    self._epoch_check.evaluated(self.name, self._end_epoch_call)
                 return reduce(self.terms(batch), batch, self.weight, reduction)
             self._update_check.before_step(self.name, self)
             if self.learns_between_epochs:
@@ -433,7 +433,7 @@ def as_batch(
     else:
         given, labels = labels, (labels if labels.ndim == 1 else labels.reshape(-1)).long()
         all_valid = all_are_classes(labels, classes) and not 0 <= ignore_index < classes
-        valid = _TRUE.expand(len(labels)) if all_valid else labels != ignore_index
+        valid = labels.new_ones((), dtype=torch.bool).expand(len(labels)) if all_valid else labels != ignore_index
         if not all_valid:
             checked = checked_labels(given, classes, ignore_index).reshape(-1).long()
             labels = torch.where(valid, checked, 0)

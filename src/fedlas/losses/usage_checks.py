@@ -1,34 +1,35 @@
 """Warnings about a training loop that does not give a loss what it needs.
 
 Misuse of this kind shows only over many steps: parameters of the loss that no optimizer updates, or epochs whose end is
-never reported. Steps are counted in Python. Tensors on a GPU are read at the end of an epoch, or once in `READ_EVERY`
-steps, because reading them makes the host wait. Compiled steps are not observed, except at the ends of epochs.
+never reported. Steps are counted in Python. Tensors on a GPU are read in evaluation and at the end of an epoch only,
+because reading them makes the host wait. Compiled steps are not observed.
 """
 
+import sys
 import warnings
 
 import torch
 from torch import Tensor, nn
 
-STEPS_WITHOUT_UPDATE = 100
-PASSES_WITHOUT_END = 3
-STEPS_WITHOUT_END = 10_000
-READ_EVERY = 1000
+STEPS_WITHOUT_UPDATE = 200  # more than the batches over which gradients are usually accumulated
+VISITS_WITHOUT_END = 3
+EVALUATIONS_WITHOUT_END = 10  # more than the evaluations within one epoch
+TRACKED = 64  # samples; with replacement some of them are drawn often, but not all
 
 
 class UpdateCheck:
-    """Warns once about parameters that receive gradients and are never updated."""
+    """Warns once about parameters of a loss that no optimizer updates."""
 
     def __init__(self) -> None:
         self.finished = False
         self.steps = 0
-        self.has_gradients = False
+        self.epochs = 0
         self.versions: list[int] | None = None
         self.first_values: Tensor | None = None
 
     def before_step(self, name: str, loss: nn.Module) -> None:
         """Count a training step, and warn after many steps without an update."""
-        if self.finished:
+        if self.finished or self.steps > STEPS_WITHOUT_UPDATE:  # on a GPU the end of an epoch decides
             return
         trained = _trained(loss)
         self.finished = not trained
@@ -36,44 +37,41 @@ class UpdateCheck:
             return
         self._look(trained)
         self.steps += 1
-        if self.steps > STEPS_WITHOUT_UPDATE:
+        if self.steps > STEPS_WITHOUT_UPDATE and not trained[0].is_cuda:
             self._warn_if_unchanged(name, trained)
 
     def after_step(self, loss: nn.Module) -> None:
         """Note the versions of the parameters, which a distributed step changes itself."""
-        if not self.finished:
+        if not self.finished and self.steps <= STEPS_WITHOUT_UPDATE:
             self.versions = [parameter._version for parameter in _trained(loss)]
 
     def end_epoch(self, name: str, loss: nn.Module) -> None:
-        """Warn if nothing was updated since the first look."""
+        """Warn if nothing was updated in two epochs, or in many steps."""
         trained = _trained(loss)
         if self.finished or not trained:
             return
         known = self.first_values is not None
         self._look(trained)
-        if known:
+        self.epochs += 1
+        if known and (self.epochs > 1 or self.steps > STEPS_WITHOUT_UPDATE):
             self._warn_if_unchanged(name, trained)
         self.after_step(loss)
 
     def _look(self, trained: list[nn.Parameter]) -> None:
-        # An optimizer of torch raises the version of what it updates; others, and replayed CUDA graphs, do not.
+        # An optimizer of torch raises the version of what it updates; fused ones, and replayed CUDA graphs, do not.
         if self.versions is not None and self.versions != [parameter._version for parameter in trained]:
             self._finish()
-            return
-        self.has_gradients |= any(parameter.grad is not None for parameter in trained)
-        if self.first_values is None:
+        elif self.first_values is None:
             self.first_values = _smallest(trained).detach().clone()
 
     def _warn_if_unchanged(self, name: str, trained: list[nn.Parameter]) -> None:
-        if self.finished or not self.has_gradients or self.first_values is None:
+        if self.finished or self.first_values is None:
             return
         values = _smallest(trained).detach()
         if torch.equal(values, self.first_values.to(values)):
-            warnings.warn(
-                f"the parameters of the loss {name!r} receive gradients but no optimizer updates them; build the "
-                "optimizer with fedlas.parameters(net, loss), or freeze them with loss.requires_grad_(False)",
-                UserWarning,
-                stacklevel=2,
+            _warn(
+                f"no optimizer updates the parameters of the loss {name!r}; build the optimizer with "
+                "fedlas.parameters(net, loss), or freeze them with loss.requires_grad_(False)"
             )
         self._finish()
 
@@ -87,53 +85,57 @@ class EpochCheck:
 
     def __init__(self) -> None:
         self.finished = False
-        self.steps = 0
-        self.passes = 1
-        self.was_evaluated = False
-        self.sample: Tensor | None = None
+        self.trains = False  # whether the latest call was a training step
+        self.evaluations = 0
+        self.samples: Tensor | None = None
         self.visits: Tensor | None = None
 
     def before_step(self, name: str, call: str, index: Tensor | None) -> None:
-        """Count a training step, and warn where several epochs seem to have passed."""
-        if self.finished or (index is not None and _is_captured(index)):
+        """Count the visits of the first samples, and warn when all of them were visited often."""
+        self.trains = True
+        if self.finished or index is None or index.ndim != 1 or not len(index) or _is_captured(index):
             return
-        self.steps += 1
-        if self.was_evaluated:
-            self.was_evaluated = False
-            self.passes += 1
-        visits = 0 if index is None or index.ndim != 1 or not len(index) else self._visits(index)
-        if visits >= PASSES_WITHOUT_END:
-            reason = f"a training sample was seen {visits} times"
-        elif self.passes >= PASSES_WITHOUT_END:
-            reason = f"training was interrupted by {self.passes - 1} evaluations"
-        elif index is None and self.steps >= STEPS_WITHOUT_END:
-            reason = f"there were {self.steps:,} training steps"
-        else:
-            return
-        self.finish()
-        warnings.warn(
-            f"the loss {name!r} learns between epochs: {reason}, but end_epoch was not called; after each epoch call "
-            f"{call}",
-            UserWarning,
-            stacklevel=2,
-        )
+        if self.samples is None or self.visits is None or self.samples.device != index.device:
+            self.samples = index[:TRACKED].clone()
+            self.visits = torch.zeros_like(self.samples)
+        self.visits = self.visits + torch.isin(self.samples, index)
+        if index.device.type == "cpu":
+            self._warn_if_visited(name, call)
 
-    def evaluated(self) -> None:
-        """Note that the loss was used for evaluation since the latest training step."""
-        self.was_evaluated = self.steps > 0
+    def evaluated(self, name: str, call: str) -> None:
+        """Count evaluations between training steps, and warn after many."""
+        if self.finished or not self.trains:
+            return
+        self.trains = False
+        self.evaluations += 1
+        if self.visits is not None:
+            self._warn_if_visited(name, call)
+        elif self.evaluations >= EVALUATIONS_WITHOUT_END:
+            self._warn(name, call, f"training was interrupted by {self.evaluations} evaluations")
 
     def finish(self) -> None:
         """Stop looking: the end of an epoch was reported, or the warning was given."""
         self.finished = True
-        self.sample = self.visits = None
+        self.samples = self.visits = None
 
-    def _visits(self, index: Tensor) -> int:
-        """Count the batches that held the first sample of the first batch, as far as that is known by now."""
-        if self.sample is None or self.visits is None or self.sample.device != index.device:
-            self.sample, self.visits = index[:1].clone(), torch.zeros((), dtype=torch.int64, device=index.device)
-        self.visits = self.visits + (index == self.sample).any()
-        readable = index.device.type == "cpu" or self.steps % READ_EVERY == 0
-        return int(self.visits) if readable else 0
+    def _warn_if_visited(self, name: str, call: str) -> None:
+        least = 0 if self.visits is None else int(self.visits.min())
+        if least >= VISITS_WITHOUT_END:
+            self._warn(name, call, f"training samples were seen {least} times")
+
+    def _warn(self, name: str, call: str, reason: str) -> None:
+        self.finish()
+        _warn(
+            f"the loss {name!r} learns between epochs: {reason}, but end_epoch was not called; call {call} after each"
+        )
+
+
+def _warn(text: str) -> None:
+    """Warn at the line outside of fedlas and torch that called the loss."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in {"fedlas", "torch"}:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def _trained(loss: nn.Module) -> list[nn.Parameter]:
