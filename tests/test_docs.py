@@ -15,7 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 LINK = re.compile(r"!?\[[^\]\n]*\]\((?P<target>[^)\s]+)\)")
-slug = pytest.importorskip("pymdownx.slugs").slugify(case="lower")
 
 
 def loaded(script: str) -> ModuleType:
@@ -38,6 +37,7 @@ def prose(text: str) -> str:
 def anchors(text: str) -> set[str]:
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE):
+        slug = pytest.importorskip("pymdownx.slugs").slugify(case="lower")
         words = slug(re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading), "-")
         found.add(next(name for name in [words, *(f"{words}-{n}" for n in range(1, 99))] if name not in found))
     return found

@@ -483,7 +483,9 @@ def decimals_of(probs: Float[Tensor, "n classes"]) -> int | None:
     digits = [count for count in range(1, 13) if precision * 10**count <= 0.2]
     between = 0
     for part in (probs[:ENOUGH], *parts_of(probs)):
-        digits = [count for count in digits if _are_multiples(part, 10.0**count, precision)]
+        # Multiples of a unit are multiples of a tenth of it as well: only the largest unit has to be looked at.
+        while digits and not _are_multiples(part, 10.0 ** digits[0], precision):
+            del digits[0]
         if not digits:
             return None
         between += int(((part > 0) & (part < 1)).sum())

@@ -11,5 +11,5 @@ from fedlas.losses import usage_checks
 @pytest.fixture(scope="module", autouse=True)
 def repeated_batches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(usage_checks, "PASSES_WITHOUT_END", sys.maxsize)
+        patch.setattr(usage_checks, "VISITS_WITHOUT_END", sys.maxsize)
         yield

@@ -403,3 +403,17 @@ def test_p_values_of_both_kinds_end_alike(golden):
     worse = Predictions(-5 * golden.logits, golden.labels)
     ends = [paired_bootstrap(metric, golden, worse, resamples=99).p_value for metric in (accuracy, ece, nll)]
     assert ends == pytest.approx([2 / 100] * 3)
+
+
+def test_an_nll_that_is_only_a_lower_bound_does_not_win():
+    """The same predictions rounded to two decimals: labels of probability zero are floored at half of the last one."""
+    source = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(2_000, 5, generator=source)
+    labels = (logits / 3).softmax(1).multinomial(1, generator=source)[:, 0]
+    probs = logits.double().softmax(1)
+    rounded = (100 * probs).round() / 100
+    rounded[torch.arange(2_000), rounded.argmax(1)] += 1 - rounded.sum(1)
+    found = paired_bootstrap(nll, Predictions(logits, labels), Predictions.from_probs(rounded, labels), resamples=200)
+    assert found.second.details["floored"]
+    assert float(found.second) < float(found.first)
+    assert found.better is None

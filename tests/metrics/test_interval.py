@@ -703,3 +703,13 @@ def test_models_with_enormous_logits_are_compared():
     assert far.difference == pytest.approx(1e294 * plain.difference, rel=1e-5)
     assert far.interval.high == pytest.approx(1e294 * plain.interval.high, rel=1e-5)
     assert far.p_value == pytest.approx(plain.p_value)
+
+
+def test_the_noise_floor_of_soft_labels_is_that_of_several_annotators():
+    """Ten annotators vary a third as much as one; the floor was that of one."""
+    random = np.random.default_rng(0)
+    confidence = random.beta(6, 1.5, (40, 500)) / 2 + 0.5
+    votes = random.binomial(10, confidence) / 10
+    probs, labels = (torch.from_numpy(np.stack([one, 1 - one], 2)) for one in (confidence, votes))
+    shown = np.mean([float(ece(*pair)) for pair in zip(probs, labels, strict=True)])
+    assert float(noise_floor(probs[0], labels[0])) == pytest.approx(shown, rel=0.15)

@@ -126,3 +126,7 @@ def test_two_classes_are_ranked_alike_by_one_logit_or_two():
     area, _ = by_hand((~wrong).long().tolist())
     assert aurc(given, scope="positive") == pytest.approx(aurc(given))
     assert aurc(given) == pytest.approx(area, rel=0.02)  # each distance from zero occurs twice
+    for one in (logits, torch.stack([torch.zeros(400), logits], 1)):
+        stream = AURC(scope="positive", ignore_index=255).update_logits(one, labels)
+        stream.update_logits(one[:3], torch.full((3,), 255))
+        assert stream.compute() == pytest.approx(aurc(given))

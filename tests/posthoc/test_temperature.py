@@ -15,7 +15,7 @@ from scipy.special import logsumexp
 from torch.nn import functional
 
 from fedlas import metrics
-from fedlas.posthoc import Temperature, base
+from fedlas.posthoc import Temperature, base, build_calibrator
 from fedlas.posthoc.base import DoubtfulFit, Samples, scaled_nll
 from fedlas.predictions import Predictions
 
@@ -287,3 +287,18 @@ def test_the_value_of_zeros_is_saved_with_the_temperature(tmp_path):
     assert torch.equal(
         Temperature.load(tmp_path / "t.safetensors").transform(table).logits, fitted.transform(table).logits
     )
+
+
+def test_calibrators_that_need_a_number_for_zeros_are_doubtful_where_labels_have_probability_zero():
+    """Rounded probabilities of an over-confident network: on the true logits these fits raised the NLL."""
+    make = torch.Generator().manual_seed(0)
+    true = 3 * torch.randn(3_000, 10, generator=make)
+    labels = true.softmax(1).multinomial(1, generator=make)[:, 0]
+    rounded = ((2.3 * true).softmax(1, dtype=torch.float64) * 100).round() / 100
+    rounded[torch.arange(3_000), rounded.argmax(1)] += 1 - rounded.sum(1)
+    given = Predictions.from_probs(rounded, labels)
+    for name in ("ensemble_temperature", "vector_scaling"):
+        with pytest.warns(DoubtfulFit, match="probability zero"):
+            build_calibrator(name).fit(given)
+    found = Temperature(objective="ece", search="grid").fit(given).temperature
+    assert found == pytest.approx(2.3, rel=0.3)

@@ -283,6 +283,8 @@ class AbstractLoss(AbstractExact):
         """
         if self.needs_validation and validation is None:
             raise ValueError(f"{self.name} learns from a validation set: {self._end_epoch_call}")
+        if validation is not None and not isinstance(validation, Predictions):
+            raise TypeError(f"validation must be fedlas.Predictions(logits, labels), not {type(validation).__name__}")
         self._epoch_check.finish()
         self._update_check.end_epoch(self.name, self)
         self.learn_from_epoch(validation)
@@ -339,8 +341,6 @@ class AbstractLoss(AbstractExact):
             if torch.compiler.is_compiling() or self.is_transformed:  # where a counter would be a constant of the graph
                 return reduce(self.terms(batch), batch, self.weight, reduction)
             if not batch.updates_state:
-                if self.learns_between_epochs:
-                    self._epoch_check.evaluated(self.name, self._end_epoch_call)
                 return reduce(self.terms(batch), batch, self.weight, reduction)
             self._update_check.before_step(self.name, self)
             if self.learns_between_epochs:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 STEPS_WITHOUT_UPDATE = 200  # more than the batches over which gradients are usually accumulated
 VISITS_WITHOUT_END = 3
-EVALUATIONS_WITHOUT_END = 10  # more than the evaluations within one epoch
+EVALUATIONS_WITHOUT_END = 30  # more than the evaluations within one epoch
 TRACKED = 64  # samples; with replacement some of them are drawn often, but not all
 
 
@@ -121,7 +121,7 @@ class EpochCheck:
     def _warn_if_visited(self, name: str, call: str) -> None:
         least = 0 if self.visits is None else int(self.visits.min())
         if least >= VISITS_WITHOUT_END:
-            self._warn(name, call, f"training samples were seen {least} times")
+            self._warn(name, call, f"samples of the same index were seen {least} times")
 
     def _warn(self, name: str, call: str, reason: str) -> None:
         self.finish()

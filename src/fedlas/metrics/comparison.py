@@ -46,7 +46,8 @@ class Comparison:
         second: the metric of the second model.
         interval: range of the difference, first minus second.
         p_value: how often a difference this large would be seen if there were none.
-        better: "first", "second", or None where the interval holds zero.
+        better: "first", "second", or None where the interval holds zero, and where the smaller NLL is a lower bound
+            because labels have probability zero.
     """
 
     first: Result
@@ -194,8 +195,11 @@ def paired_means(
     if p_value >= 1 - level:  # a matter of one draw
         low, high = min(low, 0.0), max(high, 0.0)
     p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
-    interval = Interval(low, high, level, METHOD)
-    return Comparison(first.mean, second.mean, interval, p_value, _better(metric, low, high))
+    better = _better(metric, low, high)
+    winner = {"first": first.mean, "second": second.mean}.get(better or "")
+    if winner is not None and winner.details.get("floored"):
+        better = None  # labels of probability zero: this NLL is only a lower bound
+    return Comparison(first.mean, second.mean, Interval(low, high, level, METHOD), p_value, better)
 
 
 def _largest_difference(metric: Metric, first: EachSample, second: EachSample) -> float:

@@ -237,6 +237,11 @@ class Gaps(AbstractGaps):
         sums = (self._sums(values) for values in (np.ones_like(self.gap), self.confidence, self.confidence**2))
         return Binomial.of(*(weight * one for one in sums))
 
+    def noise_floor(self) -> float:
+        weight = self._hard_labels_per_label() if self.soft else 1.0
+        hits = self.binomial(weight)
+        return float((mean_deviation(hits.count, hits.mean) * hits.narrower).sum() / (weight * self.samples))
+
     def resample(self, resamples: int | None, rng: np.random.Generator) -> World:
         return self.world(cell_deviations(self.index, self.gap, self.bins, resamples or 10_000, rng), rng)
 

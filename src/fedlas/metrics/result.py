@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+ROUNDING = 1e-6  # a value that exceeds its interval by less lies at its end
 MANY_DIGITS = 1e6  # numbers from here on are written with an exponent in tables
 
 
@@ -136,13 +137,14 @@ class Result(float):
     @property
     def note(self) -> str:
         """What a reader has to know to understand the interval; empty where it is nothing unusual."""
-        if self.interval is None or self in self.interval:
-            return "" if self.interval is None else self.interval.note
+        if self.interval is None:
+            return ""
         chance = self.details.get("noise_floor")
-        floor = "" if chance is None else f" ({self._shown(chance)} for a calibrated model)"
+        if chance is None or float(self) <= self.interval.high + ROUNDING:
+            return self.interval.note
         return (
-            f"the value contains the error that finite samples show by chance{floor}; the interval is of the true "
-            "error, without it"
+            f"the value contains the error that finite samples show by chance ({self._shown(chance)} for a calibrated "
+            "model); the interval is of the true error, without it"
         )
 
     def with_split(self, split: str | None) -> "Result":

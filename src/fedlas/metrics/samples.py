@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias, TypedDict
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+from torch.nn import functional
 
 from fedlas.metrics.result import Definition
 from fedlas.predictions import (
@@ -35,6 +36,7 @@ from fedlas.predictions import (
     softmax,
     top_of_logits,
     top_of_probs,
+    two_columns,
 )
 
 MANY_ROWS = 10_000  # below, building the kernel costs more than it saves
@@ -160,7 +162,17 @@ def pairs_of_logits(
 ) -> Pairs:
     """Reduce logits to one confidence per sample and whether it was correct; the arguments are those of `pairs`."""
     if scope != "top-label":
-        return pairs(probs_of(logits, scope), labels, scope, ignore_index)
+        found = pairs(probs_of(logits, scope), labels, scope, ignore_index)
+        scores = as_floats(logits, "logits")
+        if not ranked or scope != "positive" or scores.shape[1:] not in {(), (1,), (2,)}:
+            return found
+        lead = two_columns(scores, "logits").double().diff(dim=1)[:, 0].abs()
+        truth = _labels(labels, scores)
+        truth = truth if truth.ndim == 1 else truth[:, -1]
+        uncertainty = functional.logsigmoid(-lead)
+        return replace(
+            found, log_uncertainty=uncertainty if ignore_index is None else uncertainty[truth != ignore_index]
+        )
     scores = _table_of_logits(as_floats(logits, "logits"))
     given = _with_labels(scores, _labels(labels, scores), ignore_index)
     confidence, prediction = in_one_read(scores) or top_of_logits(scores)

@@ -49,6 +49,7 @@ CHECKSUM = "sha256"  # of the numbers, among the words of a file; `to_safetensor
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
 EXACT_BELOW = 20_000_000  # this many numbers are copied to float64; larger tables keep their type
 ENORMOUS = 1e100
+MOST_ZEROS = 0.002  # fraction of labels whose probability was given as zero
 
 
 class Samples(NamedTuple):
@@ -173,9 +174,17 @@ class AbstractCalibrator(ABC):
         return logits
 
     def doubt(self, samples: Samples) -> str:
-        """Say why what was learned from these samples should not be relied on; nothing by default."""
-        del samples
-        return ""
+        """Return why what was learned from these samples should not be relied on; empty if there is no reason."""
+        if samples.zeros is None:
+            return ""
+        labels = float((samples.shares * samples.zeros).sum())
+        if labels <= MOST_ZEROS * len(samples.logits):
+            return ""
+        return (
+            f"{labels:,.0f} of {len(samples.logits):,} labels have probability zero, and {self.name} depends on the "
+            "number that stands for zero. Give logits, or probabilities with more digits; temperature needs no "
+            "such number."
+        )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -285,7 +294,11 @@ class AbstractCalibrator(ABC):
 
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
-        state = "not fitted" if self.fitted is None else f"fitted on {self.fitted.n:,} samples"
+        state = "not fitted"
+        if self.fitted is not None:
+            numbers = {name: float(value) for name, value in self.learned.items() if value.numel() == 1}
+            shown = "".join(f", {name}={value:.4g}" for name, value in numbers.items())
+            state = f"fitted on {self.fitted.n:,} samples{shown}"
         return f"<{type(self).__name__}({options}), {state}>"
 
 

@@ -82,8 +82,7 @@ class Temperature(AbstractCalibrator):
     def learn(self, samples: Samples) -> dict[str, Tensor]:
         known = samples if samples.zeros is None else known_classes(samples)
         if self.search == "grid":
-            chosen = self._on_grid(samples if self.objective == "ece" else known)
-            return {"temperature": torch.tensor(chosen, dtype=torch.float64)}
+            return self._learn_on_grid(samples, known)
         if len(known.logits) == 0:  # `doubt` says so
             return {name: torch.tensor(value).double() for name, value in UNDETERMINED.items()}
         factor = best_inverse_temperature(known, 1 / self.high, 1 / self.low)
@@ -92,6 +91,16 @@ class Temperature(AbstractCalibrator):
         learned = {"temperature": 1 / factor, "standard_error": _standard_error(known, factor)}
         if samples.zeros is not None:
             learned["log_floor"] = _log_floor(samples, factor)
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in learned.items()}
+
+    def _learn_on_grid(self, samples: Samples, known: Samples) -> dict[str, Tensor]:
+        """Choose a temperature of the grid; the ECE needs a number for zeros, which the likelihood determines."""
+        learned = {}
+        if samples.zeros is not None and len(known.logits):
+            factor = best_inverse_temperature(known, 1 / self.high, 1 / self.low)
+            learned["log_floor"] = _log_floor(samples, factor)
+            samples = Samples(samples.logits.masked_fill(samples.zeros, learned["log_floor"]), samples.labels)
+        learned["temperature"] = self._on_grid(samples if self.objective == "ece" else known)
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in learned.items()}
 
     def fill_zeros(

@@ -22,6 +22,7 @@ Effect = Literal["all", "most", "part", "unchanged", "worse", "harm", "untested"
 PLACE = 0.9  # the confidence that is spoken of
 FEWEST = 10  # samples that a place needs to be spoken of
 LONGEST = 60  # letters of a name that someone else gave
+TINY = 1e-30  # a floor of probabilities that no rounding to decimals explains
 MUCH = 0.1  # an ECE that may be this large is not known to be small
 
 
@@ -200,7 +201,7 @@ def _changes(before: "State", after: "State") -> str:
     parts = [f"the ECE goes from {start} to {_share(total)}{_p_value(after, 'ece')}{_chance(total)}"]
     if "nll" in after.results:
         start, end = (f"{float(state['nll']):.3g}" for state in (before, after))
-        least = "at least " if _zeros(before) else ""
+        least = "at least " if _is_lower_bound(before) else ""
         parts.append(f"the NLL goes from {least}{start} to {end}{_p_value(after, 'nll')}")
     if "accuracy" in after.comparisons and after.comparisons["accuracy"].better is not None:
         start, end = (_percent(float(state["accuracy"])) for state in (before, after))
@@ -233,14 +234,21 @@ def _zeros(state: "State") -> int:
     return int(state["nll"].details.get("floored", 0)) if "nll" in state.results else 0
 
 
+def _is_lower_bound(state: "State") -> bool:
+    """Return whether half of the last decimal stands for zeros; the smallest float is below any true probability."""
+    return _zeros(state) > 0 and float(state["nll"].details["floor"]) > TINY
+
+
 def _floored(state: "State") -> list[str]:
-    """Return a note where the NLL is only a lower bound."""
+    """Return a note where the NLL depends on the number that stands for probabilities of zero."""
     count = _zeros(state)
     if not count:
         return []
     labels = "label has" if count == 1 else "labels have"
     floor = f"{float(state['nll'].details['floor']):g} stands for zero"
-    bound = f"the true NLL is larger than the one shown, in which {floor}"
+    bound = f"the NLL shown depends on the number that stands for zero, {float(state['nll'].details['floor']):.2g}"
+    if _is_lower_bound(state):
+        bound = f"the true NLL is larger than the one shown, in which {floor}"
     return [f"{count:,} {labels} probability zero: {bound}. Give logits, or probabilities with more digits."]
 
 
