@@ -238,8 +238,9 @@ def check_parts(recipe: Recipe) -> None:
     if not isinstance(classes, int):  # of a folder, which is counted when it is read
         classes = len(weight) if isinstance(weight, list) else 2
     options: dict[str, Any] = {"num_classes": classes, **recipe.loss_options}
-    if "num_samples" in keywords(LOSSES.find(recipe.loss)):
-        options.setdefault("num_samples", 1)  # known when the data are read
+    for name, size in (("num_samples", 1), ("epochs", recipe.epochs)):  # the samples are counted when data are read
+        if name in keywords(LOSSES.find(recipe.loss)):
+            options.setdefault(name, size)
     with torch.random.fork_rng(devices=[]):
         build_loss(recipe.loss, **options)
 
