@@ -6,7 +6,9 @@ import re
 import pytest
 
 import fedlas
+from fedlas.catalog import keywords
 from fedlas.data import CATALOG as DATA
+from fedlas.losses import CATALOG as LOSSES
 from fedlas.train.protocols import PROTOCOLS, list_recipes, recipe_for
 from fedlas.train.recipe import Recipe, differences
 
@@ -136,7 +138,8 @@ def test_every_ready_recipe_can_be_built():
     assert {data for data, _ in published} == {"cifar10", "cifar100", "tiny_imagenet", "cub200", "aircraft"}
     assert len(published) == 10
     for _, recipe in recipes:
-        options = {"num_samples": 10} if recipe.loss == "crl" else {}
+        words = keywords(LOSSES.find(recipe.loss))
+        options = {word: 10 for word in ("num_samples", "epochs") if word in words}
         fedlas.build_loss(recipe.loss, num_classes=7, **recipe.loss_options, **options)
 
 
