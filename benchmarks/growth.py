@@ -147,7 +147,7 @@ def problem(n: int, classes: int, width: int = 16) -> tuple[torch.Tensor, ...]:
 def loss_step(name: str, n: int, classes: int, width: int = 16) -> Call:
     """Make a training step of one loss: value and gradient."""
     record = next(one for one in fedlas.list_losses() if one.name == name)
-    sizes = {"num_classes": classes, "num_samples": n}
+    sizes = {"num_classes": classes, "num_samples": n, "epochs": 5}
     loss = fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in record.keywords})
     logits, labels, features, index = problem(n, classes, width)
     logits.requires_grad_()

@@ -69,7 +69,8 @@ def candidates(rows: int, classes: int, device: str) -> dict[str, nn.Module]:
     for record in fedlas.list_losses():
         if record.name == "cpc" and rows * classes * classes > PAIRS_LIMIT[torch.device(device).type]:
             continue
-        options = {"num_samples": 50_000} if "num_samples" in record.keywords else {}
+        sizes = {"num_samples": 50_000, "epochs": 100}
+        options = {word: size for word, size in sizes.items() if word in record.keywords}
         found[record.name] = fedlas.build_loss(record.name, num_classes=classes, **options)
         if "gate" in record.keywords:
             found[f"{record.name} (fixed gate)"] = fedlas.build_loss(record.name, num_classes=classes, gate="positive")

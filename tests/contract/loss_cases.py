@@ -68,7 +68,7 @@ class Case:
 
     def build(self, **common: Any) -> AbstractLoss:
         """Build the loss, with the same first parameters every time."""
-        sizes = {"num_classes": CLASSES, "num_samples": SAMPLES}
+        sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
         sizes = {name: size for name, size in sizes.items() if name in self.record.keywords}
         seed(BUILT)
         return fedlas.build_loss(self.record.name, **(sizes | dict(self.options) | common))
@@ -235,7 +235,8 @@ def train(loss: AbstractLoss, epochs: int = 2) -> AbstractLoss:
             for parameter, slope in zip(loss.parameters(), outcome.by_parameters, strict=True):
                 parameter.sub_(0.1 * slope)
         if step % 2:
-            loss.end_epoch(fedlas.Predictions(*batch(40, seed=step + 20)[:2]))
+            logits, labels, features, _ = batch(40, seed=step + 20)
+            loss.end_epoch(fedlas.Predictions(logits, labels, features=features))
     return loss
 
 

@@ -29,8 +29,8 @@ def one_graph() -> Iterator[None]:
 
 
 def build(name: str, **options: Any) -> Any:
-    if "num_samples" in KEYWORDS[name]:
-        options["num_samples"] = SAMPLES
+    sizes = {"num_samples": SAMPLES, "epochs": 5}
+    options |= {word: size for word, size in sizes.items() if word in KEYWORDS[name]}
     torch.manual_seed(0)
     return fedlas.build_loss(name, num_classes=CLASSES, **options)
 

@@ -264,4 +264,6 @@ def test_a_cast_loss_keeps_its_running_statistics(case):
 @every_loss
 def test_running_statistics_are_float64_or_whole_numbers(case):
     for name, value in case.build().named_buffers():
+        if name in case.cls.identical_buffers:  # stored predictions, which are replaced and not accumulated
+            continue
         assert value.dtype == torch.float64 or not value.is_floating_point(), name

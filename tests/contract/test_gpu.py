@@ -24,7 +24,8 @@ NAMES = list(KEYWORDS)
 
 
 def build(name: str, device: str = "cuda") -> Any:
-    options: dict[str, Any] = {"num_samples": SAMPLES} if "num_samples" in KEYWORDS[name] else {}
+    sizes = {"num_samples": SAMPLES, "epochs": 5}
+    options: dict[str, Any] = {word: size for word, size in sizes.items() if word in KEYWORDS[name]}
     torch.manual_seed(0)
     return fedlas.build_loss(name, num_classes=CLASSES, **options).to(device)
 

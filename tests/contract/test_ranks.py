@@ -22,7 +22,7 @@ CLASSES, SAMPLES, STEPS = 5, 12, 3
 KEYWORDS = {record.name: record.keywords for record in fedlas.list_losses()}
 NAMES = list(KEYWORDS)
 WRAPPED, MODEL_ONLY, COMPILED, SUM = "network and loss wrapped", "only the network wrapped", "loss compiled", "sum"
-COLLECTIVES = ("fedlas_ls", "crl", "mmce", "mdca")  # every kind of collective
+COLLECTIVES = ("fedlas_ls", "crl", "mmce", "mdca", "closed_loop")  # every kind of collective
 Cases = tuple[tuple[str, str], ...]
 FAST: Cases = (*((name, WRAPPED) for name in NAMES), ("fedlas_ls", MODEL_ONLY), ("fedlas_ls", SUM))
 ALL = [(name, mode) for name in NAMES for mode in (WRAPPED, MODEL_ONLY, SUM)]
@@ -34,7 +34,8 @@ def network() -> nn.Sequential:
 
 
 def build(name: str, reduction: str = "mean") -> nn.Module:
-    options: dict[str, Any] = {"num_samples": SAMPLES} if "num_samples" in KEYWORDS[name] else {}
+    sizes = {"num_samples": SAMPLES, "epochs": 5}
+    options: dict[str, Any] = {word: size for word, size in sizes.items() if word in KEYWORDS[name]}
     weight = [1.0, 2.0, 0.5, 1.0, 3.0]
     return fedlas.build_loss(name, num_classes=CLASSES, weight=weight, reduction=reduction, **options).double()
 

@@ -54,7 +54,8 @@ def test_every_table_of_the_issue_is_there():
 
 def test_the_main_table_has_all_losses_and_temperature_scaling():
     rows = list(experiment_named("sota").methods)
-    assert sorted(rows) == sorted([*LOSSES.entries, "ce+temperature"])
+    later = {"closed_loop", "pskd"}  # not compared in the paper
+    assert sorted(rows) == sorted([*(LOSSES.entries.keys() - later), "ce+temperature"])
     assert len(experiment_named("finegrained").methods) == 9
     assert len(experiment_named("ood").methods) == 9
     assert list(experiment_named("over_under").methods) == ["ce", "ls", "fedlas_ls", "mbls", "fedlas_mbls"]

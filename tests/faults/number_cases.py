@@ -632,7 +632,7 @@ class LossTarget:
 
     def pair(self, reduction: str) -> tuple[Any, Any]:
         if reduction not in self.built:
-            sizes = {"num_classes": CLASSES, "num_samples": SAMPLES}
+            sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
             sizes = {name: size for name, size in sizes.items() if name in self.case.record.keywords}
             made = []
             for _ in range(2):

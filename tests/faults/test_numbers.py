@@ -164,7 +164,7 @@ def test_tensors_without_plain_numbers_are_named(kind, which):
 @pytest.mark.parametrize("which", [0, 1])
 def test_losses_name_a_sparse_tensor(name, which):
     record = next(one for one in fedlas.list_losses() if one.name == name)
-    sizes = {"num_classes": CLASSES, "num_samples": SAMPLES}
+    sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
     loss = fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in record.keywords})
     given = [torch.zeros(3, CLASSES), torch.arange(3), torch.ones(3, 2), torch.arange(3)]
     given[which] = given[which].to_sparse()

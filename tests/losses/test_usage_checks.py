@@ -15,7 +15,7 @@ GATED = ["fedlas_ls", "fedlas_mbls"]
 
 
 def build(name: str) -> Any:
-    sizes = {"num_classes": CLASSES, "num_samples": SAMPLES}
+    sizes = {"num_classes": CLASSES, "num_samples": SAMPLES, "epochs": 5}
     known = {record.name: record.keywords for record in fedlas.list_losses()}[name]
     return fedlas.build_loss(name, **{word: size for word, size in sizes.items() if word in known})
 
@@ -157,7 +157,7 @@ def test_a_frozen_gate_and_updates_that_torch_does_not_see_are_not_warned_of(mon
 # Ends of epochs that are not reported
 
 
-@pytest.mark.parametrize("name", ["crl", "adafocal"])
+@pytest.mark.parametrize("name", ["crl", "adafocal", "closed_loop", "pskd"])
 def test_repeated_samples_without_the_end_of_an_epoch_are_warned_of_once(name):
     net, loss = network(), build(name)
     optimizer = optimizer_of(net, loss)
@@ -206,5 +206,10 @@ def test_samples_counted_more_often_than_there_were_epochs_are_warned_of():
 
 def test_losses_declare_what_they_need_between_epochs():
     records = {record.name: record.cls for record in fedlas.list_losses()}
-    assert [name for name, cls in records.items() if cls.needs_validation] == ["adafocal"]
-    assert [name for name, cls in records.items() if cls.learns_between_epochs] == ["adafocal", "crl"]
+    assert [name for name, cls in records.items() if cls.needs_validation] == ["adafocal", "closed_loop"]
+    assert [name for name, cls in records.items() if cls.learns_between_epochs] == [
+        "adafocal",
+        "closed_loop",
+        "crl",
+        "pskd",
+    ]

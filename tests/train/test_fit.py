@@ -15,11 +15,13 @@ import fedlas
 from fedlas.data import CATALOG as DATA
 from fedlas.data import DamagedFileError
 from fedlas.data.digits import Digits
+from fedlas.losses.closed_loop import ClosedLoop
 from fedlas.train import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many, precision
 from fedlas.train.bench import Bench, chosen_device
 from fedlas.train.callbacks import downloads
 from fedlas.train.checkpoint import Writer
 from fedlas.train.runs import locked
+from fedlas.train.validation import halves
 
 NAMES = [record.name for record in fedlas.list_losses()]
 QUICK = {"adafocal", "crl", "fedlas_mbls"}  # each needs something else of training; others train in further tests
@@ -91,6 +93,21 @@ def test_the_best_epoch_is_the_first_of_the_best(tmp_path):
     assert run.log[-1]["best_epoch"] == best
     saved = torch.load(run.checkpoint, weights_only=True)
     assert (saved["best_epoch"], saved["best_accuracy"]) == (best, max(accuracies))
+
+
+def test_half_of_the_validation_split_is_left_for_later(tmp_path, monkeypatch):
+    """V1 reaches the loss and selects the best epoch; V2 is the rest, in any order of rows."""
+    seen, learn = [], ClosedLoop.learn_from_epoch
+    monkeypatch.setattr(ClosedLoop, "learn_from_epoch", lambda self, val: (seen.append(val), learn(self, val)))
+    run = fit(short("closed_loop", halve_validation=True), out=tmp_path / "run")
+    stored = run.predictions("last-val")
+    first, second = halves(stored)
+    assert abs(len(first) - len(second)) <= 1
+    assert sorted([*first.index.tolist(), *second.index.tolist()]) == sorted(stored.index.tolist())
+    assert seen[-1].index.tolist() == first.index.tolist()
+    assert run.log[-1]["val"]["accuracy"] == pytest.approx(seen[-1].correct.double().mean().item())
+    mixed, _ = halves(stored[torch.randperm(len(stored))])
+    assert mixed.index.tolist() == first.index.tolist()
 
 
 def test_equal_recipes_give_equal_bytes(finished, tmp_path):

@@ -170,6 +170,8 @@ class WithLoss(nn.Module):
         super().__init__()
         self.net = net if isinstance(net, WithFeatures) else WithFeatures(net)
         self.loss = loss
+        # DistributedDataParallel broadcasts all other buffers in every step.
+        self._ddp_params_and_buffers_to_ignore = [f"loss.{name}" for name in getattr(loss, "identical_buffers", ())]
 
     def forward(self, inputs: Any, labels: Tensor, index: Tensor | None = None) -> tuple[Tensor, Output]:
         """Return the loss of a batch and what the network said; mappings, tuples and lists of inputs are unpacked."""

@@ -137,8 +137,9 @@ class Bench:
 
     def _drawn_loss(self) -> AbstractLoss:
         options: dict[str, Any] = dict(self.recipe.loss_options)
-        if "num_samples" in keywords(LOSSES.find(self.recipe.loss)):
-            options.setdefault("num_samples", self.samples)
+        for name, size in (("num_samples", self.samples), ("epochs", self.recipe.epochs)):
+            if name in keywords(LOSSES.find(self.recipe.loss)):
+                options.setdefault(name, size)
         return build_loss(self.recipe.loss, num_classes=self.data.num_classes, **options)
 
     def _prepared(self, model: nn.Module) -> WithFeatures:

@@ -40,7 +40,7 @@ from fedlas.train.processes import agreed, any_signal, is_first, joined, of_all,
 from fedlas.train.protocols import check_parts
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
-from fedlas.train.validation import judged
+from fedlas.train.validation import halves, judged
 
 LEARNED = ("train", "val")  # splits from which a run learns, and by which it chooses
 NO_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # what torch calls processors that compute bfloat16 step by step
@@ -244,6 +244,8 @@ class _Training:
         self._stop_if_diverged()
         seconds = time.perf_counter() - began
         validation = self._predict(self.validation_source, "val")
+        if self.recipe.halve_validation:
+            validation, _ = halves(validation)
         # Epochs may be selected on the test split, as published, but nothing is ever learned from it.
         self.bench.loss.end_epoch(None if self.bench.validates_on_test else validation)
         record = self._record(epoch, trained, validation)

@@ -4,6 +4,7 @@
     "official"   the same, with what the released code does where it departs (docs/decisions.md)
     "fast"       20 epochs of ResNet-18 on small images: batch 512, one cycle, Nesterov
     "small"      a few epochs for digits and the like, on a CPU
+    "standard"   100 epochs of ResNet-18 on small images, batch 128; half of the validation split for feedback alone
 
 Sources of the published numbers: the paper's section on implementation and the configuration files of its code; where
 they differ, the paper wins in "paper" and the code in "official". Epochs on Tiny-ImageNet are 100 in both: the 10 of
@@ -142,11 +143,24 @@ def small_values(_data: str, _model: str) -> Values:
     }  # fmt: skip
 
 
+def standard_models(data: str) -> tuple[str, ...]:
+    """Name the network of the standard protocol."""
+    return ("resnet18_cifar",) if data in (*SMALL_IMAGES, "fashion_mnist") else ()
+
+
+def standard_values(_data: str, _model: str) -> Values:
+    """Give the protocol of the evaluation of `closed_loop` (docs/closed_loop_design.md)."""
+    sgd: Values = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "clip": 2.0, "batch_size": 128}
+    steps: Values = {"epochs": 100, "schedule": "multi_step", "milestones": (50, 75), "decay": 0.1}
+    return sgd | steps | QUICK | {"halve_validation": True, "eval_batch_size": 2500}
+
+
 PROTOCOLS = (
     Protocol("paper", "as the paper prints it", published_models, published_values, published=True),
     Protocol("official", "as the released code does it", published_models, official_values, published=True),
     Protocol("fast", "20 epochs of a ResNet-18, batch 512, one cycle", fast_models, fast_values),
     Protocol("small", "15 epochs of a small network, for a CPU", small_models, small_values),
+    Protocol("standard", "100 epochs of a ResNet-18, batch 128, steps", standard_models, standard_values),
 )
 
 
@@ -159,7 +173,7 @@ def recipe_for(
         data: name of the data set.
         model: name of the network; by default the protocol's own.
         loss: name of the loss.
-        protocol: "paper", "official", "fast" or "small"; by default the first that knows the data set.
+        protocol: "paper", "official", "fast", "small" or "standard"; by default the first that knows the data set.
         changes: fields that shall be otherwise; keywords in `..._options` are added to those of the protocol.
     """
     DATA.find(data)
@@ -238,8 +252,9 @@ def check_parts(recipe: Recipe) -> None:
     if not isinstance(classes, int):  # of a folder, which is counted when it is read
         classes = len(weight) if isinstance(weight, list) else 2
     options: dict[str, Any] = {"num_classes": classes, **recipe.loss_options}
-    if "num_samples" in keywords(LOSSES.find(recipe.loss)):
-        options.setdefault("num_samples", 1)  # known when the data are read
+    for name, size in (("num_samples", 1), ("epochs", recipe.epochs)):  # the samples are counted when data are read
+        if name in keywords(LOSSES.find(recipe.loss)):
+            options.setdefault(name, size)
     with torch.random.fork_rng(devices=[]):
         build_loss(recipe.loss, **options)
 

@@ -96,6 +96,8 @@ class Recipe:
         deterministic: same recipe, same machine, same bytes.
         compile: compile network and loss, where there is a GPU.
         sync_batchnorm: statistics of BatchNorm over all processes.
+        halve_validation: learn between epochs and select the best epoch on one half of the validation split (V1) only;
+            the other half (V2, `fedlas.train.validation.halves`) is left for temperature and hyperparameters.
         eval_batch_size: samples in one step of an evaluation.
         splits: which splits predictions are made for at the end; a finished run makes up for one it lacks.
             "test-published" are the test images as the published code normalises them, where it does that otherwise.
@@ -145,6 +147,7 @@ class Recipe:
     deterministic: bool = False
     compile: bool = True
     sync_batchnorm: bool = False
+    halve_validation: bool = False
     eval_batch_size: int = 1000
     splits: tuple[str, ...] = carried_out(("val", "test"))
     ood: tuple[str, ...] = carried_out(())
