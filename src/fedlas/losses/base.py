@@ -455,7 +455,11 @@ class AbstractSelfDistillation(AbstractLoss):
 
     def read_past(self, batch: Batch) -> Float[Tensor, "n classes"]:
         """Return the past prediction of each sample of the batch."""
-        rows = self.past.index_select(0, self._rows_of(batch)).to(batch.logits.dtype)
+        index = self._rows_of(batch)
+        compiled = torch.compiler.is_compiling()
+        rows = (_read_rows_op(self.past, index) if compiled else self.past.index_select(0, index)).to(
+            batch.logits.dtype
+        )
         if self.past.dtype == torch.float32:
             return rows
         # Rounded probabilities need not sum to 1.
@@ -488,6 +492,18 @@ class AbstractSelfDistillation(AbstractLoss):
         assert batch.index is not None
         # Compiled indexing counts a negative index from the end; moved beyond the table it is an error everywhere.
         return torch.where(batch.index < 0, len(self.past), batch.index)
+
+
+# A compiled backward pass may recompute an indexing operation instead of saving its result, and would then read the rows
+# after they were overwritten, without an error. The result of a custom operator is saved.
+@torch.library.custom_op("fedlas::read_rows", mutates_args=())
+def _read_rows_op(table: Tensor, index: Tensor) -> Tensor:
+    return table.index_select(0, index)
+
+
+@_read_rows_op.register_fake
+def _(table: Tensor, index: Tensor) -> Tensor:
+    return table.new_empty(len(index), table.shape[1])
 
 
 def _physical_memory() -> float:
