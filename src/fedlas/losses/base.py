@@ -494,7 +494,7 @@ class AbstractSelfDistillation(AbstractLoss):
         return torch.where(batch.index < 0, len(self.past), batch.index)
 
 
-# A compiled backward pass may recompute an indexing operation instead of saving its result, and would then read the rows
+# A compiled backward pass may recompute an indexing operation instead of saving its result. It would then read the rows
 # after they were overwritten, without an error. The result of a custom operator is saved.
 @torch.library.custom_op("fedlas::read_rows", mutates_args=())
 def _read_rows_op(table: Tensor, index: Tensor) -> Tensor:
