@@ -48,7 +48,7 @@ SAFE = {
     "triton.experimental.gluon.language.nvidia.hopper.tma.async_load",
     "triton.language.load",
 }
-SAFE_METHODS = {"load_state_dict"}  # takes what has been read already
+SAFE_METHODS = {"load_state_dict", "_load_from_state_dict"}  # takes what has been read already
 IMPORTERS = {"import_module", "optional_module", "_brought"}  # take the name of a module
 # What single files may import, name or call.
 ADMITTED = {

@@ -53,6 +53,7 @@ class UpdateCheck:
         known = self.first_values is not None
         self._look(trained)
         self.epochs += 1
+        known &= self.steps > 0 or any(parameter.grad is not None for parameter in trained)  # of compiled steps
         if known and (self.epochs > 1 or self.steps > STEPS_WITHOUT_UPDATE):
             self._warn_if_unchanged(name, trained)
         self.after_step(loss)
@@ -96,10 +97,10 @@ class EpochCheck:
         if self.finished or index is None or index.ndim != 1 or not len(index) or _is_captured(index):
             return
         if self.samples is None or self.visits is None or self.samples.device != index.device:
-            self.samples = index[:TRACKED].clone()
+            self.samples = index[:TRACKED].clone().long()
             self.visits = torch.zeros_like(self.samples)
         # Not torch.isin, which makes the host wait for a GPU.
-        self.visits = self.visits + (self.samples[:, None] == index).any(1)
+        self.visits = self.visits + (self.samples[:, None] == index.long()).any(1)
         if index.device.type == "cpu":
             self._warn_if_visited(name, call)
 
