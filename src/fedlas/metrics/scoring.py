@@ -182,7 +182,7 @@ def squared_errors(
         return exact((_wide(probs, labels) - labels).square().sum(1))
     found = []
     for part in slices_of(probs):
-        table, place = probs[part], labels[part, None]
+        table, place = probs[part].contiguous(), labels[part, None]  # sums in float32 depend on the layout
         own = exact(table.gather(1, place)[:, 0])
         others = exact(torch.linalg.vector_norm(_wide(table), dim=1)) ** 2 - own**2
         # Next to a large probability of the label, the squares of the others are lost in rounding: those rows are added
