@@ -255,7 +255,7 @@ def _floored(state: "State") -> list[str]:
 def _fitted(after: "State") -> str:
     if len(after.fits) > 1:
         parts = f"{len(after.fits)} parts"
-        return f"Calibrators were cross-fitted in {parts}: no sample is judged by a fit that saw its label."
+        return f"Calibrators were cross-fitted in {parts}: no sample is evaluated by a fit that saw its label."
     fit = after.fits[0]
     of_split = f' of the split "{_name(fit.split)}"' if fit.split else ""
     leaked = f", {after.leaked:,} of which are judged too: what they repair here is too good" if after.leaked else ""

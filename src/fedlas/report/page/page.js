@@ -264,8 +264,8 @@
       legend: small ? [] : [
         [boxKey({ class: "bar" }), "share that is right"],
         [swatch(shape("path", { class: "said", d: "M0 7H26" })), `mean ${said}`],
-        [boxKey({ fill: "url(#hatch-over)" }), "too sure"],
-        [boxKey({ fill: "url(#hatch-under)" }), "too unsure"],
+        [boxKey({ fill: "url(#hatch-over)" }), "over-confident"],
+        [boxKey({ fill: "url(#hatch-under)" }), "under-confident"],
         [swatch(shape("path", { class: "whisker", d: "M13 0V13M9 1H17M9 12H17" })), `${percentOf(data.level)} range`],
       ],
       table: () => [
@@ -279,7 +279,7 @@
 
   function gapWords(gap) {
     if (Math.abs(gap) < 0.0005) return "no gap";
-    return `${fixed(Math.abs(100 * gap), 1)} points ${gap > 0 ? "too sure" : "too unsure"}`;
+    return `${fixed(Math.abs(100 * gap), 1)} points ${gap > 0 ? "over-confident" : "under-confident"}`;
   }
 
   function bars(width, title, rows, lines, even, said, small) {
@@ -748,8 +748,8 @@
         return root;
       },
       legend: [
-        [boxKey({ class: "over-fill" }), "too sure"],
-        [boxKey({ class: "under-fill" }), "too unsure"],
+        [boxKey({ class: "over-fill" }), "over-confident"],
+        [boxKey({ class: "under-fill" }), "under-confident"],
         [boxKey({ class: "cell none" }), "no samples"],
       ],
       table: () => [
