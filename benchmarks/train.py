@@ -1,7 +1,8 @@
 """Images per second of training on CIFAR-10, rung by rung from a plain loop to one captured graph, in one run.
 
     python benchmarks/train.py [--synthetic] [--settings resnet50_cifar:128,resnet18_cifar:512] [--rungs graph,...]
-                               [--epochs N] [--json FILE] [--profile] [--no-first-step] [--data-root DIR]
+                               [--losses NAMES] [--epochs N] [--json FILE] [--profile] [--no-first-step]
+                               [--data-root DIR]
 
     reference    a loop as most people write it: float32 with TF32, torchvision transforms in a DataLoader with 16
                  workers, one .item() in each step
@@ -11,10 +12,10 @@
     graph        the whole step captured as one CUDA graph: what `fit` does
 
 Before all rungs: the first step of a fresh process with an empty compiler cache. Every figure is the wall time of
-whole epochs, after warming up; of several, the median. On the last rung `fedlas_ls` and `fedlas_mbls` take turns with
-`ce`, so that a slow moment of the machine meets all three. Then: a validation pass over 5,000 images, and the work of
-an image in FLOPs and bytes against what the machine can do. `--synthetic` needs no data. `--profile` lists the kernels
-that take most of the time.
+whole epochs, after warming up; of several, the median. On the last rung the losses of `--losses` take turns with `ce`,
+so that a slow moment of the machine affects all of them; the update of a loss after an epoch is included. Then: a
+validation pass over 5,000 images, and the work of an image in FLOPs and bytes against what the machine can do.
+`--synthetic` needs no data. `--profile` lists the kernels that take most of the time.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from fedlas.data import CATALOG, AbstractDataset
 from fedlas.data.base import Part
 from fedlas.data.base.images import CIFAR, Transform
 from fedlas.models import build_model
+from fedlas.predictions import Predictions
 from fedlas.train import Recipe, recipe_for
 from fedlas.train.bench import Bench, chosen_device
 from fedlas.train.precision import machine, try_all_convolutions
@@ -112,14 +114,17 @@ def steps(bench: Bench, count: int) -> None:
         bench.step(*inputs)
 
 
-def epoch(bench: Bench, number: int) -> float:
-    """Train an epoch, read its sums, and give its images per second."""
+def epoch(bench: Bench, number: int, validation: Predictions | None = None) -> float:
+    """Train an epoch, read its sums, let the loss learn from validation predictions, and give images per second."""
     bench.net.train()
     synchronize(bench.device)
     start = time.perf_counter()
     for inputs in bench.batches(number):
         bench.step(*inputs)
     bench.step.meter.read()
+    if validation is not None:
+        bench.loss.end_epoch(validation)
+        synchronize(bench.device)
     return bench.steps_per_epoch * bench.recipe.batch_size / (time.perf_counter() - start)
 
 
@@ -299,12 +304,18 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
 
 
 def top(options: argparse.Namespace, bench: Bench, told: Callable[[str, str, float], None]) -> dict[str, Any]:
-    """Measure the last rung: three losses that take turns on one compiled network, and a validation pass."""
+    """Measure the last rung: losses that take turns on one compiled network, and a validation pass."""
     benches = {"ce": bench}
-    for loss in ("fedlas_ls", "fedlas_mbls"):
+    for loss in options.losses.split(","):
         benches[loss] = Bench(bench.recipe.replace(loss=loss), bench.device, options.data_root, before=bench)
         steps(benches[loss], WARM_STEPS)
-    rounds = [{loss: epoch(one, n) for loss, one in benches.items()} for n in range(max(ROUNDS, options.epochs))]
+    validation = predictions_of(
+        bench.net, bench.evaluation("val"), bench.recipe, device=bench.device, split="val",
+        class_names=bench.data.class_names,
+    )  # fmt: skip
+    rounds = [
+        {loss: epoch(one, n, validation) for loss, one in benches.items()} for n in range(max(ROUNDS, options.epochs))
+    ]
     medians = {loss: statistics.median(one[loss] for one in rounds) for loss in benches}
     for loss, speed in medians.items():
         told("graph", loss, speed)
@@ -348,6 +359,7 @@ def main() -> None:
     parser.add_argument("--settings", default="resnet50_cifar:128,resnet18_cifar:512", help="network:batch size, ...")
     parser.add_argument("--rungs", default=",".join(["reference", *RUNGS]))
     parser.add_argument("--epochs", type=int, default=1, help="timed epochs of each rung; the median counts")
+    parser.add_argument("--losses", default="fedlas_ls,fedlas_mbls,closed_loop,pskd", help="on the last rung")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--synthetic", action="store_true", help="random images instead of CIFAR-10")
     parser.add_argument("--data-root")

@@ -345,7 +345,9 @@ def test_stored_predictions_give_the_numbers_of_both_lines_again(classes, factor
     for kept, whole in ((stored, report.before), (stored.scaled(), report.after["temperature"])):
         found = kept.metrics()
         for name, result in whole.results.items():
-            assert found[name][0] == pytest.approx(float(result), abs=1e-5, rel=1e-5), name
+            # Of many classes the validation logits are float16, so the temperature differs in the fifth digit.
+            near = 1e-4 if kept is not stored and classes > 10 else 1e-5
+            assert found[name][0] == pytest.approx(float(result), abs=near, rel=near), name
         assert found["accuracy"][0] == float(accuracy(given))
         for score in ("entropy", "max_probability"):
             value = float(whole.detection["far"][score].auroc)

@@ -107,7 +107,9 @@ def test_half_of_the_validation_split_is_left_for_later(tmp_path, monkeypatch):
     assert seen[-1].index.tolist() == first.index.tolist()
     assert run.log[-1]["val"]["accuracy"] == pytest.approx(seen[-1].correct.double().mean().item())
     mixed, _ = halves(stored[torch.randperm(len(stored))])
-    assert mixed.index.tolist() == first.index.tolist()
+    assert sorted(mixed.index.tolist()) == sorted(first.index.tolist())
+    assert [len(run.log[-1]["loss_state"][name]) for name in ("strengths", "gaps", "edges")] == [10, 10, 11]
+    assert "loss_state" not in fit(short("ce", epochs=1), out=tmp_path / "ce").log[0]
 
 
 def test_equal_recipes_give_equal_bytes(finished, tmp_path):

@@ -254,7 +254,9 @@ def test_the_standard_protocol(data):
     recipe = recipe_for(data, loss="closed_loop", protocol="standard")
     assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.milestones) == ("resnet18_cifar", 128, 100, (50, 75))
     assert (recipe.lr, recipe.momentum, recipe.nesterov, recipe.weight_decay, recipe.clip) == (0.1, 0.9, False, 5e-4, 2)
-    assert (recipe.precision, recipe.halve_validation) == ("bf16", True)
+    assert (recipe.precision, recipe.halve_validation, recipe.evaluated) == ("bf16", True, "last")
+    with pytest.raises(ValueError, match=r"halve_validation.*selection"):
+        recipe.replace(data_options={"selection": "official"})
     assert recipe_for("fashion_mnist").model == "small_cnn"  # the default protocols are as they were
 
 

@@ -149,18 +149,20 @@ def detect_foreign(
 
 
 def run_model(folder: Path, images: Path | None, watch: Callable[[str, float], None]) -> Any:
-    """Read all that a run folder says about its model: predictions of its best epoch, its log, and its recipe."""
+    """Read all that a run folder says about its model: predictions of the weights to evaluate, its log, its recipe."""
     from fedlas.report.subjects import Model
     from fedlas.train.runs import Run
+    from fedlas.train.validation import tuning_predictions
 
-    run, recipe = Run(folder), Run(folder).recipe.to_dict()
+    run = Run(folder)
+    recipe, state = run.recipe.to_dict(), run.recipe.evaluated
     word = f"reading {folder.resolve().name}"
     watch(word, 0.0)
-    foreign = sorted(run.predictions_file("any").parent.glob("best-ood-*.safetensors"))
+    foreign = sorted(run.predictions_file("any").parent.glob(f"{state}-ood-*.safetensors"))
     made = Model(
-        predictions=run.predictions("best-test"),
-        calibration=run.predictions("best-val") if run.predictions_file("best-val").exists() else None,
-        ood={path.stem.removeprefix("best-ood-"): run.predictions(path.stem) for path in foreign},
+        predictions=run.predictions(f"{state}-test"),
+        calibration=tuning_predictions(run) if run.predictions_file(f"{state}-val").exists() else None,
+        ood={path.stem.removeprefix(f"{state}-ood-"): run.predictions(path.stem) for path in foreign},
         source=folder,
         image_folders=(folder, *([] if images is None else [images])),
         log=run.log,

@@ -3,17 +3,19 @@
     labels              of the test samples
     logits              of the test samples, up to 10 classes
     confidence, ...     of more classes: a `Digest`, from which every metric is computed, and the predicted class
-    val/...             logits and labels of the validation samples, on which the temperature is fitted
+    val/...             logits and labels of the validation samples, and which of them the temperature is fitted on
+    folds               of validation samples: temperatures are cross-fitted in these parts
     ood/NAME/...        two scores of each OOD sample
     scaled/...          the same after temperature scaling: the digest, and the scores of OOD samples
 
 Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Confidences
 in a digest are float64 and log(1 - confidence) is float32, because float32 confidences near 1 are equal, which changes
-the AURC. All other floats have 17 significant bits.
+the AURC. Validation logits of more classes are float16: only temperatures and the selection of hyperparameters depend
+on them. All other floats have 17 significant bits.
 
 Numbers of a line are computed from its file, not from what the file was made of, so that anyone can compute them again.
 Zipped arrays without pickles or clock times: equal predictions give equal bytes. Older files have logits as float16, or
-no validation logits, or hold only what is after the calibrator.
+no validation logits, or hold only what is after the calibrator, or have validation logits with 17 bits.
 """
 
 import hashlib
@@ -23,7 +25,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from statistics import median
+from statistics import fmean, median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.experiments.ledger import TEMPERATURE, TEST, Ledger, Line, Measure, line_id
+from fedlas.experiments.ledger import TEMPERATURE, TEST, V2, Ledger, Line, Measure, line_id
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import EachSample
 from fedlas.metrics.digest import Digest, Intervals
@@ -42,6 +44,7 @@ from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import Predictions
 from fedlas.storage import check_arrays, readable
 from fedlas.train.runs import MACHINE, Run
+from fedlas.train.validation import second_half, tuning_predictions
 
 FEW_CLASSES = 10
 SCORES = ("entropy", "max_probability")
@@ -49,7 +52,7 @@ ROUNDED = ("loss", "squared_error", "label_square")  # columns of a digest; conf
 SCALED = "scaled/"
 LARGEST_FILE = 64 * 2**20  # unpacked; a file that claims more is not one of ours
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
-STATE = "best"  # the weights of the epoch with the best validation accuracy, as published
+FOLDS_SEED = 2027  # of the two parts of V2 in which temperatures are cross-fitted
 SAME = 1e-5  # numbers that differ by less are equal: of ten thousand confidences a few change places by processor
 SAME_ENDS = 2e-3  # ends of intervals: draws that fall on the other side of a tie
 DIGITS = 5  # of what is kept of a run's log
@@ -73,12 +76,21 @@ class Kept:
         predictions: Predictions,
         ood: Mapping[str, Predictions] | None = None,
         validation: Predictions | None = None,
+        fitted_on: Tensor | None = None,
     ) -> "Kept":
-        """Select what the metrics need, as trained and, with validation logits, after temperature scaling."""
+        """Select what the metrics need, as trained and, with validation logits, after temperature scaling.
+
+        Args:
+            predictions: of the samples to evaluate.
+            ood: predictions of OOD data, by name.
+            validation: predictions of the validation split.
+            fitted_on: mask of the validation samples that the temperature is fitted on; None for all.
+        """
         arrays, ood = _selected(predictions, ood or {}), ood or {}
         if validation is None:
             return cls(arrays)
-        arrays |= {"val/logits": _rounded_floats(validation.logits), "val/labels": _small_ints(validation.labels)}
+        arrays |= {"val/logits": _validation_logits(validation), "val/labels": _small_ints(validation.labels)}
+        arrays |= {} if fitted_on is None else {"val/fitted_on": fitted_on.cpu().numpy()}
         scaling = cls(arrays)._fitted()
         if scaling is None:
             return cls(arrays)
@@ -86,8 +98,16 @@ class Kept:
         shared = ("labels", "logits", "prediction")  # logits are divided by the temperature when they are read
         return cls(arrays | {f"{SCALED}{name}": array for name, array in after.items() if name not in shared})
 
+    @classmethod
+    def of_validation(cls, validation: Predictions, folds: Tensor) -> "Kept":
+        """Select all logits of validation samples, and the part to which each belongs when temperatures are fitted."""
+        arrays = {"labels": _small_ints(validation.labels), "logits": _validation_logits(validation)}
+        return cls(arrays | {"folds": _small_ints(folds)})
+
     def scaled(self) -> "Kept | None":
         """Return the predictions after temperature scaling; None if no temperature can be fitted."""
+        if "folds" in self.arrays:
+            return self._cross_fitted()
         scaling = self._fitted()
         if scaling is None:
             return None
@@ -96,13 +116,31 @@ class Kept:
         if "logits" in self.arrays:
             arrays["logits"] = scaling.transform(self._tensor("logits").double()).numpy()
         learned = {name: float(value) for name, value in scaling.learned.items() if bool(value.isfinite())}
-        return Kept(arrays, {"name": TEMPERATURE, "fitted_on": "val", **learned})
+        part = "V2" if "val/fitted_on" in self.arrays else "val"
+        return Kept(arrays, {"name": TEMPERATURE, "fitted_on": part, **learned})
+
+    def _cross_fitted(self) -> "Kept | None":
+        """Divide the logits of each part by the temperature of the other part."""
+        given, folds = self.predictions(), self._tensor("folds")
+        assert given is not None
+        logits, temperatures = given.logits.clone(), []
+        for fold in folds.unique():
+            scaling = build_calibrator(TEMPERATURE).fit(given[folds != fold])
+            if scaling.fitted is None or scaling.fitted.doubt:
+                return None
+            logits[folds == fold] = scaling.transform(given.logits[folds == fold])
+            temperatures.append(float(scaling.learned[TEMPERATURE]))
+        about = {"name": TEMPERATURE, "fitted_on": "V2, the other half", TEMPERATURE: fmean(temperatures)}
+        return Kept({"labels": self.arrays["labels"], "logits": logits.numpy()}, about)
 
     def _fitted(self) -> AbstractCalibrator | None:
         """Fit a temperature on the stored validation logits; None without them, and if it has no optimum."""
         if not {"val/logits", "val/labels"} <= set(self.arrays):
             return None
         logits, labels = self._tensor("val/logits").double(), self._tensor("val/labels").long()
+        if "val/fitted_on" in self.arrays:
+            used = self._tensor("val/fitted_on")
+            logits, labels = logits[used], labels[used]
         scaling = build_calibrator(TEMPERATURE).fit(Predictions(logits, labels, split="val"))
         return None if scaling.fitted is None or scaling.fitted.doubt else scaling
 
@@ -130,7 +168,8 @@ class Kept:
         """
         if "logits" not in self.arrays:
             return None
-        return Predictions(self._tensor("logits").double(), self._tensor("labels").long(), split="test")
+        split = V2 if "folds" in self.arrays else TEST
+        return Predictions(self._tensor("logits").double(), self._tensor("labels").long(), split=split)
 
     def tops(self) -> Predictions:
         """Give the predicted classes and their confidences back, which are always kept."""
@@ -222,6 +261,14 @@ def _rounded_floats(values: Tensor) -> NDArray[np.float32]:
     return ((exact.view(np.uint32) + 0x80) & 0xFFFFFF00).view(np.float32)
 
 
+def _validation_logits(validation: Predictions) -> NDArray[np.floating]:
+    """Round logits, to finite numbers."""
+    if validation.num_classes <= FEW_CLASSES:
+        return _rounded_floats(validation.logits)
+    most = torch.finfo(torch.float16).max
+    return validation.logits.float().clamp(-most, most).cpu().numpy().astype(np.float16)
+
+
 def kept_of(line: Line, ledger: Ledger) -> Kept:
     """Read the stored predictions of a line."""
     kept = Kept.unpack(ledger.content_of(line), str(ledger.file_of(line)))
@@ -236,17 +283,14 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
         run: the run; if it has no validation predictions, there is one line.
         protocol: of its recipe.
         ledger: where the lines go.
-        split: what to evaluate.
+        split: what to evaluate; "V2" of a run without test predictions.
     """
-    recipe, validation = run.recipe, run.predictions_file(f"{STATE}-val").exists()
+    recipe, state = run.recipe, run.recipe.evaluated
+    validation = run.predictions_file(f"{state}-val").exists()
     there = [ledger.find(recipe, posthoc, split) for posthoc in ((None, TEMPERATURE) if validation else (None,))]
     if all(line is not None and set(recipe.ood) <= set(line.ood) for line in there):
         return
-    kept = Kept.of(
-        run.predictions(f"{STATE}-{split}"),
-        {name: run.predictions(f"{STATE}-ood-{name}") for name in recipe.ood},
-        run.predictions(f"{STATE}-val") if validation else None,
-    )
+    kept = _kept_validation(run) if split == V2 else _kept_test(run, split, validation=validation)
     content = kept.pack()
     stored = {"file": f"predictions/{line_id(recipe, None, split)}.npz", "sha256": hashlib.sha256(content).hexdigest()}
     date, about = datetime.now(UTC).date().isoformat(), _about(run)
@@ -267,6 +311,23 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
         if one is not None
     ]
     ledger.add(lines, content)
+
+
+def _kept_test(run: Run, split: str, *, validation: bool) -> Kept:
+    recipe, state = run.recipe, run.recipe.evaluated
+    made = run.predictions(f"{state}-{split}")
+    ood = {name: run.predictions(f"{state}-ood-{name}") for name in recipe.ood}
+    if not validation:
+        return Kept.of(made, ood)
+    held_out = run.predictions(f"{state}-val")
+    return Kept.of(made, ood, held_out, second_half(held_out) if recipe.halve_validation else None)
+
+
+def _kept_validation(run: Run) -> Kept:
+    if not run.recipe.halve_validation:
+        raise ValueError(f"{run.folder} has no V2: its recipe does not set halve_validation")
+    made = tuning_predictions(run)
+    return Kept.of_validation(made, second_half(made, FOLDS_SEED))
 
 
 def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
@@ -322,13 +383,16 @@ def _about(run: Run) -> dict[str, Any]:
 def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
     """Keep of an epoch what figures show."""
     gate = {name: value for name, value in record["gate"].items() if not isinstance(value, Mapping)}
-    kept = {"epoch": record["epoch"], "lr": record["lr"], "train": record["train"], "val": record["val"], "gate": gate}
-    return {name: _rounded(value) for name, value in kept.items()}
+    shown = {name: record[name] for name in ("epoch", "lr", "train", "val")} | {"gate": gate}
+    shown |= {"loss_state": record["loss_state"]} if "loss_state" in record else {}
+    return {name: _rounded(value) for name, value in shown.items()}
 
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 

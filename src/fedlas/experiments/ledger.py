@@ -27,6 +27,7 @@ from fedlas.train.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
 TEST = "test"
+V2 = "V2"  # the half of the validation split that temperature and hyperparameters are chosen on
 TEMPERATURE = "temperature"  # the calibrator of the second line, and the number that it learns
 SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece")  # metrics that tables show: no line is without them
 ADVICE = "put back a copy of the file, or remove the line, and `fedlas reproduce` writes it anew"
@@ -42,11 +43,11 @@ class Line:
         recipe: what was trained.
         protocol: the recipe's protocol.
         posthoc: the calibrator and what it learned on the validation split; None as trained.
-        split: what was judged: "test", or "test-published", normalised as in the published code.
+        split: what was evaluated: "test", "test-published", normalised as in the published code, or "V2" in a search.
         metrics: value and interval of each metric, as fractions.
         ood: AUROC of each score on each foreign data set.
         curve: for each epoch what the log says, shortened.
-        best_epoch: whose weights were judged.
+        best_epoch: the epoch with the best validation accuracy.
         seconds: of training and validation.
         images_per_second: in the median epoch.
         environment: versions, device and commit, and what foreign data sets call themselves.

@@ -19,6 +19,7 @@ from fedlas.storage import own_file, write_whole
 from fedlas.train import DivergedError, Engine
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import run_in
+from fedlas.train.validation import tuning_predictions
 
 FORMAT = "fedlas.search/1"
 KEPT = "search.json"
@@ -208,7 +209,7 @@ def _tried(
     for variant in variants:
         try:
             run = engine.fit(variant, out=run_in(folder / "runs", variant).folder, resume=True)
-            values.append(float(metric(run.predictions("best-val"))))
+            values.append(float(metric(tuning_predictions(run))))
         except DivergedError:
             values.append(None)
     known = [value for value in values if value is not None]

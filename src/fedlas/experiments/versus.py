@@ -18,7 +18,7 @@ import torch
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid
-from fedlas.experiments.kept import STATE, kept_of
+from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.experiments.planning import CATALOG
 from fedlas.files import labelled, read_predictions
@@ -148,7 +148,7 @@ def side(text: str, ledger: Ledger) -> Side:
     if path.is_dir():
         run = Run(path)
         seed = run.recipe.seed
-        return Side(text, {seed: run.predictions(f"{STATE}-test")}, recipes={seed: run.recipe})
+        return Side(text, {seed: run.predictions(f"{run.recipe.evaluated}-test")}, recipes={seed: run.recipe})
     if path.is_file():
         return Side(text, {None: labelled(read_predictions(path), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else lines_of(text, ledger)

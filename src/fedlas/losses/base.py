@@ -305,6 +305,10 @@ class AbstractLoss(AbstractExact):
     def learn_from_epoch(self, validation: Predictions | None) -> None:
         """Update the state after an epoch; for a loss with `learns_between_epochs`."""
 
+    def epoch_state(self) -> dict[str, list[float]]:
+        """Return the part of the state that the log of each epoch shows; most losses have none."""
+        return {}
+
     @property
     def updates_state(self) -> bool:
         """Whether a call is a training step: in training mode, with gradients enabled."""

@@ -135,6 +135,10 @@ class ClosedLoop(AbstractSelfDistillation):
         self.gaps.copy_(gaps)
         self.alphas.copy_((self.alphas + self.step * self.gaps).clamp(self.alpha_min, self.alpha_max))
 
+    def epoch_state(self) -> dict[str, list[float]]:
+        """Return the strengths of the next epoch, the gaps they follow from, and the edges of their bins."""
+        return {"strengths": self.alphas.tolist(), "gaps": self.gaps.tolist(), "edges": self.edges.tolist()}
+
     def _strengths(self, batch: Batch) -> Tensor:
         alphas = self.alphas.to(batch.logits.dtype)
         if len(alphas) == 1:  # Inductor does not compile `bucketize` without edges

@@ -311,7 +311,7 @@ class _Training:
             "val": found,
             "gate": self.bench.step.watch.read(),
             "best_epoch": self.best_epoch,
-        }
+        } | ({"loss_state": state} if (state := self.bench.loss.epoch_state()) else {})
 
     @torch.no_grad()
     def _keep_best(self) -> None:

@@ -152,7 +152,7 @@ def standard_values(_data: str, _model: str) -> Values:
     """Give the protocol of the evaluation of `closed_loop` (docs/closed_loop_design.md)."""
     sgd: Values = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "clip": 2.0, "batch_size": 128}
     steps: Values = {"epochs": 100, "schedule": "multi_step", "milestones": (50, 75), "decay": 0.1}
-    return sgd | steps | QUICK | {"halve_validation": True, "eval_batch_size": 2500}
+    return sgd | steps | QUICK | {"halve_validation": True, "evaluated": "last", "eval_batch_size": 2500}
 
 
 PROTOCOLS = (

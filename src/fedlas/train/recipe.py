@@ -102,6 +102,8 @@ class Recipe:
         splits: which splits predictions are made for at the end; a finished run makes up for one it lacks.
             "test-published" are the test images as the published code normalises them, where it does that otherwise.
         ood: the same for foreign data sets.
+        evaluated: weights that reports and tables evaluate, "best" (the epoch with the best validation accuracy) or
+            "last"; predictions of both are written.
         capture: capture the step in a CUDA graph, where there is a GPU.
         checkpoint_every: steps between checkpoints; 0 writes one after each epoch, or as many as the disk can follow
             without the run waiting for it. The end of a run has one anyway.
@@ -151,6 +153,7 @@ class Recipe:
     eval_batch_size: int = 1000
     splits: tuple[str, ...] = carried_out(("val", "test"))
     ood: tuple[str, ...] = carried_out(())
+    evaluated: Literal["best", "last"] = carried_out("best")
     capture: bool = carried_out(True)
     checkpoint_every: int = carried_out(0)
     workers: int | None = carried_out(None)
@@ -172,6 +175,11 @@ class Recipe:
             raise ValueError(f"{name} does nothing with {other}={getattr(self, other)}; leave it out")
         _check(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
         _check(self.clip is not None or not self.clip_loss, "clip_loss", True, "false where clip is none")
+        if self.halve_validation and self.data_options.get("selection") == "official":
+            raise ValueError(
+                "halve_validation needs a validation split, and data_options.selection=official selects on test data; "
+                "leave one of them out"
+            )
 
     def _check_numbers(self) -> None:
         """Refuse numbers that no run can mean."""

@@ -2,10 +2,13 @@
 
 import numpy as np
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from fedlas.metrics.calibration import aece, ece, over_under
 from fedlas.metrics.scoring import accuracy, nll
 from fedlas.predictions import Predictions
+from fedlas.train.runs import Run
 
 HALVES_SEED = 2026  # of all runs; another one is another experiment
 
@@ -23,15 +26,25 @@ def judged(validation: Predictions) -> dict[str, float]:
     }
 
 
-def halves(validation: Predictions) -> tuple[Predictions, Predictions]:
-    """Divide predictions of the validation split into V1 (feedback, best epoch) and V2 (temperature, selection).
-
-    The division depends on the positions of the samples in the data set alone, not on the order of the rows.
-    """
+def second_half(validation: Predictions, seed: int = HALVES_SEED) -> Bool[Tensor, " n"]:
+    """Select half of the samples at random, by their positions in the data set and not by the order of the rows."""
     if validation.index is None:
         raise ValueError("predictions need an index, the positions of the samples, to be divided into halves")
     ordered = validation.index.argsort().cpu()
-    shuffled = torch.from_numpy(np.random.RandomState(HALVES_SEED).permutation(len(ordered)))
-    middle = len(ordered) // 2
-    first, second = (ordered[rows.sort().values] for rows in (shuffled[:middle], shuffled[middle:]))
-    return validation[first], validation[second]
+    shuffled = torch.from_numpy(np.random.RandomState(seed).permutation(len(ordered)))
+    selected = torch.zeros(len(ordered), dtype=torch.bool)
+    selected[ordered[shuffled[len(ordered) // 2 :]]] = True
+    return selected
+
+
+def halves(validation: Predictions) -> tuple[Predictions, Predictions]:
+    """Divide predictions of the validation split into V1 (feedback, best epoch) and V2 (temperature, selection)."""
+    selected = second_half(validation).to(validation.logits.device)
+    return validation[~selected], validation[selected]
+
+
+def tuning_predictions(run: Run) -> Predictions:
+    """Read the validation predictions of a run that temperature and hyperparameters are fitted on: V2 if halved."""
+    recipe = run.recipe
+    validation = run.predictions(f"{recipe.evaluated}-val")
+    return halves(validation)[1] if recipe.halve_validation else validation

@@ -1,0 +1,227 @@
+"""`closed_loop` against cross-entropy, temperature scaling and PS-KD, by the design in docs/closed_loop_design.md.
+
+Six configurations of each method are compared on V2, without test predictions; the chosen ones are trained with the
+seeds of the table. Data and methods can be selected; the protocol is always "standard".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
+from fedlas.experiments.grid import Measured
+from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
+from fedlas.experiments.paper import data_name
+from fedlas.report.tables import Cell, Column, Row, Table
+from fedlas.train import recipe_for
+from fedlas.train.recipe import Recipe
+
+PROTOCOL = "standard"
+SEARCH_SEED = 11
+POSTHOC = (None, TEMPERATURE)
+OOD = {"cifar10": ("cifar100", "svhn"), "cifar100": ("cifar10", "svhn")}
+METHODS = {"ce": "CE", "pskd": "PS-KD", "closed_loop": "closed loop"}
+
+
+def _pskd(schedule: str, alpha: float) -> dict[str, Any]:
+    return {"loss_options": {"schedule": schedule, "alpha": alpha}}
+
+
+def _loop(indicator: str, bins: int, step: float) -> dict[str, Any]:
+    return {"loss_options": {"indicator": indicator, "bins": bins, "step": step}}
+
+
+# Fields of the recipe that differ from the protocol, in the order of the design.
+CONFIGURATIONS: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "ce": tuple(
+        {"lr": lr, "weight_decay": decay}
+        for lr, decay in ((0.1, 5e-4), (0.1, 1e-3), (0.1, 2e-4), (0.05, 5e-4), (0.05, 1e-3), (0.2, 5e-4))
+    ),
+    "pskd": (
+        *(_pskd("linear", alpha) for alpha in (0.3, 0.6, 0.8, 0.9)),
+        *(_pskd("constant", alpha) for alpha in (0.3, 0.6)),
+    ),
+    "closed_loop": (
+        *(_loop("confidence", 10, step) for step in (1.5, 0.75, 3.0)),
+        _loop("confidence", 5, 1.5),
+        _loop("none", 1, 1.5),
+        _loop("norm", 10, 1.5),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration in the search.
+
+    Args:
+        method: the loss.
+        number: of the configuration, from 1.
+    """
+
+    method: str
+    number: int
+
+    @property
+    def row(self) -> str:
+        """Its row in the table of the search."""
+        return f"{self.method} {self.number}"
+
+    @property
+    def about(self) -> str:
+        """Its settings in a few words."""
+        changes = CONFIGURATIONS[self.method][self.number - 1]
+        return ", ".join(f"{name} {value}" for name, value in changes.get("loss_options", changes).items())
+
+
+class ClosedLoopEvaluation(AbstractExperiment):
+    """`closed_loop`, CE and PS-KD with equal search, raw and after temperature scaling; standard protocol."""
+
+    name = "closed_loop"
+
+    def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
+        """List the runs of the search and, for each method whose search is complete, those of the primary table."""
+        found = []
+        for data in _data(choice):
+            for candidate in _candidates(choice):
+                recipe = search_recipe(data, candidate, choice)
+                found.append(Wanted(recipe, PROTOCOL, POSTHOC, V2, (candidate.row,)))
+        for data in _data(choice):
+            for method in _methods(choice):
+                for posthoc in POSTHOC:
+                    chosen = selected(data, method, posthoc, choice, ledger)
+                    for seed in choice.seeds if chosen is not None else ():
+                        recipe = primary_recipe(data, chosen, seed, choice)
+                        found.append(Wanted(recipe, PROTOCOL, POSTHOC, rows=(row_name(method, posthoc),)))
+        return found
+
+    def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
+        """Make the table of the search and the primary table."""
+        return [_search_table(ledger, choice), _primary_table(ledger, choice)]
+
+
+def search_recipe(data: str, candidate: Candidate, choice: Choice) -> Recipe:
+    """Make the recipe of a configuration in the search, which makes no test predictions."""
+    return _recipe(data, candidate, SEARCH_SEED, choice).replace(splits=("val",))
+
+
+def primary_recipe(data: str, candidate: Candidate, seed: int, choice: Choice) -> Recipe:
+    """Make the recipe of a run of the primary table."""
+    return _recipe(data, candidate, seed, choice).replace(ood=OOD.get(data, ()))
+
+
+def selected(data: str, method: str, posthoc: str | None, choice: Choice, ledger: Ledger) -> Candidate | None:
+    """Return the configuration with the lowest NLL on V2; None as long as the search is not complete."""
+    candidates = [one for one in _candidates(choice) if one.method == method]
+    lines = [ledger.find(search_recipe(data, one, choice), posthoc, V2) for one in candidates]
+    found = [line.metrics["nll"][0] for line in lines if line is not None]
+    return candidates[found.index(min(found))] if len(found) == len(candidates) else None
+
+
+def row_name(method: str, posthoc: str | None) -> str:
+    """Return the row of a method in the primary table."""
+    return method if posthoc is None else f"{method}+{posthoc}"
+
+
+def _recipe(data: str, candidate: Candidate, seed: int, choice: Choice) -> Recipe:
+    changes = CONFIGURATIONS[candidate.method][candidate.number - 1]
+    model = choice.models[0] if choice.models else None
+    made = recipe_for(data, model, candidate.method, protocol=PROTOCOL, seed=seed, **changes)
+    return made.with_settings(choice.changes)
+
+
+def _data(choice: Choice) -> tuple[str, ...]:
+    return choice.data or ("cifar100", "cifar10")
+
+
+def _methods(choice: Choice) -> list[str]:
+    return choice.of(METHODS, choice.losses, "method")
+
+
+def _candidates(choice: Choice) -> list[Candidate]:
+    return [Candidate(method, n + 1) for method in _methods(choice) for n in range(len(CONFIGURATIONS[method]))]
+
+
+def _search_table(ledger: Ledger, choice: Choice) -> Table:
+    data_sets = _data(choice)
+    headings = {None: "NLL", TEMPERATURE: "NLL after TS"}
+    columns = tuple(
+        Column(heading, data_name(data), percent=False, digits=4, ranked=False)
+        for data in data_sets
+        for heading in headings.values()
+    )
+    rows = tuple(
+        Row(
+            one.row, one.about, tuple(_search_cell(ledger, choice, data, one, p) for data in data_sets for p in POSTHOC)
+        )
+        for one in _candidates(choice)
+    )
+    notes = [
+        f"V2, seed {SEARCH_SEED}. NLL after TS: the temperature is fitted on the other half of V2.",
+        *choice.changed,
+    ]
+    for data in data_sets:
+        chosen = {
+            row_name(method, posthoc): selected(data, method, posthoc, choice, ledger)
+            for method in _methods(choice)
+            for posthoc in POSTHOC
+        }
+        known = ", ".join(f"{row}: {one.number}" for row, one in chosen.items() if one is not None)
+        notes += [f"Selected on {data_name(data)}: {known}."] if known else []
+    return Table("closed_loop-search", "Search of hyperparameters", columns, rows, tuple(notes))
+
+
+def _search_cell(ledger: Ledger, choice: Choice, data: str, candidate: Candidate, posthoc: str | None) -> Cell:
+    line = ledger.find(search_recipe(data, candidate, choice), posthoc, V2)
+    return Cell(() if line is None else (line.metrics["nll"][0],), planned=1)
+
+
+def _measured(data: str) -> tuple[Measured, ...]:
+    return (
+        Measured("accuracy", "accuracy %", higher_is_better=True),
+        Measured("ece", "ECE %"),
+        Measured("aece", "AECE %"),
+        Measured("classwise_ece", "class-wise ECE %"),
+        Measured("nll", "NLL"),
+        Measured("brier", "Brier"),
+        Measured("aurc", "AURC x 1000"),
+        *(Measured("auroc", f"AUROC {data_name(ood)} %", higher_is_better=True, ood=ood) for ood in OOD.get(data, ())),
+    )
+
+
+def _primary_table(ledger: Ledger, choice: Choice) -> Table:
+    places = [(data, one) for data in _data(choice) for one in _measured(data)]
+    shown = {"NLL": (False, 4), "Brier": (False, 4), "AURC x 1000": (False, 2)}
+    columns = tuple(
+        Column(
+            one.heading,
+            data_name(data),
+            one.higher_is_better,
+            percent=shown.get(one.heading, (True, 2))[0],
+            digits=shown.get(one.heading, (True, 2))[1],
+        )
+        for data, one in places
+    )
+    rows = []
+    for method in _methods(choice):
+        for posthoc in POSTHOC:
+            lines = {data: _lines(ledger, choice, data, method, posthoc) for data in _data(choice)}
+            cells = tuple(_cell(lines[data], one, choice) for data, one in places)
+            name = METHODS[method] if posthoc is None else f"{METHODS[method]} + TS"
+            rows.append(Row(row_name(method, posthoc), name, cells))
+    notes = ("Weights of the last epoch; the temperature is fitted on V2. Mean and standard deviation over seeds.",)
+    return Table("closed_loop-primary", "Closed loop, CE and PS-KD", columns, tuple(rows), notes + choice.changed)
+
+
+def _lines(ledger: Ledger, choice: Choice, data: str, method: str, posthoc: str | None) -> list[Line]:
+    chosen = selected(data, method, posthoc, choice, ledger)
+    if chosen is None:
+        return []
+    found = [ledger.find(primary_recipe(data, chosen, seed, choice), posthoc) for seed in choice.seeds]
+    return [line for line in found if line is not None]
+
+
+def _cell(lines: list[Line], one: Measured, choice: Choice) -> Cell:
+    scale = 1000 if one.metric == "aurc" else 1
+    found = [measure for line in lines if (measure := one.of(line)) is not None]
+    return Cell(tuple(scale * value for value, _, _ in found), planned=len(choice.seeds))

@@ -1,0 +1,87 @@
+"""The evaluation of `closed_loop`: search on V2, selection, primary table, temperature on V2."""
+
+import pytest
+import torch
+from little_drawn import little_drawn
+
+from fedlas.experiments import closed_loop
+from fedlas.experiments.base import Choice
+from fedlas.experiments.closed_loop import CONFIGURATIONS, SEARCH_SEED, Candidate, search_recipe, selected
+from fedlas.experiments.kept import kept_of, problems
+from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger
+from fedlas.experiments.planning import experiment_named, planned
+from fedlas.experiments.reproduce import reproduce
+from fedlas.metrics import nll
+from fedlas.posthoc import build_calibrator
+from fedlas.train.runs import run_in
+from fedlas.train.validation import halves, second_half
+
+CHANGES = {"epochs": "1", "milestones": "1", "batch_size": "100", "precision": "fp32", "channels_last": "false",
+           "model_options.width": "8"}  # fmt: skip
+CHOICE = Choice(data=("digits",), models=("small_cnn",), losses=("closed_loop",), seeds=(1,), changes=CHANGES)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """All runs of a search with two configurations and of the primary table, with a tiny network."""
+    folder = tmp_path_factory.mktemp("closed_loop")
+    book = Ledger(folder / "results")
+    two = {"closed_loop": (CONFIGURATIONS["closed_loop"][0], CONFIGURATIONS["closed_loop"][5])}
+    runs = reproduce(experiment_named("closed_loop"), CHOICE, ledger=book, runs=folder / "runs", told=lambda _: None)
+    with pytest.MonkeyPatch.context() as patched, little_drawn():
+        patched.setattr(closed_loop, "CONFIGURATIONS", two)
+        with pytest.warns(UserWarning, match="milestones"):
+            list(runs)
+        yield folder
+
+
+def test_each_method_has_six_configurations_and_no_test_predictions_in_the_search():
+    plan = planned(experiment_named("closed_loop"), Choice(), Ledger("nowhere"))
+    assert len(plan.wanted) == 36
+    assert {one.recipe.seed for one in plan.wanted} == {SEARCH_SEED}
+    assert {one.recipe.splits for one in plan.wanted} == {("val",)}
+    assert len({one.recipe.key for one in plan.wanted}) == 36
+    assert all(one.recipe.halve_validation and one.recipe.evaluated == "last" for one in plan.wanted)
+    assert {len(configurations) for configurations in CONFIGURATIONS.values()} == {6}
+
+
+def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_trained(evaluated):
+    book = Ledger(evaluated / "results")
+    found = {None: [], TEMPERATURE: []}
+    for number in (1, 2):
+        recipe = search_recipe("digits", Candidate("closed_loop", number), CHOICE)
+        run = run_in(evaluated / "runs", recipe)
+        assert not run.predictions_file("last-test").exists()
+        _, v2 = halves(run.predictions("last-val"))
+        raw = book.find(recipe, None, V2)
+        assert raw.metrics["nll"][0] == pytest.approx(float(nll(v2)), rel=1e-3)
+        fold, total = second_half(v2, 2027), 0.0
+        for part in (fold, ~fold):
+            scaled = build_calibrator("temperature").fit(v2[~part]).transform(v2[part])
+            total += float(nll(scaled)) * int(part.sum())
+        scaled = book.find(recipe, TEMPERATURE, V2)
+        assert scaled.metrics["nll"][0] == pytest.approx(total / len(v2), rel=1e-3)
+        for line in (raw, scaled):
+            found[None if line.posthoc is None else TEMPERATURE].append(line.metrics["nll"][0])
+    for posthoc, values in found.items():
+        chosen = selected("digits", "closed_loop", posthoc, CHOICE, book)
+        assert chosen.number == values.index(min(values)) + 1
+        (line,) = [one for one in book.lines.values() if one.split == "test" and one.posthoc is None
+                   and one.recipe.loss_options == search_recipe("digits", chosen, CHOICE).loss_options]  # fmt: skip
+        assert line.seed == 1
+    search, primary = experiment_named("closed_loop").tables(book, CHOICE)
+    assert all(cell.values for row in (*search.rows, *primary.rows) for cell in row.cells)
+    assert list(problems(book)) == []
+
+
+def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(evaluated):
+    book = Ledger(evaluated / "results")
+    line = next(one for one in book.lines.values() if one.split == "test" and one.posthoc is not None)
+    run = run_in(evaluated / "runs", line.recipe)
+    _, v2 = halves(run.predictions("last-val"))
+    expected = build_calibrator("temperature").fit(v2)
+    assert line.posthoc["fitted_on"] == V2
+    assert line.posthoc["temperature"] == pytest.approx(float(expected.learned["temperature"]), rel=1e-3)
+    raw = kept_of(book.find(line.recipe), book).predictions()
+    torch.testing.assert_close(raw.logits.float(), run.predictions("last-test").logits.float())
+    assert len(line.curve[0]["loss_state"]["strengths"]) == len(line.curve[0]["loss_state"]["gaps"])
