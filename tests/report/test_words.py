@@ -117,6 +117,19 @@ def test_errors_that_cancel_are_no_direction():
     assert re.search(f"O-ECE {parts[0]}.*U-ECE {parts[1]}", " ".join(sentences(report)))
 
 
+def test_of_two_classes_errors_of_the_positive_class_are_not_hidden():
+    """A positive class that is always underestimated: the confidence of the predicted class is right on average."""
+    generator = torch.Generator().manual_seed(0)
+    positive = 0.1 + 0.8 * torch.rand(3000, generator=generator, dtype=torch.float64)
+    labels = (torch.rand(3000, generator=generator, dtype=torch.float64) < positive + 0.06).long()
+    report = evaluate(Predictions(torch.stack([1 - positive, positive], 1).log(), labels))
+    assert direction(report.before) == "none"
+    shown = f"{100 * float(report.before['classwise_ece']):.1f} %"
+    assert shown == "6.2 %"
+    assert shown in in_words(report)
+    assert any(shown in sentence for sentence in sentences(report))
+
+
 def test_without_intervals_nothing_is_claimed():
     report = evaluate(sampled(2_000, scale=2.0), posthoc="temperature", intervals=False)
     assert direction(report.before) == "unknown"

@@ -89,7 +89,10 @@ def worst_place(state: "State", level: float = 0.95) -> Place | None:
 def in_words(report: "Report") -> str:
     """Say the most important things in one line: direction, what 0.9 means, and what repairs it."""
     state, way = report.before, direction(report.before)
-    said = [_headline(state, way)]
+    two = _hides_classes(report, way)
+    said = [_headline(state, way, " of the predicted class" if two else "")]
+    if two:
+        said.append(f"for the probability of one class the ECE is {_percent(float(state['classwise_ece']))}")
     place = at_confidence(state.bins["width"], level=_level(state))
     if place is not None:
         said.append(f"at {_about(place)} confidence it is right {_whole(place.accuracy)} of the time")
@@ -109,6 +112,11 @@ def in_words(report: "Report") -> str:
     return "; ".join(said)
 
 
+def _hides_classes(report: "Report", way: Direction) -> bool:
+    """Say whether a verdict on the predicted class could be taken for one on the positive class."""
+    return report.classes == 2 and way == "none" and "classwise_ece" in report.before.results
+
+
 def sentences(report: "Report") -> tuple[str, ...]:
     """Say at some length what a report shows, with its intervals."""
     state, way = report.before, direction(report.before)
@@ -117,6 +125,12 @@ def sentences(report: "Report") -> tuple[str, ...]:
     where = f' of the split "{_name(report.split)}"' if report.split else ""
     said = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where} in {report.classes:,} classes."]
     said += _direction_sentences(state, way, samples)
+    if _hides_classes(report, way):
+        said.append(
+            "That is about the confidence in the predicted class, where errors of both classes can cancel. For the "
+            f"probability of one class the ECE is {_percent(float(state['classwise_ece']))}; its reliability diagram "
+            "shows where."
+        )
     near = at_confidence(state.bins["width"], level=level)
     if near is not None:
         range_ = f"{_range(near.low, near.high)}){', which fits' if near.fits else ''}"
@@ -296,7 +310,7 @@ def _subject(state: "State", *, brief: bool = False) -> str:
     return f"A temperature of T = {_plain(found)} ({_plain(low)} to {_plain(high)})"
 
 
-def _headline(state: "State", way: Direction) -> str:
+def _headline(state: "State", way: Direction, of: str = "") -> str:
     signed, total = state["signed_ece"], state["ece"]
     if way in {"over", "under"}:
         return f"{way}-confident by {_points(signed)}"
@@ -307,7 +321,7 @@ def _headline(state: "State", way: Direction) -> str:
     if way == "none":
         floor = total.details.get("noise_floor")
         beside = "" if floor is None else f", {_percent(floor)} by chance"
-        return f"no miscalibration is shown (ECE {_percent(float(total))}{beside})"
+        return f"no miscalibration{of} is shown (ECE {_percent(float(total))}{beside})"
     side = "above" if float(signed) >= 0 else "below"
     return f"mean confidence is {_points(signed)} {side} accuracy (no interval was computed)"
 
