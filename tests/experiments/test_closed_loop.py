@@ -1,5 +1,7 @@
 """The evaluation of `closed_loop`: search on V2, selection, primary table, temperature on V2."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from little_drawn import little_drawn
@@ -26,7 +28,7 @@ def evaluated(tmp_path_factory):
     """All runs of a search with two configurations and of the primary table, with a tiny network."""
     folder = tmp_path_factory.mktemp("closed_loop")
     book = Ledger(folder / "results")
-    two = {"closed_loop": (CONFIGURATIONS["closed_loop"][0], CONFIGURATIONS["closed_loop"][5])}
+    two = {**CONFIGURATIONS, "closed_loop": (CONFIGURATIONS["closed_loop"][0], CONFIGURATIONS["closed_loop"][5])}
     runs = reproduce(experiment_named("closed_loop"), CHOICE, ledger=book, runs=folder / "runs", told=lambda _: None)
     with pytest.MonkeyPatch.context() as patched, little_drawn():
         patched.setattr(closed_loop, "CONFIGURATIONS", two)
@@ -72,6 +74,29 @@ def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_train
     search, primary = experiment_named("closed_loop").tables(book, CHOICE)
     assert all(cell.values for row in (*search.rows, *primary.rows) for cell in row.cells)
     assert list(problems(book)) == []
+
+
+def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
+    """With the runs of one method standing for all three, every difference is zero."""
+    book = Ledger(evaluated / "results")
+    lines = [one for one in book.lines.values() if one.split == "test"]
+
+    def stored(_ledger, choice, _data, _method, posthoc):
+        line = next(one for one in lines if (one.posthoc is None) == (posthoc is None))
+        return [line] * len(choice.seeds)
+
+    choice = replace(CHOICE, losses=None, seeds=(1, 2))
+    assert len(experiment_named("closed_loop").tables(book, choice)) == 2
+    monkeypatch.setattr(closed_loop, "_lines", stored)
+    _, _, tests, margins = experiment_named("closed_loop").tables(book, choice)
+    found = {row.name: [cell.values[0] for cell in row.cells] for row in tests.rows}
+    assert len(found) == 6
+    assert found["digits/pskd/nll"][0] == 0
+    raw, scaled = (stored(book, choice, "", "", posthoc)[0].metrics["nll"][0] for posthoc in (None, TEMPERATURE))
+    assert found["digits/pskd+temperature/nll"][0] == pytest.approx(raw - scaled)
+    assert {row.name for row in margins.rows} == {"digits/accuracy", "digits/ece", "digits/brier"}
+    accuracy = margins.rows[0].cells
+    assert (accuracy[0].values, accuracy[3].values) == ((0.0,), (1.0,))
 
 
 def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(evaluated):

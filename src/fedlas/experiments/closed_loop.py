@@ -4,14 +4,20 @@ Six configurations of each method are compared on V2, without test predictions; 
 seeds of the table. Data and methods can be selected; the protocol is always "standard".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.grid import Measured
+from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
 from fedlas.experiments.paper import data_name
+from fedlas.experiments.versus import METRICS as COMPARED
+from fedlas.metrics.comparison import of_each_sample
+from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
 from fedlas.report.tables import Cell, Column, Row, Table
 from fedlas.train import recipe_for
 from fedlas.train.recipe import Recipe
@@ -96,8 +102,8 @@ class ClosedLoopEvaluation(AbstractExperiment):
         return found
 
     def tables(self, ledger: Ledger, choice: Choice) -> list[Table]:
-        """Make the table of the search and the primary table."""
-        return [_search_table(ledger, choice), _primary_table(ledger, choice)]
+        """Make the table of the search, the primary table and, when all its runs are there, the comparisons."""
+        return [_search_table(ledger, choice), _primary_table(ledger, choice), *_comparison_tables(ledger, choice)]
 
 
 def search_recipe(data: str, candidate: Candidate, choice: Choice) -> Recipe:
@@ -207,8 +213,7 @@ def _primary_table(ledger: Ledger, choice: Choice) -> Table:
         for posthoc in POSTHOC:
             lines = {data: _lines(ledger, choice, data, method, posthoc) for data in _data(choice)}
             cells = tuple(_cell(lines[data], one, choice) for data, one in places)
-            name = METHODS[method] if posthoc is None else f"{METHODS[method]} + TS"
-            rows.append(Row(row_name(method, posthoc), name, cells))
+            rows.append(Row(row_name(method, posthoc), _label(method, posthoc), cells))
     notes = ("Weights of the last epoch; the temperature is fitted on V2. Mean and standard deviation over seeds.",)
     return Table("closed_loop-primary", "Closed loop, CE and PS-KD", columns, tuple(rows), notes + choice.changed)
 
@@ -225,3 +230,82 @@ def _cell(lines: list[Line], one: Measured, choice: Choice) -> Cell:
     scale = 1000 if one.metric == "aurc" else 1
     found = [measure for line in lines if (measure := one.of(line)) is not None]
     return Cell(tuple(scale * value for value, _, _ in found), planned=len(choice.seeds))
+
+
+OURS = "closed_loop"
+OTHERS = (("ce", TEMPERATURE), ("pskd", None), ("pskd", TEMPERATURE))
+TESTED = {"nll": "NLL", "aurc": "AURC x 1000"}
+MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("Brier", 0.005)}
+
+
+def _comparison_tables(ledger: Ledger, choice: Choice) -> list[Table]:
+    """Make the tables of the tests and of the margins; none until every run of both sides is in the ledger."""
+    data_sets, seeds = _data(choice), len(choice.seeds)
+    if seeds < 2 or set(_methods(choice)) != set(METHODS):
+        return []
+    lines = {
+        (data, method, posthoc): _lines(ledger, choice, data, method, posthoc)
+        for data in data_sets
+        for method, posthoc in ((OURS, None), *OTHERS)
+    }
+    if any(len(found) < seeds for found in lines.values()):
+        return []
+    tests = {
+        (data, other, metric): _compared(lines[data, OURS, None], lines[data, *other], metric, ledger)
+        for data in data_sets
+        for other in OTHERS
+        for metric in TESTED
+    }
+    adjusted = dict(zip(tests, holm([one.p_value for one in tests.values()]), strict=True))
+    columns = [_plain_column(word) for word in ("difference", "low", "high", "p", "p (Holm)")]
+    rows = []
+    for (data, other, metric), one in tests.items():
+        scale, ends = 1000 if metric == "aurc" else 1, one.interval()
+        numbers = (scale * one.difference, scale * ends.low, scale * ends.high, one.p_value)
+        about = f"{data_name(data)}: closed loop - {_label(*other)}, {TESTED[metric]}"
+        cells = tuple(Cell((value,)) for value in (*numbers, adjusted[data, other, metric]))
+        rows.append(Row(f"{data}/{row_name(*other)}/{metric}", about, cells))
+    note = "Mean difference over seeds, 95 % interval over seeds and test samples (t), Holm correction over all rows."
+    primary = Table("closed_loop-comparison", "Primary comparison", tuple(columns), tuple(rows), (note,))
+    return [primary, _margin_table(ledger, lines, data_sets)]
+
+
+def _margin_table(
+    ledger: Ledger, lines: Mapping[tuple[str, str, str | None], list[Line]], data_sets: Sequence[str]
+) -> Table:
+    """Make the table of one-sided bounds against CE + TS beside their margins."""
+    rows = []
+    for data in data_sets:
+        for metric, (name, margin) in MARGINS.items():
+            one = _compared(lines[data, OURS, None], lines[data, "ce", TEMPERATURE], metric, ledger)
+            ends = one.interval(0.9)
+            bound = ends.low if margin < 0 else ends.high
+            inside = float(bound > margin if margin < 0 else bound < margin)
+            cells = tuple(Cell((value,)) for value in (one.difference, bound, margin, inside))
+            rows.append(Row(f"{data}/{metric}", f"{data_name(data)}: {name}", cells))
+    columns = tuple(_plain_column(word) for word in ("difference", "bound", "margin", "inside"))
+    note = "closed loop - (CE + TS); one-sided 95 % bound over seeds and test samples. inside: 1 if within the margin."
+    return Table("closed_loop-margins", "Margins against CE + TS", columns, tuple(rows), (note,))
+
+
+def _compared(ours: Sequence[Line], theirs: Sequence[Line], metric: str, ledger: Ledger) -> SeedComparison:
+    sides = [[_values(line, metric, ledger) for line in lines] for lines in (ours, theirs)]
+    return over_seeds(*sides)
+
+
+def _values(line: Line, metric: str, ledger: Ledger) -> Tensor:
+    """Return one value per test sample, whose mean is the metric."""
+    kept = kept_of(line, ledger)
+    stored = kept.of_each_sample()
+    if metric in stored:
+        return stored[metric].values
+    top = kept.tops()
+    return ece_values(top) if metric == "ece" else of_each_sample(COMPARED[metric], top).values
+
+
+def _plain_column(name: str) -> Column:
+    return Column(name, percent=False, digits=4, ranked=False)
+
+
+def _label(method: str, posthoc: str | None) -> str:
+    return METHODS[method] if posthoc is None else f"{METHODS[method]} + TS"

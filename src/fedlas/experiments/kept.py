@@ -38,6 +38,7 @@ from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import EachSample
 from fedlas.metrics.digest import Digest, Intervals
 from fedlas.metrics.result import Result
+from fedlas.metrics.selective import area_values
 from fedlas.ood.detection import detect_scores
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
@@ -181,12 +182,13 @@ class Kept:
         return Predictions.from_columns(columns, "kept predictions", "test")
 
     def of_each_sample(self) -> dict[str, EachSample]:
-        """Give NLL and Brier score sample by sample, where not the logits but these were kept."""
+        """Return NLL, Brier score and AURC sample by sample, where these were stored in place of logits."""
         if "logits" in self.arrays:
             return {}
-        found = self._digest().results()
-        names = {"nll": "loss", "brier": "squared_error"}
-        return {name: EachSample(found[name], self._tensor(column).double()) for name, column in names.items()}
+        digest = self._digest()
+        found, names = digest.results(), {"nll": "loss", "brier": "squared_error"}
+        each = {name: EachSample(found[name], self._tensor(column).double()) for name, column in names.items()}
+        return each | {"aurc": EachSample(found["aurc"], area_values(digest.top, "aurc"))}
 
     def pack(self) -> bytes:
         """Write everything as one zipped file."""

@@ -24,6 +24,7 @@ from fedlas.experiments.planning import CATALOG
 from fedlas.files import labelled, read_predictions
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import (
+    PER_SAMPLE,
     Comparison,
     EachSample,
     check_draws,
@@ -33,6 +34,8 @@ from fedlas.metrics.comparison import (
     paired_means,
 )
 from fedlas.metrics.scoring import accuracy, brier, nll
+from fedlas.metrics.seeds import SeedComparison, over_seeds
+from fedlas.metrics.selective import aurc
 from fedlas.predictions import Predictions
 from fedlas.report.duels import NAMES, RESAMPLES, WHOLE, paired_with
 from fedlas.storage import named
@@ -41,7 +44,9 @@ from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run
 
 Metric = Callable[..., Any]
-METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "ece": ece, "aece": aece, "nll": nll, "brier": brier}
+METRICS: Mapping[str, Metric] = {
+    "accuracy": accuracy, "ece": ece, "aece": aece, "nll": nll, "brier": brier, "aurc": aurc,
+}  # fmt: skip
 USUAL = ("accuracy", "ece", "nll")
 
 
@@ -81,11 +86,15 @@ class Versus:
         metric: name of the metric.
         pairs: the comparison of each seed.
         others: the seed of the second side, by that of the first, where it is another one.
+        seeds: the comparison over seeds and test samples, of metrics that are means over samples and of the AURC.
+        level: of its interval.
     """
 
     metric: str
     pairs: Mapping[int | None, Comparison]
     others: Mapping[int | None, int | None] = field(default_factory=dict)
+    seeds: SeedComparison | None = None
+    level: float = 0.95
 
     @property
     def difference(self) -> float:
@@ -94,7 +103,9 @@ class Versus:
 
     @property
     def standard_error(self) -> float | None:
-        """Standard error of the mean difference over seeds; None for a single one."""
+        """Standard error of the mean difference, over seeds and test samples or seeds alone; None for a single one."""
+        if self.seeds is not None:
+            return self.seeds.standard_error
         values = [one.difference for one in self.pairs.values()]
         return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
 
@@ -105,8 +116,16 @@ class Versus:
         found = [[name, self._seeds(seed), *_shown(one)] for seed, one in self.pairs.items()]
         if self.standard_error is not None:
             shown = f"{unit * self.difference:+.4g} ± {unit * self.standard_error:.2g}"
-            found.append([name, "mean", "", "", shown, "", "", ""])
+            found.append([name, "mean", "", "", shown, *self._shown_over_seeds(unit)])
         return found
+
+    def _shown_over_seeds(self, unit: int) -> list[str]:
+        if self.seeds is None:
+            return ["", "", ""]
+        ends, p_value = self.seeds.interval(self.level), self.seeds.p_value
+        first = (self.difference > 0) == (self.metric == "accuracy")
+        better = "" if ends.low <= 0 <= ends.high else "first" if first else "second"
+        return [f"[{unit * ends.low:+.4g}, {unit * ends.high:+.4g}]", f"{p_value:.3g}", better]
 
     def _seeds(self, seed: int | None) -> str:
         known = dict.fromkeys(one for one in (seed, self.others.get(seed, seed)) if one is not None)
@@ -119,6 +138,7 @@ class Versus:
             for seed, one in self.pairs.items()
         ]
         about = {"metric": self.metric, "difference": self.difference, "standard_error": self.standard_error}
+        about |= {"over_seeds": None if self.seeds is None else self.seeds.to_dict(self.level)}
         return about | {"pairs": pairs}
 
 
@@ -284,13 +304,19 @@ def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **op
         seed: (first.runs[seed], paired_with(first.runs[seed], second.runs[other])) for seed, other in seeds.items()
     }
 
-    def compared(name: str, seed: int | None) -> Comparison:
-        ours, theirs = pairs[seed]
-        if name not in WHOLE:
-            return paired_bootstrap(METRICS[name], ours, theirs, **options)
-        check_same_samples(ours, theirs)
-        each = first.of_each_sample(seed, name, ours), second.of_each_sample(seeds[seed], name, theirs)
-        return paired_means(METRICS[name], *each, **options)
+    def compared(name: str) -> Versus:
+        metric, each = METRICS[name], {}
+        if metric not in PER_SAMPLE:
+            found = {seed: paired_bootstrap(metric, *pairs[seed], **options) for seed in pairs}
+            return Versus(name, found, others)
+        for seed, (ours, theirs) in pairs.items():
+            check_same_samples(ours, theirs)
+            each[seed] = first.of_each_sample(seed, name, ours), second.of_each_sample(seeds[seed], name, theirs)
+        found = {seed: paired_means(metric, *both, **options) for seed, both in each.items()}
+        values = [[both[side].values for both in each.values()] for side in (0, 1)]
+        same = len({len(one) for one in values[0]}) == 1
+        together = over_seeds(*values) if len(each) > 1 and same else None
+        return Versus(name, found, others, together, options.get("level", 0.95))
 
     others = {seed: other for seed, other in seeds.items() if seed != other}
-    return [Versus(name, {seed: compared(name, seed) for seed in pairs}, others) for name in metrics]
+    return [compared(name) for name in metrics]

@@ -32,6 +32,7 @@ from fedlas.metrics.resampling import (
 )
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.samples import Given, pairs
+from fedlas.metrics.selective import area_values, aurc, ranked_answers
 from fedlas.predictions import Array, Predictions, as_tensor
 
 METHOD = "paired bootstrap"
@@ -103,7 +104,7 @@ def paired_bootstrap(
     """Say whether one of two models is better on the same samples, and how sure that is.
 
     Args:
-        metric: `ece`, `aece`, `accuracy`, `nll` or `brier`.
+        metric: `ece`, `aece`, `accuracy`, `nll`, `brier` or `aurc`.
         first: predictions of the first model, or rows of class probabilities.
         second: the same of the second model, in the same order.
         labels: of both; not needed with predictions.
@@ -160,7 +161,7 @@ class EachSample(NamedTuple):
 def of_each_sample(
     metric: Metric, model: Predictions | Array, labels: Array | None = None, **options: Any
 ) -> EachSample:
-    """Measure `accuracy`, `nll` or `brier`, in all and sample by sample."""
+    """Measure `accuracy`, `nll`, `brier` or `aurc`, in all and sample by sample (AURC: by influence values)."""
     found = EachSample(metric(model, labels, **options), exact(PER_SAMPLE[metric](model, labels, **options)))
     check_mean(*found)
     return found
@@ -245,15 +246,21 @@ def _gap_difference(
     return low, high, 1 - inside
 
 
+def _aurc_values(probs: Predictions | Array, labels: Array | None, **options: Any) -> Tensor:
+    return area_values(ranked_answers(probs, labels, **options), "aurc")
+
+
 def _correct(probs: Predictions | Array, labels: Array | None, **options: Any) -> Tensor:
     return scoring.correctness(pairs(probs, labels, **options))
 
 
-LARGEST: dict[Metric, float] = {scoring.accuracy: 1.0, scoring.brier: 2.0}  # difference of one sample
+# Largest difference of one sample; influence values of the AURC stay below 2 but for a share of samples that vanishes.
+LARGEST: dict[Metric, float] = {scoring.accuracy: 1.0, scoring.brier: 2.0, aurc: 2.0}
 PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {
     scoring.accuracy: _correct,
     scoring.nll: nll_values,
     scoring.brier: brier_values,
+    aurc: _aurc_values,
 }
 
 
