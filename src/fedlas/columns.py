@@ -36,10 +36,16 @@ NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers
 
 
 class Text(NamedTuple):
-    """What a csv file holds: its columns, how far rows may be from one, and in which line each row begins."""
+    """Content of a csv file.
+
+    Attributes:
+        columns: values by name.
+        rounding: for each row, how far its sum may lie below and above one, and the unit of its last digit.
+        lines: the line in which each row begins.
+    """
 
     columns: dict[str, Any]
-    tolerance: Tensor
+    rounding: NDArray[np.float64]
     lines: Sequence[int]
 
 
@@ -233,7 +239,7 @@ def _cells(reader: Any, path: str | Path) -> Iterator[tuple[int, list[str]]]:
 def _read_text(rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: str = ",") -> Text:
     """Read the rows of a csv file: numbers at once as numbers, the rest as text.
 
-    Each row is allowed half a unit of its last digit for every class. That is looked for only where a row needs it.
+    What rounding explains of the sum of a row is found from its digits, and only where the sum is not one.
     """
     header = [name.strip() for name in next(rows, (1, []))[1]]
     name, count = next(iter(Counter(header).most_common(1)), ("", 0))
@@ -244,7 +250,7 @@ def _read_text(rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: st
     number.sort(key=lambda i: (not header[i].startswith("prob_"), header[i].partition("_")[0]))
     classes = sum(header[i].startswith("prob_") for i in number)
     text = sorted(set(range(len(header))) - set(number))
-    values, units, lines = array("d"), array("d"), array("q")
+    values, rounding, lines = array("d"), array("d"), array("q")
     words: list[list[str]] = [[] for _ in text]
     for line, row in rows:
         if not row:
@@ -260,14 +266,15 @@ def _read_text(rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: st
             raise ValueError(f"{path}: line {line} holds something that is not a number ({which})") from error
         values.extend(found)
         far = classes > 0 and abs(sum(found[:classes]) - 1) > 1e-7
-        units.append(_rounding(cells[:classes]) if far else 0.0)
+        if classes:
+            rounding.extend(_rounding(cells[:classes]) if far else (1e-6, 1e-6, 0.0))
         for column, i in zip(words, text, strict=True):
             column.append(row[i])
-    table = np.frombuffer(values, dtype=np.float64).reshape(len(units), len(number))
+    table = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(number))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: table[:, j] for j, i in enumerate(number)}
     columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
-    return Text(columns, torch.tensor(units, dtype=torch.float64) * 1.000002, lines)  # a rounding error more
+    return Text(columns, np.frombuffer(rounding, dtype=np.float64).reshape(-1, 3), lines)
 
 
 def _arrow_numbers(file: Any) -> dict[str, Any]:
@@ -466,14 +473,18 @@ def _no_number(names: Sequence[str], cells: Sequence[str]) -> str:
     raise AssertionError("every cell is a number")
 
 
-def _rounding(cells: Sequence[str]) -> float:
-    """Find how far rounding can move the sum of a row: half a unit of the last digit of every number.
+def _rounding(cells: Sequence[str]) -> tuple[float, float, float]:
+    """Return how far rounding can move the sum of a row below and above one, and the unit of the last digit.
 
-    A zero may be written with fewer digits than it is known with, so it counts like the finest number of the row.
+    The errors of numbers above zero add up as independent ones do: four standard deviations, and at most half a unit
+    each. A number that was rounded to zero has lost something, at most half a unit of the finest number of the row.
     """
-    units = {cell: _last_digit(cell) for cell in cells}
-    finest = min((unit for unit in units.values() if unit), default=0.0)
-    return 0.5 * math.fsum(units[cell] if float(cell) else finest for cell in cells)
+    units = [_last_digit(cell) for cell in cells]
+    positive = [unit for unit, cell in zip(units, cells, strict=True) if float(cell)]
+    finest = min((unit for unit in units if unit), default=0.0)
+    spread = 4 * math.sqrt(math.fsum(unit * unit for unit in positive) / 12)
+    above = min(spread, math.fsum(positive) / 2) * 1.000002 + 1e-6
+    return above + finest / 2 * (len(cells) - len(positive)), above, finest
 
 
 def _last_digit(cell: str) -> float:
