@@ -97,7 +97,7 @@ def test_probabilities_are_kept_as_given():
         ([[0.0, 1.0], [1.0, 0.0]], [0, 2], {}, "labels.*row 1.*2"),
         ([[0.0, 1.0]], [-1], {}, "labels.*row 0"),
         ([[0.0, 1.0]], [0, 1], {}, "labels.*2.*1"),
-        ([[0.0, 1.0]], [0.0], {}, "labels.*1 integers"),
+        ([[0.0, 1.0]], [0.5], {}, "labels.*1 integers"),
         ([[0.0, 1.0]], [[0.5, 0.6]], {}, "labels.*row 0.*distribution"),
         ([[0.0, 1.0]], [0], {"class_names": ["a"]}, "class_names.*1.*2"),
         ([[0.0, 1.0]], [0], {"features": [[1.0], [2.0]]}, "features.*2.*1"),
@@ -224,8 +224,8 @@ def test_npz(tmp_path):
     ("arrays", "named"),
     [
         ({"labels": LABELS}, r"a\.npz.*logits, probs.*labels$"),
-        ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, r"a\.npz.*logits, probs, labels$"),
-        ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, r"a\.npz.*`label` or `labels`.*logits, label, labels$"),
+        ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, r"a\.npz.*logits; probs.*--prob-columns"),
+        ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, r"a\.npz.*label, labels.*--label-column"),
     ],
 )
 def test_what_is_missing_or_ambiguous_is_asked_for_with_the_columns(tmp_path, arrays, named):
@@ -278,7 +278,7 @@ def test_columns_are_recognised_by_name_never_by_value(tmp_path):
     ("text", "named"),
     [
         ("a,b,label\n1,2,0\n", r"t\.csv.*prob_NAME.*a, b, label$"),
-        ("prob_a,logit_a,label\n1,2,0\n", r"t\.csv.*prob_a, logit_a, label$"),
+        ("prob_a,logit_a,label\n1,2,0\n", r"t\.csv.*logit_a; prob_a.*--prob-columns"),
         ("prob_a,prob_b,label_a\n0.5,0.5,1\n", r"t\.csv.*`label`.*prob_a, prob_b, label_a$"),
         ("prob_a,prob_b,label\n0.5,0.5\n", "line 2.*2.*3"),
         ("prob_a,prob_b,label\n0.5,x,a\n", "line 2.*prob_b.*'x'"),
@@ -351,11 +351,9 @@ def test_many_classes_with_few_decimals_are_completed_with_a_warning(tmp_path, k
     """A softmax of 1,000 classes with 3 decimals sums to about 0.93: its small probabilities are zeros."""
     probs = rounded_softmax(1000, 3)
     assert probs.sum(1).max() < 0.98
+    path = None if kind == "array" else write_kind(tmp_path, kind, probs)
     with pytest.warns(UserWarning, match=r"40 of 40 .*0\.9"):
-        if kind == "array":
-            found = Predictions.from_probs(probs, [0] * 40)
-        else:
-            found = read_predictions(write_kind(tmp_path, kind, probs))
+        found = Predictions.from_probs(probs, [0] * 40) if path is None else read_predictions(path)
     assert torch.allclose(found.probs.sum(1), torch.ones(40, dtype=torch.float64))
     # The missing probability is spread over zeros: no confidence changes by more than rounding explains.
     assert torch.allclose(found.confidence, torch.from_numpy(probs.max(1)), rtol=1e-2, atol=1e-3)

@@ -32,6 +32,8 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.column_names import ColumnOptions, Roles
+
 Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
 Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
 
@@ -93,6 +95,9 @@ class Predictions:
         split: where the samples come from, such as "test".
         ids: the name of each sample.
         paths: the image file of each sample.
+
+    Attributes:
+        columns: which columns of a file were read as what; None where predictions were made of arrays.
     """
 
     given_logits: Float[Tensor, "n classes"] | None
@@ -106,6 +111,7 @@ class Predictions:
     given_probs: Float[Tensor, "n classes"] | None
     top_only: bool
     decimals: int | None
+    columns: Roles | None
 
     def __init__(self, logits: Array, labels: Array | None = None, **rest: Unpack[Rest]) -> None:
         scores = two_columns(as_floats(logits, "logits"), "logits")
@@ -136,7 +142,7 @@ class Predictions:
 
         The sum of a row may differ from one by what rounding explains: the precision of the type, or the decimals that
         the table is rounded to. Rounding to few decimals turns small probabilities into zeros. Where a row then
-        misses one by more than 0.02, it is normalized: the missing probability is spread over its zeros, with a warning.
+        misses one by more than 0.02, it is normalized with a warning: the missing probability is spread over its zeros.
 
         A probability of zero is legal. Its logit, and the NLL of such a label, are those of half of the last decimal if
         probabilities are rounded, which is detected (`decimals`), else of the smallest number of its type.
@@ -193,12 +199,13 @@ class Predictions:
         width = None if features is None else as_floats(features, "features")
         order = None if index is None else as_tensor(index, "index").long()
         ids, paths = (
-            None if given is None else tuple(map(str, given)) for given in (rest.get("ids"), rest.get("paths"))
+            None if words is None else tuple(map(str, words)) for words in (rest.get("ids"), rest.get("paths"))
         )
         for name, rows in {"features": width, "index": order, "ids": ids, "paths": paths}.items():
             if rows is not None and len(rows) != n:
                 raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
-        values = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs, top_only, decimals)
+        given: tuple[Any, ...] = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs)
+        values = (*given, top_only, decimals, None)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
             object.__setattr__(self, field, value)
 
@@ -343,7 +350,7 @@ class Predictions:
         return made
 
     @classmethod
-    def load(cls, path: str | Path) -> "Predictions":
+    def load(cls, path: str | Path, **options: Unpack[ColumnOptions]) -> "Predictions":
         """Read a file that `save` wrote."""
         from fedlas.storage import read_safetensors, readable
 
@@ -355,19 +362,25 @@ class Predictions:
         with readable(path):
             about = {k: json.loads(v) for k, v in words.items()} if kind == json.dumps(FORMAT) else {}
         columns |= {name: about[name] for name in ("class_names", *WORDS) if about.get(name) is not None}
-        return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False))
+        return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False), **options)
 
     @classmethod
-    def from_npz(cls, path: str | Path, split: str | None = None) -> "Predictions":
+    def from_npz(cls, path: str | Path, split: str | None = None, **options: Unpack[ColumnOptions]) -> "Predictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         from fedlas.columns import read_npz
 
         columns = read_npz(path)
-        return cls.from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
+        split = split or (str(columns["split"]) if "split" in columns else None)
+        return cls.from_columns(columns, path, split, **options)
 
     @classmethod
     def from_csv(
-        cls, path: str | Path, split: str | None = None, *, watch: Callable[[float], None] | None = None
+        cls,
+        path: str | Path,
+        split: str | None = None,
+        *,
+        watch: Callable[[float], None] | None = None,
+        **options: Unpack[ColumnOptions],
     ) -> "Predictions":
         """Read a table with a header; see the module's text for the names of its columns.
 
@@ -375,19 +388,22 @@ class Predictions:
             path: the file.
             split: where the samples come from.
             watch: called now and then with the share of the file that has been read.
+            options: which columns hold what, as in `ColumnOptions`.
         """
         from fedlas.columns import read_csv
 
-        table = read_csv(path, watch)
+        table = read_csv(path, watch, options)
         limits = RowLimits(*torch.from_numpy(table.rounding).T) if len(table.rounding) else None
-        return cls.from_columns(table.columns, path, split, limits=limits, lines=table.lines)
+        return cls.from_columns(table.columns, path, split, limits=limits, lines=table.lines, **options)
 
     @classmethod
-    def from_parquet(cls, path: str | Path, split: str | None = None) -> "Predictions":
+    def from_parquet(
+        cls, path: str | Path, split: str | None = None, **options: Unpack[ColumnOptions]
+    ) -> "Predictions":
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
         from fedlas.columns import read_parquet
 
-        return cls.from_columns(read_parquet(path), path, split)
+        return cls.from_columns(read_parquet(path), path, split, **options)
 
     @classmethod
     def from_columns(
@@ -399,7 +415,7 @@ class Predictions:
         limits: RowLimits | None = None,
         *,
         lines: Sequence[int] | None = None,
-        normalize: bool = False,
+        **options: Unpack[ColumnOptions],
     ) -> "Predictions":
         """Make predictions of named columns; the module's text lists the names that are known.
 
@@ -410,20 +426,32 @@ class Predictions:
             top_only: whether only the top class is known.
             limits: how far the sum of each row of probabilities may be from one.
             lines: of a text file, the line of each row, for errors.
-            normalize: divide every row of probabilities by its sum.
+            options: which columns hold what, as in `ColumnOptions`.
         """
-        from fedlas.columns import understood
+        from fedlas.column_names import find_roles
+        from fedlas.columns import labels_of, no_scores, renamed, understood
         from fedlas.storage import named
 
         with named(path, lines):
-            found = understood(columns, path)
+            roles = find_roles(columns, options, path)
+            if not roles.has_scores:
+                raise no_scores(columns, path)
+            held = renamed(columns, roles, path)
+            if options.get("labels") is not None:
+                held["label"] = labels_of(options)
+                if isinstance(options["labels"], str | Path):
+                    roles = roles._replace(names={**roles.names, Path(options["labels"]).name: "label"})
+            found = understood(held, path)
             rest = {**found.rest, "split": split}
             if found.are_logits:
-                return cls(found.scores, found.labels, **rest)
-            if found.top_only:
-                return cls.from_probs(found.scores, found.labels, top_only=True, **rest)
-            shape: dict[str, Any] = {"normalize": normalize, "limits": limits, "top_only": top_only}
-            return cls.from_probs(found.scores, found.labels, **shape, **rest)
+                made = cls(found.scores, found.labels, **rest)
+            elif found.top_only:
+                made = cls.from_probs(found.scores, found.labels, top_only=True, **rest)
+            else:
+                how: dict[str, Any] = {"normalize": options.get("normalize", False), "limits": limits}
+                made = cls.from_probs(found.scores, found.labels, top_only=top_only, **how, **rest)
+            object.__setattr__(made, "columns", roles)
+            return made
 
 
 def check_every_class(given: Predictions, name: str, other: Predictions, others: str) -> None:
@@ -643,8 +671,9 @@ def check_probs(
     advice = ""
     if name == "probs":
         advice = "; " + _advice(
-            "logits enter as logits=..., probabilities with other sums with normalize=True",
-            f"give logits {CALLED.format('logits', 'logit_')}, and probabilities with other sums with --normalize",
+            "logits are given as logits=..., probabilities with other sums with normalize=True",
+            "logits are given with --logits (logits=True), probabilities with other sums with --normalize "
+            "(normalize=True)",
         )
     near = abs(found - 100) < 2 and bool((probs > 1).any())
     if near or _is_percentage(probs, place) or _are_percentages(probs):
@@ -774,6 +803,7 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
     if len(labels) != n:
         turned = "; is the table transposed?" if len(labels) == classes else ""
         raise ValueError(f"labels has {len(labels)} rows for {n} samples{turned}")
+    labels = _class_numbers(labels)
     if labels.ndim == 1 and not labels.is_floating_point():
         check_rows("labels", labels, (labels >= 0) & (labels < classes), f"is outside 0..{classes - 1}")
         return labels.long()
@@ -781,6 +811,21 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
         given = f"labels are {labels.dtype} of shape {tuple(labels.shape)}"
         raise ValueError(f"{given}; expected {n} integers, or soft labels: ({n}, {classes}) floats")
     check_probs(labels, name="labels")
+    return labels
+
+
+def _class_numbers(labels: Tensor) -> Tensor:
+    """Return class numbers where labels hold them as unsigned or whole floating-point numbers, a column, or one-hot."""
+    if labels.dtype in {torch.uint16, torch.uint32, torch.uint64, torch.bool}:
+        labels = labels.long()  # few operations know these types
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim == 1 and labels.is_floating_point() and bool((labels == labels.round()).all()):
+        return labels.long()
+    if labels.ndim == 2 and not labels.is_floating_point():
+        one_hot = (labels.amin(dim=1) == 0) & (labels.amax(dim=1) == 1) & (labels.sum(dim=1) == 1)
+        check_rows("labels", labels, one_hot, "is not one-hot (a single 1, zeros otherwise)")
+        return labels.argmax(dim=1)
     return labels
 
 
