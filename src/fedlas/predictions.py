@@ -10,10 +10,11 @@ and the columns of a file are recognised by their names:
     logit_NAME or prob_NAME   one column per class (csv, parquet); NAME becomes the class name
     label                     class name, or number where no class is called so; `label_NAME` hold soft labels
     confidence, prediction    instead of probabilities, when only the top class is known
+    confidence, correct       the same without classes
     index, feature_NAME       optional; `features`, `class_names`, `split` in npz
     id, path                  optional: the name of each sample, and its image file
 
-`fedlas.files` reads and writes further kinds of files, and finds the kind by the file's ending.
+If these names are missing, those of other tools are found (`fedlas.column_names`). `fedlas.files` reads and writes further kinds of files, and finds the kind by the file's ending.
 """
 
 import json
