@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +167,8 @@ def test_columns_that_are_not_understood_are_named(tmp_path):
 @pytest.mark.parametrize("ending", [".tsv", ".txt", ".csv.gz", ".tsv.gz"])
 def test_further_endings_of_tables(tmp_path, ending):
     mark = {".tsv": "\t", ".txt": " ", ".tsv.gz": "\t"}.get(ending, ",")
-    is_read(read_predictions(write_table(tmp_path / f"p{ending}", family("prob_") | {"label": WORDS}, mark)))
+    path = write_table(tmp_path / f"p{ending}", family("prob_") | {"label": WORDS}, mark)
+    is_read(read_predictions(path, watch=lambda _: None))
 
 
 def test_a_packed_file_that_is_out_of_proportion_is_refused(tmp_path):
@@ -194,6 +196,8 @@ def test_arrays_and_labels_in_files_of_their_own(tmp_path):
     np.savetxt(tmp_path / "labels.txt", LABELS)
     np.save(tmp_path / "labels.npy", LABELS)
     (tmp_path / "labels.csv").write_text("\n".join(["name,target", *(f"x,{label}" for label in LABELS)]))
+    (tmp_path / "named.csv").write_text("\n".join(["species,size", *(f"{label},9" for label in LABELS)]))
+    is_read(read_predictions(tmp_path / "probs.npy", labels=tmp_path / "named.csv", label_column="species"))
     for labels in (LABELS, *(tmp_path / f"labels.{kind}" for kind in ("npy", "txt", "csv"))):
         is_read(read_predictions(tmp_path / "probs.npy", labels=labels))
     is_read(read_predictions(tmp_path / "logits.npy", labels=LABELS, logits=True), logits=True)
@@ -229,6 +233,20 @@ def test_names_of_rows_that_r_writes_without_a_header(tmp_path):
     ]
     (tmp_path / "p.txt").write_text("\n".join(['"cat" "dog" "eel" "obs"', *rows]))
     is_read(read_predictions(tmp_path / "p.txt"))
+    (tmp_path / "q.csv").write_text("logit_a,logit_b,label\n1,2,1,\n")  # a comma too many is no name of a row
+    with pytest.raises(ValueError, match=r"q\.csv.*line 2.*4.*3"):
+        read_predictions(tmp_path / "q.csv")
+
+
+def test_a_long_label_among_many_does_not_fill_the_memory(tmp_path):
+    words = ["a", "b" * 50_000] + ["a"] * 2_000
+    columns = {"conf": [0.9] * 2_002, "hit": [1] * 2_002, "comment": words}
+    path = write_table(tmp_path / "p.csv", columns)
+    tracemalloc.start()
+    read_predictions(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6  # 400 MB in fixed widths
 
 
 @pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "f4", "?", "column", "one-hot", "bool one-hot"])

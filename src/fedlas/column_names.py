@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypedDict
 
-import numpy as np
 from torch import Tensor
 
 LABELS = ("label", "labels")
@@ -44,7 +43,7 @@ class ColumnOptions(TypedDict, total=False):
         prob_columns: columns of the classes: names, or a pattern such as "score_*"; or the name of one array.
         confidence_column: column of the confidence of the predicted class.
         prediction_column: column of the predicted class.
-        correct_column: column that says whether the prediction is correct.
+        correct_column: column of the correctness of the prediction: 0 or 1, true or false.
         logits: whether the scores are logits.
         header: whether a text file begins with a header.
         labels: labels that are not in the table: an array or a file.
@@ -123,7 +122,7 @@ def find_roles(columns: Mapping[str, Any], options: ColumnOptions, path: object)
     names = _chosen(columns, options, path)
     if "label" not in names.values() and options.get("labels") is None:
         names |= _label(columns, names, path)
-    if any(np.ndim(values) == 2 for values in columns.values()):
+    if any(_ndim(values) == 2 for values in columns.values()):
         names |= {name: "class_names" for name in columns if name.casefold() in CLASS_NAMES}
     if not Roles(names, ()).has_scores:
         names |= _scores(columns, names, options, path)
@@ -155,7 +154,7 @@ def _chosen(columns: Mapping[str, Any], options: ColumnOptions, path: object) ->
     names: dict[str, str] = {}
     for role in ("label", "confidence", "prediction", "correct"):
         column = options.get(f"{role}_column")
-        if column is not None:
+        if column is not None and (role != "label" or options.get("labels") is None):
             names[_there(str(column), columns, f"{role}_column", path)] = role
     wanted = options.get("prob_columns")
     if wanted is None:
@@ -247,7 +246,7 @@ def _families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> lis
     found = []
     for name, values in columns.items():
         bare = name.casefold()
-        if bare in LOGIT_TABLES | PROB_TABLES and (np.ndim(values) == 2 or (bare in BINARY and _is_number(values))):
+        if bare in LOGIT_TABLES | PROB_TABLES and (_ndim(values) == 2 or (bare in BINARY and _is_number(values))):
             found.append(Family(bare in LOGIT_TABLES, {name: ""}))
     for prefix in LOGIT_PREFIXES + PROB_PREFIXES:
         members = {
@@ -302,10 +301,16 @@ def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: objec
 
 def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str]) -> set[str]:
     column = next((name for name, role in taken.items() if role == "label"), None)
-    if column is None or np.ndim(columns[column]) != 1:
+    if column is None or _ndim(columns[column]) != 1:
         return set()
     values = columns[column]
     return {str(value).strip() for value in (values.tolist() if hasattr(values, "tolist") else values)}
+
+
+def _ndim(values: Any) -> int:
+    """Return the number of dimensions; numpy would copy a list of words into fixed widths to tell."""
+    found = getattr(values, "ndim", None)
+    return found if found is not None else 2 if len(values) and isinstance(values[0], list | tuple) else 1
 
 
 def _are_consecutive(words: Sequence[str]) -> bool:
@@ -318,7 +323,7 @@ def _are_consecutive(words: Sequence[str]) -> bool:
 
 def _is_number(values: Any) -> bool:
     """Return whether a column holds one number a sample, by its type or by its first value."""
-    if np.ndim(values) != 1 or not len(values):
+    if _ndim(values) != 1 or not len(values):
         return False
     if isinstance(values, Tensor):
         return True

@@ -176,14 +176,11 @@ def read_labels(path: str | Path, options: ColumnOptions) -> Any:
     readers: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {".npz": read_npz, ".parquet": read_parquet}
     if kind not in {*readers, ".csv", ".tsv", ".txt"}:
         raise ValueError(f"{path}: labels are read from .npy, .npz, .csv, .tsv, .txt and .parquet files")
-    header = {"header": options.get("header", True)}
+    header: ColumnOptions = {"header": options.get("header", True)}
     columns = dict(readers[kind](path) if kind in readers else read_csv(path, options=header).columns)
     chosen = options.get("label_column")
-    names = (
-        [chosen]
-        if chosen in columns
-        else [name for name, role in find_roles(columns, header, path).names.items() if role == "label"]
-    )
+    roles = {} if chosen in columns else find_roles(columns, header, path).names
+    names = [str(chosen)] if chosen in columns else [name for name, role in roles.items() if role == "label"]
     names = names or (list(columns) if len(columns) == 1 else [])
     if not names:
         raise ValueError(f"{path}: no column is called label; name it with {option('label_column')}")
@@ -341,23 +338,13 @@ def _read_text(
     head = next(rows, (1, []))
     first = head if not options.get("header", True) else next(((line, row) for line, row in rows if row), None)
     header = [name.strip() for name in head[1]] if options.get("header", True) else list(map(str, range(len(head[1]))))
-    if first is not None and len(first[1]) == len(header) + 1:
+    if mark in {" ", "\t"} and first is not None and len(first[1]) == len(header) + 1 and first[1][-1]:
         header = ["", *header]  # R writes no name above the names of rows
     name, count = next(iter(Counter(header).most_common(1)), ("", 0))
     if count > 1:
         raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
     row = first[1] if first is not None and len(first[1]) == len(header) else ["0"] * len(header)
-    roles = find_roles({name: [cell] for name, cell in zip(header, row, strict=True)}, options, path)
-    canonical = ["" if name in roles.unread else roles.names.get(name, name) for name in header]
-    # Without scores, classes may stand alone as the names of columns; which of them do, the labels say later.
-    maybe = {i for i, name in enumerate(header) if name in roles.unread and _is_number(row[i].replace(",", "."))}
-    maybe = set() if roles.has_scores else maybe
-    soft = {f"label_{name.partition('_')[2]}" for name in canonical if name.startswith(("prob_", "logit_"))}
-    kinds = ("prob_", "logit_", "probs", "logits", "confidence", "feature_")
-    number = [i for i, name in enumerate(canonical) if name.startswith(kinds) or name in soft or i in maybe]
-    # Probabilities come first, so that they are a slice of a row's numbers; columns of one kind stand together.
-    number.sort(key=lambda i: (not canonical[i].startswith("prob_"), i in maybe, canonical[i].partition("_")[0]))
-    classes = sum(canonical[i].startswith("prob_") for i in number)
+    number, classes, maybe = _numeric_columns(header, row, options, path)
     text = sorted(set(range(len(header))) - set(number))
     rows = rows if first is None else chain([first], rows)
     values, rounding, lines = array("d"), array("d"), array("q")
@@ -391,6 +378,29 @@ def _read_text(
     columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
     columns |= dict.fromkeys(no_class, ())
     return Text(columns, np.frombuffer(rounding, dtype=np.float64).reshape(-1, 3), lines)
+
+
+def _numeric_columns(
+    header: Sequence[str], row: Sequence[str], options: ColumnOptions, path: str | Path
+) -> tuple[list[int], int, set[int]]:
+    """Find the columns of a text file that hold numbers, from its header and its first row.
+
+    Returns their places, first those of probabilities; how many of these there are; and the places of columns that may
+    belong to classes, because no scores are named and their first cells are numbers.
+    """
+    roles = find_roles({name: [cell] for name, cell in zip(header, row, strict=True)}, options, path)
+    unread = set(roles.unread)
+    canonical = ["" if name in unread else roles.names.get(name, name) for name in header]
+    # Without scores, classes may stand alone as the names of columns; which of them do, the labels say later.
+    maybe = {i for i, name in enumerate(header) if name in unread and _is_number(row[i].replace(",", "."))}
+    maybe = set() if roles.has_scores else maybe
+    soft = {f"label_{name.partition('_')[2]}" for name in canonical if name.startswith(("prob_", "logit_"))}
+    kinds = ("prob_", "logit_", "probs", "logits", "confidence", "feature_")
+    number = [i for i, name in enumerate(canonical) if name.startswith(kinds) or name in soft or i in maybe]
+    # Probabilities come first, so that they are a slice of a row's numbers; columns of one kind stand together.
+    number.sort(key=lambda i: (not canonical[i].startswith("prob_"), i in maybe, canonical[i].partition("_")[0]))
+    classes = sum(canonical[i].startswith("prob_") for i in number)
+    return number, classes, maybe
 
 
 def _arrow_numbers(file: Any) -> dict[str, Any]:
@@ -439,7 +449,7 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     if not any(name.startswith("label") for name in columns):
         return None
     labels = columns[_label(columns, path)]
-    if np.ndim(labels) == 2 and np.shape(labels)[1] == 1:
+    if getattr(labels, "ndim", 1) == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind == "b":
         labels = np.asarray(labels).astype(np.int64)

@@ -14,7 +14,8 @@ and the columns of a file are recognised by their names:
     index, feature_NAME       optional; `features`, `class_names`, `split` in npz
     id, path                  optional: the name of each sample, and its image file
 
-If these names are missing, those of other tools are found (`fedlas.column_names`). `fedlas.files` reads and writes further kinds of files, and finds the kind by the file's ending.
+If these names are missing, those of other tools are found (`fedlas.column_names`). `fedlas.files` reads and writes
+further kinds of files, and finds the kind by the file's ending.
 """
 
 import json

@@ -221,7 +221,8 @@ def open_text(path: str | Path, newline: str | None = None) -> io.TextIOWrapper:
 
 
 def read_lines(file: io.TextIOWrapper, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:
-    """Read the lines of a text, and tell now and then what share of it has been read."""
+    """Read the lines of a text, and report the fraction that has been read, unless it is packed."""
+    watch = watch if file.seekable() else None
     size = max(1, Path(path).stat().st_size)
     try:
         for count, line in enumerate(file):

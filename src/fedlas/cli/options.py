@@ -74,7 +74,7 @@ COLUMNS: dict[str, tuple[Any, Any]] = {
     ),
     "confidence_column": (Annotated[Column, typer.Option(help="Column of the confidence of the prediction.")], None),
     "prediction_column": (Annotated[Column, typer.Option(help="Column of the predicted class.")], None),
-    "correct_column": (Annotated[Column, typer.Option(help="Column that says if the prediction is correct.")], None),
+    "correct_column": (Annotated[Column, typer.Option(help="Column of correctness: 0 or 1, true or false.")], None),
     "labels": (Annotated[Path | None, typer.Option(help="Labels from another file, such as labels.npy.")], None),
     "logits": (Annotated[bool, typer.Option("--logits", help="The scores are logits.")], False),
     "no_header": (
