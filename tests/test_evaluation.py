@@ -483,8 +483,8 @@ def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
         unchecked(given, posthoc=[posthoc.Temperature], intervals=False)
     with pytest.raises(TypeError, match=r"ood.*svhn"):
         unchecked(given, ood=[given.logits])
-    with pytest.raises(TypeError, match=r"Predictions.*from_probs"):
-        unchecked(given.logits)
+    with pytest.raises(ValueError, match=r"logits="):
+        unchecked(given.logits, given.labels)
     with pytest.raises(KeyError, match=r"'acuracy'.*'accuracy'"):
         evaluate(given, intervals=False)["acuracy"]
 

@@ -44,9 +44,7 @@ class ColumnOptions(TypedDict, total=False):
         confidence_column: column of the confidence of the predicted class.
         prediction_column: column of the predicted class.
         correct_column: column of the correctness of the prediction: 0 or 1, true or false.
-        logits: whether the scores are logits.
         header: whether a text file begins with a header.
-        labels: labels that are not in the table: an array or a file.
         normalize: divide every row of probabilities by its sum.
     """
 
@@ -55,10 +53,20 @@ class ColumnOptions(TypedDict, total=False):
     confidence_column: str | None
     prediction_column: str | None
     correct_column: str | None
-    logits: bool
     header: bool
-    labels: Any
     normalize: bool
+
+
+class ReadOptions(ColumnOptions, total=False):
+    """How a table of predictions is read.
+
+    Attributes:
+        logits: whether the scores are logits, where their names do not say it.
+        labels: labels that are not in the table: an array or a file.
+    """
+
+    logits: bool
+    labels: Any
 
 
 class Roles(NamedTuple):
@@ -103,13 +111,13 @@ class Family(NamedTuple):
     logits: bool
     names: Mapping[str, str]  # class names by column; of a table an empty one
 
-    def roles(self, options: ColumnOptions) -> dict[str, str]:
+    def roles(self, options: ReadOptions) -> dict[str, str]:
         """Return the names that fedlas uses for the columns."""
         kind = "logit" if self.logits or options.get("logits") else "prob"
         return {column: f"{kind}_{name}" if name else f"{kind}s" for column, name in self.names.items()}
 
 
-def find_roles(columns: Mapping[str, Any], options: ColumnOptions, path: object) -> Roles:
+def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -> Roles:
     """Find out which columns hold scores, labels, confidences and predictions.
 
     Args:
@@ -149,7 +157,7 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')} (in Python {name}=)"
 
 
-def _chosen(columns: Mapping[str, Any], options: ColumnOptions, path: object) -> dict[str, str]:
+def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
     """Take the columns that the caller names."""
     names: dict[str, str] = {}
     for role in ("label", "confidence", "prediction", "correct"):
@@ -181,7 +189,7 @@ def _there(name: str, columns: Mapping[str, Any], chosen: str, path: object) -> 
     return name
 
 
-def _by_position(columns: Mapping[str, Any], options: ColumnOptions, path: object) -> Roles:
+def _by_position(columns: Mapping[str, Any], options: ReadOptions, path: object) -> Roles:
     """Take the columns of a file without header: all but the chosen ones are classes, in order."""
     names = _chosen(columns, options, path)
     rest = [name for name in columns if name not in names]
@@ -204,9 +212,7 @@ def _label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -
     return dict.fromkeys(found, "label")
 
 
-def _scores(
-    columns: Mapping[str, Any], taken: Mapping[str, str], options: ColumnOptions, path: object
-) -> dict[str, str]:
+def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions, path: object) -> dict[str, str]:
     """Find the scores by exact names, then by names of other tools, then by the names of classes."""
     free = {name: values for name, values in columns.items() if name not in taken}
 

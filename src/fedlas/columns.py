@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.column_names import LABELS, ColumnOptions, Roles, find_roles, option
+from fedlas.column_names import LABELS, ReadOptions, Roles, find_roles, option
 from fedlas.extras import optional_module
 from fedlas.storage import (
     ObjectsError,
@@ -87,7 +87,7 @@ def read_npz(path: str | Path) -> dict[str, Any]:
 
 
 def read_csv(
-    path: str | Path, watch: Callable[[float], None] | None = None, options: ColumnOptions | None = None
+    path: str | Path, watch: Callable[[float], None] | None = None, options: ReadOptions | None = None
 ) -> Text:
     """Read a table of text, its columns separated by commas, semicolons, tabs or blanks."""
     check_file(path)
@@ -161,13 +161,13 @@ def renamed(columns: Mapping[str, Any], roles: Roles, path: str | Path) -> dict[
     return found
 
 
-def labels_of(options: ColumnOptions) -> Any:
+def labels_of(options: ReadOptions) -> Any:
     """Return the labels that are given beside a table: an array, or the content of a file."""
     labels = options.get("labels")
     return read_labels(labels, options) if isinstance(labels, str | Path) else labels
 
 
-def read_labels(path: str | Path, options: ColumnOptions) -> Any:
+def read_labels(path: str | Path, options: ReadOptions) -> Any:
     """Read labels from a file of their own: an array, a table with a column of labels, or one value in each line."""
     path = Path(path)
     kind = path.suffix.lower() if path.suffix.lower() != ".gz" else Path(path.stem).suffix.lower()
@@ -176,7 +176,7 @@ def read_labels(path: str | Path, options: ColumnOptions) -> Any:
     readers: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {".npz": read_npz, ".parquet": read_parquet}
     if kind not in {*readers, ".csv", ".tsv", ".txt"}:
         raise ValueError(f"{path}: labels are read from .npy, .npz, .csv, .tsv, .txt and .parquet files")
-    header: ColumnOptions = {"header": options.get("header", True)}
+    header: ReadOptions = {"header": options.get("header", True)}
     columns = dict(readers[kind](path) if kind in readers else read_csv(path, options=header).columns)
     chosen = options.get("label_column")
     roles = {} if chosen in columns else find_roles(columns, header, path).names
@@ -328,7 +328,7 @@ def _cells(reader: Any, path: str | Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_text(
-    rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: str = ",", options: ColumnOptions | None = None
+    rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: str = ",", options: ReadOptions | None = None
 ) -> Text:
     """Read the rows of a csv file: numbers at once as numbers, the rest as text.
 
@@ -381,7 +381,7 @@ def _read_text(
 
 
 def _numeric_columns(
-    header: Sequence[str], row: Sequence[str], options: ColumnOptions, path: str | Path
+    header: Sequence[str], row: Sequence[str], options: ReadOptions, path: str | Path
 ) -> tuple[list[int], int, set[int]]:
     """Find the columns of a text file that hold numbers, from its header and its first row.
 

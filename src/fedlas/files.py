@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Unpack
 import numpy as np
 import torch
 
-from fedlas.column_names import ColumnOptions, option, table_kind
+from fedlas.column_names import ColumnOptions, ReadOptions, option, table_kind
 from fedlas.columns import NUMBERS, frame_columns, read_npy, some_of
 from fedlas.extras import optional_module
 from fedlas.predictions import Predictions
@@ -48,7 +48,7 @@ Watch = Callable[[float], None]
 
 
 def read_predictions(
-    path: str | Path, split: str | None = None, *, watch: Watch | None = None, **options: Unpack[ColumnOptions]
+    path: str | Path, split: str | None = None, *, watch: Watch | None = None, **options: Unpack[ReadOptions]
 ) -> Predictions:
     """Read predictions from a file of any kind.
 
@@ -57,7 +57,7 @@ def read_predictions(
         split: where the samples come from, if the file does not say so.
         watch: called now and then with the share of a text file that has been read.
         options: which columns hold what where their names do not say it, and labels that are in another file; see
-            `fedlas.column_names.ColumnOptions`.
+            `fedlas.column_names.ReadOptions`.
     """
     path = Path(path)
     if path.is_dir():
@@ -96,7 +96,7 @@ def as_predictions(
         if labels is not None or logits is not None or columns:
             raise TypeError("Predictions have their own labels and columns; give nothing else with them")
         return given
-    options: ColumnOptions = {**columns, "labels": labels, "logits": bool(logits)}
+    options: Any = dict(columns, labels=labels, logits=bool(logits))
     if isinstance(given, str | Path):
         return read_predictions(given, **options)
     if isinstance(given, Mapping) or hasattr(given, "columns"):
@@ -192,29 +192,29 @@ def write_again(predictions: Predictions, path: str | Path, held: Predictions | 
     return write_predictions(predictions, path, probs=probs)
 
 
-def _safetensors(path: Path, split: str | None, _: Watch | None, options: ColumnOptions) -> Predictions:
+def _safetensors(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
     found = Predictions.load(path, **options)
     return found if split is None or found.split is not None else found.with_split(split)
 
 
-def _npz(path: Path, split: str | None, _: Watch | None, options: ColumnOptions) -> Predictions:
+def _npz(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
     return Predictions.from_npz(path, split, **options)
 
 
-def _npy(path: Path, split: str | None, _: Watch | None, options: ColumnOptions) -> Predictions:
+def _npy(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
     name = "logits" if options.get("logits") else "probs"
     return Predictions.from_columns({name: read_npy(path)}, path, split, **options)
 
 
-def _csv(path: Path, split: str | None, watch: Watch | None, options: ColumnOptions) -> Predictions:
+def _csv(path: Path, split: str | None, watch: Watch | None, options: ReadOptions) -> Predictions:
     return Predictions.from_csv(path, split, watch=watch, **options)
 
 
-def _parquet(path: Path, split: str | None, _: Watch | None, options: ColumnOptions) -> Predictions:
+def _parquet(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
     return Predictions.from_parquet(path, split, **options)
 
 
-def _json(path: Path, split: str | None, _: Watch | None, options: ColumnOptions) -> Predictions:
+def _json(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
     with readable(path), open_text(path) as file:
         found = json.loads(file.read(), parse_constant=_no_number)
     if isinstance(found, list):
@@ -235,13 +235,13 @@ def _json(path: Path, split: str | None, _: Watch | None, options: ColumnOptions
     return Predictions.from_columns(columns, path, split or found.get("split"), **options)
 
 
-def _jsonl(path: Path, split: str | None, watch: Watch | None, options: ColumnOptions) -> Predictions:
+def _jsonl(path: Path, split: str | None, watch: Watch | None, options: ReadOptions) -> Predictions:
     with open_text(path) as file:
         columns, lines = _columns(_records(read_lines(file, path, watch), path), path, "line")
     return Predictions.from_columns(columns, path, split, lines=lines, **options)
 
 
-def _torch(path: Path, split: str | None, _: Watch | None, options: ColumnOptions) -> Predictions:
+def _torch(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
     with readable(path):
         try:
             with memory_errors():
@@ -434,7 +434,7 @@ def _column_names(predictions: Predictions) -> tuple[str, ...]:
     return names
 
 
-READERS: Mapping[str, Callable[[Path, str | None, Watch | None, ColumnOptions], Predictions]] = {
+READERS: Mapping[str, Callable[[Path, str | None, Watch | None, ReadOptions], Predictions]] = {
     ".safetensors": _safetensors,
     ".npz": _npz,
     ".npy": _npy,

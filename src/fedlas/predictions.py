@@ -34,7 +34,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.column_names import ColumnOptions, Roles
+from fedlas.column_names import ReadOptions, Roles
 
 Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
 Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
@@ -352,7 +352,7 @@ class Predictions:
         return made
 
     @classmethod
-    def load(cls, path: str | Path, **options: Unpack[ColumnOptions]) -> "Predictions":
+    def load(cls, path: str | Path, **options: Unpack[ReadOptions]) -> "Predictions":
         """Read a file that `save` wrote."""
         from fedlas.storage import read_safetensors, readable
 
@@ -367,7 +367,7 @@ class Predictions:
         return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False), **options)
 
     @classmethod
-    def from_npz(cls, path: str | Path, split: str | None = None, **options: Unpack[ColumnOptions]) -> "Predictions":
+    def from_npz(cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]) -> "Predictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         from fedlas.columns import read_npz
 
@@ -382,7 +382,7 @@ class Predictions:
         split: str | None = None,
         *,
         watch: Callable[[float], None] | None = None,
-        **options: Unpack[ColumnOptions],
+        **options: Unpack[ReadOptions],
     ) -> "Predictions":
         """Read a table with a header; see the module's text for the names of its columns.
 
@@ -390,7 +390,7 @@ class Predictions:
             path: the file.
             split: where the samples come from.
             watch: called now and then with the share of the file that has been read.
-            options: which columns hold what, as in `ColumnOptions`.
+            options: which columns hold what, as in `ReadOptions`.
         """
         from fedlas.columns import read_csv
 
@@ -399,9 +399,7 @@ class Predictions:
         return cls.from_columns(table.columns, path, split, limits=limits, lines=table.lines, **options)
 
     @classmethod
-    def from_parquet(
-        cls, path: str | Path, split: str | None = None, **options: Unpack[ColumnOptions]
-    ) -> "Predictions":
+    def from_parquet(cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]) -> "Predictions":
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
         from fedlas.columns import read_parquet
 
@@ -417,7 +415,7 @@ class Predictions:
         limits: RowLimits | None = None,
         *,
         lines: Sequence[int] | None = None,
-        **options: Unpack[ColumnOptions],
+        **options: Unpack[ReadOptions],
     ) -> "Predictions":
         """Make predictions of named columns; the module's text lists the names that are known.
 
@@ -428,7 +426,7 @@ class Predictions:
             top_only: whether only the top class is known.
             limits: how far the sum of each row of probabilities may be from one.
             lines: of a text file, the line of each row, for errors.
-            options: which columns hold what, as in `ColumnOptions`.
+            options: which columns hold what, as in `ReadOptions`.
         """
         from fedlas.column_names import find_roles
         from fedlas.columns import labels_of, no_scores, renamed, understood

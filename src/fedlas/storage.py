@@ -227,7 +227,7 @@ def read_lines(file: io.TextIOWrapper, path: str | Path, watch: Callable[[float]
     try:
         for count, line in enumerate(file):
             if watch is not None and count % 4096 == 0:
-                watch(min(1.0, file.buffer.tell() / size))
+                watch(min(1.0, file.buffer.tell() / size))  # type: ignore[attr-defined]
             yield line
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error

@@ -21,7 +21,7 @@ from typing import Any, Unpack
 
 import torch
 
-from fedlas.column_names import ColumnOptions
+from fedlas.column_names import ReadOptions
 from fedlas.evaluation import AS_GIVEN, FOLDS, SHOWN, Report, State, evaluate
 from fedlas.files import labelled, read_predictions
 from fedlas.metrics.digest import TOP, Digest
@@ -262,7 +262,7 @@ def judge_files(
     seed: int = 0,
     images: File | None = None,
     watch: Watch | None = None,
-    **columns: Unpack[ColumnOptions],
+    **columns: Unpack[ReadOptions],
 ) -> Answer:
     """Read files of predictions, and find out what their confidence is worth.
 
@@ -332,7 +332,7 @@ def _stem(path: Path) -> str:
     return Path(path.stem).stem if path.suffix.lower() == ".gz" else path.stem
 
 
-def _model(path: Path, images: File | None, watch: Watch | None, columns: ColumnOptions) -> Model:
+def _model(path: Path, images: File | None, watch: Watch | None, columns: ReadOptions) -> Model:
     # A stranger's file may name any file of this machine, which a page would then show to whoever it is sent to.
     folders = (path.parent, *([] if images is None else [Path(images)]))
     return Model(predictions=_truth(path, watch, columns), source=path, image_folders=folders)
@@ -345,7 +345,7 @@ def _completed(
     foreign: Mapping[str, Path],
     watch: Watch | None,
     *,
-    columns: ColumnOptions,
+    columns: ReadOptions,
 ) -> Model:
     """Add what was asked for beside the predictions."""
     if held.predictions is None:
@@ -380,7 +380,7 @@ def _detections(report: Report) -> list[Detection]:
     return [state.detection for state in report.states if state.detection is not None]
 
 
-def _read(path: Path, watch: Watch | None, columns: ColumnOptions) -> Predictions:
+def _read(path: Path, watch: Watch | None, columns: ReadOptions) -> Predictions:
     stage = _stage(watch, f"reading {path.name}")
     if stage is None:
         return read_predictions(path, **columns)
@@ -390,7 +390,7 @@ def _read(path: Path, watch: Watch | None, columns: ColumnOptions) -> Prediction
     return found
 
 
-def _truth(path: Path, watch: Watch | None, columns: ColumnOptions) -> Predictions:
+def _truth(path: Path, watch: Watch | None, columns: ReadOptions) -> Predictions:
     return labelled(_read(path, watch, columns), path)
 
 
