@@ -111,8 +111,8 @@ def as_predictions(
         return Predictions(scores, given.label_ids if labels is None else labels)
     if columns.keys() - {"normalize"}:
         raise TypeError(f"an array has no columns, so {', '.join(columns)} cannot be used with it")
-    how = {"normalize": columns.get("normalize", False)}
-    return Predictions(given, labels) if logits else Predictions.from_probs(given, labels, **how)
+    normalize = columns.get("normalize", False)
+    return Predictions(given, labels) if logits else Predictions.from_probs(given, labels, normalize=normalize)
 
 
 def labelled(found: Predictions, path: str | Path) -> Predictions:
