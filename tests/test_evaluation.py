@@ -215,7 +215,7 @@ def test_calibrating_on_copies_of_what_is_judged_warns(what):
 def test_names_tell_which_samples_are_judged_too(word):
     given = predictions(200)
     names = [f"image {i}" for i in range(300)] if word == "ids" else torch.arange(300)
-    rounded = Predictions.from_probs(given.probs.double().round(decimals=4), given.labels, tolerance=1e-2)
+    rounded = Predictions.from_probs(given.probs.double().round(decimals=4), given.labels)
     judged = unnamed(given, **{word: names[:200]})
     other = unnamed(rounded[150:], **{word: names[150:200]})
     with pytest.warns(UserWarning, match=r"temperature.*50.*samples"):
@@ -236,7 +236,7 @@ def test_names_and_labels_that_agree_are_not_yet_the_same_samples(word):
         judged, other = (Predictions(scale * logits, labels, **{word: names}) for logits in noise)
         assert samples_in_both(judged, other) == 0
         rounded = judged.probs.double().round(decimals=4)
-        copied = Predictions.from_probs(rounded, labels, tolerance=1e-2, **{word: names})
+        copied = Predictions.from_probs(rounded, labels, **{word: names})
         assert samples_in_both(judged, copied) == 600
         assert samples_in_both(copied, judged) == 600
 
@@ -332,7 +332,7 @@ def test_few_rows_of_two_digits_that_are_equal_by_chance_are_other_samples():
     for seed in range(20):
         make = torch.Generator().manual_seed(seed)
         probs = (0.3 * torch.randn(2, 60, 3, generator=make, dtype=torch.float64)).softmax(2).round(decimals=2)
-        judged, other = (Predictions.from_probs(one, labels, tolerance=0.02) for one in probs)
+        judged, other = (Predictions.from_probs(one, labels) for one in probs)
         assert samples_in_both(judged, other) == 0
         assert samples_in_both(judged, judged[torch.randperm(60, generator=make)]) == 60
 
@@ -483,8 +483,8 @@ def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
         unchecked(given, posthoc=[posthoc.Temperature], intervals=False)
     with pytest.raises(TypeError, match=r"ood.*svhn"):
         unchecked(given, ood=[given.logits])
-    with pytest.raises(TypeError, match=r"Predictions.*from_probs"):
-        unchecked(given.logits)
+    with pytest.raises(ValueError, match=r"logits="):
+        unchecked(given.logits, given.labels)
     with pytest.raises(KeyError, match=r"'acuracy'.*'accuracy'"):
         evaluate(given, intervals=False)["acuracy"]
 

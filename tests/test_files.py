@@ -173,9 +173,9 @@ def test_nothing_is_unpickled(tmp_path):
         ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits": [1, 2]}', "line 2.*label"),
         ("p.jsonl", '{"logits": [1, 2], "label": 0}\n{"logits', "line 2.*JSON"),
         ("p.jsonl", "", r"p\.jsonl.*records"),
-        ("p.jsonl", '{"logits": [1, 2], "probs": [0.5, 0.5], "label": 0}', "logits, probs, label$"),
+        ("p.jsonl", '{"logits": [1, 2], "probs": [0.5, 0.5], "label": 0}', "logits; probs.*--prob-columns"),
         ("p.jsonl", '{"logits": [1, 2], "label": 0, "id": 1, "ids": 2}', "id and ids"),
-        ("p.txt", "", r"\.safetensors.*\.csv.*\.txt$"),
+        ("p.xls", "", r"\.safetensors.*\.csv.*\.xls$"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, text, message):
@@ -497,9 +497,9 @@ def test_confidences_that_no_top_class_has_are_doubted(tmp_path):
 
 def test_a_file_without_labels_is_named(tmp_path):
     for name in ("a", "b"):
-        truth = "target" if name == "b" else "label"
+        truth = "species" if name == "b" else "label"
         (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{truth}\n0.9,0.1,x\n0.2,0.8,y\n")
-    with pytest.raises(ValueError, match=r"b\.csv.*`label`"):
+    with pytest.raises(ValueError, match=r"b\.csv.*species.*--label-column"):
         judge_files([tmp_path / "a.csv", tmp_path / "b.csv"])
 
 

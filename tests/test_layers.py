@@ -22,8 +22,9 @@ SOURCE = Path(__file__).parents[1] / "src" / HOUSE
 ROOMS: dict[str, set[str]] = {
     "extras": set(),
     "storage": {"extras"},
-    "columns": {"extras", "storage"},
-    "predictions": {"columns", "storage"},
+    "column_names": set(),
+    "columns": {"column_names", "extras", "storage"},
+    "predictions": {"column_names", "columns", "storage"},
     "catalog": set(),
     "ranks": set(),
     "web": set(),
@@ -32,15 +33,17 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"extras", "columns", "predictions", "ranks"},
     "posthoc": {"extras", "storage", "predictions", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
-    "evaluation": {"storage", "predictions", "catalog", "metrics", "posthoc", "ood"},
+    "evaluation": {
+        "extras", "storage", "column_names", "predictions", "files", "catalog", "metrics", "posthoc", "ood",
+    },
     "data": {"extras", "catalog", "web"},
     "models": {"extras", "storage", "catalog", "web"},
     "train": {
         "extras", "storage", "predictions", "files", "catalog", "ranks", "records", "losses", "metrics", "posthoc",
         "ood", "evaluation", "data", "models",
     },
-    "files": {"extras", "storage", "columns", "predictions"},
-    "report": {"extras", "storage", "predictions", "files", "metrics", "evaluation", "ood"},
+    "files": {"extras", "storage", "column_names", "columns", "predictions"},
+    "report": {"extras", "storage", "column_names", "predictions", "files", "metrics", "evaluation", "ood"},
     "experiments": {
         "extras", "storage", "catalog", "predictions", "files", "metrics", "posthoc", "ood", "train", "evaluation",
         "report",

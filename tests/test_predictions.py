@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fedlas.extras import optional_module
+from fedlas.files import read_predictions
 from fedlas.metrics import ece, nll
 from fedlas.predictions import ENOUGH, Predictions, as_tensor, least_prob
 from fedlas.storage import RowError, write_whole
@@ -96,7 +97,7 @@ def test_probabilities_are_kept_as_given():
         ([[0.0, 1.0], [1.0, 0.0]], [0, 2], {}, "labels.*row 1.*2"),
         ([[0.0, 1.0]], [-1], {}, "labels.*row 0"),
         ([[0.0, 1.0]], [0, 1], {}, "labels.*2.*1"),
-        ([[0.0, 1.0]], [0.0], {}, "labels.*1 integers"),
+        ([[0.0, 1.0]], [0.5], {}, "labels.*1 integers"),
         ([[0.0, 1.0]], [[0.5, 0.6]], {}, "labels.*row 0.*distribution"),
         ([[0.0, 1.0]], [0], {"class_names": ["a"]}, "class_names.*1.*2"),
         ([[0.0, 1.0]], [0], {"features": [[1.0], [2.0]]}, "features.*2.*1"),
@@ -137,7 +138,7 @@ def test_rows_have_to_sum_to_one():
         Predictions.from_probs([[0.5, 0.5], [0.9, 0.9]], [0, 1])
     with pytest.raises(ValueError, match="row 0"):
         Predictions.from_probs([[1.2, -0.2]], [0])
-    assert len(Predictions.from_probs([[0.9, 0.09]], [0], tolerance=0.02)) == 1
+    assert len(Predictions.from_probs([[0.9, 0.09]], [0])) == 1  # two decimals
 
 
 def everything(probs: bool) -> Predictions:
@@ -223,8 +224,8 @@ def test_npz(tmp_path):
     ("arrays", "named"),
     [
         ({"labels": LABELS}, r"a\.npz.*logits, probs.*labels$"),
-        ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, r"a\.npz.*logits, probs, labels$"),
-        ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, r"a\.npz.*`label` or `labels`.*logits, label, labels$"),
+        ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, r"a\.npz.*logits; probs.*--prob-columns"),
+        ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, r"a\.npz.*label, labels.*--label-column"),
     ],
 )
 def test_what_is_missing_or_ambiguous_is_asked_for_with_the_columns(tmp_path, arrays, named):
@@ -277,7 +278,7 @@ def test_columns_are_recognised_by_name_never_by_value(tmp_path):
     ("text", "named"),
     [
         ("a,b,label\n1,2,0\n", r"t\.csv.*prob_NAME.*a, b, label$"),
-        ("prob_a,logit_a,label\n1,2,0\n", r"t\.csv.*prob_a, logit_a, label$"),
+        ("prob_a,logit_a,label\n1,2,0\n", r"t\.csv.*logit_a; prob_a.*--prob-columns"),
         ("prob_a,prob_b,label_a\n0.5,0.5,1\n", r"t\.csv.*`label`.*prob_a, prob_b, label_a$"),
         ("prob_a,prob_b,label\n0.5,0.5\n", "line 2.*2.*3"),
         ("prob_a,prob_b,label\n0.5,x,a\n", "line 2.*prob_b.*'x'"),
@@ -311,8 +312,64 @@ def test_rounded_numbers_of_other_files_may_miss_one_as_those_of_text_may(tmp_pa
     for name in ("finer", "no number"):
         with pytest.raises(ValueError, match="distribution"):
             Predictions.from_npz(tmp_path / f"{name}.npz")
-    with pytest.raises(ValueError, match="tolerance"):  # who has arrays says so
-        Predictions.from_probs(rounded, [0, 1])
+    assert Predictions.from_probs(rounded, [0, 1]).probs.tolist() == rounded.tolist()
+
+
+def rounded_softmax(classes: int, decimals: int, n: int = 40) -> np.ndarray:
+    make = np.random.default_rng(0)
+    exact = np.exp(2 * make.standard_normal((n, classes)))
+    return np.round(exact / exact.sum(1, keepdims=True), decimals)
+
+
+def write_kind(folder: Path, kind: str, probs: np.ndarray) -> Path:
+    labels = np.zeros(len(probs), dtype=np.int64)
+    path = folder / f"p.{kind}"
+    if kind == "npz":
+        np.savez(path, probs=probs, labels=labels)
+    else:
+        head = ",".join(f"prob_{k}" for k in range(probs.shape[1]))
+        rows = (",".join(map(str, [*row, 0])) for row in probs)
+        path.write_text("\n".join([f"{head},label", *rows]))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [([1.5, *[0.0] * 9], r"sums to 1\.5"), ([0.2] * 10, r"sums to 2"), ([0.251, 0.149, *[0.0] * 8], r"sums to 0\.4")],
+)
+def test_a_row_is_no_distribution_however_many_classes_there_are(tmp_path, kind, row, shown):
+    """The allowance was half a unit for each class without a limit, and an entry of 1.5 was a confidence of 150 %."""
+    filler = np.zeros((3, 990))
+    probs = np.hstack([np.array([[*[0.1] * 10], row, [0.5, 0.5, *[0.0] * 8]]), filler])
+    with pytest.raises(ValueError, match=rf"(row 1|line 3).*{shown}.*--normalize"):
+        read_predictions(write_kind(tmp_path, kind, probs))
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv", "array"])
+def test_many_classes_with_few_decimals_are_completed_with_a_warning(tmp_path, kind):
+    """A softmax of 1,000 classes with 3 decimals sums to about 0.93: its small probabilities are zeros."""
+    probs = rounded_softmax(1000, 3)
+    assert probs.sum(1).max() < 0.98
+    path = None if kind == "array" else write_kind(tmp_path, kind, probs)
+    with pytest.warns(UserWarning, match=r"40 of 40 .*0\.9"):
+        found = Predictions.from_probs(probs, [0] * 40) if path is None else read_predictions(path)
+    assert torch.allclose(found.probs.sum(1), torch.ones(40, dtype=torch.float64))
+    # The missing probability is spread over zeros: no confidence changes by more than rounding explains.
+    assert torch.allclose(found.confidence, torch.from_numpy(probs.max(1)), rtol=1e-2, atol=1e-3)
+    assert found.zeros is None
+
+
+def test_sums_beyond_rounding_are_an_error_that_names_the_remedy():
+    """Sums of 1.2 and more of 1,000 classes with 3 decimals passed."""
+    probs = rounded_softmax(1000, 3)
+    probs[1] = np.round(1.3 * probs[1], 3)
+    with pytest.raises(ValueError, match=r"row 1.*sums of all rows.*1\.1.*normalize"):
+        Predictions.from_probs(probs, [0] * 40)
+    found = Predictions.from_probs(probs, [0] * 40, normalize=True)
+    assert torch.allclose(found.probs[1], torch.from_numpy(probs[1] / probs[1].sum()))
+    with pytest.raises(ValueError, match="row 0"):
+        Predictions.from_probs([[1.5, -0.5]], [0], normalize=True)
 
 
 def test_rounded_columns_of_a_parquet_file_are_taken(tmp_path):
@@ -533,7 +590,7 @@ def test_damaged_files_are_named(tmp_path, name):
 
 
 def test_a_row_that_is_no_distribution_says_what_it_sums_to():
-    with pytest.raises(ValueError, match=r"1\.5.*logits=.*tolerance="):
+    with pytest.raises(ValueError, match=r"1\.5.*logits=.*normalize="):
         Predictions.from_probs([[0.5, 0.5], [0.75, 0.75]], [0, 1])
 
 
@@ -699,14 +756,15 @@ def test_an_error_about_a_row_can_be_copied_and_pickled(again):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decimals", [1, 2, 4, 6])
+@pytest.mark.filterwarnings("ignore:.*normalized")
 def test_rounding_to_decimals_is_detected(dtype, decimals):
     make = torch.Generator().manual_seed(0)
     probs = (4 * torch.randn(300, 5, generator=make, dtype=torch.float64)).softmax(1)
     labels = probs.argmin(1)
-    rounded = Predictions.from_probs(probs.round(decimals=decimals).to(dtype), labels, tolerance=0.3)
+    rounded = Predictions.from_probs(probs.round(decimals=decimals).to(dtype), labels)
     assert rounded.decimals == rounded[5:9].decimals == decimals
     floor = math.log(0.5 * 10**-decimals)
-    assert float(rounded.logits.min()) == pytest.approx(floor)
+    assert rounded.logits[rounded.zeros].unique().tolist() == pytest.approx([floor])
     loss = nll(rounded)
     assert loss.details["floored"] > 0
     assert loss.details["floor"] == pytest.approx(math.exp(floor))

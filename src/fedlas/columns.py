@@ -21,10 +21,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.column_names import LABELS, ReadOptions, Roles, find_roles, option
 from fedlas.extras import optional_module
-from fedlas.storage import RowError, check_arrays, check_file, check_unpacked, read_lines, readable
+from fedlas.storage import (
+    ObjectsError,
+    RowError,
+    check_arrays,
+    check_file,
+    check_unpacked,
+    open_text,
+    read_lines,
+    readable,
+)
 
-LABELS = ("label", "labels")  # what the truth is called in a file
 FILLING = "(other"  # begins the name of a class that only fills a row up to one
 MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
 MOST_CLASSES = 2**20  # of a file: the metrics of each take a kilobyte, and a small file can claim any number
@@ -36,10 +45,16 @@ NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers
 
 
 class Text(NamedTuple):
-    """What a csv file holds: its columns, how far rows may be from one, and in which line each row begins."""
+    """Content of a csv file.
+
+    Attributes:
+        columns: values by name.
+        rounding: for each row, how far its sum may lie below and above one, and the unit of its last digit.
+        lines: the line in which each row begins.
+    """
 
     columns: dict[str, Any]
-    tolerance: Tensor
+    rounding: NDArray[np.float64]
     lines: Sequence[int]
 
 
@@ -71,15 +86,21 @@ def read_npz(path: str | Path) -> dict[str, Any]:
         return dict(file)
 
 
-def read_csv(path: str | Path, watch: Callable[[float], None] | None = None) -> Text:
-    """Read a table of text with a header, its columns separated by commas, semicolons or tabs."""
+def read_csv(
+    path: str | Path, watch: Callable[[float], None] | None = None, options: ReadOptions | None = None
+) -> Text:
+    """Read a table of text, its columns separated by commas, semicolons, tabs or blanks."""
     check_file(path)
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+    with open_text(path, newline="") as file:
         lines = read_lines(file, path, watch)
         first = next(lines, "")
         # Programs of countries that write 0,5 separate columns by semicolons.
-        mark = next((one for one in (",", ";", "\t") if one in first), ",")
-        return _read_text(_cells(csv.reader(chain([first], lines), delimiter=mark), path), path, mark)
+        marks = (",", ";", "\t") if (options or {}).get("header", True) else (";", ",", "\t")
+        blanks = ".txt" in Path(path).suffixes and not any(mark in first for mark in marks)
+        mark = " " if blanks else next((mark for mark in marks if mark in first), ",")
+        given = (line.strip(" ") for line in chain([first], lines)) if blanks else chain([first], lines)
+        reader = csv.reader(given, delimiter=mark, skipinitialspace=blanks)
+        return _read_text(_cells(reader, path), path, mark, options)
 
 
 def read_parquet(path: str | Path) -> dict[str, Any]:
@@ -93,16 +114,91 @@ def read_parquet(path: str | Path) -> dict[str, Any]:
     return {name: columns[name] for name in file.schema_arrow.names}
 
 
+def read_npy(path: str | Path) -> NDArray[Any]:
+    """Read the array of an npy file."""
+    with readable(path):
+        try:
+            # Unlike reading, mapping compares the announced size with that of the file before it takes memory.
+            return np.array(np.load(path, mmap_mode="r", allow_pickle=False))
+        except ValueError as error:
+            if "Python objects" not in str(error):
+                raise
+    raise ObjectsError(f"{path} holds Python objects, which are not read: save numbers or text, with astype")
+
+
+def frame_columns(frame: Any) -> dict[str, Any]:
+    """Return the columns of a DataFrame of pandas or polars; columns of lists become tables."""
+    columns = {str(name): frame[name].to_numpy() for name in frame.columns}
+    for name, values in columns.items():
+        if values.dtype.kind == "O" and len(values) and isinstance(values[0], list | tuple | np.ndarray):
+            columns[name] = np.stack([np.asarray(row) for row in values])
+    return columns
+
+
+def no_scores(columns: Mapping[str, Any], path: str | Path) -> ValueError:
+    """Return the error about a table in which no scores were found."""
+    wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
+    way = f"name the columns of the classes with {option('prob_columns')}"
+    held = f"its columns are {some_of(columns)}" if columns else "it is empty"
+    return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
+
+
+def renamed(columns: Mapping[str, Any], roles: Roles, path: str | Path) -> dict[str, Any]:
+    """Give columns the names that fedlas uses for them; leave out those that are not understood."""
+    skipped = set(roles.unread)
+    found = {roles.names.get(name, name): values for name, values in columns.items() if name not in skipped}
+    if "correct" not in found:
+        return found
+    correct = found.pop("correct")
+    if "confidence" in found and "prediction" not in found:
+        known = {"1": True, "true": True, "0": False, "false": False}
+        words = [_word(value).casefold() for value in correct]
+        for row, word in enumerate(words):
+            if word not in known:
+                raise RowError(f"{path}: correct: ", row, f" is {word!r}; 0 or 1, true or false are expected")
+        found["prediction"] = ["predicted"] * len(words)
+        found["label"] = ["predicted" if known[word] else f"{FILLING})" for word in words]
+    return found
+
+
+def labels_of(options: ReadOptions) -> Any:
+    """Return the labels that are given beside a table: an array, or the content of a file."""
+    labels = options.get("labels")
+    return read_labels(labels, options) if isinstance(labels, str | Path) else labels
+
+
+def read_labels(path: str | Path, options: ReadOptions) -> Any:
+    """Read labels from a file of their own: an array, a table with a column of labels, or one value in each line."""
+    path = Path(path)
+    kind = path.suffix.lower() if path.suffix.lower() != ".gz" else Path(path.stem).suffix.lower()
+    if kind == ".npy":
+        return read_npy(path)
+    readers: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {".npz": read_npz, ".parquet": read_parquet}
+    if kind not in {*readers, ".csv", ".tsv", ".txt"}:
+        raise ValueError(f"{path}: labels are read from .npy, .npz, .csv, .tsv, .txt and .parquet files")
+    header: ReadOptions = {"header": options.get("header", True)}
+    columns = dict(readers[kind](path) if kind in readers else read_csv(path, options=header).columns)
+    chosen = options.get("label_column")
+    roles = {} if chosen in columns else find_roles(columns, header, path).names
+    names = [str(chosen)] if chosen in columns else [name for name, role in roles.items() if role == "label"]
+    names = names or (list(columns) if len(columns) == 1 else [])
+    if not names:
+        raise ValueError(f"{path}: no column is called label; name it with {option('label_column')}")
+    values = columns[names[0]]
+    if kind in {".csv", ".tsv", ".txt"}:
+        if len(columns) == 1 and _is_number(names[0]) and options.get("header", True):
+            values = [names[0], *values]  # numbers alone have no header
+        if all(map(_is_number, values)) and all(float(value).is_integer() for value in values):
+            return np.asarray([int(float(value)) for value in values], dtype=np.int64)
+    return values
+
+
 def understood(columns: Mapping[str, Any], path: str | Path) -> Understood:
     """Find scores, labels and the rest among named columns."""
     found = [kind for kind in ("logits", "probs") if kind in columns]
     found += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
     if not found and {"confidence", "prediction"} <= columns.keys():
         return _of_the_top_class(columns, path)
-    if len(found) != 1:
-        wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
-        held = f"its columns are {some_of(columns)}" if columns else "it is empty"
-        raise ValueError(f"{path}: expected exactly one of {wanted}; {held}")
     kind = found[0]
     given, scores = columns.get("class_names"), columns.get(kind)
     names = None if given is None else [str(name) for name in given]
@@ -156,7 +252,8 @@ def _confidences(columns: Mapping[str, Any], path: str | Path, names: Sequence[s
     """Take the column of confidences, one row each, if they can be what they are called."""
     confidence = torch.from_numpy(np.array(_numbers(columns, "", ["confidence"], path)))
     good = (confidence[:, 0] >= 0.001) & (confidence[:, 0] <= 1)
-    if len(names) == 2 and len(confidence) >= FEWEST and bool((confidence < 0.5).any()):
+    named = [name for name in names if not name.startswith(FILLING)]
+    if len(named) == 2 and len(confidence) >= FEWEST and bool((confidence < 0.5).any()):
         warnings.warn(
             f"{path}: the larger of two probabilities is never below 0.5, and some confidences are; if they are "
             f"probabilities of one class, call their column prob_NAME after it, such as prob_{names[1]}",
@@ -230,21 +327,28 @@ def _cells(reader: Any, path: str | Path) -> Iterator[tuple[int, list[str]]]:
         raise ValueError(f"{path}: line {reader.line_num} cannot be taken apart ({error})") from error
 
 
-def _read_text(rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: str = ",") -> Text:
+def _read_text(
+    rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: str = ",", options: ReadOptions | None = None
+) -> Text:
     """Read the rows of a csv file: numbers at once as numbers, the rest as text.
 
-    Each row is allowed half a unit of its last digit for every class. That is looked for only where a row needs it.
+    What rounding explains of the sum of a row is found from its digits, and only where the sum is not one.
     """
-    header = [name.strip() for name in next(rows, (1, []))[1]]
+    options = options or {}
+    head = next(rows, (1, []))
+    first = head if not options.get("header", True) else next(((line, row) for line, row in rows if row), None)
+    header = [name.strip() for name in head[1]] if options.get("header", True) else list(map(str, range(len(head[1]))))
+    if mark in {" ", "\t"} and first is not None and len(first[1]) == len(header) + 1 and first[1][-1]:
+        header = ["", *header]  # R writes no name above the names of rows
     name, count = next(iter(Counter(header).most_common(1)), ("", 0))
     if count > 1:
         raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
-    number = [i for i, name in enumerate(header) if name.startswith(NUMBERS) or name == "confidence"]
-    # Probabilities come first, so that they are a slice of a row's numbers; columns of one kind stand together.
-    number.sort(key=lambda i: (not header[i].startswith("prob_"), header[i].partition("_")[0]))
-    classes = sum(header[i].startswith("prob_") for i in number)
+    row = first[1] if first is not None and len(first[1]) == len(header) else ["0"] * len(header)
+    number, classes, maybe = _numeric_columns(header, row, options, path)
     text = sorted(set(range(len(header))) - set(number))
-    values, units, lines = array("d"), array("d"), array("q")
+    rows = rows if first is None else chain([first], rows)
+    values, rounding, lines = array("d"), array("d"), array("q")
+    no_class: set[str] = set()
     words: list[list[str]] = [[] for _ in text]
     for line, row in rows:
         if not row:
@@ -253,6 +357,10 @@ def _read_text(rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: st
         if len(row) != len(header):
             raise ValueError(f"{path}: line {line} has {len(row)} cells, the header has {len(header)}")
         cells = [row[i] for i in number] if mark != ";" else [row[i].replace(",", ".") for i in number]
+        if maybe:
+            wrong = {place for place, i in enumerate(number) if i in maybe and not _is_number(cells[place])}
+            no_class |= {header[number[place]] for place in wrong}
+            cells = ["nan" if place in wrong else cell for place, cell in enumerate(cells)]
         try:
             found = [float(cell) for cell in cells]
         except ValueError as error:
@@ -260,14 +368,39 @@ def _read_text(rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: st
             raise ValueError(f"{path}: line {line} holds something that is not a number ({which})") from error
         values.extend(found)
         far = classes > 0 and abs(sum(found[:classes]) - 1) > 1e-7
-        units.append(_rounding(cells[:classes]) if far else 0.0)
+        if classes:
+            rounding.extend(_rounding(cells[:classes]) if far else (1e-6, 1e-6, 0.0))
         for column, i in zip(words, text, strict=True):
             column.append(row[i])
-    table = np.frombuffer(values, dtype=np.float64).reshape(len(units), len(number))
+    table = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(number))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: table[:, j] for j, i in enumerate(number)}
     columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
-    return Text(columns, torch.tensor(units, dtype=torch.float64) * 1.000002, lines)  # a rounding error more
+    columns |= dict.fromkeys(no_class, ())
+    return Text(columns, np.frombuffer(rounding, dtype=np.float64).reshape(-1, 3), lines)
+
+
+def _numeric_columns(
+    header: Sequence[str], row: Sequence[str], options: ReadOptions, path: str | Path
+) -> tuple[list[int], int, set[int]]:
+    """Find the columns of a text file that hold numbers, from its header and its first row.
+
+    Returns their places, first those of probabilities; how many of these there are; and the places of columns that may
+    belong to classes, because no scores are named and their first cells are numbers.
+    """
+    roles = find_roles({name: [cell] for name, cell in zip(header, row, strict=True)}, options, path)
+    unread = set(roles.unread)
+    canonical = ["" if name in unread else roles.names.get(name, name) for name in header]
+    # Without scores, classes may stand alone as the names of columns; which of them do, the labels say later.
+    maybe = {i for i, name in enumerate(header) if name in unread and _is_number(row[i].replace(",", "."))}
+    maybe = set() if roles.has_scores else maybe
+    soft = {f"label_{name.partition('_')[2]}" for name in canonical if name.startswith(("prob_", "logit_"))}
+    kinds = ("prob_", "logit_", "probs", "logits", "confidence", "feature_")
+    number = [i for i, name in enumerate(canonical) if name.startswith(kinds) or name in soft or i in maybe]
+    # Probabilities come first, so that they are a slice of a row's numbers; columns of one kind stand together.
+    number.sort(key=lambda i: (not canonical[i].startswith("prob_"), i in maybe, canonical[i].partition("_")[0]))
+    classes = sum(canonical[i].startswith("prob_") for i in number)
+    return number, classes, maybe
 
 
 def _arrow_numbers(file: Any) -> dict[str, Any]:
@@ -316,6 +449,8 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     if not any(name.startswith("label") for name in columns):
         return None
     labels = columns[_label(columns, path)]
+    if getattr(labels, "ndim", 1) == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
     if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind == "b":
         labels = np.asarray(labels).astype(np.int64)
     if (_are_whole(labels) and not by_column) or np.ndim(labels) == 2:
@@ -466,14 +601,18 @@ def _no_number(names: Sequence[str], cells: Sequence[str]) -> str:
     raise AssertionError("every cell is a number")
 
 
-def _rounding(cells: Sequence[str]) -> float:
-    """Find how far rounding can move the sum of a row: half a unit of the last digit of every number.
+def _rounding(cells: Sequence[str]) -> tuple[float, float, float]:
+    """Return how far rounding can move the sum of a row below and above one, and the unit of the last digit.
 
-    A zero may be written with fewer digits than it is known with, so it counts like the finest number of the row.
+    The errors of numbers above zero add up as independent ones do: four standard deviations, and at most half a unit
+    each. A number that was rounded to zero has lost something, at most half a unit of the finest number of the row.
     """
-    units = {cell: _last_digit(cell) for cell in cells}
-    finest = min((unit for unit in units.values() if unit), default=0.0)
-    return 0.5 * math.fsum(units[cell] if float(cell) else finest for cell in cells)
+    units = [_last_digit(cell) for cell in cells]
+    positive = [unit for unit, cell in zip(units, cells, strict=True) if float(cell)]
+    finest = min((unit for unit in units if unit), default=0.0)
+    spread = 4 * math.sqrt(math.fsum(unit * unit for unit in positive) / 12)
+    above = min(spread, math.fsum(positive) / 2) * 1.000002 + 1e-6
+    return above + finest / 2 * (len(cells) - len(positive)), above, finest
 
 
 def _last_digit(cell: str) -> float:

@@ -17,20 +17,23 @@ import html
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from fedlas.catalog import nearest
+from fedlas.column_names import ColumnOptions
+from fedlas.extras import optional_module
+from fedlas.files import as_predictions
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.comparison import Comparison
 from fedlas.metrics.digest import Digest, Intervals
-from fedlas.metrics.result import Result, aligned, html_table
+from fedlas.metrics.result import Result, aligned, html_table, latex_table
 from fedlas.metrics.samples import Pairs
 from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
@@ -130,6 +133,19 @@ class Report:
     def __getitem__(self, metric: str) -> Result:
         return self.before[metric]
 
+    def __contains__(self, metric: object) -> bool:
+        return metric in self.before.results
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.before.results)
+
+    def __len__(self) -> int:
+        return len(self.before.results)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the metrics, so that `dict(report)` works."""
+        return self.before.results.keys()
+
     @property
     def states(self) -> tuple[State, ...]:
         """The numbers before, then those after each calibrator."""
@@ -143,6 +159,45 @@ class Report:
     def to_json(self) -> str:
         """Write everything as one JSON object."""
         return json.dumps(self.to_dict(), allow_nan=False)
+
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame with a row for each state and metric: value and interval, as fractions."""
+        rows = [
+            {
+                "state": state.name,
+                "metric": name,
+                "value": float(result),
+                "low": math.nan if result.interval is None else result.interval.low,
+                "high": math.nan if result.interval is None else result.interval.high,
+                "n": self.n,
+            }
+            for state in self.states
+            for name, result in state.results.items()
+        ]
+        return optional_module("pandas").DataFrame(rows)
+
+    def to_latex(self) -> str:
+        """Return the table of `str(report)` as a LaTeX tabular with a row for each state."""
+        names = self._shown
+        head = ["", *(self.before[name].heading() for name in names)]
+        rows = [[state.name, *(state[name].to_latex() for name in names)] for state in self.states]
+        return latex_table(head, rows)
+
+    def plot(self) -> Any:
+        """Draw the reliability diagram of each state, side by side; return the matplotlib figure."""
+        figure = optional_module("matplotlib.pyplot").figure(
+            figsize=(3.2 * len(self.states), 3.4), layout="constrained"
+        )
+        for panel, state in zip(figure.subplots(1, len(self.states), squeeze=False)[0], self.states, strict=True):
+            bins = state.bins["width"]
+            filled = (bins.counts > 0).nonzero()[:, 0]
+            lower, width = bins.edges[:-1][filled].tolist(), bins.edges.diff()[filled].tolist()
+            panel.bar(lower, bins.accuracy[filled].tolist(), width, align="edge", edgecolor="white", label="accuracy")
+            panel.plot(bins.confidence[filled].tolist(), bins.accuracy[filled].tolist(), "ko", markersize=3)
+            panel.plot([0, 1], [0, 1], "k--", linewidth=0.8, label="calibrated")
+            panel.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", title=f"{state.name}: ECE {state['ece']:.2%}")
+        figure.axes[0].set_ylabel("accuracy")
+        return figure
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Report":
@@ -164,8 +219,12 @@ class Report:
         with readable(path):
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
+    @property
+    def _shown(self) -> list[str]:
+        return [name for name in SHOWN if name in self.before.results]
+
     def _rows(self) -> list[list[str]]:
-        names = [name for name in SHOWN if name in self.before.results]
+        names = self._shown
         head = ["", *(self.before[name].heading() for name in names)]
         return [head, *([state.name, *(state[name].cell() for name in names)] for state in self.states)]
 
@@ -193,6 +252,11 @@ class Report:
             if state.detection is not None
         )
 
+    def __repr__(self) -> str:
+        numbers = [f"{name}={float(self.before[name]):.4g}" for name in ("accuracy", "ece", "nll") if name in self]
+        after = f", after={list(self.after)}" if self.after else ""
+        return f"Report({self._title}, {', '.join(numbers)}{after})"
+
     def __str__(self) -> str:
         lines = [*aligned(self._rows()), *self.notes]
         found = [f"\n{state.name}\n{state.detection}" for state in self.states if state.detection is not None]
@@ -200,8 +264,10 @@ class Report:
 
 
 def evaluate(
-    predictions: Predictions,
+    predictions: Any = None,
+    labels: Array | str | Path | None = None,
     *,
+    logits: Array | bool | None = None,
     ood: Mapping[str, Predictions | Array] | None = None,
     posthoc: str | AbstractCalibrator | Sequence[str | AbstractCalibrator] = (),
     calibration: Predictions | None = None,
@@ -213,11 +279,16 @@ def evaluate(
     resamples: int | None = None,
     seed: int = 0,
     watch: Callable[[float], None] | None = None,
+    **columns: Unpack[ColumnOptions],
 ) -> Report:
-    """Measure everything about predictions: accuracy, calibration, scores, selective prediction, foreign data.
+    """Evaluate predictions: accuracy, calibration, proper scores, selective prediction, OOD detection.
 
     Args:
-        predictions: what a model said about the samples of one split, and the truth.
+        predictions: an array of probabilities, one row per sample; or the name of a file, a DataFrame of pandas or
+            polars, a mapping of arrays, a `PredictionOutput` of Hugging Face (whose predictions are logits), or
+            `Predictions`.
+        labels: class numbers, or soft labels; a file may hold them, too. Not for what has its own labels.
+        logits: an array of logits instead of `predictions`, or True where `predictions` holds logits.
         ood: for the name of every foreign data set, predictions on it, or logits alone.
         posthoc: calibrators to try, by name or built with options; fitted ones are used as they are.
         calibration: predictions of the same model on other samples, which calibrators are fitted on; without it they
@@ -230,9 +301,10 @@ def evaluate(
         resamples: how many resamples intervals are made from; each method's own number by default.
         seed: of the random numbers of intervals and of cross-fitting.
         watch: called now and then with the share of the work that is done: fits, readings, and intervals.
+        columns: which columns of a file or table hold what where their names do not say it, as in
+            `read_predictions`; `normalize=True` divides rows of probabilities by their sums.
     """
-    if not isinstance(predictions, Predictions):
-        raise TypeError("evaluate takes Predictions(logits=..., labels=...) or Predictions.from_probs(probs, labels)")
+    predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.labels  # noqa: B018 - an error where there are none, before anything is fitted
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:

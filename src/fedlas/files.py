@@ -4,13 +4,15 @@
 |---|---|---|---|
 | .safetensors | yes | yes | all that `Predictions` hold |
 | .npz | yes | yes | arrays `logits` or `probs`, `labels`, and optionally the others |
-| .csv | yes | yes | a column for each class, `logit_NAME` or `prob_NAME`, and `label` |
+| .npy | yes | | an array of probabilities, or of logits with `logits=True`; labels come from another file |
+| .csv, .tsv, .txt | yes | .csv | a column for each class, `logit_NAME` or `prob_NAME`, and `label`; .gz may follow |
 | .parquet | yes | yes | the same columns, or a column of lists |
 | .json | yes | | an object of columns, or a list of records |
 | .jsonl | yes | yes | a record in each line: `logits` or `probs` as a list or as an object by class, `label` |
 | .pt, .pth | yes | | a dictionary of tensors, read without unpickling anything else |
 
-The names of columns are those that `fedlas.predictions` lists; nothing is found out by looking at values.
+The names of columns are those that `fedlas.predictions` and `fedlas.column_names` list; nothing is found out by looking
+at values.
 """
 
 import csv
@@ -22,26 +24,40 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import numpy as np
 import torch
 
-from fedlas.columns import NUMBERS, some_of
+from fedlas.column_names import ColumnOptions, ReadOptions, option, table_kind
+from fedlas.columns import NUMBERS, frame_columns, read_npy, some_of
 from fedlas.extras import optional_module
 from fedlas.predictions import Predictions
-from fedlas.storage import check_file, check_unpacked, memory_errors, named, read_lines, readable, write_whole
+from fedlas.storage import (
+    check_file,
+    check_unpacked,
+    memory_errors,
+    named,
+    open_text,
+    read_lines,
+    readable,
+    write_whole,
+)
 
 Watch = Callable[[float], None]
 
 
-def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch | None = None) -> Predictions:
+def read_predictions(
+    path: str | Path, split: str | None = None, *, watch: Watch | None = None, **options: Unpack[ReadOptions]
+) -> Predictions:
     """Read predictions from a file of any kind.
 
     Args:
         path: the file; its ending says which kind it is.
         split: where the samples come from, if the file does not say so.
         watch: called now and then with the share of a text file that has been read.
+        options: which columns hold what where their names do not say it, and labels that are in another file; see
+            `fedlas.column_names.ReadOptions`.
     """
     path = Path(path)
     if path.is_dir():
@@ -49,17 +65,63 @@ def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch
         there = f"such as {some_of(map(str, inside), 4)}" if inside else ", ".join(READERS)
         raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({there})")
     check_file(path)
-    reader = READERS.get(path.suffix.lower())
+    packed = path.suffix.lower() == ".gz"
+    kind = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
+    reader = READERS.get(kind) if not packed or kind in PACKED else None
     if reader is None:
-        raise ValueError(f"{path}: predictions are read from {', '.join(READERS)}, not from {path.suffix or 'this'}")
+        known = ", ".join([*READERS, *(f"{text}.gz" for text in PACKED)])
+        raise ValueError(f"{path}: predictions are read from {known}, not from {path.suffix or 'this'}")
     with named(path):
-        return reader(path, split, watch)
+        return reader(path, split, watch, options)
+
+
+def as_predictions(
+    given: Any, labels: Any = None, *, logits: Any = None, **columns: Unpack[ColumnOptions]
+) -> Predictions:
+    """Make predictions of arrays, a file, a DataFrame, a mapping of arrays or a Hugging Face `PredictionOutput`.
+
+    Args:
+        given: one of these. An array holds probabilities, and a `PredictionOutput` logits.
+        labels: the labels of arrays, or those of a file or table without labels.
+        logits: logits in place of `given`, or True where `given` holds logits.
+        columns: which columns of a file or table hold what, as in `read_predictions`.
+    """
+    if given is None and logits is not None:
+        given, logits = logits, True
+    if given is None or isinstance(given, bool):
+        raise TypeError("give probabilities, logits=..., a file, a DataFrame or Predictions")
+    if logits is not None and not isinstance(logits, bool):
+        raise TypeError("give probabilities or logits=..., not both")
+    if isinstance(given, Predictions):
+        if labels is not None or logits is not None or columns:
+            raise TypeError("Predictions have their own labels and columns; give nothing else with them")
+        return given
+    options: Any = dict(columns, labels=labels, logits=bool(logits))
+    if isinstance(given, str | Path):
+        return read_predictions(given, **options)
+    if isinstance(given, Mapping) or hasattr(given, "columns"):
+        table = dict(given) if isinstance(given, Mapping) else frame_columns(given)
+        kind = type(given).__name__
+        return labelled(
+            Predictions.from_columns({str(name): one for name, one in table.items()}, kind, **options), kind
+        )
+    if hasattr(given, "predictions") and hasattr(given, "label_ids"):
+        outputs = given.predictions
+        scores = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
+        return Predictions(scores, given.label_ids if labels is None else labels)
+    if columns.keys() - {"normalize"}:
+        raise TypeError(f"an array has no columns, so {', '.join(columns)} cannot be used with it")
+    normalize = columns.get("normalize", False)
+    return Predictions(given, labels) if logits else Predictions.from_probs(given, labels, normalize=normalize)
 
 
 def labelled(found: Predictions, path: str | Path) -> Predictions:
     """Refuse a file without labels, by its name."""
     if found.given_labels is None:
-        raise ValueError(f"{path}: it has no labels; a column or array `label` or `labels` is needed")
+        unread = () if found.columns is None else found.columns.unread
+        there = f"; these columns are not understood: {some_of(unread)}" if unread else ""
+        way = f"name their column with {option('label_column')}, or give them with {option('labels')}"
+        raise ValueError(f"{path}: no labels were found{there}; {way}")
     return found
 
 
@@ -100,6 +162,8 @@ def held_at(path: str | Path) -> Predictions | None:
 def same_predictions(one: Predictions, other: Predictions) -> bool:
     """Say whether two hold the same: scores, labels, names and all that came with them."""
     for field in fields(Predictions):
+        if field.name == "columns":
+            continue
         first, second = getattr(one, field.name), getattr(other, field.name)
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             if first.dtype != second.dtype or not torch.equal(first.cpu(), second.cpu()):
@@ -128,28 +192,33 @@ def write_again(predictions: Predictions, path: str | Path, held: Predictions | 
     return write_predictions(predictions, path, probs=probs)
 
 
-def _safetensors(path: Path, split: str | None, _: Watch | None) -> Predictions:
-    found = Predictions.load(path)
+def _safetensors(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+    found = Predictions.load(path, **options)
     return found if split is None or found.split is not None else found.with_split(split)
 
 
-def _npz(path: Path, split: str | None, _: Watch | None) -> Predictions:
-    return Predictions.from_npz(path, split)
+def _npz(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+    return Predictions.from_npz(path, split, **options)
 
 
-def _csv(path: Path, split: str | None, watch: Watch | None) -> Predictions:
-    return Predictions.from_csv(path, split, watch=watch)
+def _npy(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+    name = "logits" if options.get("logits") else "probs"
+    return Predictions.from_columns({name: read_npy(path)}, path, split, **options)
 
 
-def _parquet(path: Path, split: str | None, _: Watch | None) -> Predictions:
-    return Predictions.from_parquet(path, split)
+def _csv(path: Path, split: str | None, watch: Watch | None, options: ReadOptions) -> Predictions:
+    return Predictions.from_csv(path, split, watch=watch, **options)
 
 
-def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
-    with readable(path):
-        found = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_number)
+def _parquet(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+    return Predictions.from_parquet(path, split, **options)
+
+
+def _json(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+    with readable(path), open_text(path) as file:
+        found = json.loads(file.read(), parse_constant=_no_number)
     if isinstance(found, list):
-        return Predictions.from_columns(_columns(enumerate(found), path, "record")[0], path, split)
+        return Predictions.from_columns(_columns(enumerate(found), path, "record")[0], path, split, **options)
     if not isinstance(found, dict):
         raise ValueError(f"{path}: an object of columns or a list of records is expected, not {type(found).__name__}")  # noqa: TRY004
     scalars = {"split", "format"}
@@ -163,16 +232,16 @@ def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
             for row, value in enumerate(column):
                 filled.add(value, row, path)
             columns[name] = filled.filled(path)
-    return Predictions.from_columns(columns, path, split or found.get("split"))
+    return Predictions.from_columns(columns, path, split or found.get("split"), **options)
 
 
-def _jsonl(path: Path, split: str | None, watch: Watch | None) -> Predictions:
-    with path.open(encoding="utf-8-sig") as file:
+def _jsonl(path: Path, split: str | None, watch: Watch | None, options: ReadOptions) -> Predictions:
+    with open_text(path) as file:
         columns, lines = _columns(_records(read_lines(file, path, watch), path), path, "line")
-    return Predictions.from_columns(columns, path, split, lines=lines)
+    return Predictions.from_columns(columns, path, split, lines=lines, **options)
 
 
-def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
+def _torch(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
     with readable(path):
         try:
             with memory_errors():
@@ -189,7 +258,7 @@ def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
         raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
     # A tensor may be longer than what is stored of it, by a stride of zero.
     check_unpacked(path, sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor)))
-    return Predictions.from_columns({str(name): value for name, value in found.items()}, path, split)
+    return Predictions.from_columns({str(name): value for name, value in found.items()}, path, split, **options)
 
 
 def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
@@ -215,7 +284,8 @@ def _columns(records: Iterable[tuple[int, Any]], path: Path, word: str) -> tuple
         flat: dict[str, Any] = {}
         for name, value in record.items():
             if isinstance(value, dict):  # {"probs": {"cat": 0.7, "dog": 0.3}}
-                flat |= {f"{name.removesuffix('s')}_{key}": one for key, one in value.items()}
+                kind = table_kind(name) or name.removesuffix("s")
+                flat |= {f"{kind}_{key}": one for key, one in value.items()}
             else:
                 flat[name] = value
         if not numbers:
@@ -239,7 +309,8 @@ class _Column:
     def __init__(self, name: str, first: Any, word: str) -> None:
         self.name, self.word = name, word
         self.width = len(first) if isinstance(first, list) else None
-        table = self.width is not None or name.startswith(NUMBERS) or name == "confidence"
+        table = self.width is not None or name == "confidence"
+        table |= name.startswith(NUMBERS) and not (name.startswith("label_") and isinstance(first, str))
         self.values: Any = array("d") if table else []
 
     def add(self, value: Any, row: int, path: Path) -> None:
@@ -363,16 +434,20 @@ def _column_names(predictions: Predictions) -> tuple[str, ...]:
     return names
 
 
-READERS: Mapping[str, Callable[[Path, str | None, Watch | None], Predictions]] = {
+READERS: Mapping[str, Callable[[Path, str | None, Watch | None, ReadOptions], Predictions]] = {
     ".safetensors": _safetensors,
     ".npz": _npz,
+    ".npy": _npy,
     ".csv": _csv,
+    ".tsv": _csv,
+    ".txt": _csv,
     ".parquet": _parquet,
     ".json": _json,
     ".jsonl": _jsonl,
     ".pt": _torch,
     ".pth": _torch,
 }
+PACKED = (".csv", ".tsv", ".txt", ".json", ".jsonl")  # text that may be packed by gzip
 WRITERS: Mapping[str, Callable[[Predictions, bool], bytes]] = {
     ".safetensors": _to_safetensors,
     ".npz": _to_npz,

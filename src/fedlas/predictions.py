@@ -10,10 +10,12 @@ and the columns of a file are recognised by their names:
     logit_NAME or prob_NAME   one column per class (csv, parquet); NAME becomes the class name
     label                     class name, or number where no class is called so; `label_NAME` hold soft labels
     confidence, prediction    instead of probabilities, when only the top class is known
+    confidence, correct       the same without classes
     index, feature_NAME       optional; `features`, `class_names`, `split` in npz
     id, path                  optional: the name of each sample, and its image file
 
-`fedlas.files` reads and writes further kinds of files, and finds the kind by the file's ending.
+If these names are missing, those of other tools are found (`fedlas.column_names`). `fedlas.files` reads and writes
+further kinds of files, and finds the kind by the file's ending.
 """
 
 import json
@@ -24,13 +26,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
+
+from fedlas.column_names import ReadOptions, Roles
 
 Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
 Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
@@ -41,6 +45,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 # cache, but all threads wait for each other after each, which takes far longer where other programs run.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
 ENOUGH = 20  # rows that are not all distributions by chance
+INCOMPLETE = 2e-2  # a row of rounded probabilities whose sum is further from one is normalized
 # What rows of logits sum to that are none, and what to do then.
 LOOK_ALIKES = {
     1: "If these are probabilities, their softmax says nothing: give them as such, ",
@@ -50,6 +55,20 @@ CALLED = "as an array called {} or columns called {}..."  # in a file
 PERCENTAGES = "these look like percentages: divide them by 100"
 WORDS = ("ids", "paths")  # words for each sample
 NO_FLOAT64 = {"mps"}  # devices
+
+
+class RowLimits(NamedTuple):
+    """How far the sums of rows of rounded probabilities may lie below and above one.
+
+    Attributes:
+        below: limit of each row below one. Small probabilities are rounded to zero, so it is the larger one.
+        above: limit of each row above one.
+        unit: unit of the last digit of each row.
+    """
+
+    below: Float[Tensor, " n"]
+    above: Float[Tensor, " n"]
+    unit: Float[Tensor, " n"]
 
 
 class Rest(TypedDict, total=False):
@@ -78,6 +97,9 @@ class Predictions:
         split: where the samples come from, such as "test".
         ids: the name of each sample.
         paths: the image file of each sample.
+
+    Attributes:
+        columns: which columns of a file were read as what; None where predictions were made of arrays.
     """
 
     given_logits: Float[Tensor, "n classes"] | None
@@ -91,6 +113,7 @@ class Predictions:
     given_probs: Float[Tensor, "n classes"] | None
     top_only: bool
     decimals: int | None
+    columns: Roles | None
 
     def __init__(self, logits: Array, labels: Array | None = None, **rest: Unpack[Rest]) -> None:
         scores = two_columns(as_floats(logits, "logits"), "logits")
@@ -112,11 +135,16 @@ class Predictions:
         probs: Array,
         labels: Array | None = None,
         *,
-        tolerance: float | Tensor | None = None,
+        normalize: bool = False,
         top_only: bool = False,
+        limits: RowLimits | None = None,
         **rest: Unpack[Rest],
     ) -> "Predictions":
-        """Start from probabilities; they are kept exactly as given, and the logits are their logarithms.
+        """Start from probabilities; the logits are their logarithms.
+
+        The sum of a row may differ from one by what rounding explains: the precision of the type, or the decimals that
+        the table is rounded to. Rounding to few decimals turns small probabilities into zeros. Where a row then
+        misses one by more than 0.02, it is normalized with a warning: the missing probability is spread over its zeros.
 
         A probability of zero is legal. Its logit, and the NLL of such a label, are those of half of the last decimal if
         probabilities are rounded, which is detected (`decimals`), else of the smallest number of its type.
@@ -124,16 +152,25 @@ class Predictions:
         Args:
             probs: rows that sum to one; a vector or single column is the probability of class 1.
             labels: as in the constructor.
-            tolerance: how far a row may be from one; by default what rounding in its type explains.
+            normalize: divide every row by its sum, whatever it is.
             top_only: only the largest probability of each row is known, the rest of the row is filling.
+            limits: how far the sums of rows may be from one, where text shows it better than numbers.
             rest: features, index, class_names, split, ids and paths, as in the constructor.
         """
         table = as_floats(probs, "probs")
         _check_turned(table, labels)
-        given = two_columns(table, "probs")
-        top = top_of_probs(given, tolerance)
-        made = cls.__new__(cls)
+        given = _normalized(table) if normalize else two_columns(table, "probs")
         decimals = None if top_only else decimals_of(given)
+        try:
+            top = top_of_probs(given)
+        except ValueError:
+            limits = rounding_limits(given) if limits is None else limits
+            if limits is None:
+                raise
+            check_probs(given, limits)
+            given = _completed(given, limits)
+            top = largest(given)
+        made = cls.__new__(cls)
         made._fill(None, labels, rest, given, top_only=top_only, decimals=decimals)
         made.__dict__["_top"] = top  # found while the table was checked
         return made
@@ -164,12 +201,13 @@ class Predictions:
         width = None if features is None else as_floats(features, "features")
         order = None if index is None else as_tensor(index, "index").long()
         ids, paths = (
-            None if given is None else tuple(map(str, given)) for given in (rest.get("ids"), rest.get("paths"))
+            None if words is None else tuple(map(str, words)) for words in (rest.get("ids"), rest.get("paths"))
         )
         for name, rows in {"features": width, "index": order, "ids": ids, "paths": paths}.items():
             if rows is not None and len(rows) != n:
                 raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
-        values = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs, top_only, decimals)
+        given: tuple[Any, ...] = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs)
+        values = (*given, top_only, decimals, None)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
             object.__setattr__(self, field, value)
 
@@ -189,8 +227,10 @@ class Predictions:
         if self.given_logits is not None:
             return self.given_logits
         probs = self.scores
-        least = least_log_prob(probs.dtype) if self.decimals is None else math.log(0.5 * 10.0**-self.decimals)
-        return probs.to(torch.promote_types(probs.dtype, torch.float32)).log().clamp_min_(least)
+        logs = probs.to(torch.promote_types(probs.dtype, torch.float32)).log()
+        if self.decimals is None:
+            return logs.clamp_min_(least_log_prob(probs.dtype))
+        return logs.masked_fill_(logs == -math.inf, math.log(0.5 * 10.0**-self.decimals))
 
     def __getitem__(self, rows: slice | Tensor | NDArray[Any] | list[Any]) -> "Predictions":
         """Take some of the samples, by a slice, their numbers or a mask."""
@@ -312,7 +352,7 @@ class Predictions:
         return made
 
     @classmethod
-    def load(cls, path: str | Path) -> "Predictions":
+    def load(cls, path: str | Path, **options: Unpack[ReadOptions]) -> "Predictions":
         """Read a file that `save` wrote."""
         from fedlas.storage import read_safetensors, readable
 
@@ -324,19 +364,25 @@ class Predictions:
         with readable(path):
             about = {k: json.loads(v) for k, v in words.items()} if kind == json.dumps(FORMAT) else {}
         columns |= {name: about[name] for name in ("class_names", *WORDS) if about.get(name) is not None}
-        return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False))
+        return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False), **options)
 
     @classmethod
-    def from_npz(cls, path: str | Path, split: str | None = None) -> "Predictions":
+    def from_npz(cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]) -> "Predictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         from fedlas.columns import read_npz
 
         columns = read_npz(path)
-        return cls.from_columns(columns, path, split or (str(columns["split"]) if "split" in columns else None))
+        split = split or (str(columns["split"]) if "split" in columns else None)
+        return cls.from_columns(columns, path, split, **options)
 
     @classmethod
     def from_csv(
-        cls, path: str | Path, split: str | None = None, *, watch: Callable[[float], None] | None = None
+        cls,
+        path: str | Path,
+        split: str | None = None,
+        *,
+        watch: Callable[[float], None] | None = None,
+        **options: Unpack[ReadOptions],
     ) -> "Predictions":
         """Read a table with a header; see the module's text for the names of its columns.
 
@@ -344,18 +390,20 @@ class Predictions:
             path: the file.
             split: where the samples come from.
             watch: called now and then with the share of the file that has been read.
+            options: which columns hold what, as in `ReadOptions`.
         """
         from fedlas.columns import read_csv
 
-        table = read_csv(path, watch)
-        return cls.from_columns(table.columns, path, split, tolerance=table.tolerance, lines=table.lines)
+        table = read_csv(path, watch, options)
+        limits = RowLimits(*torch.from_numpy(table.rounding).T) if len(table.rounding) else None
+        return cls.from_columns(table.columns, path, split, limits=limits, lines=table.lines, **options)
 
     @classmethod
-    def from_parquet(cls, path: str | Path, split: str | None = None) -> "Predictions":
+    def from_parquet(cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]) -> "Predictions":
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
         from fedlas.columns import read_parquet
 
-        return cls.from_columns(read_parquet(path), path, split)
+        return cls.from_columns(read_parquet(path), path, split, **options)
 
     @classmethod
     def from_columns(
@@ -364,9 +412,10 @@ class Predictions:
         path: str | Path,
         split: str | None = None,
         top_only: bool = False,
-        tolerance: Tensor | None = None,
+        limits: RowLimits | None = None,
         *,
         lines: Sequence[int] | None = None,
+        **options: Unpack[ReadOptions],
     ) -> "Predictions":
         """Make predictions of named columns; the module's text lists the names that are known.
 
@@ -375,21 +424,34 @@ class Predictions:
             path: the file that they come from, for errors.
             split: where the samples come from.
             top_only: whether only the top class is known.
-            tolerance: how far each row of probabilities may be from one.
+            limits: how far the sum of each row of probabilities may be from one.
             lines: of a text file, the line of each row, for errors.
+            options: which columns hold what, as in `ReadOptions`.
         """
-        from fedlas.columns import understood
+        from fedlas.column_names import find_roles
+        from fedlas.columns import labels_of, no_scores, renamed, understood
         from fedlas.storage import named
 
         with named(path, lines):
-            found = understood(columns, path)
+            roles = find_roles(columns, options, path)
+            if not roles.has_scores:
+                raise no_scores(columns, path)
+            held = renamed(columns, roles, path)
+            if options.get("labels") is not None:
+                held["label"] = labels_of(options)
+                if isinstance(options["labels"], str | Path):
+                    roles = roles._replace(names={**roles.names, Path(options["labels"]).name: "label"})
+            found = understood(held, path)
             rest = {**found.rest, "split": split}
             if found.are_logits:
-                return cls(found.scores, found.labels, **rest)
-            allowed = _decimal_rounding(found.scores) if tolerance is None else tolerance
-            if found.top_only:
-                allowed, top_only = None, True  # made of the confidences here, not read
-            return cls.from_probs(found.scores, found.labels, tolerance=allowed, top_only=top_only, **rest)
+                made = cls(found.scores, found.labels, **rest)
+            elif found.top_only:
+                made = cls.from_probs(found.scores, found.labels, top_only=True, **rest)
+            else:
+                how: dict[str, Any] = {"normalize": options.get("normalize", False), "limits": limits}
+                made = cls.from_probs(found.scores, found.labels, top_only=top_only, **how, **rest)
+            object.__setattr__(made, "columns", roles)
+            return made
 
 
 def check_every_class(given: Predictions, name: str, other: Predictions, others: str) -> None:
@@ -551,9 +613,7 @@ def log_uncertainty(
 
 
 def top_of_probs(
-    probs: Float[Tensor, "n classes *space"],
-    tolerance: float | Tensor | None = None,
-    ignored: Bool[Tensor, "n *space"] | None = None,
+    probs: Float[Tensor, "n classes *space"], ignored: Bool[Tensor, "n *space"] | None = None
 ) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."]]:
     """Find the largest probability of every row and its class, and check that rows are distributions while at it."""
     confidence, prediction, sums, lowest = [], [], [], []
@@ -564,9 +624,9 @@ def top_of_probs(
         sums.append(_row_sums(part))
         lowest.append(part.amin() if part.numel() else part.new_zeros(()))
     # The reason of a failure is looked for in a second reading; most tables are right.
-    near_one = ((torch.cat(sums) - 1).abs() <= _allowed(probs, tolerance)).all()
+    near_one = ((torch.cat(sums) - 1).abs() <= TOLERANCE[probs.dtype]).all()
     if not len(probs) or not bool(near_one & (torch.stack(lowest) >= 0).all()):
-        check_probs(probs, tolerance, ignored)
+        check_probs(probs, ignored=ignored)
     return torch.cat(confidence), torch.cat(prediction)
 
 
@@ -593,28 +653,34 @@ def check_rows(name: str, values: Tensor, good: Bool[Tensor, "n *space"], fault:
 
 def check_probs(
     probs: Float[Tensor, "n classes *space"],
-    tolerance: float | Tensor | None = None,
+    limits: RowLimits | None = None,
     ignored: Bool[Tensor, "n *space"] | None = None,
     name: str = "probs",
 ) -> None:
     """Raise an error unless every row is a probability distribution, up to rounding."""
-    good = ((_row_sums(probs) - 1).abs() <= _allowed(probs, tolerance)) & (probs.amin(dim=1) >= 0)
+    sums, precision = _row_sums(probs), TOLERANCE[probs.dtype]
+    below, above = (limits.below, limits.above) if limits is not None else (precision, precision)
+    good = (sums >= 1 - below) & (sums <= 1 + above)
+    good &= (probs.amin(dim=1) >= 0) & (probs.amax(dim=1) <= 1 + precision)
     if ignored is not None:
         good |= ignored
     if bool(good.all()) and good.numel():
         return
     place = tuple(int(i) for i in (~good).nonzero()[0]) if good.numel() else ()
-    found = float(_row_sums(probs)[place]) if place else 1.0
+    found = float(sums[place]) if place else 1.0
     advice = ""
     if name == "probs":
         advice = "; " + _advice(
-            "logits enter by Predictions(logits=...), rounded probabilities by from_probs(..., tolerance=...)",
-            f"give logits {CALLED.format('logits', 'logit_')}, and rounded probabilities with more digits",
+            "logits are given as logits=..., probabilities with other sums with normalize=True",
+            "logits are given with --logits (logits=True), probabilities with other sums with --normalize "
+            "(normalize=True)",
         )
     near = abs(found - 100) < 2 and bool((probs > 1).any())
     if near or _is_percentage(probs, place) or _are_percentages(probs):
         advice = f"; {PERCENTAGES}"
-    check_rows(name, probs, good, f"is not a distribution (no negative entry, sum 1): it sums to {found:.6g}{advice}")
+    spread = f", the sums of all rows are {float(sums.min()):.4g} to {float(sums.max()):.4g}" if len(sums) > 1 else ""
+    rule = "is not a distribution (entries from 0 to 1, sum 1)"
+    check_rows(name, probs, good, f"{rule}: it sums to {found:.6g}{spread}{advice}")
 
 
 def _advice(in_python: str, in_file: str) -> str:
@@ -651,8 +717,58 @@ def _check_turned(probs: Tensor, labels: Array | None) -> None:
         raise ValueError(f"probs has {rows} for {count} labels; is it transposed?")
 
 
-def _allowed(probs: Tensor, tolerance: float | Tensor | None) -> float | Tensor:
-    return TOLERANCE[probs.dtype] if tolerance is None else torch.as_tensor(tolerance).to(probs.device).clamp_min(1e-6)
+def rounding_limits(probs: Float[Tensor, "n classes"]) -> RowLimits | None:
+    """Return how far rounding to decimals can move the sums of rows; None where a table is not rounded to decimals.
+
+    The errors of the entries above zero add up as independent ones do: four standard deviations, and at most half a
+    unit each. Entries that were rounded to zero have all lost something, at most half a unit each.
+    """
+    if probs.dtype not in {torch.float32, torch.float64} or not bool(torch.isfinite(probs).all()):
+        return None
+    precision = torch.finfo(probs.dtype).eps
+    digits = (d for d in range(1, 7) if precision * 10.0**d <= 0.01)
+    found = (d for d in digits if all(_are_multiples(part, 10.0**d, precision) for part in parts_of(probs)))
+    decimals = next(found, None)
+    if decimals is None:
+        return None
+    positive = (probs > 0).sum(dim=1).to(torch.promote_types(probs.dtype, torch.float32))
+    unit = torch.full_like(positive, 10.0**-decimals)
+    above = unit * torch.minimum(4 * (positive / 12).sqrt(), positive / 2) * 1.000002 + TOLERANCE[probs.dtype]
+    return RowLimits(above + unit / 2 * (probs.shape[1] - positive), above, unit)
+
+
+def _completed(probs: Float[Tensor, "n classes"], limits: RowLimits) -> Float[Tensor, "n classes"]:
+    """Make those rows of rounded probabilities sum to one that miss it by more than 0.02.
+
+    The missing probability is spread over the zeros, at most half a unit each: dividing by the sum would raise every
+    confidence. The rest is divided out.
+    """
+    sums = _row_sums(probs)
+    off = (sums - 1).abs() > INCOMPLETE
+    if not bool(off.any()):
+        return probs
+    rows, own, unit = probs[off], sums[off], limits.unit.to(sums)[off]
+    zero = rows <= 0
+    share = torch.minimum((1 - own).clamp_min(0) / zero.sum(dim=1).clamp_min(1), unit / 2)
+    rows = torch.where(zero, share[:, None].to(rows.dtype), rows)
+    warnings.warn(
+        f"{len(rows):,} of {len(probs):,} rows of rounded probabilities sum to {float(own.min()):.4g} to "
+        f"{float(own.max()):.4g} and were normalized: missing probability is spread over the zeros of a row",
+        stacklevel=3,
+    )
+    completed = probs.clone()
+    completed[off] = rows / _row_sums(rows)[:, None].to(rows.dtype)
+    return completed
+
+
+def _normalized(table: Tensor) -> Float[Tensor, "n classes"]:
+    """Divide every row by its sum."""
+    if table.ndim != 2 or table.shape[1] < 2:
+        raise ValueError(f"normalize needs a column for each class, not a table of shape {tuple(table.shape)}")
+    sums = _row_sums(table)
+    good = torch.isfinite(sums) & (sums > 0) & (table.amin(dim=1) >= 0)
+    check_rows("probs", table, good, "cannot be divided by its sum (entries of 0 or more, sum above 0)")
+    return table / sums[:, None].to(table.dtype)
 
 
 def _look_like_shares(logits: Tensor, total: int) -> bool:
@@ -675,28 +791,6 @@ def _row_sums(probs: Tensor) -> Tensor:
     return probs.sum(dim=1, dtype=torch.float64 if probs.dtype == torch.float64 else torch.float32)
 
 
-def _decimal_rounding(scores: Any) -> float | None:
-    """Find how far rounding can move the sum of a row of a table whose numbers all have as few decimals, as in text.
-
-    Nothing where they have more decimals than could be told from their type.
-    """
-    table: NDArray[Any] = scores if isinstance(scores, np.ndarray) else np.empty(0)
-    if table.ndim != 2 or table.dtype not in (np.float32, np.float64) or not np.isfinite(table.sum()):
-        return None
-    precision = float(np.finfo(table.dtype).eps)
-    usual = TOLERANCE[torch.float64 if table.dtype == np.float64 else torch.float32]
-    if bool((np.abs(table.sum(1, dtype=np.float64) - 1) <= usual).all()):
-        return None
-    for digits in range(1, 7):
-        unit = 10.0**digits
-        if precision * unit > 0.01:
-            return None
-        parts = (table[rows : rows + 4096].astype(np.float64) * unit for rows in range(0, len(table), 4096))
-        if all(bool((np.abs(part - np.round(part)) <= precision * unit).all()) for part in parts):
-            return max(usual, 0.5 / unit * int(table.shape[1]) * 1.000002)  # a rounding error more
-    return None
-
-
 def check_distinct(names: Sequence[str] | None) -> None:
     """Refuse two classes of one name."""
     name, count = next(iter(Counter(names or ()).most_common(1)), ("", 0))
@@ -709,6 +803,7 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
     if len(labels) != n:
         turned = "; is the table transposed?" if len(labels) == classes else ""
         raise ValueError(f"labels has {len(labels)} rows for {n} samples{turned}")
+    labels = _class_numbers(labels)
     if labels.ndim == 1 and not labels.is_floating_point():
         check_rows("labels", labels, (labels >= 0) & (labels < classes), f"is outside 0..{classes - 1}")
         return labels.long()
@@ -716,6 +811,21 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
         given = f"labels are {labels.dtype} of shape {tuple(labels.shape)}"
         raise ValueError(f"{given}; expected {n} integers, or soft labels: ({n}, {classes}) floats")
     check_probs(labels, name="labels")
+    return labels
+
+
+def _class_numbers(labels: Tensor) -> Tensor:
+    """Return class numbers where labels hold them as unsigned or whole floating-point numbers, a column, or one-hot."""
+    if labels.dtype in {torch.uint16, torch.uint32, torch.uint64, torch.bool}:
+        labels = labels.long()  # few operations know these types
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim == 1 and labels.is_floating_point() and bool((labels == labels.round()).all()):
+        return labels.long()
+    if labels.ndim == 2 and not labels.is_floating_point():
+        one_hot = (labels.amin(dim=1) == 0) & (labels.amax(dim=1) == 1) & (labels.sum(dim=1) == 1)
+        check_rows("labels", labels, one_hot, "is not one-hot (a single 1, zeros otherwise)")
+        return labels.argmax(dim=1)
     return labels
 
 

@@ -4,6 +4,8 @@ Whoever reads a file here learns in one line what is wrong with it and which fil
 fills the memory for a small file, or runs what a file brings along. Whoever writes one never leaves half of it.
 """
 
+import gzip
+import io
 import json
 import math
 import os
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -186,13 +188,46 @@ def check_arrays(folder: zipfile.ZipFile) -> None:
                 raise ValueError(f"{entry.filename} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
 
 
-def read_lines(file: TextIO, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:
-    """Read the lines of a text, and tell now and then what share of it has been read."""
+class _Unpacked(io.RawIOBase):
+    """The content of a gzip file, which ends with an error where it is out of proportion to the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._path, self._size = gzip.GzipFile(path), path, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._file.read(len(buffer))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{self._path} is damaged, or not a gzip file: {error}") from error
+        self._size += len(content)
+        check_unpacked(self._path, self._size)
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_text(path: str | Path, newline: str | None = None) -> io.TextIOWrapper:
+    """Open a text file in UTF-8; one whose name ends in .gz is unpacked."""
+    if Path(path).suffix.lower() != ".gz":
+        return Path(path).open(newline=newline, encoding="utf-8-sig")
+    content = io.BufferedReader(_Unpacked(Path(path)), 2**16)
+    return io.TextIOWrapper(content, newline=newline, encoding="utf-8-sig")
+
+
+def read_lines(file: io.TextIOWrapper, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:
+    """Read the lines of a text, and report the fraction that has been read, unless it is packed."""
+    watch = watch if file.seekable() else None
     size = max(1, Path(path).stat().st_size)
     try:
         for count, line in enumerate(file):
             if watch is not None and count % 4096 == 0:
-                watch(min(1.0, file.buffer.tell() / size))
+                watch(min(1.0, file.buffer.tell() / size))  # type: ignore[attr-defined]
             yield line
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error

@@ -182,12 +182,12 @@ def test_a_condition_that_cannot_be_told_loses_nothing(files):
     ("text", "message"),
     [
         ("", r"p\.csv.*empty"),
-        ("p_cat,p_dog,label\n0.5,0.5,cat\n", "p_cat, p_dog, label"),
+        ("x_cat,x_dog,label\n0.5,0.5,cat\n", "x_cat, x_dog, label"),
         ("prob_a,prob_b,label\n0.50,0.30,a\n", r"line 2.*0\.8"),
         ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,c\n", "line 3.*'c'.*a, b"),
-        ("prob_a,prob_b\n0.5,0.5\n", r"p\.csv.*`label`"),
+        ("prob_a,prob_b\n0.5,0.5\n", r"p\.csv.*--label-column.*--labels"),
         ("prob_a,prob_b,label\n", r"p\.csv.*no (rows|records)"),
-        ("prob_a,logit_a,prob_b,label\n0.5,1,0.5,a\n", "prob_NAME.*prob_a, logit_a, prob_b, label"),
+        ("prob_a,logit_a,prob_b,label\n0.5,1,0.5,a\n", "logit_a; prob_a, prob_b.*--prob-columns"),
     ],
 )
 def test_errors_are_one_line_and_name_what_is_there(tmp_path, text, message):

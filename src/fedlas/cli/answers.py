@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fedlas.cli.endings import one_line_errors, reader_may_leave
-from fedlas.cli.options import Level, words
+from fedlas.cli.options import Level, with_columns, words
 from fedlas.cli.places import (
     check_places,
     has_format,
@@ -33,6 +33,7 @@ class Positive(StrEnum):
     ID = "id"
 
 
+@with_columns
 def evaluate_files(
     files: Annotated[
         list[str],
@@ -62,6 +63,8 @@ def evaluate_files(
     fail_if: Annotated[
         list[str] | None, typer.Option(help="End with exit code 3 if this holds, such as ece>0.05; may be repeated.")
     ] = None,
+    *,
+    columns: Any,
 ) -> None:
     """Say what the confidence of predictions is worth: from a file to an answer."""
     with one_line_errors():
@@ -84,6 +87,7 @@ def evaluate_files(
             answer = judge_files(
                 given, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=tried, bins=bins, level=level,
                 folds=FOLDS if folds is None else folds, resamples=resamples, seed=seed, images=images, watch=watch,
+                **columns,
             )  # fmt: skip
             # Files come first: whoever reads the output may stop reading it.
             options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
@@ -109,6 +113,7 @@ def evaluate_files(
         raise typer.Exit(CONDITION_HOLDS)
 
 
+@with_columns
 def detect_foreign(
     known: Annotated[Path, typer.Argument(help="Predictions on known data.")],
     foreign: Annotated[list[str], typer.Argument(help="Predictions on foreign data: NAME=FILE ...")],
@@ -124,6 +129,8 @@ def detect_foreign(
     level: Level = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Of the random numbers of intervals.")] = 0,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+    *,
+    columns: Any,
 ) -> None:
     """Evaluate out-of-distribution (OOD) detection: AUROC, AUPR (average precision), FPR at 95 % TPR."""
     with one_line_errors():
@@ -137,8 +144,9 @@ def detect_foreign(
         refuse_own_input([known, *named.values()], [kept])
         refuse_other_kind(kept, "answer of `fedlas ood`", partial(has_format, FOREIGN))
         with progress() as watch:
-            judged = read_file(known, watch)
-            given = {name: read_file(path, watch) for name, path in named.items()}
+            judged = read_file(known, watch, columns)
+            others = {word: value for word, value in columns.items() if word not in {"label_column", "labels"}}
+            given = {name: read_file(path, watch, others) for name, path in named.items()}
             watch("telling apart", 0.0)
             side: Literal["ood", "id"] = "id" if positive is Positive.ID else "ood"
             found = detect(judged, given, words(scores), tpr=tpr, positive=side, level=level, seed=seed)

@@ -1,8 +1,10 @@
 """Options that several commands have, and how their words are taken apart."""
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,3 +61,47 @@ def parsed_fields(settings: Sequence[str] | None) -> dict[str, str]:
         if name in found:
             raise ValueError(f"give --{name} {found[name]} and not --set {name}: it decides about the other fields")
     return found
+
+
+Column = str | None
+COLUMNS: dict[str, tuple[Any, Any]] = {
+    "label_column": (Annotated[Column, typer.Option(help="Column of the labels.")], None),
+    "prob_columns": (
+        Annotated[
+            Column, typer.Option(help="Columns of the classes: names separated by commas, or such as 'score_*'.")
+        ],
+        None,
+    ),
+    "confidence_column": (Annotated[Column, typer.Option(help="Column of the confidence of the prediction.")], None),
+    "prediction_column": (Annotated[Column, typer.Option(help="Column of the predicted class.")], None),
+    "correct_column": (Annotated[Column, typer.Option(help="Column of correctness: 0 or 1, true or false.")], None),
+    "labels": (Annotated[Path | None, typer.Option(help="Labels from another file, such as labels.npy.")], None),
+    "logits": (Annotated[bool, typer.Option("--logits", help="The scores are logits.")], False),
+    "no_header": (
+        Annotated[bool, typer.Option("--no-header", help="A text file has no header; columns: 0, 1, ...")],
+        False,
+    ),
+    "normalize": (Annotated[bool, typer.Option("--normalize", help="Divide probabilities by their sum.")], False),
+}
+
+
+def with_columns(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that name the columns of files to a command, which takes them as `columns`."""
+    given = inspect.signature(command)
+    own = [one for name, one in given.parameters.items() if name != "columns"]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter(name, kind, default=value, annotation=hint) for name, (hint, value) in COLUMNS.items()]
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        chosen = {name: options.pop(name) for name in COLUMNS}
+        columns = {name: value for name, value in chosen.items() if value and name != "no_header"}
+        if "prob_columns" in columns:
+            columns["prob_columns"] = [name.strip() for name in columns["prob_columns"].split(",")]
+        if chosen["no_header"]:
+            columns["header"] = False
+        command(**options, columns=columns)
+
+    run.__signature__ = given.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in [*own, *added]}
+    return run

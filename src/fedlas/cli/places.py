@@ -13,13 +13,13 @@ import typer
 Kind = Callable[[Path], bool]  # says whether a file is of some kind
 
 
-def read_file(path: Path, watch: Callable[[str, float], None]) -> Any:
-    """Read predictions, and tell how far that is."""
+def read_file(path: Path, watch: Callable[[str, float], None], columns: Any) -> Any:
+    """Read predictions, and tell how far that is; `columns` are the options of `read_predictions`."""
     from fedlas.files import read_predictions
 
     stage = partial(watch, f"reading {path.name}")
     stage(0.0)
-    found = read_predictions(path, watch=stage)
+    found = read_predictions(path, watch=stage, **columns)
     stage(1.0)
     return found
 

@@ -2,16 +2,17 @@
 
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedlas.cli.endings import one_line_errors
-from fedlas.cli.options import parsed
+from fedlas.cli.options import parsed, with_columns
 from fedlas.cli.places import check_places, read_file, refuse_other_kind, refuse_own_input
 from fedlas.cli.terminal import progress, show
 
 
+@with_columns
 def calibrate_fit(
     file: Annotated[Path, typer.Argument(help="Predictions with labels, on samples that nothing is judged on.")],
     out: Annotated[Path, typer.Option(help="Where the calibrator goes: a .safetensors file.")],
@@ -19,6 +20,8 @@ def calibrate_fit(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="A keyword of the calibrator.")
     ] = None,
+    *,
+    columns: Any,
 ) -> None:
     """Learn a calibrator, and save it."""
     with one_line_errors():
@@ -36,7 +39,7 @@ def calibrate_fit(
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
         with progress() as watch:
-            given = labelled(read_file(file, watch), file)
+            given = labelled(read_file(file, watch, columns), file)
             watch(f"fitting {method}", 0.0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DoubtfulFit)  # said below, where it cannot be overlooked
@@ -59,11 +62,14 @@ def calibrate_fit(
         show(out)
 
 
+@with_columns
 def calibrate_apply(
     calibrator: Annotated[Path, typer.Argument(help="A file that `fedlas calibrate fit` wrote.")],
     file: Annotated[Path, typer.Argument(help="Predictions to repair; labels are not needed.")],
     out: Annotated[Path, typer.Option(help="Where they go: .safetensors, .npz, .csv, .parquet or .jsonl.")],
     probs: Annotated[bool, typer.Option("--probs", help="Write probabilities, not logits.")] = False,
+    *,
+    columns: Any,
 ) -> None:
     """Repair predictions with a saved calibrator."""
     with one_line_errors():
@@ -76,7 +82,7 @@ def calibrate_apply(
         refuse_other_kind(out, "file of predictions", held_at)
         with progress() as watch:
             learned = load_calibrator(calibrator)
-            given = read_file(file, watch)
+            given = read_file(file, watch, columns)
             repaired = learned.transform(given)
             # A table of probabilities becomes another one.
             write_again(repaired, out, held_at(out), probs=probs or given.given_probs is not None)

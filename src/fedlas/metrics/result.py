@@ -238,6 +238,20 @@ def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def latex_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a LaTeX tabular; the cells of `rows` behind the first column are LaTeX already."""
+    body = [[_latex(row[0]), *row[1:]] for row in rows]
+    lines = [" & ".join(cells) + r" \\" for cells in [[_latex(word) for word in head], *body]]
+    columns = "l" + "r" * (len(head) - 1)
+    return "\n".join(
+        [rf"\begin{{tabular}}{{{columns}}}", r"\hline", lines[0], r"\hline", *lines[1:], r"\hline", r"\end{tabular}"]
+    )
+
+
+def _latex(text: str) -> str:
+    return "".join(f"\\{sign}" if sign in "&%$#_{}" else sign for sign in text)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -126,10 +126,10 @@ def prob_losses(
         least = math.log(floor)
     if labels.ndim == 1:
         own = exact(probs.gather(1, labels[:, None])[:, 0])
-        return Losses(-own.log().clamp_min(least), floor, int((own <= 0).sum()))
+        return Losses(-torch.where(own > 0, own.log(), least), floor, int((own <= 0).sum()))
     wanted = labels > 0
     low = wanted & (probs <= 0)
-    logs = torch.where(wanted, _wide(probs, labels).log().clamp_min(least), 0)
+    logs = torch.where(low, least, torch.where(wanted, _wide(probs, labels).log(), 0))
     return Losses(-exact((labels * logs).sum(1)), floor, int(low.any(1).sum()))
 
 

@@ -17,10 +17,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
+from fedlas.column_names import ReadOptions
 from fedlas.evaluation import AS_GIVEN, FOLDS, SHOWN, Report, State, evaluate
 from fedlas.files import labelled, read_predictions
 from fedlas.metrics.digest import TOP, Digest
@@ -67,11 +68,18 @@ class Answer:
         said = []
         for name, report in self.reports.items():
             words = in_words(report)
-            said += [f"{name}: {words}.", *(f"  {line}" for line in sentences(report)), ""]
+            said += [f"{name}: {words}.", *(f"  {line}" for line in sentences(report)), *self._columns(name), ""]
         for one in self.compared:
             verdict = f": {one.found}" if one.found is not None else f" are not compared: {one.why}"
             said.append(f"{one.first} and {one.second}{verdict}")
         return [*said, *self.notes]
+
+    def _columns(self, name: str) -> list[str]:
+        """Return which columns of the file of a model were read as what."""
+        given = self.models[name].predictions
+        if given is None or given.columns is None or name not in self.files:
+            return []
+        return [f"  Read from {self.files[name].name}: {given.columns}."]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Lay the numbers out: of one model a column for each state, of several a row for each."""
@@ -130,6 +138,7 @@ class Answer:
             "models": {
                 name: {
                     "file": str(self.files[name]) if name in self.files else None,
+                    "columns": next(iter(self._columns(name)), None),
                     "in_words": in_words(report),
                     "sentences": list(sentences(report)),
                     "report": report.to_dict(),
@@ -253,6 +262,7 @@ def judge_files(
     seed: int = 0,
     images: File | None = None,
     watch: Watch | None = None,
+    **columns: Unpack[ReadOptions],
 ) -> Answer:
     """Read files of predictions, and find out what their confidence is worth.
 
@@ -270,6 +280,7 @@ def judge_files(
         seed: of the random numbers of intervals and of cross-fitting.
         images: a folder that image files may lie in; without it, a page shows those below the file that names them.
         watch: called with what is being done and which share of it is done.
+        columns: which columns of the files hold what where their names do not say it, as in `read_predictions`.
     """
     named = files if isinstance(files, Mapping) else named_files([files] if isinstance(files, str | Path) else files)
     if not named:
@@ -287,9 +298,9 @@ def judge_files(
     options: dict[str, Any] = {"bins": bins, "level": level, "resamples": resamples, "seed": seed}
     models, notes = {}, []
     for name, one in named.items():
-        held = one if isinstance(one, Model) else _model(Path(one), images, watch)
+        held = one if isinstance(one, Model) else _model(Path(one), images, watch, columns)
         if held.report is None:
-            held = _completed(held, name, others.get(name), foreign.get(name, {}), watch)
+            held = _completed(held, name, others.get(name), foreign.get(name, {}), watch, columns=columns)
             why = _no_calibrator(held, folds)
             if why and tried:
                 notes.append(f"{name}: no calibrator is tried: {why}")
@@ -306,7 +317,7 @@ def judge_files(
 def named_files(files: Sequence[File]) -> dict[str, Path]:
     """Name every file: as the user did, else by its own name, with its folder where two are called the same."""
     pairs = [_pair(one) for one in files]
-    plain = [name or (path.resolve().name if path.is_dir() else path.stem) for name, path in pairs]
+    plain = [name or (path.resolve().name if path.is_dir() else _stem(path)) for name, path in pairs]
     found: dict[str, Path] = {}
     for (name, path), short in zip(pairs, plain, strict=True):
         whole = path if path.is_dir() else path.with_suffix("")
@@ -317,21 +328,34 @@ def named_files(files: Sequence[File]) -> dict[str, Path]:
     return found
 
 
-def _model(path: Path, images: File | None, watch: Watch | None) -> Model:
+def _stem(path: Path) -> str:
+    return Path(path.stem).stem if path.suffix.lower() == ".gz" else path.stem
+
+
+def _model(path: Path, images: File | None, watch: Watch | None, columns: ReadOptions) -> Model:
     # A stranger's file may name any file of this machine, which a page would then show to whoever it is sent to.
     folders = (path.parent, *([] if images is None else [Path(images)]))
-    return Model(predictions=_truth(path, watch), source=path, image_folders=folders)
+    return Model(predictions=_truth(path, watch, columns), source=path, image_folders=folders)
 
 
 def _completed(
-    held: Model, name: str, calibration: Path | None, foreign: Mapping[str, Path], watch: Watch | None
+    held: Model,
+    name: str,
+    calibration: Path | None,
+    foreign: Mapping[str, Path],
+    watch: Watch | None,
+    *,
+    columns: ReadOptions,
 ) -> Model:
     """Add what was asked for beside the predictions."""
     if held.predictions is None:
         raise ValueError(f"{name} has neither predictions nor a report")
     given = held.predictions
-    read = {word: _like(_read(path, watch), given, path) for word, path in foreign.items()}
-    other = held.calibration if calibration is None else _like(_truth(calibration, watch), given, calibration)
+    # Labels of other samples are in the files themselves, and out-of-distribution samples have none.
+    others: Any = {word: value for word, value in columns.items() if word != "labels"}
+    unlabelled: Any = {word: value for word, value in others.items() if word != "label_column"}
+    read = {word: _like(_read(path, watch, unlabelled), given, path) for word, path in foreign.items()}
+    other = held.calibration if calibration is None else _like(_truth(calibration, watch, others), given, calibration)
     return replace(held, calibration=other, ood={**held.ood, **read})
 
 
@@ -356,18 +380,18 @@ def _detections(report: Report) -> list[Detection]:
     return [state.detection for state in report.states if state.detection is not None]
 
 
-def _read(path: Path, watch: Watch | None) -> Predictions:
+def _read(path: Path, watch: Watch | None, columns: ReadOptions) -> Predictions:
     stage = _stage(watch, f"reading {path.name}")
     if stage is None:
-        return read_predictions(path)
+        return read_predictions(path, **columns)
     stage(0.0)
-    found = read_predictions(path, watch=stage)
+    found = read_predictions(path, watch=stage, **columns)
     stage(1.0)  # files that are read in one go tell nothing, and the others not the last bit
     return found
 
 
-def _truth(path: Path, watch: Watch | None) -> Predictions:
-    return labelled(_read(path, watch), path)
+def _truth(path: Path, watch: Watch | None, columns: ReadOptions) -> Predictions:
+    return labelled(_read(path, watch, columns), path)
 
 
 def _stage(watch: Watch | None, word: str) -> Callable[[float], None] | None:

@@ -1,0 +1,347 @@
+"""Find the scores and labels of a table of predictions by the names of its columns.
+
+Names that fedlas writes are matched exactly; if there are none, common names of other tools are matched without regard
+to case. Names are all that counts: whether scores are probabilities or logits is never guessed from values. Scores
+whose name does not say it (`predictions`, `outputs`, class names alone) are probabilities, which are checked, unless
+the caller says that they are logits. `predictions` with `label_ids` are logits: a `PredictionOutput` of Hugging Face.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypedDict
+
+from torch import Tensor
+
+LABELS = ("label", "labels")
+LABEL_NAMES = {
+    *LABELS, "target", "targets", "y", "y_true", "true", "truth", "ground_truth", "gt", "class", "true_label",
+    "label_ids", "obs",
+}  # fmt: skip
+PROB_PREFIXES = ("prob_", "probs_", "proba_", "probability_", "p_", ".pred_")
+LOGIT_PREFIXES = ("logit_", "logits_")
+LOGIT_TABLES = {"logits", "logit"}
+BINARY = {"probs", "proba", "probabilities", "probability", "y_prob", "y_proba", "y_score"}  # one number a sample
+PROB_TABLES = BINARY | {"prob", "softmax", "predictions", "prediction", "preds", "y_pred", "outputs", "output"}
+CONFIDENCES = {"confidence", "confidences", "conf", "max_prob", "prob"}
+PREDICTIONS = {
+    "prediction", "predictions", "pred", "preds", "predicted", "y_pred", "pred_label", "predicted_label",
+    "predicted_class", ".pred_class",
+}  # fmt: skip
+CORRECT = {"correct", "hit", "is_correct"}
+CLASS_NAMES = {"class_names", "classes", "classes_"}
+# Columns that are read by their exact names, or that say nothing about predictions.
+OTHERS = {"index", "id", "ids", "path", "paths", "class_names", "features", "split", "format"}
+ROW_NAMES = {"", "unnamed: 0"}  # the row numbers that pandas and R write
+
+
+class ColumnOptions(TypedDict, total=False):
+    """Which columns hold what, where their names do not say it.
+
+    Attributes:
+        label_column: column of the labels.
+        prob_columns: columns of the classes: names, or a pattern such as "score_*"; or the name of one array.
+        confidence_column: column of the confidence of the predicted class.
+        prediction_column: column of the predicted class.
+        correct_column: column of the correctness of the prediction: 0 or 1, true or false.
+        header: whether a text file begins with a header.
+        normalize: divide every row of probabilities by its sum.
+    """
+
+    label_column: str | None
+    prob_columns: str | Sequence[str] | None
+    confidence_column: str | None
+    prediction_column: str | None
+    correct_column: str | None
+    header: bool
+    normalize: bool
+
+
+class ReadOptions(ColumnOptions, total=False):
+    """How a table of predictions is read.
+
+    Attributes:
+        logits: whether the scores are logits, where their names do not say it.
+        labels: labels that are not in the table: an array or a file.
+    """
+
+    logits: bool
+    labels: Any
+
+
+class Roles(NamedTuple):
+    """Meaning of the columns of a table.
+
+    Attributes:
+        names: for each column that is read, the name that fedlas uses for it.
+        unread: columns that are not understood.
+    """
+
+    names: Mapping[str, str]
+    unread: Sequence[str]
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether scores of all classes, or confidences, were found."""
+        kinds = ("logit_", "prob_", "logits", "probs", "confidence")
+        return any(name.startswith(kinds) for name in self.names.values())
+
+    def __str__(self) -> str:
+        words = {
+            "probabilities": ("prob_", "probs"),
+            "logits": ("logit_", "logits"),
+            "confidence": ("confidence",),
+            "prediction": ("prediction",),
+            "correctness": ("correct",),
+            "labels": ("label",),
+        }
+        parts = []
+        for word, kinds in words.items():
+            columns = [column for column, name in self.names.items() if name.startswith(kinds)]
+            if columns:
+                parts.append(f"{word} from {short_list(columns)}")
+        if self.unread:
+            parts.append(f"not read: {short_list(self.unread)}")
+        return "; ".join(parts)
+
+
+class Family(NamedTuple):
+    """Columns that hold scores: one for each class, or one table."""
+
+    logits: bool
+    names: Mapping[str, str]  # class names by column; of a table an empty one
+
+    def roles(self, options: ReadOptions) -> dict[str, str]:
+        """Return the names that fedlas uses for the columns."""
+        kind = "logit" if self.logits or options.get("logits") else "prob"
+        return {column: f"{kind}_{name}" if name else f"{kind}s" for column, name in self.names.items()}
+
+
+def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -> Roles:
+    """Find out which columns hold scores, labels, confidences and predictions.
+
+    Args:
+        columns: values by name; of a text file the first row is enough for all but columns named by class names alone.
+        options: the columns that the caller names.
+        path: the file, for errors.
+    """
+    if not options.get("header", True):
+        return _by_position(columns, options, path)
+    names = _chosen(columns, options, path)
+    if "label" not in names.values() and options.get("labels") is None:
+        names |= _label(columns, names, path)
+    if any(_ndim(values) == 2 for values in columns.values()):
+        names |= {name: "class_names" for name in columns if name.casefold() in CLASS_NAMES}
+    if not Roles(names, ()).has_scores:
+        names |= _scores(columns, names, options, path)
+    exact = {name for name in columns if name in OTHERS or name.startswith(("feature_", "label_"))}
+    unread = [name for name in columns if name not in names and name not in exact and name.casefold() not in ROW_NAMES]
+    return Roles({name: names[name] for name in columns if name in names}, unread)
+
+
+def short_list(names: Sequence[str], most: int = 6) -> str:
+    """List names; of many the first and the last."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]}, ..., {names[-1]} ({len(names):,} columns)"
+
+
+def table_kind(name: str) -> str | None:
+    """Return whether a table of this name holds "prob" or "logit"; None for other names."""
+    bare = name.casefold()
+    return "logit" if bare in LOGIT_TABLES else "prob" if bare in PROB_TABLES else None
+
+
+def option(name: str) -> str:
+    """Name an option of the command line and of Python."""
+    return f"--{name.replace('_', '-')} (in Python {name}=)"
+
+
+def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
+    """Take the columns that the caller names."""
+    names: dict[str, str] = {}
+    for role in ("label", "confidence", "prediction", "correct"):
+        column = options.get(f"{role}_column")
+        if column is not None and (role != "label" or options.get("labels") is None):
+            names[_there(str(column), columns, f"{role}_column", path)] = role
+    wanted = options.get("prob_columns")
+    if wanted is None:
+        return names
+    given = [wanted] if isinstance(wanted, str) else [str(name) for name in wanted]
+    classes: dict[str, str] = {}
+    for name in given:
+        if name in columns or "*" not in name:
+            classes[_there(name, columns, "prob_columns", path)] = name
+            continue
+        pattern = re.compile("(.*)".join(map(re.escape, name.split("*"))))
+        found = {column: match for column in columns if column not in names and (match := pattern.fullmatch(column))}
+        if not found:
+            _there(name, columns, "prob_columns", path)
+        classes |= {column: "".join(match.groups()) or column for column, match in found.items()}
+    if len(classes) == 1:  # a table, or the probability of class 1
+        classes = dict.fromkeys(classes, "")
+    return names | Family(False, classes).roles(options)
+
+
+def _there(name: str, columns: Mapping[str, Any], chosen: str, path: object) -> str:
+    if name not in columns:
+        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(list(columns), 20)}")
+    return name
+
+
+def _by_position(columns: Mapping[str, Any], options: ReadOptions, path: object) -> Roles:
+    """Take the columns of a file without header: all but the chosen ones are classes, in order."""
+    names = _chosen(columns, options, path)
+    rest = [name for name in columns if name not in names]
+    if Roles(names, ()).has_scores:
+        scores = [name for name, role in names.items() if role.startswith(("prob_", "probs", "logit"))]
+    else:
+        scores, rest = rest, []
+    classes = {name: str(place) if len(scores) > 1 else "" for place, name in enumerate(scores)}
+    return Roles(names | Family(False, classes).roles(options), rest)
+
+
+def _label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
+    exact = [name for name in LABELS if name in columns and name not in taken]
+    others = [name for name in columns if name.casefold() in LABEL_NAMES and name not in taken]
+    found = exact or others
+    if len(found) > 1:
+        raise ValueError(
+            f"{path}: several columns may hold the labels: {', '.join(found)}; choose one with {option('label_column')}"
+        )
+    return dict.fromkeys(found, "label")
+
+
+def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions, path: object) -> dict[str, str]:
+    """Find the scores by exact names, then by names of other tools, then by the names of classes."""
+    free = {name: values for name, values in columns.items() if name not in taken}
+
+    @cache
+    def labels() -> set[str]:
+        soft = {name.removeprefix("label_") for name in columns if name.startswith("label_")}
+        return soft | _label_values(columns, taken)
+
+    for find in (_exact, _families, _bare):
+        if find is _families and {"confidence", "prediction"} <= {*free, *taken.values()}:
+            return {name: name for name in ("confidence", "prediction") if name in free}
+        candidates = find(free, labels)
+        if len(candidates) > 1:
+            listed = "; ".join(short_list(list(one.names)) for one in candidates)
+            raise ValueError(
+                f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
+                f"--logits (logits=True) for logits"
+            )
+        if candidates:
+            hugging_face = "label_ids" in columns and set(candidates[0].names) == {"predictions"}
+            return (candidates[0]._replace(logits=True) if hugging_face else candidates[0]).roles(options)
+    return _top_label(free, taken, path)
+
+
+def _exact(columns: Mapping[str, Any], _: Callable[[], set[str]]) -> list[Family]:
+    """Find the names that fedlas writes."""
+    found = [Family(name == "logits", {name: ""}) for name in ("logits", "probs") if name in columns]
+    for prefix in ("logit_", "prob_"):
+        members = {name: name.removeprefix(prefix) for name in columns if name.startswith(prefix)}
+        if members:
+            found.append(Family(prefix == "logit_", members))
+    return found
+
+
+def _families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[Family]:
+    """Find tables and groups of columns under the names of other tools."""
+    found = []
+    for name, values in columns.items():
+        bare = name.casefold()
+        if bare in LOGIT_TABLES | PROB_TABLES and (_ndim(values) == 2 or (bare in BINARY and _is_number(values))):
+            found.append(Family(bare in LOGIT_TABLES, {name: ""}))
+    for prefix in LOGIT_PREFIXES + PROB_PREFIXES:
+        members = {
+            name: name[len(prefix) :]
+            for name in columns
+            if name.casefold().startswith(prefix) and name.casefold() not in PREDICTIONS and len(name) > len(prefix)
+        }
+        numbers = {name: word for name, word in members.items() if word.isdecimal()}
+        if _are_consecutive(list(numbers.values())):
+            members = numbers
+        words = list(members.values())
+        # p_value is no class: a short prefix needs numbers, or the names that the labels have.
+        named = prefix != "p_" or not labels().isdisjoint(words)
+        if len(members) > 1 and (named or _are_consecutive(words)):
+            found.append(Family(prefix in LOGIT_PREFIXES, members))
+    return found
+
+
+def _bare(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[Family]:
+    """Find columns that are called by class numbers, or by the names that the labels have.
+
+    Between two of the latter, columns of other names are classes without samples.
+    """
+    numbers = {name: name for name in columns if name.isdecimal() and _is_number(columns[name])}
+    if _are_consecutive(list(numbers)):
+        return [Family(False, numbers)]
+    order = [name for name, values in columns.items() if _is_number(values)]
+    places = [place for place, name in enumerate(order) if name.strip() in labels()] if len(order) > 1 else []
+    if len(places) < 2:
+        return []
+    run = order[places[0] : places[-1] + 1]
+    return [Family(False, {name: name for name in run if not name.startswith("label_")})]
+
+
+def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
+    """Find confidences with predictions or correctness."""
+    found: dict[str, str] = {}
+    for role, known in (("confidence", CONFIDENCES), ("prediction", PREDICTIONS), ("correct", CORRECT)):
+        if role in taken.values():
+            continue
+        names = [role] if role in columns else [name for name in columns if name.casefold() in known]
+        names = [name for name in names if name not in found]
+        if len(names) > 1:
+            raise ValueError(
+                f"{path}: several columns may hold the {role}: {', '.join(names)}; choose with "
+                f"{option(f'{role}_column')}"
+            )
+        found |= dict.fromkeys(names, role)
+    roles = {*found.values(), *taken.values()}
+    return found if "confidence" in roles and roles & {"prediction", "correct"} else {}
+
+
+def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str]) -> set[str]:
+    column = next((name for name, role in taken.items() if role == "label"), None)
+    if column is None or _ndim(columns[column]) != 1:
+        return set()
+    values = columns[column]
+    return {str(value).strip() for value in (values.tolist() if hasattr(values, "tolist") else values)}
+
+
+def _ndim(values: Any) -> int:
+    """Return the number of dimensions; numpy would copy a list of words into fixed widths to tell."""
+    found = getattr(values, "ndim", None)
+    return found if found is not None else 2 if len(values) and isinstance(values[0], list | tuple) else 1
+
+
+def _are_consecutive(words: Sequence[str]) -> bool:
+    """Return whether words are the numbers from 0 or 1 on, in any order."""
+    if len(words) < 2 or not all(word.isdecimal() and len(word) < 10 for word in words):
+        return False
+    numbers = sorted(map(int, words))
+    return numbers[0] in {0, 1} and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def _is_number(values: Any) -> bool:
+    """Return whether a column holds one number a sample, by its type or by its first value."""
+    if _ndim(values) != 1 or not len(values):
+        return False
+    if isinstance(values, Tensor):
+        return True
+    kind = getattr(getattr(values, "dtype", None), "kind", "O")
+    if kind != "O":
+        return kind in "fiu"
+    return next(_floats(values[:1]), None) is not None
+
+
+def _floats(values: Sequence[Any]) -> Iterator[float]:
+    for value in values:
+        try:
+            yield float(str(value).replace(",", "."))
+        except ValueError:
+            return

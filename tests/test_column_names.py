@@ -1,0 +1,288 @@
+"""Predictions in the layouts of other tools: names of columns, options that name them, formats, types of labels."""
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedlas.cli.commands import app
+from fedlas.column_names import LABEL_NAMES
+from fedlas.files import labelled, read_predictions
+from fedlas.predictions import Predictions
+
+NAMES = ("cat", "dog", "eel")
+make = np.random.default_rng(0)
+LOGITS = make.normal(size=(12, 3)).round(3)
+PROBS = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
+LABELS = np.array([0, 1, 2, 2] * 3)
+WORDS = [NAMES[label] for label in LABELS]
+
+
+def write_table(path: Path, columns: dict, mark: str = ",") -> Path:
+    """Write a table of text, packed if the name says so."""
+    rows = zip(*(map(str, column) for column in columns.values()), strict=True)
+    text = "\n".join(mark.join(row) for row in [tuple(columns), *rows]) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def family(prefix: str, values: np.ndarray = PROBS, names: tuple = NAMES) -> dict:
+    return {f"{prefix}{name}": values[:, place] for place, name in enumerate(names)}
+
+
+def is_read(found: Predictions, *, logits: bool = False) -> None:
+    assert torch.allclose(found.logits if logits else found.probs, torch.from_numpy(LOGITS if logits else PROBS))
+    assert (found.given_logits is not None) is logits
+    assert found.labels.tolist() == LABELS.tolist()
+
+
+@pytest.mark.parametrize("name", [*sorted(LABEL_NAMES), "Label", "Y", "Y_True"])
+def test_labels_under_the_names_of_other_tools(tmp_path, name):
+    found = read_predictions(write_table(tmp_path / "p.csv", family("prob_") | {name: WORDS}))
+    is_read(found)
+    assert f"labels from {name}" in str(found.columns)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
+@pytest.mark.parametrize(
+    "prefix", ["prob_", "Prob_", "probs_", "proba_", "P_", "probability_", ".pred_", "", "logits_"]
+)
+def test_class_columns_under_the_names_of_other_tools(tmp_path, prefix, kind):
+    logits = prefix == "logits_"
+    columns = {"unknown": range(12)} | family(prefix, LOGITS if logits else PROBS) | {"y_true": WORDS, "note": WORDS}
+    path = tmp_path / f"p.{kind}"
+    if kind == "csv":
+        write_table(path, columns)
+    elif kind == "json":
+        path.write_text(json.dumps({name: list(column) for name, column in columns.items()}))
+    else:
+        pa = pytest.importorskip("pyarrow")
+        table = pa.table({name: list(column) for name, column in columns.items()})
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    found = read_predictions(path)
+    is_read(found, logits=logits)
+    assert found.class_names == NAMES
+    assert found.columns.unread == ["unknown", "note"]
+
+
+def test_class_columns_that_are_numbers(tmp_path):
+    path = write_table(tmp_path / "p.csv", {"": range(12)} | family("", names=("0", "1", "2")) | {"target": LABELS})
+    is_read(read_predictions(path))
+    path = write_table(
+        tmp_path / "q.csv", {"p_value": LABELS} | family("p_", names=("1", "2", "3")) | {"y": LABELS + 1}
+    )
+    found = read_predictions(path)
+    is_read(found)
+    assert found.columns.unread == ["p_value"]
+    path = write_table(tmp_path / "r.csv", {"p_value": LABELS, "p_adjusted": LABELS, "y": WORDS})
+    with pytest.raises(ValueError, match=r"r\.csv.*--prob-columns.*p_value"):
+        read_predictions(path)
+
+
+def test_a_class_without_samples_is_a_class(tmp_path):
+    columns = family("") | {"truth": ["cat", "eel"] * 6}
+    found = read_predictions(write_table(tmp_path / "p.csv", columns))
+    assert found.class_names == NAMES
+    assert found.labels.tolist() == [0, 2] * 6
+
+
+@pytest.mark.parametrize("key", ["predictions", "Probs", "softmax", "outputs", "probabilities", "y_score", "y_pred"])
+def test_arrays_under_the_names_of_other_tools(tmp_path, key):
+    np.savez(tmp_path / "p.npz", **{key: PROBS, "ground_truth": LABELS})
+    is_read(read_predictions(tmp_path / "p.npz"))
+    torch.save({key: torch.from_numpy(PROBS), "targets": torch.from_numpy(LABELS)}, tmp_path / "p.pt")
+    is_read(read_predictions(tmp_path / "p.pt"))
+    np.savez(tmp_path / "q.npz", **{key: LOGITS, "ground_truth": LABELS})
+    with pytest.raises(ValueError, match=r"q\.npz.*--logits"):  # never guessed from values
+        read_predictions(tmp_path / "q.npz")
+    is_read(read_predictions(tmp_path / "q.npz", logits=True), logits=True)
+
+
+def test_arrays_of_hugging_face_are_logits(tmp_path):
+    np.savez(tmp_path / "p.npz", predictions=LOGITS, label_ids=LABELS)
+    is_read(read_predictions(tmp_path / "p.npz"), logits=True)
+
+
+@pytest.mark.parametrize("confidence", ["confidence", "Conf", "max_prob", "prob"])
+@pytest.mark.parametrize(
+    "predicted", ["pred", "Prediction", "predicted", "y_pred", "pred_label", "correct", "hit", "is_correct"]
+)
+def test_the_top_class_under_the_names_of_other_tools(tmp_path, confidence, predicted):
+    said = PROBS.argmax(1)
+    known = predicted in {"correct", "hit", "is_correct"}
+    columns = {confidence: PROBS.max(1), predicted: (said == LABELS) if known else said}
+    found = read_predictions(write_table(tmp_path / "p.csv", columns | ({} if known else {"target": LABELS})))
+    assert found.top_only
+    assert torch.allclose(found.confidence, torch.from_numpy(PROBS.max(1)))
+    assert found.correct.tolist() == (said == LABELS).tolist()
+
+
+def test_what_is_ambiguous_lists_the_candidates_and_the_option(tmp_path):
+    two_labels = write_table(tmp_path / "a.csv", family("prob_") | {"target": WORDS, "gt": WORDS})
+    with pytest.raises(ValueError, match=r"a\.csv.*target, gt.*--label-column"):
+        read_predictions(two_labels)
+    is_read(read_predictions(two_labels, label_column="gt"))
+    two_tables = write_table(tmp_path / "b.csv", family("probs_") | family("logits_", LOGITS) | {"y": WORDS})
+    with pytest.raises(ValueError, match=r"b\.csv.*logits_cat.*probs_cat.*--prob-columns"):
+        read_predictions(two_tables)
+    is_read(read_predictions(two_tables, prob_columns="probs_*"))
+    is_read(read_predictions(two_tables, prob_columns="logits_*", logits=True), logits=True)
+    columns = {"conf": PROBS.max(1), "max_prob": PROBS.max(1), "pred": LABELS, "y": LABELS}
+    with pytest.raises(ValueError, match=r"c\.csv.*conf, max_prob.*--confidence-column"):
+        read_predictions(write_table(tmp_path / "c.csv", columns))
+
+
+def test_options_name_columns_of_any_name(tmp_path):
+    columns = family("s.", names=("1", "2", "3")) | {
+        "species": LABELS + 1,
+        "sure": PROBS.max(1),
+        "said": LABELS,
+        "ok": [1] * 12,
+    }
+    path = write_table(tmp_path / "p.csv", columns)
+    is_read(read_predictions(path, prob_columns="s.*", label_column="species"))
+    found = read_predictions(path, confidence_column="sure", prediction_column="said", label_column="species")
+    assert found.top_only
+    assert not found.correct.any()
+    assert read_predictions(path, confidence_column="sure", correct_column="ok").correct.all()
+    with pytest.raises(ValueError, match=r"--label-column.*'truth'.*species"):
+        read_predictions(path, label_column="truth", prob_columns="s.*")
+
+
+def test_columns_that_are_not_understood_are_named(tmp_path):
+    path = write_table(tmp_path / "p.csv", family("prob_") | {"species": WORDS})
+    found = read_predictions(path)
+    with pytest.raises(ValueError, match=r"p\.csv.*species.*--label-column"):
+        labelled(found, path)
+    nothing = write_table(tmp_path / "q.csv", {"age": LABELS, "weight": LABELS, "label": WORDS})
+    with pytest.raises(ValueError, match=r"q\.csv.*--prob-columns.*age, weight"):
+        read_predictions(nothing)
+
+
+@pytest.mark.parametrize("ending", [".tsv", ".txt", ".csv.gz", ".tsv.gz"])
+def test_further_endings_of_tables(tmp_path, ending):
+    mark = {".tsv": "\t", ".txt": " ", ".tsv.gz": "\t"}.get(ending, ",")
+    path = write_table(tmp_path / f"p{ending}", family("prob_") | {"label": WORDS}, mark)
+    is_read(read_predictions(path, watch=lambda _: None))
+
+
+def test_a_packed_file_that_is_out_of_proportion_is_refused(tmp_path):
+    (tmp_path / "p.csv.gz").write_bytes(gzip.compress(b"prob_a,prob_b,label\n" + b"0" * 300_000_000, 9))
+    with pytest.raises(ValueError, match=r"p\.csv\.gz"):
+        read_predictions(tmp_path / "p.csv.gz")
+    (tmp_path / "q.jsonl.gz").write_bytes(gzip.compress(b'{"probs": [0.5, 0.5], "label": 0}\n' * 9)[:-9])
+    with pytest.raises(ValueError, match=r"q\.jsonl\.gz"):
+        read_predictions(tmp_path / "q.jsonl.gz")
+
+
+def test_lines_of_packed_json(tmp_path):
+    lines = [
+        json.dumps({"probabilities": dict(zip(NAMES, row, strict=True)), "y_true": word})
+        for row, word in zip(PROBS.tolist(), WORDS, strict=True)
+    ]
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    is_read(read_predictions(tmp_path / "p.jsonl.gz"))
+
+
+def test_arrays_and_labels_in_files_of_their_own(tmp_path):
+    np.save(tmp_path / "probs.npy", PROBS)
+    np.save(tmp_path / "logits.npy", LOGITS)
+    np.savetxt(tmp_path / "probs.txt", PROBS)
+    np.savetxt(tmp_path / "labels.txt", LABELS)
+    np.save(tmp_path / "labels.npy", LABELS)
+    (tmp_path / "labels.csv").write_text("\n".join(["name,target", *(f"x,{label}" for label in LABELS)]))
+    (tmp_path / "named.csv").write_text("\n".join(["species,size", *(f"{label},9" for label in LABELS)]))
+    is_read(read_predictions(tmp_path / "probs.npy", labels=tmp_path / "named.csv", label_column="species"))
+    for labels in (LABELS, *(tmp_path / f"labels.{kind}" for kind in ("npy", "txt", "csv"))):
+        is_read(read_predictions(tmp_path / "probs.npy", labels=labels))
+    is_read(read_predictions(tmp_path / "logits.npy", labels=LABELS, logits=True), logits=True)
+    is_read(read_predictions(tmp_path / "probs.txt", labels=tmp_path / "labels.txt", header=False))
+    with pytest.raises(ValueError, match=r"probs\.npy.*--labels"):
+        labelled(read_predictions(tmp_path / "probs.npy"), tmp_path / "probs.npy")
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
+    with pytest.raises(ValueError, match=r"objects\.npy.*Python objects"):
+        read_predictions(tmp_path / "objects.npy")
+
+
+def test_an_array_that_announces_more_than_its_file_holds_takes_no_memory(tmp_path):
+    np.save(tmp_path / "p.npy", np.zeros((10, 10)))
+    content = (tmp_path / "p.npy").read_bytes()
+    (tmp_path / "p.npy").write_bytes(content.replace(b"(10, 10), }      ", b"(10, 99999999), }"))
+    with pytest.raises(ValueError, match=r"p\.npy.*damaged"):
+        read_predictions(tmp_path / "p.npy")
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_file_without_header(tmp_path, place):
+    columns = list(PROBS.T)
+    columns.insert(place, LABELS)
+    rows = zip(*(map(str, column) for column in columns), strict=True)
+    (tmp_path / "p.csv").write_text("\n".join(map(",".join, rows)))
+    is_read(read_predictions(tmp_path / "p.csv", header=False, label_column=str(place)))
+
+
+def test_names_of_rows_that_r_writes_without_a_header(tmp_path):
+    rows = [
+        f'"{i}" ' + " ".join(map(str, row)) + f' "{word}"'
+        for i, (row, word) in enumerate(zip(PROBS, WORDS, strict=True))
+    ]
+    (tmp_path / "p.txt").write_text("\n".join(['"cat" "dog" "eel" "obs"', *rows]))
+    is_read(read_predictions(tmp_path / "p.txt"))
+    (tmp_path / "q.csv").write_text("logit_a,logit_b,label\n1,2,1,\n")  # a comma too many is no name of a row
+    with pytest.raises(ValueError, match=r"q\.csv.*line 2.*4.*3"):
+        read_predictions(tmp_path / "q.csv")
+
+
+def test_a_long_label_among_many_does_not_fill_the_memory(tmp_path):
+    words = ["a", "b" * 50_000] + ["a"] * 2_000
+    columns = {"conf": [0.9] * 2_002, "hit": [1] * 2_002, "comment": words}
+    path = write_table(tmp_path / "p.csv", columns)
+    tracemalloc.start()
+    read_predictions(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6  # 400 MB in fixed widths
+
+
+@pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "f4", "?", "column", "one-hot", "bool one-hot"])
+def test_labels_of_every_type(kind):
+    labels = LABELS if kind != "?" else LABELS % 2
+    given = {
+        "column": labels[:, None],
+        "one-hot": np.eye(3, dtype=np.int64)[labels],
+        "bool one-hot": np.eye(3)[labels] > 0,
+    }
+    found = Predictions.from_probs(PROBS, given[kind] if kind in given else labels.astype(kind))
+    assert found.labels.dtype == torch.int64
+    assert found.labels.tolist() == labels.tolist()
+
+
+def test_a_row_that_is_not_one_hot_is_named():
+    labels = np.eye(3, dtype=np.int64)[LABELS]
+    labels[4, :] = 1
+    with pytest.raises(ValueError, match=r"labels.*row 4.*one-hot"):
+        Predictions.from_probs(PROBS, labels)
+
+
+def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
+    np.save(tmp_path / "scores.npy", LOGITS)
+    np.save(tmp_path / "y.npy", LABELS)
+    command = ["evaluate", f"{tmp_path}/scores.npy", "--labels", f"{tmp_path}/y.npy", "--logits", "--resamples", "20"]
+    done = CliRunner().invoke(app, [*command, "--posthoc", ""])
+    assert done.exit_code == 0, done.output
+    assert "labels from y.npy" in done.output
+    path = write_table(tmp_path / "p.csv", family("s", 2 * PROBS) | {"species": WORDS})
+    columns = ["--label-column", "species", "--prob-columns", "s*"]
+    refused = CliRunner().invoke(app, ["evaluate", str(path), *columns])
+    assert refused.exit_code == 1
+    assert "--normalize" in refused.output
+    out = tmp_path / "t.safetensors"
+    method = ["--method", "histogram_binning", "--normalize", "--out", str(out)]
+    fitted = CliRunner().invoke(app, ["calibrate", "fit", str(path), *columns, *method])
+    assert fitted.exit_code == 0, fitted.output
+    assert out.exists()

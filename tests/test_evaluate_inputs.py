@@ -1,0 +1,128 @@
+"""What `fedlas.evaluate` takes (arrays, files, DataFrames, outputs of Hugging Face), and how a report is used."""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.evaluation import evaluate
+from fedlas.predictions import Predictions
+
+PROBS = torch.tensor([[0.7, 0.3], [0.4, 0.6], [0.9, 0.1], [0.2, 0.8]] * 10)
+TRUTH = torch.tensor([0, 1, 1, 1] * 10)
+QUICK: dict = {"intervals": False}
+
+
+class PredictionOutput(NamedTuple):
+    """The type of Hugging Face, whose import takes long."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: Any
+
+
+def ways_to_give(tmp_path) -> dict[str, Any]:
+    """List calls of `evaluate` that all give the same predictions."""
+    pd, pa = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    np.save(tmp_path / "p.npy", PROBS.numpy())
+    np.save(tmp_path / "y.npy", TRUTH.numpy())
+    frame = pd.DataFrame(PROBS.numpy()).assign(y_true=TRUTH.numpy())
+    lists = pd.DataFrame({"probs": list(PROBS.numpy()), "label": TRUTH.numpy()})
+    logits = PROBS.log()
+    single, several = (PredictionOutput(one, TRUTH.numpy(), {}) for one in (logits.numpy(), (logits.numpy(), 0)))
+    return {
+        "arrays": ((PROBS.numpy(), TRUTH.numpy()), {}),
+        "lists": ((PROBS.tolist(), TRUTH.tolist()), {}),
+        "logits": ((), {"logits": logits, "labels": TRUTH}),
+        "array of logits": ((logits, TRUTH), {"logits": True}),
+        "file": ((str(tmp_path / "p.npy"), tmp_path / "y.npy"), {}),
+        "mapping": (({"softmax": PROBS, "targets": TRUTH},), {}),
+        "frame": ((frame,), {}),
+        "frame of lists": ((lists,), {}),
+        "frame with labels beside": ((frame.drop(columns="y_true"), frame["y_true"]), {}),
+        "frame with an option": ((frame.rename(columns={"y_true": "species"}),), {"label_column": "species"}),
+        "PredictionOutput": ((single,), {}),
+        "tuple of outputs": ((several,), {}),
+        "normalized": ((2 * PROBS, TRUTH), {"normalize": True}),
+        "Arrow": (
+            (pa.table({"prob_0": PROBS[:, 0].numpy(), "prob_1": PROBS[:, 1].numpy(), "y": TRUTH.numpy()}).to_pandas(),),
+            {},
+        ),
+    }
+
+
+def test_predictions_are_given_in_many_ways(tmp_path):
+    wanted = evaluate(Predictions.from_probs(PROBS, TRUTH), **QUICK)
+    for name, (given, options) in ways_to_give(tmp_path).items():
+        found = evaluate(*given, **options, **QUICK)
+        assert found["ece"] == pytest.approx(float(wanted["ece"]), abs=1e-6), name
+        assert (found.n, found.classes) == (40, 2), name
+
+
+class Frame:
+    """A DataFrame as polars has it: columns are a list of names, and a column gives an array."""
+
+    def __init__(self, columns: dict) -> None:
+        self._columns, self.columns = columns, list(columns)
+
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(to_numpy=lambda: self._columns[name])
+
+
+def test_a_frame_that_is_not_of_pandas():
+    columns = {
+        "cat": PROBS[:, 0].numpy(),
+        "dog": PROBS[:, 1].numpy(),
+        "target": np.array(["cat", "dog"])[TRUTH.numpy()],
+    }
+    assert evaluate(Frame(columns), **QUICK)["accuracy"] == pytest.approx(0.75)
+
+
+def test_what_cannot_be_evaluated_is_said_with_the_argument_to_use():
+    logits = 5 * torch.randn(40, 2)
+    with pytest.raises(ValueError, match=r"row 0.*logits="):
+        evaluate(logits, TRUTH)
+    with pytest.raises(TypeError, match="logits="):
+        evaluate()
+    with pytest.raises(TypeError, match="logits="):
+        evaluate(PROBS, TRUTH, logits=logits)
+    with pytest.raises(TypeError, match="labels"):
+        evaluate(Predictions(logits, TRUTH), TRUTH)
+    with pytest.raises(ValueError, match="labels"):
+        evaluate(PROBS)
+    with pytest.raises(TypeError, match="label_column"):
+        evaluate(PROBS, TRUTH, label_column="y")
+
+
+def test_a_report_is_a_mapping_of_its_metrics():
+    report = evaluate(PROBS, TRUTH, **QUICK)
+    assert "ece" in report
+    assert "nothing" not in report
+    assert list(report) == list(report.before.results) == list(dict(report))
+    assert dict(report)["ece"] == report["ece"]
+    assert len(report) == len(list(report))
+    assert "n=40" in repr(report)
+    assert len(repr(report)) < 200
+
+
+def test_a_report_as_a_frame_a_tabular_and_a_figure():
+    pytest.importorskip("pandas")
+    plt = pytest.importorskip("matplotlib.pyplot")
+    report = evaluate(Predictions(4 * PROBS, TRUTH, split="a_b"), posthoc="histogram_binning", resamples=20)
+    frame = report.to_frame()
+    row = frame[(frame.state == "as given") & (frame.metric == "ece")].iloc[0]
+    assert row.value == float(report["ece"])
+    assert (row.low, row.high) == (report["ece"].interval.low, report["ece"].interval.high)
+    assert len(frame) == sum(len(state.results) for state in report.states)
+    text = report.to_latex()
+    assert text.count(r"\\") == 3
+    assert r"histogram\_binning" in text
+    assert report["ece"].to_latex() in text
+    figure = report.plot()
+    assert [panel.get_title().partition(":")[0] for panel in figure.axes] == ["as given", "histogram_binning"]
+    bins = report.before.bins["width"]
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    assert heights == pytest.approx(bins.accuracy[bins.counts > 0].tolist())
+    plt.close(figure)
