@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlas.storage import also_called, check_file, memory_errors, write_whole
+from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run, RunError
 
 FORMAT = "fedlas.checkpoint/1"
@@ -52,6 +53,15 @@ def restore_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Put a module's state back, in place."""
     with memory_errors():
         module.load_state_dict(dict(state))
+
+
+def check_recipe(saved: Mapping[str, Any], path: Path, recipe: Recipe) -> None:
+    """Raise an error if a checkpoint belongs to another recipe, such as another seed or loss."""
+    if saved["recipe"] != recipe.key:
+        raise RunError(
+            f"{path} is a checkpoint of another recipe: its key is {saved['recipe']!r}, that of recipe.json "
+            f"{recipe.key!r}; put back the checkpoint of this run, or remove its folder to train again"
+        )
 
 
 def check_stand(saved: Mapping[str, Any], path: Path, epochs: int, steps: int | None = None) -> None:
@@ -188,6 +198,10 @@ def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in weights.items()}
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
@@ -228,6 +242,7 @@ def _is_watch(value: Any) -> bool:
 # What a checkpoint holds: the name, whether a value has its form, and the form in words.
 Part: TypeAlias = tuple[str, Callable[[Any], bool], str]
 PARTS: tuple[Part, ...] = (
+    ("recipe", _is_text, "the key of a recipe"),
     ("model", _are_tensors, "a table of tensors"),
     ("loss", _is_named, "a table of names"),
     ("optimizer", _are_memories, "a list of tables of tensors"),

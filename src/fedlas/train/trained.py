@@ -72,6 +72,7 @@ def predict_with(
     own = data == recipe.data and wanted == recipe.data_options
     with nullcontext() if out is not None else locked(run.folder), downloads(progress) as shown:
         saved = checkpoint.load(run.checkpoint)
+        checkpoint.check_recipe(saved, run.checkpoint, recipe)
         checkpoint.check_stand(saved, run.checkpoint, recipe.epochs)
         if out is None and saved["epoch"] < recipe.epochs:
             stands = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
