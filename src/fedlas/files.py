@@ -27,15 +27,26 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from fedlas.columns import NUMBERS, some_of
+from fedlas.columns import NUMBERS, some_of, texts
 from fedlas.extras import optional_module
-from fedlas.predictions import Predictions
-from fedlas.storage import check_file, check_unpacked, memory_errors, named, read_lines, readable, write_whole
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
+from fedlas.storage import (
+    MOST_TIMES,
+    MOST_UNPACKED,
+    check_file,
+    check_unpacked,
+    memory_errors,
+    named,
+    read_lines,
+    read_torch,
+    readable,
+    write_whole,
+)
 
 Watch = Callable[[float], None]
 
 
-def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch | None = None) -> Predictions:
+def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch | None = None) -> AnyPredictions:
     """Read predictions from a file of any kind.
 
     Args:
@@ -56,14 +67,14 @@ def read_predictions(path: str | Path, split: str | None = None, *, watch: Watch
         return reader(path, split, watch)
 
 
-def labelled(found: Predictions, path: str | Path) -> Predictions:
+def labelled(found: AnyPredictions, path: str | Path) -> AnyPredictions:
     """Refuse a file without labels, by its name."""
-    if found.given_labels is None:
+    if isinstance(found, Predictions) and found.given_labels is None:
         raise ValueError(f"{path}: it has no labels; a column or array `label` or `labels` is needed")
     return found
 
 
-def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool = False) -> Path:
+def write_predictions(predictions: AnyPredictions, path: str | Path, *, probs: bool = False) -> Path:
     """Write predictions to a file, whole or not at all; its ending says which kind it becomes.
 
     Args:
@@ -74,8 +85,11 @@ def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool
     path = Path(path)
     check_ending(path)
     writer = WRITERS[path.suffix.lower()]
-    if predictions.top_only and path.suffix.lower() != ".safetensors":
-        raise ValueError(f"{path}: of these predictions only the top class is known; only .safetensors can say so")
+    if isinstance(predictions, TopLabelPredictions):
+        if path.suffix.lower() != ".safetensors":
+            raise ValueError(f"{path}: of these predictions only the top class is known; write them to .safetensors")
+        predictions.save(path)
+        return path
     write_whole(path, writer(predictions, probs or predictions.given_probs is not None))
     return path
 
@@ -87,7 +101,7 @@ def check_ending(path: str | Path) -> None:
         raise ValueError(f"{path}: predictions are written to {', '.join(WRITERS)}, not to {path.suffix or 'this'}")
 
 
-def held_at(path: str | Path) -> Predictions | None:
+def held_at(path: str | Path) -> AnyPredictions | None:
     """Read the predictions that something new would replace; None where nothing is, or an empty file."""
     path = Path(path)
     if not path.is_file() or not path.stat().st_size:
@@ -97,9 +111,11 @@ def held_at(path: str | Path) -> Predictions | None:
         return read_predictions(path)
 
 
-def same_predictions(one: Predictions, other: Predictions) -> bool:
+def same_predictions(one: AnyPredictions, other: AnyPredictions) -> bool:
     """Say whether two hold the same: scores, labels, names and all that came with them."""
-    for field in fields(Predictions):
+    if type(one) is not type(other):
+        return False
+    for field in fields(one):
         first, second = getattr(one, field.name), getattr(other, field.name)
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             if first.dtype != second.dtype or not torch.equal(first.cpu(), second.cpu()):
@@ -109,7 +125,9 @@ def same_predictions(one: Predictions, other: Predictions) -> bool:
     return True
 
 
-def write_again(predictions: Predictions, path: str | Path, held: Predictions | None, *, probs: bool = False) -> Path:
+def write_again(
+    predictions: AnyPredictions, path: str | Path, held: AnyPredictions | None, *, probs: bool = False
+) -> Path:
     """Write predictions where nothing is, or the same: others are not written over.
 
     Args:
@@ -128,24 +146,24 @@ def write_again(predictions: Predictions, path: str | Path, held: Predictions | 
     return write_predictions(predictions, path, probs=probs)
 
 
-def _safetensors(path: Path, split: str | None, _: Watch | None) -> Predictions:
+def _safetensors(path: Path, split: str | None, _: Watch | None) -> AnyPredictions:
     found = Predictions.load(path)
     return found if split is None or found.split is not None else found.with_split(split)
 
 
-def _npz(path: Path, split: str | None, _: Watch | None) -> Predictions:
+def _npz(path: Path, split: str | None, _: Watch | None) -> AnyPredictions:
     return Predictions.from_npz(path, split)
 
 
-def _csv(path: Path, split: str | None, watch: Watch | None) -> Predictions:
+def _csv(path: Path, split: str | None, watch: Watch | None) -> AnyPredictions:
     return Predictions.from_csv(path, split, watch=watch)
 
 
-def _parquet(path: Path, split: str | None, _: Watch | None) -> Predictions:
+def _parquet(path: Path, split: str | None, _: Watch | None) -> AnyPredictions:
     return Predictions.from_parquet(path, split)
 
 
-def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
+def _json(path: Path, split: str | None, _: Watch | None) -> AnyPredictions:
     with readable(path):
         found = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_number)
     if isinstance(found, list):
@@ -166,25 +184,24 @@ def _json(path: Path, split: str | None, _: Watch | None) -> Predictions:
     return Predictions.from_columns(columns, path, split or found.get("split"))
 
 
-def _jsonl(path: Path, split: str | None, watch: Watch | None) -> Predictions:
+def _jsonl(path: Path, split: str | None, watch: Watch | None) -> AnyPredictions:
     with path.open(encoding="utf-8-sig") as file:
         columns, lines = _columns(_records(read_lines(file, path, watch), path), path, "line")
     return Predictions.from_columns(columns, path, split, lines=lines)
 
 
-def _torch(path: Path, split: str | None, _: Watch | None) -> Predictions:
+def _torch(path: Path, split: str | None, _: Watch | None) -> AnyPredictions:
     with readable(path):
         try:
             with memory_errors():
-                found = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, MemoryError):
+                found = read_torch(path)
+        except MemoryError:
             raise
-        except Exception:
+        except Exception as error:
             # torch's own advice is to load it without a check, which runs whatever the file says.
-            found = None
-    if found is None:
-        kinds = "it is damaged, or holds more than tensors, numbers and words, which is never loaded"
-        raise ValueError(f"{path}: {kinds}; save a dictionary of tensors: torch.save({{'logits': ...}})")
+            reason = error if type(error) is ValueError else "it holds more than tensors, numbers and words"
+            advice = "save a dictionary of tensors: torch.save({'logits': ...})"
+            raise ValueError(f"{reason}; {advice}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
     # A tensor may be longer than what is stored of it, by a stride of zero.
@@ -265,7 +282,9 @@ class _Column:
         kinds = set(map(type, self.values))
         if kinds <= {int}:
             return np.asarray(self.values, dtype=np.int64)
-        if kinds <= {str} or kinds <= {int, float}:
+        if kinds <= {str}:
+            return texts(self.values)
+        if kinds <= {int, float}:
             return self.values
         named = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(f"{path}: {self.name} holds {named}; numbers or words are expected")
@@ -281,11 +300,21 @@ def _to_safetensors(predictions: Predictions, probs: bool) -> bytes:
 
 def _to_npz(predictions: Predictions, probs: bool) -> bytes:
     held = _kept(predictions, probs)
-    words = {"class_names": predictions.class_names, "split": predictions.split}
-    held |= {name: np.asarray(value) for name, value in words.items() if value is not None}
+    words = {name: held.pop(name) for name in ("ids", "paths") if name in held}
+    words |= {"class_names": predictions.class_names, "split": predictions.split}
+    held |= {name: _fixed_width(value, name) for name, value in words.items() if value is not None}
     stream = io.BytesIO()
     np.savez(stream, **held)
     return stream.getvalue()
+
+
+def _fixed_width(given: Any, name: str) -> Any:
+    """Return texts as an array of numpy, whose entries are all as wide as the longest one."""
+    listed = [given] if isinstance(given, str) else list(given)
+    size = 4 * len(listed) * max(map(len, listed), default=0)
+    if size > max(MOST_UNPACKED, MOST_TIMES * sum(map(len, listed))):
+        raise ValueError(f"{name} would take {size:,} bytes in an npz file, because one is very long; write .parquet")
+    return np.asarray(given, dtype=str)
 
 
 def _to_csv(predictions: Predictions, probs: bool) -> bytes:
@@ -332,7 +361,7 @@ def _kept(predictions: Predictions, probs: bool) -> dict[str, Any]:
     words = {"ids": predictions.ids, "paths": predictions.paths}
     # numpy has no bfloat16.
     held = {name: _numpy(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return held | {name: np.asarray(value) for name, value in words.items() if value is not None}
+    return held | {name: texts(value) for name, value in words.items() if value is not None}
 
 
 def _numpy(tensor: torch.Tensor) -> Any:
@@ -351,7 +380,7 @@ def _flat(predictions: Predictions, probs: bool) -> dict[str, Any]:
             called = names if name != "features" else tuple(map(str, range(column.shape[1])))
             found |= {f"{single}_{one}": column[:, i] for i, one in enumerate(called)}
     if predictions.class_names is not None and found.get("label") is not None:
-        found["label"] = np.asarray([names[i] for i in found["label"].tolist()])
+        found["label"] = texts([names[i] for i in found["label"].tolist()])
     return found
 
 
@@ -363,7 +392,7 @@ def _column_names(predictions: Predictions) -> tuple[str, ...]:
     return names
 
 
-READERS: Mapping[str, Callable[[Path, str | None, Watch | None], Predictions]] = {
+READERS: Mapping[str, Callable[[Path, str | None, Watch | None], AnyPredictions]] = {
     ".safetensors": _safetensors,
     ".npz": _npz,
     ".csv": _csv,

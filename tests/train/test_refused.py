@@ -228,6 +228,7 @@ def test_a_checkpoint_of_another_recipe_is_an_error(finished, tmp_path, changes)
     recipe = finished.recipe.replace(**changes)
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     run.recipe_file.write_text(recipe.to_json())
+    run.environment_file.unlink()  # which knows the images and labels of the other seed
     message = rf"checkpoint\.pt.*{finished.recipe.key}.*{recipe.key}"
     with pytest.raises(RunError, match=message):
         fit(recipe, out=run.folder, resume=True, progress=False)

@@ -39,7 +39,7 @@ from fedlas.metrics.result import Result
 from fedlas.ood.detection import detect_scores
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import check_arrays, readable
 from fedlas.train.runs import MACHINE, Run
 
@@ -132,14 +132,13 @@ class Kept:
             return None
         return Predictions(self._tensor("logits").double(), self._tensor("labels").long(), split="test")
 
-    def tops(self) -> Predictions:
+    def tops(self) -> AnyPredictions:
         """Give the predicted classes and their confidences back, which are always kept."""
         given = self.predictions()
         if given is not None:
             return given
-        names = {"confidence": "confidence", "prediction": "prediction", "label": "labels"}
-        columns = {name: np.asarray(self.arrays[place]) for name, place in names.items()}
-        return Predictions.from_columns(columns, "kept predictions", "test")
+        confidence, prediction, labels = map(self._tensor, ("confidence", "prediction", "labels"))
+        return TopLabelPredictions(confidence, prediction=prediction, labels=labels, split="test")
 
     def of_each_sample(self) -> dict[str, EachSample]:
         """Give NLL and Brier score sample by sample, where not the logits but these were kept."""

@@ -26,7 +26,7 @@ from fedlas.files import labelled, read_predictions
 from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection
-from fedlas.predictions import Predictions, check_every_class
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions, check_every_class
 from fedlas.report.duels import Duel, duels
 from fedlas.report.subjects import Model
 from fedlas.report.words import in_words, sentences
@@ -344,7 +344,7 @@ def _no_calibrator(held: Model, folds: int) -> str:
     """Say why no calibrator can be fitted; nothing where it can."""
     given = held.predictions
     assert given is not None
-    if given.top_only:
+    if isinstance(given, TopLabelPredictions):
         return "only the top class of each sample is known"
     if held.calibration is None and len(given) < 2 * folds:
         have = "1 sample is" if len(given) == 1 else f"{len(given)} samples are"
@@ -356,7 +356,7 @@ def _detections(report: Report) -> list[Detection]:
     return [state.detection for state in report.states if state.detection is not None]
 
 
-def _read(path: Path, watch: Watch | None) -> Predictions:
+def _read(path: Path, watch: Watch | None) -> AnyPredictions:
     stage = _stage(watch, f"reading {path.name}")
     if stage is None:
         return read_predictions(path)
@@ -366,7 +366,7 @@ def _read(path: Path, watch: Watch | None) -> Predictions:
     return found
 
 
-def _truth(path: Path, watch: Watch | None) -> Predictions:
+def _truth(path: Path, watch: Watch | None) -> AnyPredictions:
     return labelled(_read(path, watch), path)
 
 
@@ -421,8 +421,10 @@ def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
     return found
 
 
-def _like(other: Predictions, given: Predictions, path: Path) -> Predictions:
+def _like(other: AnyPredictions, given: AnyPredictions, path: Path) -> AnyPredictions:
     """Check that predictions of the same model know the same classes in the same order."""
+    if isinstance(other, TopLabelPredictions) and isinstance(given, TopLabelPredictions):
+        return other  # each names the classes that it mentions
     named = None not in (other.class_names, given.class_names)
     if other.num_classes != given.num_classes or (named and other.class_names != given.class_names):
         check_every_class(other, str(path), given, "the predictions that are judged")

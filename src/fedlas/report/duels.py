@@ -14,7 +14,7 @@ from typing import Any
 from fedlas.metrics.calibration import ece
 from fedlas.metrics.comparison import Comparison, check_draws, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, TopLabelPredictions
 
 METRICS = {"accuracy": accuracy, "ece": ece, "nll": nll, "brier": brier}
 WHOLE = {"nll", "brier"}  # metrics of all probabilities, not of the top one alone
@@ -45,7 +45,7 @@ class Duel:
 
 
 def duels(
-    models: Mapping[str, Predictions],
+    models: Mapping[str, AnyPredictions],
     *,
     bins: int = 15,
     level: float = 0.95,
@@ -75,7 +75,7 @@ def duels(
             yield Duel(first, second, next(iter(METRICS)), why=str(error))
             continue
         for name, metric in METRICS.items():
-            if name in WHOLE and any(one.top_only for one in held):
+            if name in WHOLE and any(isinstance(one, TopLabelPredictions) for one in held):
                 continue
             options: dict[str, Any] = {"bins": bins} if name in BINNED else {}
             try:
@@ -90,7 +90,7 @@ def duels(
         watch(1.0)
 
 
-def paired_with(first: Predictions, second: Predictions) -> Predictions:
+def paired_with(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions:
     """Give the samples of the second model in the order of the first; refuse samples of another split.
 
     The same images may be a split of another name: `fedlas predict` calls them by a hash of the data's keywords. So
@@ -112,7 +112,7 @@ def _kinds(split: str) -> set[str]:
     return {kind for kind in KINDS for word in words if word.startswith(kind)}
 
 
-def in_order_of(first: Predictions, second: Predictions) -> Predictions:
+def in_order_of(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions:
     """Bring the samples of the second model into the order of the first, where both name their samples."""
     for word in NAMES:
         ours, theirs = _names(first, word), _names(second, word)
@@ -137,6 +137,6 @@ def in_order_of(first: Predictions, second: Predictions) -> Predictions:
     return second
 
 
-def _names(given: Predictions, word: str) -> list[Any] | None:
+def _names(given: AnyPredictions, word: str) -> list[Any] | None:
     found = getattr(given, word)
     return None if found is None else list(found if isinstance(found, tuple) else found.tolist())

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedlas.storage import also_called, check_file, memory_errors, write_whole
+from fedlas.storage import also_called, check_file, memory_errors, read_torch, write_whole
 from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run, RunError
 
@@ -157,8 +157,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(), memory_errors():
             warnings.simplefilter("ignore")  # about files that no checkpoint of ours can be
-            content: dict[str, Any] = torch.load(io.BytesIO(written), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
+            content: dict[str, Any] = read_torch(path, written)
+    except (*UNFIT, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         # Not torch's own words: they advise to unpickle whatever is in there.
         raise RunError(damaged) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
