@@ -32,6 +32,7 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")  # of a class that is called by one
 LONGEST_WHOLE = 40  # digits of a number with leading zeros
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}  # whether one is correct
 WHOLE = re.compile(r"[+-]?\d+")  # a number as text
+MOST_WARNINGS = 5  # about class names that are spelled almost alike
 AT_ONCE = 2**16  # cells of a text file that are converted together
 EACH_ITS_OWN = ("id", "ids", "path", "paths", "index")  # columns of a text file in which few cells are equal
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
@@ -69,6 +70,9 @@ def read_npz(path: str | Path) -> dict[str, Any]:
         if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
             raise ValueError("it holds one array alone; named ones are expected (numpy.savez)")
         check_unpacked(path, sum(int(entry.file_size) for entry in file.zip.infolist()))
+        name, count = Counter(file.zip.namelist()).most_common(1)[0] if file.files else ("", 0)
+        if count > 1:
+            raise ValueError(f"{count} of its arrays are called {name.removesuffix('.npy')!r}")
         check_arrays(file.zip)
         return dict(file)
 
@@ -363,7 +367,8 @@ def _read_text(names: Sequence[str], batches: Iterator[Batch], path: str | Path,
         except ValueError as error:
             raise ValueError(f"{path}: {_no_number([header[i] for i in number], cells, begins)}") from error
         values.frombytes(part.tobytes())
-        far = np.abs(part[:, :classes].sum(1) - 1) > 1e-7 if classes else np.zeros(len(begins), dtype=bool)
+        off = np.abs(part[:, :classes].sum(1) - 1) if classes else np.zeros(len(begins))
+        far = np.isfinite(off) & (off > 1e-7)
         rounding = np.zeros(len(begins))
         for place in np.flatnonzero(far).tolist():
             rounding[place] = _rounding([column[place] for column in cells[:classes]])
@@ -521,12 +526,15 @@ def _are_whole(labels: Any) -> bool:
 def tell_twins(names: Sequence[str] | None) -> None:
     """Warn of names that are the same but for capitals, blanks, or the spelling of a number."""
     found: dict[object, str] = {}
-    for name in names or ():
-        other = found.setdefault(_spelled(name), name)
-        if other != name:
-            warnings.warn(
-                f"{other!r} and {name!r} are taken as two classes; if they are one, write them alike", stacklevel=2
-            )
+    pairs = [(found.setdefault(_spelled(name), name), name) for name in names or ()]
+    twins = [(other, name) for other, name in pairs if other != name]
+    for other, name in twins[:MOST_WARNINGS]:
+        warnings.warn(
+            f"{other!r} and {name!r} are taken as two classes; if they are one, write them alike", stacklevel=2
+        )
+    if len(twins) > MOST_WARNINGS:
+        more = len(twins) - MOST_WARNINGS
+        warnings.warn(f"{more:,} more pairs of class names are spelled almost alike", stacklevel=2)
 
 
 def _check_spelling(labels: Sequence[str], names: Sequence[str], path: str | Path) -> None:
@@ -614,4 +622,7 @@ def _last_digit(cell: str) -> float:
     """Find the value of a number's last digit; a whole number is taken as exact."""
     mantissa, exponent, power = cell.strip().lower().partition("e")
     decimals = len(mantissa.partition(".")[2])
-    return 10.0 ** (int(power or 0) - decimals) if decimals or exponent else 0.0
+    try:
+        return 10.0 ** (int(power or 0) - decimals) if decimals or exponent else 0.0
+    except (OverflowError, ValueError):  # of a zero with an enormous exponent
+        return 0.0

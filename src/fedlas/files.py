@@ -19,6 +19,7 @@ import json
 import tempfile
 import warnings
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -165,7 +166,7 @@ def _parquet(path: Path, split: str | None, _: Watch | None) -> AnyPredictions:
 
 def _json(path: Path, split: str | None, _: Watch | None) -> AnyPredictions:
     with readable(path):
-        found = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_number)
+        found = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_number, object_pairs_hook=_once)
     if isinstance(found, list):
         return Predictions.from_columns(_columns(enumerate(found), path, "record")[0], path, split)
     if not isinstance(found, dict):
@@ -213,7 +214,7 @@ def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield number, json.loads(line, parse_constant=_no_number)
+                yield number, json.loads(line, parse_constant=_no_number, object_pairs_hook=_once)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: line {number} is no JSON ({error})") from error
 
@@ -288,6 +289,15 @@ class _Column:
             return self.values
         named = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(f"{path}: {self.name} holds {named}; numbers or words are expected")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON a dictionary; raise an error where a name stands twice, of which one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {name[:80]!r} stands twice in one object")
+    return found
 
 
 def _no_number(word: str) -> NoReturn:

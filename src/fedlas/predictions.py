@@ -160,6 +160,8 @@ class Predictions:
         called = None if names is None else tuple(map(str, names))
         check_distinct(called)
         width = None if features is None else as_floats(features, "features")
+        if width is not None and width.numel():
+            check_finite(width, "features")
         order = None if index is None else as_tensor(index, "index").long()
         ids, paths = (
             None if given is None else tuple(map(str, given)) for given in (rest.get("ids"), rest.get("paths"))
@@ -606,6 +608,8 @@ def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
         advice = f"; {PERCENTAGES}" if name in {"probs", "logits"} and _are_percentages(tensor) else ""
         advice += ", and give them as probs" if advice and name == "logits" else ""
         raise TypeError(f"{name} holds {tensor.dtype}; floating-point numbers are expected{advice}")
+    if tensor.dtype.itemsize == 1:
+        raise TypeError(f"{name} holds {tensor.dtype}; convert it to float16 or wider, such as {name}.half()")
     if tensor.ndim == 0:
         raise ValueError(f"{name} is a single number; one row per sample is expected")
     return tensor
@@ -737,12 +741,12 @@ def top_of_probs(
     return torch.cat(confidence), torch.cat(prediction)
 
 
-def check_finite(logits: Float[Tensor, "..."]) -> None:
-    """Raise an error that names the first row of logits that holds NaN or infinity."""
+def check_finite(logits: Float[Tensor, "..."], name: str = "logits") -> None:
+    """Raise an error that names the first row that holds NaN or infinity."""
     # The extremes are NaN or infinite if any number is: one reading, where a mask would be written as well.
     if logits.numel() == 0 or not bool(torch.isfinite(torch.stack(torch.aminmax(logits))).all()):
         good = torch.isfinite(logits)
-        check_rows("logits", logits, good if good.ndim == 1 else good.flatten(1).all(dim=1), "holds NaN or infinity")
+        check_rows(name, logits, good if good.ndim == 1 else good.flatten(1).all(dim=1), "holds NaN or infinity")
 
 
 def check_rows(name: str, values: Tensor, good: Bool[Tensor, "n *space"], fault: str) -> None:

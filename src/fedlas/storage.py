@@ -9,9 +9,9 @@ import json
 import math
 import os
 import pickle
+import secrets
 import shutil
 import stat
-import tempfile
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
@@ -383,20 +383,23 @@ def _write_whole(path: Path, content: Sequence[bytes | memoryview], before: Path
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_bytes(b"".join(content))  # a pipe or a device is no file that could be replaced
         return
-    mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o644
+    mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
+    # Not by tempfile, which ignores the umask. The name may be as long as a file system allows.
+    temporary = path.parent / f".{path.name[:40]}.{secrets.token_hex(8)}{PART}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(mode)
+        if mode is not None:
+            temporary.chmod(mode)
         if before is not None and path.is_file():
             also_called(path, before)
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -290,6 +290,11 @@ class AbstractCalibrator(ABC):
     @classmethod
     def restore(cls: type[Kind], about: Mapping[str, Any], tensors: dict[str, Tensor]) -> Kind:
         """Make a fitted calibrator of what a file says."""
+        for name, value in tensors.items():
+            if bool(value.isnan().any()):
+                raise ValueError(f"{name} holds NaN")
+            if name == "temperature" and not bool(((value > 0) & value.isfinite()).all()):
+                raise ValueError(f"{name} is {float(value.flatten()[0]):g}; it must be finite and above 0")
         made = cls(**about["options"])
         made.learned, made.fitted = tensors, Fit.from_dict(about["fitted"])
         return made

@@ -34,7 +34,7 @@ from fedlas.report.words import in_words, sentences
 FORMAT = "fedlas.answer/1"
 BRIEFLY = ("accuracy", "ece", "over_ece", "under_ece", "nll")  # of several models
 SIGNS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
+CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*")
 
 Watch = Callable[[str, float], None]
 File = str | Path
