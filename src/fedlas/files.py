@@ -310,7 +310,7 @@ def _to_safetensors(predictions: Predictions, probs: bool) -> bytes:
 
 def _to_npz(predictions: Predictions, probs: bool) -> bytes:
     held = _kept(predictions, probs)
-    words = {name: held.pop(name) for name in ("ids", "paths") if name in held}
+    words: dict[str, Any] = {name: held.pop(name) for name in ("ids", "paths") if name in held}
     words |= {"class_names": predictions.class_names, "split": predictions.split}
     held |= {name: _fixed_width(value, name) for name, value in words.items() if value is not None}
     stream = io.BytesIO()

@@ -420,7 +420,7 @@ class TopLabelPredictions:
         if scores.ndim != 1:
             raise ValueError(f"confidence has shape {tuple(scores.shape)}; one number per sample is expected")
         percent = "; percentages are divided by 100 before" if scores.numel() and bool(scores.amax() > 1) else ""
-        check_rows("confidence", scores, (scores >= 0) & (scores <= 1), f"is not between 0 and 1{percent}")
+        check_rows("confidence", scores, (scores > 0) & (scores <= 1), f"is not above 0 and at most 1{percent}")
         n, called = len(scores), None if class_names is None else tuple(map(str, class_names))
         check_distinct(called)
         truth, said = (
@@ -522,7 +522,7 @@ def _about(predictions: AnyPredictions) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in about.items()}
 
 
-def _selection(rows: slice | Tensor | NDArray[Any] | list[Any], n: int) -> slice | Tensor:
+def _selection(rows: Any, n: int) -> slice | Tensor:
     """Return a selection of samples as torch takes it; it knows no slices with a negative step."""
     if isinstance(rows, slice):
         return rows if (rows.step or 1) > 0 else torch.tensor(range(*rows.indices(n)), dtype=torch.long)

@@ -34,7 +34,7 @@ CHECKSUM = "fedlas.crc32"
 ALLOCATOR = "DefaultCPUAllocator: "  # who in torch says that there is no memory
 FROM_FILE: ContextVar[bool] = ContextVar("from_file", default=False)  # whether arrays come from a file that is read
 LEGACY = 0x1950A86A20F9469CFC6C  # begins a file that torch before 1.6 wrote
-BATCH = 2**20  # bytes of a text file that are read together
+BATCH = 2**16  # bytes of a text file that are read together
 PART = ".part"  # ends the name of a file that is being written
 # A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
 MOST_UNPACKED, MOST_TIMES = 2**28, 100
@@ -198,7 +198,7 @@ def read_lines(file: TextIO, path: str | Path, watch: Callable[[float], None] | 
 
 
 def read_batches(file: TextIO, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[list[str]]:
-    """Read the lines of a text, about a megabyte at a time; report progress as a fraction of the file."""
+    """Read the lines of a text, some at a time; report progress as a fraction of the file."""
     size = max(1, Path(path).stat().st_size)
     try:
         while lines := file.readlines(BATCH):

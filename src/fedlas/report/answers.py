@@ -27,7 +27,7 @@ from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions, check_every_class
-from fedlas.report.duels import Duel, duels
+from fedlas.report.duels import Duel, correction_note, duels
 from fedlas.report.subjects import Model
 from fedlas.report.words import in_words, sentences
 
@@ -299,7 +299,9 @@ def judge_files(
             raise ValueError(f"{name} has a report already, so no further predictions of it can be looked at")
         models[name] = held
     held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
-    compared = list(duels(held_by, **options, watch=_stage(watch, "comparing models")))
+    compared = duels(held_by, **options, watch=_stage(watch, "comparing models"))
+    if any(one.found is not None for one in compared) and (note := correction_note(len(held_by))):
+        notes.append(note)
     return Answer(models, {name: path for name, path in sources.items() if path is not None}, compared, notes)
 
 
