@@ -250,13 +250,14 @@ def evaluate(
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
     steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + 2 * len(chosen), watch)
     steps.within(0.0)
-    repairs: dict[str, _Repair] = {}
+    fitted = []
     if chosen:
         full = with_every_class(predictions, "calibration")
         other = None if calibration is None else with_every_class(calibration, "calibration")
         both = 0 if other is None or all(map(_is_fitted, chosen)) else samples_in_both(full, other)
         about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
-        repairs = _named([_repair(one, full, other, dealt, steps, **about) for one in chosen])
+        fitted = [_repair(one, full, other, dealt, steps, **about) for one in chosen]
+    repairs = _named(fitted)
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]

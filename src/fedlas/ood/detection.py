@@ -334,13 +334,13 @@ def detect(
 
 def foreign_predictions(name: str, given: AnyPredictions | Array, known: AnyPredictions) -> AnyPredictions:
     """Take predictions, or logits, on a foreign data set, and check that they are of the same classes."""
-    foreign = given if isinstance(given, AnyPredictions) else Predictions(given)
-    if isinstance(foreign, TopLabelPredictions) and isinstance(known, TopLabelPredictions):
-        return foreign  # each names the classes that it mentions
-    if foreign.num_classes != known.num_classes:
-        check_every_class(foreign, name, known, "the known samples")
-        raise ValueError(f"{name} has {foreign.num_classes} classes, the known samples have {known.num_classes}")
-    return foreign
+    ood = given if isinstance(given, AnyPredictions) else Predictions(given)
+    if isinstance(ood, TopLabelPredictions) and isinstance(known, TopLabelPredictions):
+        return ood  # each names the classes that it mentions
+    if ood.num_classes != known.num_classes:
+        check_every_class(ood, name, known, "the known samples")
+        raise ValueError(f"{name} has {ood.num_classes} classes, the known samples have {known.num_classes}")
+    return ood
 
 
 def detect_scores(

@@ -27,7 +27,7 @@ from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions, check_every_class
-from fedlas.report.duels import Duel, correction_note, duels
+from fedlas.report.duels import PairedTest, correction_note, duels
 from fedlas.report.subjects import Model
 from fedlas.report.words import in_words, sentences
 
@@ -54,7 +54,7 @@ class Answer:
 
     models: Mapping[str, Model]
     files: Mapping[str, Path]
-    compared: Sequence[Duel] = ()
+    compared: Sequence[PairedTest] = ()
     notes: Sequence[str] = ()
 
     @property

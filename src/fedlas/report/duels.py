@@ -26,7 +26,7 @@ KINDS = ("train", "val", "test")  # begin the words for splits
 
 
 @dataclass(frozen=True)
-class Duel:
+class PairedTest:
     """How two models differ in one metric; or why they cannot be compared.
 
     Args:
@@ -52,7 +52,7 @@ def duels(
     resamples: int | None = None,
     seed: int = 0,
     watch: Callable[[float], None] | None = None,
-) -> list[Duel]:
+) -> list[PairedTest]:
     """Compare models on the same samples by paired tests; a pair that cannot be compared is named once.
 
     The p-values of each metric are corrected for the number of pairs by the method of Holm.
@@ -67,7 +67,7 @@ def duels(
     """
     pairs = _pairs(models)
     options: dict[str, Any] = {"level": level, "resamples": resamples or RESAMPLES, "seed": seed}
-    found: list[Duel] = []
+    found: list[PairedTest] = []
     for done, (first, second) in enumerate(pairs):
         if watch is not None:
             watch(done / len(pairs))
@@ -97,25 +97,25 @@ def correction_note(models: int) -> str:
 
 def _tests(
     first: str, second: str, models: Mapping[str, AnyPredictions], bins: int, options: Mapping[str, Any]
-) -> Iterator[Duel]:
+) -> Iterator[PairedTest]:
     try:
         check_draws(options["level"], options["resamples"])
         held = (models[first], paired_with(models[first], models[second]))
     except ValueError as error:
-        yield Duel(first, second, next(iter(METRICS)), why=str(error))
+        yield PairedTest(first, second, next(iter(METRICS)), why=str(error))
         return
     for name, metric in METRICS.items():
         if name in WHOLE and any(isinstance(one, TopLabelPredictions) for one in held):
             continue
         more: dict[str, Any] = {"bins": bins} if name in BINNED else {}
         try:
-            yield Duel(first, second, name, paired_bootstrap(metric, *held, **options, **more))
+            yield PairedTest(first, second, name, paired_bootstrap(metric, *held, **options, **more))
         except ValueError as error:
-            yield Duel(first, second, name, why=str(error))
+            yield PairedTest(first, second, name, why=str(error))
             return
 
 
-def _corrected(found: Sequence[Duel], level: float) -> list[Duel]:
+def _corrected(found: Sequence[PairedTest], level: float) -> list[PairedTest]:
     """Correct the p-values of each metric for the number of pairs by the step-down method of Holm (1979)."""
     adjusted = list(found)
     for metric in METRICS:

@@ -37,7 +37,7 @@ from fedlas.report.places import filled_places
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
-    from fedlas.report.duels import Duel
+    from fedlas.report.duels import PairedTest
 
 LONGEST = 200  # letters of a text that someone else wrote
 ALL_NAMES, SHORTEST = 1_000_000, 24  # letters of the names of all classes, and of one of very many
@@ -420,7 +420,7 @@ def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
     return 1 + math.tanh(beta * mode * gamma / 2)
 
 
-def comparison_data(names: Sequence[str], duels: "Iterable[Duel]") -> Plain | None:
+def comparison_data(names: Sequence[str], duels: "Iterable[PairedTest]") -> Plain | None:
     """Give the paired tests of models, which are told by their place in the list of names."""
     if len(names) < 2:
         return None
