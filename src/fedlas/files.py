@@ -196,7 +196,7 @@ def _torch(path: Path, split: str | None, _: Watch | None) -> AnyPredictions:
         try:
             with memory_errors():
                 found = read_torch(path)
-        except MemoryError:
+        except (MemoryError, FileNotFoundError, PermissionError):
             raise
         except Exception as error:
             # torch's own advice is to load it without a check, which runs whatever the file says.

@@ -557,7 +557,8 @@ def with_every_class(given: AnyPredictions, what: str) -> Predictions:
         what: what needs every class, for the error.
     """
     if isinstance(given, TopLabelPredictions):
-        raise ValueError(f"only the top confidence of each sample is known; {what} needs every class")  # noqa: TRY004
+        needed = "the logits or probabilities of every class"
+        raise ValueError(f"only the top confidence of each sample is known; {what} needs {needed}")  # noqa: TRY004
     return given
 
 

@@ -293,8 +293,6 @@ class _Sizes(pickle._Unpickler):
         """Return what takes the place of a name in the pickle."""
         if module in {"torch", "torch.storage"} and name.removesuffix("Storage") in WIDTHS:
             return WIDTHS[name.removesuffix("Storage")]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
         if f"{module}.{name}" not in self._known:
             raise ValueError("it holds more than tensors, numbers and words, which is never loaded")
         return self._known[f"{module}.{name}"]
@@ -330,6 +328,11 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+)  # fmt: skip
 # Bytes of one number in a storage.
 WIDTHS = {
     "Untyped": 1, "Bool": 1, "Byte": 1, "Char": 1, "Short": 2, "Half": 2, "BFloat16": 2, "Int": 4, "Float": 4,
@@ -346,6 +349,7 @@ PLAIN: dict[str, Any] = {
     "_codecs.encode": _encode,
     "torch._tensor._rebuild_from_type_v2": lambda function, _, given, __: function(*given),
     "torch.nn.parameter.Parameter": None,
+    **{str(dtype): dtype for dtype in DTYPES},
 }
 
 

@@ -105,6 +105,33 @@ def test_a_torch_file_is_refused_before_torch_allocates_memory(
         checkpoint.load(path)
 
 
+CALLS = {
+    "global": b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R.",
+    "stack global": b"X\x05\x00\x00\x00posixX\x06\x00\x00\x00system\x93X\x04\x00\x00\x00true\x85R.",
+    "inst": b"(X\x04\x00\x00\x00trueiposix\nsystem\n.",
+    "obj": b"(cposix\nsystem\nX\x04\x00\x00\x00trueo.",
+    "newobj": b"cposix\nsystem\n)\x81.",
+    "attribute": b"ctorch\nnn.Module\n)R.",
+    "storage": b"ctorch\nhub\n.",
+    "codec": b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R.",
+    "extension": b"\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_check_of_a_torch_file_imports_and_calls_nothing(tmp_path, monkeypatch, call):
+    monkeypatch.setattr("os.system", lambda _: pytest.fail("it was called"))
+    monkeypatch.setattr("posix.system", lambda _: pytest.fail("it was called"))
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load was called"))
+    content = b"\x80\x04" + CALLS[call]
+    for path in (zipped(tmp_path / "zip.pt", content), tmp_path / "legacy.pt"):
+        if path.stem == "legacy":
+            path.write_bytes(b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {})) + content)
+        for opened in (read_predictions, read_weights, read_official):
+            with pytest.raises(ValueError, match=rf"{path.stem}\.pt"):
+                opened(path)
+
+
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
 def test_files_of_torch_save_are_read_as_before(tmp_path, options):
     table = torch.randn(4, 3)
@@ -116,7 +143,7 @@ def test_files_of_torch_save_are_read_as_before(tmp_path, options):
     torch.save(content, tmp_path / "w.pth", **options)
     weights = read_weights(tmp_path / "w.pth")
     new = {"a": torch.arange(6).to(torch.uint16), "b": torch.ones(3).to(torch.float8_e4m3fn)}
-    torch.save(new, tmp_path / "new.pth", **options)
+    torch.save(new, tmp_path / "new.pth")  # torch reads them in the newer format alone
     assert {name: one.dtype for name, one in read_weights(tmp_path / "new.pth").items()} == {
         name: one.dtype for name, one in new.items()
     }

@@ -109,7 +109,7 @@ def _tests(
             continue
         more: dict[str, Any] = {"bins": bins} if name in BINNED else {}
         try:
-            yield PairedTest(first, second, name, paired_bootstrap(metric, *held, **options, **more))
+            yield PairedTest(first, second, name, paired_bootstrap(metric, held[0], held[1], **options, **more))
         except ValueError as error:
             yield PairedTest(first, second, name, why=str(error))
             return

@@ -242,7 +242,6 @@ def _is_watch(value: Any) -> bool:
 # What a checkpoint holds: the name, whether a value has its form, and the form in words.
 Part: TypeAlias = tuple[str, Callable[[Any], bool], str]
 PARTS: tuple[Part, ...] = (
-    ("recipe", _is_text, "the key of a recipe"),
     ("model", _are_tensors, "a table of tensors"),
     ("loss", _is_named, "a table of names"),
     ("optimizer", _are_memories, "a list of tables of tensors"),
@@ -253,6 +252,7 @@ PARTS: tuple[Part, ...] = (
     ("best", _are_tensors, "a table of tensors"),
     ("best_epoch", _is_count, "a number of epochs"),
     ("best_accuracy", _is_accuracy, "an accuracy"),
+    ("recipe", _is_text, "the key of a recipe"),
 )
 STEP_PARTS: tuple[Part, ...] = (
     ("count", _is_number, "a number of steps"),
