@@ -16,9 +16,11 @@ demo: $(READY) ## train five losses on handwritten digits and compare what their
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/fedlas demo
 
 test: $(READY) ## format, lint, types and the fast tests, as CI runs them (8 minutes on two cores)
+	@scripts/browser
 	@scripts/check
 
 test-all: $(READY) ## all of that with every test, campaigns included, then the lowest supported versions (no time limit)
+	@scripts/browser
 	@scripts/check --all
 	@scripts/lowest
 
@@ -81,5 +83,4 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --build-constraint constraints.txt --no-compile -e '.[all,dev]'
 	@$(BIN)/python -W ignore -m compileall -qq -j 0 -x '$(SELDOM)' .venv/lib || true # pip would do one file after the other
-	@scripts/browser
 	@touch $@

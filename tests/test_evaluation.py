@@ -19,7 +19,7 @@ from fedlas import evaluation, metrics, ood, posthoc
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Result
 from fedlas.posthoc.leakage import samples_in_both
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.html import report_page
 
 
@@ -402,7 +402,7 @@ def test_soft_labels_and_the_top_class_alone_get_what_they_can():
     soft = evaluate(Predictions(given.logits, given.logits.softmax(1)), resamples=100)
     assert float(soft["ece"]) == pytest.approx(0, abs=1e-6)
     assert "ks_test" not in soft.before.results
-    top = evaluate(Predictions.from_probs(given.probs, given.labels, top_only=True), resamples=100)
+    top = evaluate(TopLabelPredictions(given.confidence, given.correct), resamples=100)
     assert "nll" not in top.before.results
     assert float(top["ece"]) == pytest.approx(float(metrics.ece(given)), abs=1e-6)
 

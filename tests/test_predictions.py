@@ -19,7 +19,7 @@ import torch
 from fedlas.extras import optional_module
 from fedlas.files import read_predictions
 from fedlas.metrics import ece, nll
-from fedlas.predictions import ENOUGH, Predictions, as_tensor, least_prob
+from fedlas.predictions import ENOUGH, Predictions, TopLabelPredictions, as_tensor, least_prob
 from fedlas.storage import RowError, write_whole
 
 pa = pytest.importorskip("pyarrow")
@@ -160,7 +160,7 @@ def test_save_and_load(tmp_path, probs):
     back = Predictions.load(tmp_path / "deep" / "p.safetensors")
     for name in ("logits", "labels", "features", "index", "probs"):
         assert torch.equal(getattr(back, name), getattr(known, name)), name
-    assert (back.class_names, back.split, back.top_only) == (known.class_names, known.split, known.top_only)
+    assert (back.class_names, back.split) == (known.class_names, known.split)
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["p.safetensors"]
 
 
@@ -426,12 +426,15 @@ def test_a_large_csv_takes_little_more_than_its_numbers(tmp_path):
 def test_csv_with_the_top_class_alone(tmp_path):
     text = "confidence,prediction,label\n0.5,dog,dog\n0.9,cat,dog\n0.12,7,cat\n"
     known = Predictions.from_csv(table(tmp_path, text))
-    assert known.top_only
+    assert isinstance(known, TopLabelPredictions)
     assert known.confidence.tolist() == pytest.approx([0.5, 0.9, 0.12])
     assert [known.class_names[i] for i in known.prediction] == ["dog", "cat", "7"]
     assert known.correct.tolist() == [True, False, False]
     known.save(tmp_path / "p")
-    assert Predictions.load(tmp_path / "p").top_only
+    back = Predictions.load(tmp_path / "p")
+    assert isinstance(back, TopLabelPredictions)
+    for name in ("confidence", "correct", "prediction", "labels"):
+        assert torch.equal(getattr(back, name), getattr(known, name)), name
     with pytest.raises(ValueError, match=r"confidence.*line 2.*0"):
         Predictions.from_csv(table(tmp_path, "confidence,prediction,label\n0,a,b\n"))
 
@@ -657,7 +660,7 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path, probs):
     given, path = everything(probs), tmp_path / "p.safetensors"
     given.save(path)
     whole = path.read_bytes()
-    words = [whole.index(word) for word in (b"val", b"fedlas.predictions", b"top_only")]
+    words = [whole.index(word) for word in (b"val", b"fedlas.predictions", b"class_names")]
     for place in [*words, *range(head_of(whole), len(whole))]:
         for bit in (0, 7) if place not in words else (0,):
             content = bytearray(whole)

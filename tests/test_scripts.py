@@ -143,9 +143,17 @@ def test_the_second_setup_installs_nothing(machine):
     first, second = re.findall("^-m pip install.*$", asked, re.MULTILINE)
     assert first.endswith("-c constraints.txt pip setuptools")
     assert second.endswith("-c constraints.txt --build-constraint constraints.txt --no-compile -e .[all,dev]")
-    assert re.search(r"-m compileall -qq -j 0 -x /tests/\|/site-packages/\S+ \.venv/lib\nbrowser\n$", asked)
+    assert re.search(r"-m compileall -qq -j 0 -x /tests/\|/site-packages/\S+ \.venv/lib\n$", asked)  # and no browser
     assert setup(machine).returncode == 0
     assert (machine / "asked").read_text() == asked
+
+
+def test_only_the_tests_install_a_browser(machine):
+    """`make setup` and `make demo` installed one by the system's package manager."""
+    (machine / "scripts" / "check").write_text("#!/bin/sh\necho check >> asked\n")
+    (machine / "scripts" / "check").chmod(0o755)
+    assert run(["make", "test", "PYTHON=./python"], cwd=machine).returncode == 0
+    assert (machine / "asked").read_text().endswith("browser\ncheck\n")
 
 
 @pytest.mark.parametrize("there", ["chromium", "apt-get", "nothing"])

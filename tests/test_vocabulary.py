@@ -11,12 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TERMS = {
-    "foreign data": (r"foreign(?!Object)", 298),
+    "foreign data": (r"foreign(?!Object)", 294),
     "onlooker": (r"onlookers?", 24),
     "rehearsal": (r"rehears(?:als?|e[ds]?|ing)", 39),
     "stranger": (r"strange(?:rs?|ly)?", 36),
     "judge": (r"judg(?:e[ds]?|ing)", 111),
-    "duel": (r"duels?", 26),
+    "duel": (r"duels?", 17),
     "crew": (r"crews?", 30),
     "dealt": (r"dealt", 13),
     "too sure": (r"too sure", 26),

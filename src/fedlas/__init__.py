@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fedlas.posthoc import list_calibrators as list_calibrators
     from fedlas.posthoc import load_calibrator as load_calibrator
     from fedlas.predictions import Predictions as Predictions
+    from fedlas.predictions import TopLabelPredictions as TopLabelPredictions
     from fedlas.report.answers import judge_files as judge_files
     from fedlas.report.figures import save_figures as save_figures
     from fedlas.report.html import save_page as save_page
@@ -58,6 +59,7 @@ _HOMES = {
     "Predictions": "fedlas.predictions",
     "Recipe": "fedlas.train",
     "Report": "fedlas.evaluation",
+    "TopLabelPredictions": "fedlas.predictions",
     "WithFeatures": "fedlas.models.base",
     "WithLoss": "fedlas.models.base",
     "build_calibrator": "fedlas.posthoc",

@@ -339,7 +339,7 @@ def _is_number(values: Any) -> bool:
     return next(_floats(values[:1]), None) is not None
 
 
-def _floats(values: Sequence[Any]) -> Iterator[float]:
+def _floats(values: Any) -> Iterator[float]:
     for value in values:
         try:
             yield float(str(value).replace(",", "."))

@@ -7,12 +7,13 @@ their names, which the text of `fedlas.predictions` lists. Nothing is guessed fr
 import csv
 import math
 import re
+import sys
 import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,17 +31,19 @@ from fedlas.storage import (
     check_file,
     check_unpacked,
     open_text,
-    read_lines,
+    read_batches,
     readable,
 )
 
-FILLING = "(other"  # begins the name of a class that only fills a row up to one
-MOST_FILLED = 2**29  # numbers in a table that is made of confidences alone
 MOST_CLASSES = 2**20  # of a file: the metrics of each take a kilobyte, and a small file can claim any number
 FEWEST = 20  # confidences of two classes of which one is below a half
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")  # of a class that is called by one
 LONGEST_WHOLE = 40  # digits of a number with leading zeros
+FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}  # whether one is correct
 WHOLE = re.compile(r"[+-]?\d+")  # a number as text
+MOST_WARNINGS = 5  # about class names that are spelled almost alike
+AT_ONCE = 2**16  # cells of a text file that are converted together
+EACH_ITS_OWN = ("id", "ids", "path", "paths", "index")  # columns of a text file in which few cells are equal
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
 
 
@@ -66,14 +69,14 @@ class Understood(NamedTuple):
         scores: one row for each sample.
         labels: class numbers or soft labels, if there are any.
         rest: what may come with them, by the names that `Predictions` has for it.
-        top_only: whether only the top class is known.
+        top: where only the top class is known, what `TopLabelPredictions` need besides the confidences in `scores`.
     """
 
     are_logits: bool
     scores: Any
     labels: Any
     rest: dict[str, Any]
-    top_only: bool = False
+    top: dict[str, Any] | None = None
 
 
 def read_npz(path: str | Path) -> dict[str, Any]:
@@ -82,6 +85,9 @@ def read_npz(path: str | Path) -> dict[str, Any]:
         if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
             raise ValueError("it holds one array alone; named ones are expected (numpy.savez)")
         check_unpacked(path, sum(int(entry.file_size) for entry in file.zip.infolist()))
+        name, count = Counter(file.zip.namelist()).most_common(1)[0] if file.files else ("", 0)
+        if count > 1:
+            raise ValueError(f"{count} of its arrays are called {name.removesuffix('.npy')!r}")
         check_arrays(file.zip)
         return dict(file)
 
@@ -92,22 +98,27 @@ def read_csv(
     """Read a table of text, its columns separated by commas, semicolons, tabs or blanks."""
     check_file(path)
     with open_text(path, newline="") as file:
-        lines = read_lines(file, path, watch)
-        first = next(lines, "")
+        batches = read_batches(file, path, watch)
+        first = next(batches, [""])
         # Programs of countries that write 0,5 separate columns by semicolons.
         marks = (",", ";", "\t") if (options or {}).get("header", True) else (";", ",", "\t")
-        blanks = ".txt" in Path(path).suffixes and not any(mark in first for mark in marks)
-        mark = " " if blanks else next((mark for mark in marks if mark in first), ",")
-        given = (line.strip(" ") for line in chain([first], lines)) if blanks else chain([first], lines)
-        reader = csv.reader(given, delimiter=mark, skipinitialspace=blanks)
-        return _read_text(_cells(reader, path), path, mark, options)
+        blanks = ".txt" in Path(path).suffixes and not any(mark in first[0] for mark in marks)
+        mark = " " if blanks else next((mark for mark in marks if mark in first[0]), ",")
+        given: Iterator[list[str]] = chain([first], batches)
+        if blanks:
+            given = ([line.strip(" ") for line in lines] for lines in given)
+        return _read_text(_split(given, path, mark, header=(options or {}).get("header", True)), path, mark, options)
 
 
 def read_parquet(path: str | Path) -> dict[str, Any]:
     """Read the columns of a parquet table."""
     with readable(path):
-        file = optional_module("pyarrow.parquet").ParquetFile(str(path))
-        check_unpacked(path, 8 * _arrow_count(file.metadata))
+        parquet = optional_module("pyarrow.parquet")
+        about = parquet.read_metadata(str(path))
+        check_unpacked(path, 8 * _arrow_count(about))
+        check_unpacked(path, _arrow_size(about))
+        # Equal texts are read once: a small file may name a long one in every row.
+        file = parquet.ParquetFile(str(path), read_dictionary=_arrow_texts(about))
         columns = _arrow_numbers(file)
         rest = file.read([name for name in file.schema_arrow.names if name not in columns])
     columns |= {name: _arrow_column(rest[name], name, path) for name in rest.column_names}
@@ -143,22 +154,10 @@ def no_scores(columns: Mapping[str, Any], path: str | Path) -> ValueError:
     return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
 
 
-def renamed(columns: Mapping[str, Any], roles: Roles, path: str | Path) -> dict[str, Any]:
+def renamed(columns: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     """Give columns the names that fedlas uses for them; leave out those that are not understood."""
     skipped = set(roles.unread)
-    found = {roles.names.get(name, name): values for name, values in columns.items() if name not in skipped}
-    if "correct" not in found:
-        return found
-    correct = found.pop("correct")
-    if "confidence" in found and "prediction" not in found:
-        known = {"1": True, "true": True, "0": False, "false": False}
-        words = [_word(value).casefold() for value in correct]
-        for row, word in enumerate(words):
-            if word not in known:
-                raise RowError(f"{path}: correct: ", row, f" is {word!r}; 0 or 1, true or false are expected")
-        found["prediction"] = ["predicted"] * len(words)
-        found["label"] = ["predicted" if known[word] else f"{FILLING})" for word in words]
-    return found
+    return {roles.names.get(name, name): values for name, values in columns.items() if name not in skipped}
 
 
 def labels_of(options: ReadOptions) -> Any:
@@ -197,8 +196,8 @@ def understood(columns: Mapping[str, Any], path: str | Path) -> Understood:
     """Find scores, labels and the rest among named columns."""
     found = [kind for kind in ("logits", "probs") if kind in columns]
     found += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
-    if not found and {"confidence", "prediction"} <= columns.keys():
-        return _of_the_top_class(columns, path)
+    if not found and "confidence" in columns and columns.keys() & {"prediction", "correct"}:
+        return _top_label(columns, path)
     kind = found[0]
     given, scores = columns.get("class_names"), columns.get(kind)
     names = None if given is None else [str(name) for name in given]
@@ -224,48 +223,98 @@ def understood(columns: Mapping[str, Any], path: str | Path) -> Understood:
     return Understood(kind.startswith("logit"), scores, labels, rest)
 
 
-def _of_the_top_class(columns: Mapping[str, Any], path: str | Path) -> Understood:
-    """Make probabilities of all classes where only that of the predicted one is known."""
-    truth, said = ([_word(value) for value in columns[name]] for name in (_label(columns, path), "prediction"))
-    kinds = [{WHOLE.fullmatch(word) is not None for word in words} for words in (truth, said)]
-    if kinds in ([{True}, {False}], [{False}, {True}]):
-        raise ValueError(f"{path}: one of label and prediction holds numbers, the other names: {truth[0]}, {said[0]}")
-    names = sorted(set(truth) | set(said), key=lambda name: (not name.isdecimal(), name.zfill(20), name))
-    tell_twins(names)
-    confidence = _confidences(columns, path, names)
-    # Classes that nobody named share what is left, enough of them that the predicted class is the largest.
-    least = float(confidence.min())
-    names += [f"{FILLING} {i})" for i in range(max(1, int((1 - least) / least) + 2 - len(names)))]
-    if len(names) * len(said) > MOST_FILLED:
-        raise ValueError(
-            f"{path}: {len(said):,} rows with a confidence of {least:g} among them need a table of {len(names):,} "
-            "classes each, which is too large; give the probabilities of all classes, or fewer rows"
-        )
-    place = {name: i for i, name in enumerate(names)}
-    predicted = torch.as_tensor([[place[name]] for name in said])
-    probs = ((1 - confidence) / (len(names) - 1)).repeat(1, len(names)).scatter(1, predicted, confidence)
+def _top_label(columns: Mapping[str, Any], path: str | Path) -> Understood:
+    """Find confidences, and which of them are correct, where nothing is known of other classes."""
+    confidence = _numbers(columns, "", ["confidence"], path)[:, 0]
+    if not len(confidence):
+        raise ValueError(f"{path}: confidence has no rows; at least one sample is needed")
+    given = columns.get("class_names")
+    names = None if given is None else [str(name) for name in given]
+    called = {} if "correct" in columns and not set(LABELS) & columns.keys() else {"label": _label(columns, path)}
+    called |= {"prediction": "prediction"} if "prediction" in columns else {}
+    held = {word: _distinct(columns[name]) for word, name in called.items()}
+    if names is None or not all(_are_whole(columns[name]) for name in called.values()):
+        words = {word: [_word(value) for value in one.values] for word, one in held.items()}
+        if len(words) == 2 and _are_other_words(*words.values()):
+            shown = ", ".join(some[0] for some in words.values())
+            raise ValueError(f"{path}: one of label and prediction holds numbers, the other names: {shown}")
+        mentioned = sorted({word for some in words.values() for word in some}, key=_by_number)
+        if names is None and mentioned:
+            names = mentioned
+            tell_twins(names)
+        number = {name: i for i, name in enumerate(names or ())}
+        for word in mentioned:
+            if word not in number:
+                raise ValueError(f"{path}: {word!r} is none of class_names: {some_of(number)}")
+        found = {word: np.array([number[one] for one in some])[held[word].rows] for word, some in words.items()}
+    else:
+        found = {word: _whole(columns[name], word) for word, name in called.items()}
+    _warn_of_low_confidence(confidence, names or (), path)
+    top = {"prediction": found.get("prediction"), "correct": _flags(columns, path)}
     rest = {"class_names": names, **_about_samples(columns, path)}
-    return Understood(False, probs, [place[name] for name in truth], rest, top_only=True)
+    return Understood(False, confidence, found.get("label"), rest, top)
 
 
-def _confidences(columns: Mapping[str, Any], path: str | Path, names: Sequence[str]) -> Tensor:
-    """Take the column of confidences, one row each, if they can be what they are called."""
-    confidence = torch.from_numpy(np.array(_numbers(columns, "", ["confidence"], path)))
-    good = (confidence[:, 0] >= 0.001) & (confidence[:, 0] <= 1)
-    named = [name for name in names if not name.startswith(FILLING)]
-    if len(named) == 2 and len(confidence) >= FEWEST and bool((confidence < 0.5).any()):
+def _by_number(name: str) -> tuple[bool, str, str]:
+    """Sort names that are numbers by their value, before all others."""
+    return not name.isdecimal(), name.zfill(20), name
+
+
+def _are_other_words(labels: Sequence[str], predictions: Sequence[str]) -> bool:
+    """Return whether all words of one column are numbers and none of the other."""
+    kinds = [{WHOLE.fullmatch(word) is not None for word in words} for words in (labels, predictions)]
+    return kinds in ([{True}, {False}], [{False}, {True}])
+
+
+def _flags(columns: Mapping[str, Any], path: str | Path) -> NDArray[np.bool_] | None:
+    """Return the column `correct`, which may be written as 1 and 0 or true and false."""
+    if "correct" not in columns:
+        return None
+    held = _distinct(columns["correct"])
+    flags = [FLAGS.get(_word(value).lower()) for value in held.values]
+    for value, flag, row in zip(held.values, flags, held.first, strict=True):
+        if flag is None:
+            raise RowError(f"{path}: ", int(row), f" has correct {str(value)[:80]!r}, expected 1 or 0, true or false")
+    return np.array(flags, dtype=bool)[held.rows]
+
+
+def _warn_of_low_confidence(confidence: NDArray[Any], names: Sequence[str], path: str | Path) -> None:
+    if len(names) == 2 and len(confidence) >= FEWEST and bool((confidence < 0.5).any()):
         warnings.warn(
             f"{path}: the larger of two probabilities is never below 0.5, and some confidences are; if they are "
             f"probabilities of one class, call their column prob_NAME after it, such as prob_{names[1]}",
             stacklevel=2,
         )
-    percent = "; percentages are divided by 100 before" if bool((confidence > 1).any()) else ""
-    if not len(confidence):
-        raise ValueError(f"{path}: confidence has no rows; at least one sample is needed")
-    for row in (~good).nonzero()[:1, 0].tolist():
-        fault = f" is not between 0.001 and 1{percent}: [{confidence[row, 0]:.6g}]"
-        raise RowError(f"{path}: confidence: ", row, fault)
-    return confidence
+
+
+class Distinct(NamedTuple):
+    """The different values of a column.
+
+    Attributes:
+        values: each value once.
+        first: the row in which each value stands first.
+        rows: for each row, the position of its value in `values`.
+    """
+
+    values: list[Any]
+    first: Sequence[int]
+    rows: NDArray[np.int64]
+
+
+def _distinct(column: Any) -> Distinct:
+    """Find the different values of a column, without a copy of its texts: one of them may be very long."""
+    if isinstance(column, Tensor):
+        column = (column.double() if column.is_floating_point() else column).numpy()  # numpy has no bfloat16
+    if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
+        values, places, rows = np.unique(column, return_index=True, return_inverse=True)
+        return Distinct(values.tolist(), places.tolist(), rows.reshape(-1))
+    place: dict[Any, int] = {}
+    first: list[int] = []
+    for row, value in enumerate(column):
+        if value not in place:
+            place[value] = len(place)
+            first.append(row)
+    return Distinct(list(place), first, np.fromiter(map(place.__getitem__, column), np.int64, len(column)))
 
 
 def _about_samples(columns: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
@@ -316,66 +365,127 @@ def _neighbours(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
     return np.lib.stride_tricks.as_strided(first, shape, strides) if first.dtype.kind == "f" else None
 
 
-def _cells(reader: Any, path: str | Path) -> Iterator[tuple[int, list[str]]]:
-    """Give the rows of a table of text, and the line where each begins; name the line where it is no such table."""
+class Batch(NamedTuple):
+    """Some rows of a text file.
+
+    Attributes:
+        lines: the line in which each row begins.
+        columns: the cells of each column.
+    """
+
+    lines: Sequence[int]
+    columns: Sequence[Sequence[str]]
+
+
+class Table(NamedTuple):
+    """A text file in parts.
+
+    Attributes:
+        names: of its columns.
+        first: cells of its first row, if it has one.
+        batches: all rows.
+    """
+
+    names: list[str]
+    first: list[str]
+    batches: Iterator[Batch]
+
+
+def _split(batches: Iterator[list[str]], path: str | Path, mark: str, *, header: bool = True) -> Table:
+    """Split the lines of a text file into cells; without a header, columns are called by their numbers."""
+    lines = next(batches)
+    plain = header and mark != " " and not any('"' in line for line in lines)
+    rows = _quoted_rows(lines if plain else chain(lines, chain.from_iterable(batches)), path, mark)
+    head = next(rows, (1, []))
+    first = next(((line, row) for line, row in rows if row), None) if header else head
+    names = [name.strip() for name in head[1]] if header else list(map(str, range(len(head[1]))))
+    row = [] if first is None else first[1]
+    if mark in {" ", "\t"} and len(row) == len(names) + 1 and row[-1]:
+        names = ["", *names]  # R writes no name above the names of rows
+    if plain:
+        return Table(names, row, _split_plain(chain([lines[1:]], batches), len(names), path, mark))
+    return Table(names, row, _grouped(rows if first is None else chain([first], rows), len(names), path))
+
+
+def _split_plain(batches: Iterator[list[str]], width: int, path: str | Path, mark: str) -> Iterator[Batch]:
+    """Split many lines at once, as long as there are no quotation marks."""
+    start = 2
+    for lines in batches:
+        if any('"' in line for line in lines):
+            yield from _grouped(
+                _quoted_rows(chain(lines, chain.from_iterable(batches)), path, mark, start), width, path
+            )
+            return
+        text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
+        if width > 1 and {line.count(mark) for line in lines} == {width - 1} and "\r" not in text:
+            cells = text.replace("\n", mark).split(mark)
+            yield Batch(range(start, start + len(lines)), [cells[i::width] for i in range(width)])
+        else:
+            yield from _grouped(_quoted_rows(lines, path, mark, start), width, path)
+        start += len(lines)
+
+
+def _quoted_rows(lines: Iterable[str], path: str | Path, mark: str, start: int = 1) -> Iterator[tuple[int, list[str]]]:
+    """Return the cells of each row and the line in which it begins."""
+    reader: Any = csv.reader(lines, delimiter=mark, skipinitialspace=mark == " ")
+    begins = start
     try:
-        line = 1
         for row in reader:
-            yield line, row
-            line = reader.line_num + 1
+            yield begins, row
+            begins = start + reader.line_num
     except csv.Error as error:
-        raise ValueError(f"{path}: line {reader.line_num} cannot be taken apart ({error})") from error
+        raise ValueError(f"{path}: line {start + reader.line_num - 1} cannot be split into cells ({error})") from error
 
 
-def _read_text(
-    rows: Iterator[tuple[int, list[str]]], path: str | Path, mark: str = ",", options: ReadOptions | None = None
-) -> Text:
+def _grouped(rows: Iterator[tuple[int, list[str]]], width: int, path: str | Path) -> Iterator[Batch]:
+    """Join rows that are not empty to batches."""
+    filled = ((line, row) for line, row in rows if row)
+    while some := list(islice(filled, max(1, AT_ONCE // max(1, width)))):
+        for line, row in some:
+            if len(row) != width:
+                raise ValueError(f"{path}: line {line} has {len(row)} cells, the header has {width}")
+        yield Batch([line for line, _ in some], list(zip(*(row for _, row in some), strict=True)))
+
+
+def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOptions | None = None) -> Text:
     """Read the rows of a csv file: numbers at once as numbers, the rest as text.
 
     What rounding explains of the sum of a row is found from its digits, and only where the sum is not one.
     """
-    options = options or {}
-    head = next(rows, (1, []))
-    first = head if not options.get("header", True) else next(((line, row) for line, row in rows if row), None)
-    header = [name.strip() for name in head[1]] if options.get("header", True) else list(map(str, range(len(head[1]))))
-    if mark in {" ", "\t"} and first is not None and len(first[1]) == len(header) + 1 and first[1][-1]:
-        header = ["", *header]  # R writes no name above the names of rows
+    header, options = table.names, options or {}
     name, count = next(iter(Counter(header).most_common(1)), ("", 0))
     if count > 1:
         raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
-    row = first[1] if first is not None and len(first[1]) == len(header) else ["0"] * len(header)
+    row = table.first if len(table.first) == len(header) else ["0"] * len(header)
     number, classes, maybe = _numeric_columns(header, row, options, path)
     text = sorted(set(range(len(header))) - set(number))
-    rows = rows if first is None else chain([first], rows)
     values, rounding, lines = array("d"), array("d"), array("q")
     no_class: set[str] = set()
     words: list[list[str]] = [[] for _ in text]
-    for line, row in rows:
-        if not row:
-            continue
-        lines.append(line)
-        if len(row) != len(header):
-            raise ValueError(f"{path}: line {line} has {len(row)} cells, the header has {len(header)}")
-        cells = [row[i] for i in number] if mark != ";" else [row[i].replace(",", ".") for i in number]
-        if maybe:
-            wrong = {place for place, i in enumerate(number) if i in maybe and not _is_number(cells[place])}
-            no_class |= {header[number[place]] for place in wrong}
-            cells = ["nan" if place in wrong else cell for place, cell in enumerate(cells)]
+    for begins, by_column in table.batches:
+        lines.extend(begins)
+        cells = [by_column[i] if mark != ";" else [cell.replace(",", ".") for cell in by_column[i]] for i in number]
+        for place, i in enumerate(number) if maybe else ():
+            if i in maybe and not all(map(_is_number, cells[place])):
+                no_class.add(header[i])
+                cells[place] = [cell if _is_number(cell) else "nan" for cell in cells[place]]
         try:
-            found = [float(cell) for cell in cells]
+            part = np.array([list(map(float, column)) for column in cells]).T.reshape(len(begins), len(number))
         except ValueError as error:
-            which = _no_number([header[i] for i in number], cells)
-            raise ValueError(f"{path}: line {line} holds something that is not a number ({which})") from error
-        values.extend(found)
-        far = classes > 0 and abs(sum(found[:classes]) - 1) > 1e-7
+            raise ValueError(f"{path}: {_no_number([header[i] for i in number], cells, begins)}") from error
+        values.frombytes(part.tobytes())
         if classes:
-            rounding.extend(_rounding(cells[:classes]) if far else (1e-6, 1e-6, 0.0))
+            limits = np.tile((1e-6, 1e-6, 0.0), (len(begins), 1))
+            for place in np.flatnonzero(np.abs(part[:, :classes].sum(1) - 1) > 1e-7).tolist():
+                limits[place] = _rounding([column[place] for column in cells[:classes]])
+            rounding.frombytes(limits.tobytes())
         for column, i in zip(words, text, strict=True):
-            column.append(row[i])
-    table = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(number))
+            # Equal texts share their memory.
+            column.extend(by_column[i] if header[i] in EACH_ITS_OWN else map(sys.intern, by_column[i]))
+    values_of = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(number))
     columns: dict[str, Any] = dict.fromkeys(header, ())
-    columns |= {header[i]: table[:, j] for j, i in enumerate(number)}
-    columns |= {header[i]: column for i, column in zip(text, words, strict=True)}
+    columns |= {header[i]: values_of[:, j] for j, i in enumerate(number)}
+    columns |= {header[i]: texts(column) for i, column in zip(text, words, strict=True)}
     columns |= dict.fromkeys(no_class, ())
     return Text(columns, np.frombuffer(rounding, dtype=np.float64).reshape(-1, 3), lines)
 
@@ -426,6 +536,18 @@ def _arrow_count(about: Any) -> int:
     return max(int(about.num_rows) * int(about.num_columns), values)
 
 
+def _arrow_size(about: Any) -> int:
+    """Return the uncompressed size of the columns of a parquet file."""
+    groups = [about.row_group(i) for i in range(about.num_row_groups)]
+    return sum(int(group.column(i).total_uncompressed_size) for group in groups for i in range(group.num_columns))
+
+
+def _arrow_texts(about: Any) -> list[str]:
+    """Name the columns of a parquet file that hold texts."""
+    columns = [about.schema.column(i) for i in range(about.num_columns)]
+    return [one.path for one in columns if one.physical_type == "BYTE_ARRAY" and one.max_repetition_level == 0]
+
+
 def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
     """Take a column of a parquet table as an array; a column of lists as a table, and text as it is."""
     types = optional_module("pyarrow").types
@@ -437,7 +559,18 @@ def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
         return lists.flatten().to_numpy(zero_copy_only=False).reshape(len(lists), -1)
     if types.is_integer(column.type) or types.is_floating(column.type):
         return column.to_numpy()
-    return column.to_pylist()
+    if types.is_dictionary(column.type):
+        column = column.unify_dictionaries().combine_chunks()
+        values = texts([*column.dictionary.to_pylist(), None])  # the last one for empty cells
+        return values[column.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)]
+    return texts(column.to_pylist())
+
+
+def texts(values: Sequence[Any]) -> NDArray[np.object_]:
+    """Return texts as an array of Python objects: numpy's own texts are all as wide as the longest one."""
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
 
 
 def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path, by_column: bool) -> Any:
@@ -458,9 +591,8 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     number = {name: i for i, name in enumerate(names or ())}
     bare = {name.strip(): i for name, i in number.items()}
     # Few words stand in many rows.
-    given = np.asarray([_word(label, strip=False) for label in labels])
-    unique, first, rows = np.unique(given, return_index=True, return_inverse=True)
-    words: list[str] = unique.tolist()
+    given = _distinct(labels)
+    words, first = [_word(label, strip=False) for label in given.values], given.first
     found = [number.get(word, bare.get(word.strip())) for word in words]
     named = any(place is not None for place in found)
     if not named:
@@ -471,8 +603,10 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
         reason = "labels are names, and nothing says which class each name is"
         raise ValueError(f"{path}: class_names is missing: {reason}")
     for row in sorted(bad)[:1]:
-        raise RowError(f"{path}: ", row, f" has label {bad[row]!r}, expected {_expected(bad[row], names or (), named)}")
-    return torch.as_tensor(found)[torch.from_numpy(rows.reshape(-1))]
+        raise RowError(
+            f"{path}: ", row, f" has label {bad[row][:80]!r}, expected {_expected(bad[row], names or (), named)}"
+        )
+    return torch.as_tensor(found)[torch.from_numpy(given.rows)]
 
 
 def _expected(label: str, names: Sequence[str], named: bool) -> str:
@@ -524,12 +658,15 @@ def _are_whole(labels: Any) -> bool:
 def tell_twins(names: Sequence[str] | None) -> None:
     """Warn of names that are the same but for capitals, blanks, or the spelling of a number."""
     found: dict[object, str] = {}
-    for name in names or ():
-        other = found.setdefault(_spelled(name), name)
-        if other != name:
-            warnings.warn(
-                f"{other!r} and {name!r} are taken as two classes; if they are one, write them alike", stacklevel=2
-            )
+    pairs = [(found.setdefault(_spelled(name), name), name) for name in names or ()]
+    twins = [(other, name) for other, name in pairs if other != name]
+    for other, name in twins[:MOST_WARNINGS]:
+        warnings.warn(
+            f"{other!r} and {name!r} are taken as two classes; if they are one, write them alike", stacklevel=2
+        )
+    if len(twins) > MOST_WARNINGS:
+        more = len(twins) - MOST_WARNINGS
+        warnings.warn(f"{more:,} more pairs of class names are spelled almost alike", stacklevel=2)
 
 
 def _check_spelling(labels: Sequence[str], names: Sequence[str], path: str | Path) -> None:
@@ -587,17 +724,19 @@ def some_of(columns: Iterable[str], most: int = 20) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _no_number(names: Sequence[str], cells: Sequence[str]) -> str:
-    """Name the first cell that is not a number, and say what to do about it."""
-    for name, cell in zip(names, cells, strict=True):
-        try:
-            float(cell)
-        except ValueError:
-            if not cell.strip():
-                return f"{name} is empty; fill it in, or leave the row out"
-            share = cell.strip().endswith("%") and name.startswith(("prob_", "confidence"))
-            advice = "; write 70% as 0.7" if share else ""
-            return f"{name} is {cell!r}{advice}"
+def _no_number(names: Sequence[str], columns: Sequence[Sequence[str]], lines: Sequence[int]) -> str:
+    """Name the first cell of some rows that is not a number, and say what to do about it."""
+    for line, *cells in zip(lines, *columns, strict=True):
+        for name, cell in zip(names, cells, strict=True):
+            try:
+                float(cell)
+            except ValueError:
+                what = f"{name} is {cell[:80]!r}"
+                if not cell.strip():
+                    what = f"{name} is empty; fill it in, or leave the row out"
+                elif cell.strip().endswith("%") and name.startswith(("prob_", "confidence")):
+                    what += "; write 70% as 0.7"
+                return f"line {line} holds something that is not a number ({what})"
     raise AssertionError("every cell is a number")
 
 
@@ -619,4 +758,7 @@ def _last_digit(cell: str) -> float:
     """Find the value of a number's last digit; a whole number is taken as exact."""
     mantissa, exponent, power = cell.strip().lower().partition("e")
     decimals = len(mantissa.partition(".")[2])
-    return 10.0 ** (int(power or 0) - decimals) if decimals or exponent else 0.0
+    try:
+        return 10.0 ** (int(power or 0) - decimals) if decimals or exponent else 0.0
+    except (OverflowError, ValueError):  # of a zero with an enormous exponent
+        return 0.0

@@ -40,7 +40,7 @@ from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_o
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import checked_number, checked_text, with_logits
 from fedlas.posthoc.leakage import samples_in_both
-from fedlas.predictions import Array, Predictions, slices_of
+from fedlas.predictions import AnyPredictions, Array, Predictions, slices_of, with_every_class
 from fedlas.storage import readable, write_whole
 
 FORMAT = "fedlas.report/1"
@@ -120,7 +120,7 @@ class Report:
         before: the numbers of the predictions as given.
         after: those after each calibrator, by its name.
         n: how many samples there are.
-        classes: how many classes.
+        classes: how many classes; 0 where that is unknown.
         split: where the samples come from.
     """
 
@@ -240,7 +240,8 @@ class Report:
 
     @property
     def _title(self) -> str:
-        return f"{f'split {self.split}, ' if self.split else ''}n={self.n:,}, {self.classes} classes"
+        classes = f", {self.classes} classes" if self.classes else ""
+        return f"{f'split {self.split}, ' if self.split else ''}n={self.n:,}{classes}"
 
     def _repr_html_(self) -> str:
         """Show the numbers in a notebook."""
@@ -268,9 +269,9 @@ def evaluate(
     labels: Array | str | Path | None = None,
     *,
     logits: Array | bool | None = None,
-    ood: Mapping[str, Predictions | Array] | None = None,
+    ood: Mapping[str, AnyPredictions | Array] | None = None,
     posthoc: str | AbstractCalibrator | Sequence[str | AbstractCalibrator] = (),
-    calibration: Predictions | None = None,
+    calibration: AnyPredictions | None = None,
     train_features: Array | None = None,
     folds: int = FOLDS,
     bins: int = 15,
@@ -305,7 +306,7 @@ def evaluate(
             `read_predictions`; `normalize=True` divides rows of probabilities by their sums.
     """
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
-    predictions.labels  # noqa: B018 - an error where there are none, before anything is fitted
+    predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:
         if not isinstance(one, str | AbstractCalibrator):
@@ -321,9 +322,14 @@ def evaluate(
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
     steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + 2 * len(chosen), watch)
     steps.within(0.0)
-    both = 0 if calibration is None or all(map(_is_fitted, chosen)) else samples_in_both(predictions, calibration)
-    about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
-    repairs = _named([_repair(one, predictions, calibration, dealt, steps, **about) for one in chosen])
+    fitted = []
+    if chosen:
+        full = with_every_class(predictions, "calibration")
+        other = None if calibration is None else with_every_class(calibration, "calibration")
+        both = 0 if other is None or all(map(_is_fitted, chosen)) else samples_in_both(full, other)
+        about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
+        fitted = [_repair(one, full, other, dealt, steps, **about) for one in chosen]
+    repairs = _named(fitted)
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
@@ -350,7 +356,7 @@ def evaluate(
             tests = runs[0].digest.compare(run.digest, before.results, after.results, way)
             states[run.name] = replace(after, comparisons=tests)
         steps.done()
-    return Report(before, states, len(predictions), predictions.named_classes, predictions.split)
+    return Report(before, states, len(predictions), predictions.num_classes, predictions.split)
 
 
 class _Steps:
@@ -425,7 +431,7 @@ class _Run:
 
 
 def _read(
-    given: Predictions,
+    given: AnyPredictions,
     runs: Sequence[_Run],
     train_features: Array | None,
     steps: _Steps,
@@ -440,10 +446,14 @@ def _read(
         taken = given[rows]
         for run in runs:
             if judged:
-                run.digest.take(taken if run.repair is None else run.repair.judged(taken, rows))
+                run.digest.take(
+                    taken if run.repair is None else run.repair.judged(with_every_class(taken, "calibration"), rows)
+                )
             if kept[run.name]:
                 # One calibrator for known and foreign samples: no label is looked at, and two would differ.
-                part = taken if run.repair is None else run.repair.whole.transform(taken)
+                part = (
+                    taken if run.repair is None else run.repair.whole.transform(with_every_class(taken, "calibration"))
+                )
                 for score, found in kept[run.name].items():
                     found.append(score_of(part, score))
         if rows.stop < len(given):

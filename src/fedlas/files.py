@@ -21,6 +21,7 @@ import json
 import tempfile
 import warnings
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -30,16 +31,19 @@ import numpy as np
 import torch
 
 from fedlas.column_names import ColumnOptions, ReadOptions, option, table_kind
-from fedlas.columns import NUMBERS, frame_columns, read_npy, some_of
+from fedlas.columns import NUMBERS, frame_columns, read_npy, some_of, texts
 from fedlas.extras import optional_module
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import (
+    MOST_TIMES,
+    MOST_UNPACKED,
     check_file,
     check_unpacked,
     memory_errors,
     named,
     open_text,
     read_lines,
+    read_torch,
     readable,
     write_whole,
 )
@@ -49,7 +53,7 @@ Watch = Callable[[float], None]
 
 def read_predictions(
     path: str | Path, split: str | None = None, *, watch: Watch | None = None, **options: Unpack[ReadOptions]
-) -> Predictions:
+) -> AnyPredictions:
     """Read predictions from a file of any kind.
 
     Args:
@@ -77,7 +81,7 @@ def read_predictions(
 
 def as_predictions(
     given: Any, labels: Any = None, *, logits: Any = None, **columns: Unpack[ColumnOptions]
-) -> Predictions:
+) -> AnyPredictions:
     """Make predictions of arrays, a file, a DataFrame, a mapping of arrays or a Hugging Face `PredictionOutput`.
 
     Args:
@@ -92,7 +96,7 @@ def as_predictions(
         raise TypeError("give probabilities, logits=..., a file, a DataFrame or Predictions")
     if logits is not None and not isinstance(logits, bool):
         raise TypeError("give probabilities or logits=..., not both")
-    if isinstance(given, Predictions):
+    if isinstance(given, AnyPredictions):
         if labels is not None or logits is not None or columns:
             raise TypeError("Predictions have their own labels and columns; give nothing else with them")
         return given
@@ -115,9 +119,9 @@ def as_predictions(
     return Predictions(given, labels) if logits else Predictions.from_probs(given, labels, normalize=normalize)
 
 
-def labelled(found: Predictions, path: str | Path) -> Predictions:
+def labelled(found: AnyPredictions, path: str | Path) -> AnyPredictions:
     """Refuse a file without labels, by its name."""
-    if found.given_labels is None:
+    if isinstance(found, Predictions) and found.given_labels is None:
         unread = () if found.columns is None else found.columns.unread
         there = f"; these columns are not understood: {some_of(unread)}" if unread else ""
         way = f"name their column with {option('label_column')}, or give them with {option('labels')}"
@@ -125,7 +129,7 @@ def labelled(found: Predictions, path: str | Path) -> Predictions:
     return found
 
 
-def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool = False) -> Path:
+def write_predictions(predictions: AnyPredictions, path: str | Path, *, probs: bool = False) -> Path:
     """Write predictions to a file, whole or not at all; its ending says which kind it becomes.
 
     Args:
@@ -136,8 +140,11 @@ def write_predictions(predictions: Predictions, path: str | Path, *, probs: bool
     path = Path(path)
     check_ending(path)
     writer = WRITERS[path.suffix.lower()]
-    if predictions.top_only and path.suffix.lower() != ".safetensors":
-        raise ValueError(f"{path}: of these predictions only the top class is known; only .safetensors can say so")
+    if isinstance(predictions, TopLabelPredictions):
+        if path.suffix.lower() != ".safetensors":
+            raise ValueError(f"{path}: of these predictions only the top class is known; write them to .safetensors")
+        predictions.save(path)
+        return path
     write_whole(path, writer(predictions, probs or predictions.given_probs is not None))
     return path
 
@@ -149,7 +156,7 @@ def check_ending(path: str | Path) -> None:
         raise ValueError(f"{path}: predictions are written to {', '.join(WRITERS)}, not to {path.suffix or 'this'}")
 
 
-def held_at(path: str | Path) -> Predictions | None:
+def held_at(path: str | Path) -> AnyPredictions | None:
     """Read the predictions that something new would replace; None where nothing is, or an empty file."""
     path = Path(path)
     if not path.is_file() or not path.stat().st_size:
@@ -159,9 +166,11 @@ def held_at(path: str | Path) -> Predictions | None:
         return read_predictions(path)
 
 
-def same_predictions(one: Predictions, other: Predictions) -> bool:
+def same_predictions(one: AnyPredictions, other: AnyPredictions) -> bool:
     """Say whether two hold the same: scores, labels, names and all that came with them."""
-    for field in fields(Predictions):
+    if type(one) is not type(other):
+        return False
+    for field in fields(one):
         if field.name == "columns":
             continue
         first, second = getattr(one, field.name), getattr(other, field.name)
@@ -173,7 +182,9 @@ def same_predictions(one: Predictions, other: Predictions) -> bool:
     return True
 
 
-def write_again(predictions: Predictions, path: str | Path, held: Predictions | None, *, probs: bool = False) -> Path:
+def write_again(
+    predictions: AnyPredictions, path: str | Path, held: AnyPredictions | None, *, probs: bool = False
+) -> Path:
     """Write predictions where nothing is, or the same: others are not written over.
 
     Args:
@@ -192,31 +203,31 @@ def write_again(predictions: Predictions, path: str | Path, held: Predictions | 
     return write_predictions(predictions, path, probs=probs)
 
 
-def _safetensors(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+def _safetensors(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> AnyPredictions:
     found = Predictions.load(path, **options)
     return found if split is None or found.split is not None else found.with_split(split)
 
 
-def _npz(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+def _npz(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> AnyPredictions:
     return Predictions.from_npz(path, split, **options)
 
 
-def _npy(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+def _npy(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> AnyPredictions:
     name = "logits" if options.get("logits") else "probs"
     return Predictions.from_columns({name: read_npy(path)}, path, split, **options)
 
 
-def _csv(path: Path, split: str | None, watch: Watch | None, options: ReadOptions) -> Predictions:
+def _csv(path: Path, split: str | None, watch: Watch | None, options: ReadOptions) -> AnyPredictions:
     return Predictions.from_csv(path, split, watch=watch, **options)
 
 
-def _parquet(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+def _parquet(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> AnyPredictions:
     return Predictions.from_parquet(path, split, **options)
 
 
-def _json(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+def _json(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> AnyPredictions:
     with readable(path), open_text(path) as file:
-        found = json.loads(file.read(), parse_constant=_no_number)
+        found = json.loads(file.read(), parse_constant=_no_number, object_pairs_hook=_once)
     if isinstance(found, list):
         return Predictions.from_columns(_columns(enumerate(found), path, "record")[0], path, split, **options)
     if not isinstance(found, dict):
@@ -235,25 +246,24 @@ def _json(path: Path, split: str | None, _: Watch | None, options: ReadOptions) 
     return Predictions.from_columns(columns, path, split or found.get("split"), **options)
 
 
-def _jsonl(path: Path, split: str | None, watch: Watch | None, options: ReadOptions) -> Predictions:
+def _jsonl(path: Path, split: str | None, watch: Watch | None, options: ReadOptions) -> AnyPredictions:
     with open_text(path) as file:
         columns, lines = _columns(_records(read_lines(file, path, watch), path), path, "line")
     return Predictions.from_columns(columns, path, split, lines=lines, **options)
 
 
-def _torch(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> Predictions:
+def _torch(path: Path, split: str | None, _: Watch | None, options: ReadOptions) -> AnyPredictions:
     with readable(path):
         try:
             with memory_errors():
-                found = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, MemoryError):
+                found = read_torch(path)
+        except (MemoryError, FileNotFoundError, PermissionError):
             raise
-        except Exception:
+        except Exception as error:
             # torch's own advice is to load it without a check, which runs whatever the file says.
-            found = None
-    if found is None:
-        kinds = "it is damaged, or holds more than tensors, numbers and words, which is never loaded"
-        raise ValueError(f"{path}: {kinds}; save a dictionary of tensors: torch.save({{'logits': ...}})")
+            reason = error if type(error) is ValueError else "it holds more than tensors, numbers and words"
+            advice = "save a dictionary of tensors: torch.save({'logits': ...})"
+            raise ValueError(f"{reason}; {advice}") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
     # A tensor may be longer than what is stored of it, by a stride of zero.
@@ -265,7 +275,7 @@ def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                yield number, json.loads(line, parse_constant=_no_number)
+                yield number, json.loads(line, parse_constant=_no_number, object_pairs_hook=_once)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: line {number} is no JSON ({error})") from error
 
@@ -336,10 +346,21 @@ class _Column:
         kinds = set(map(type, self.values))
         if kinds <= {int}:
             return np.asarray(self.values, dtype=np.int64)
-        if kinds <= {str} or kinds <= {int, float}:
+        if kinds <= {str}:
+            return texts(self.values)
+        if kinds <= {int, float}:
             return self.values
         named = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(f"{path}: {self.name} holds {named}; numbers or words are expected")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON a dictionary; raise an error where a name stands twice, of which one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {name[:80]!r} stands twice in one object")
+    return found
 
 
 def _no_number(word: str) -> NoReturn:
@@ -352,11 +373,21 @@ def _to_safetensors(predictions: Predictions, probs: bool) -> bytes:
 
 def _to_npz(predictions: Predictions, probs: bool) -> bytes:
     held = _kept(predictions, probs)
-    words = {"class_names": predictions.class_names, "split": predictions.split}
-    held |= {name: np.asarray(value) for name, value in words.items() if value is not None}
+    words: dict[str, Any] = {name: held.pop(name) for name in ("ids", "paths") if name in held}
+    words |= {"class_names": predictions.class_names, "split": predictions.split}
+    held |= {name: _fixed_width(value, name) for name, value in words.items() if value is not None}
     stream = io.BytesIO()
     np.savez(stream, **held)
     return stream.getvalue()
+
+
+def _fixed_width(given: Any, name: str) -> Any:
+    """Return texts as an array of numpy, whose entries are all as wide as the longest one."""
+    listed = [given] if isinstance(given, str) else list(given)
+    size = 4 * len(listed) * max(map(len, listed), default=0)
+    if size > max(MOST_UNPACKED, MOST_TIMES * sum(map(len, listed))):
+        raise ValueError(f"{name} would take {size:,} bytes in an npz file, because one is very long; write .parquet")
+    return np.asarray(given, dtype=str)
 
 
 def _to_csv(predictions: Predictions, probs: bool) -> bytes:
@@ -403,7 +434,7 @@ def _kept(predictions: Predictions, probs: bool) -> dict[str, Any]:
     words = {"ids": predictions.ids, "paths": predictions.paths}
     # numpy has no bfloat16.
     held = {name: _numpy(tensor) for name, tensor in tensors.items() if tensor is not None}
-    return held | {name: np.asarray(value) for name, value in words.items() if value is not None}
+    return held | {name: texts(value) for name, value in words.items() if value is not None}
 
 
 def _numpy(tensor: torch.Tensor) -> Any:
@@ -422,7 +453,7 @@ def _flat(predictions: Predictions, probs: bool) -> dict[str, Any]:
             called = names if name != "features" else tuple(map(str, range(column.shape[1])))
             found |= {f"{single}_{one}": column[:, i] for i, one in enumerate(called)}
     if predictions.class_names is not None and found.get("label") is not None:
-        found["label"] = np.asarray([names[i] for i in found["label"].tolist()])
+        found["label"] = texts([names[i] for i in found["label"].tolist()])
     return found
 
 
@@ -434,7 +465,7 @@ def _column_names(predictions: Predictions) -> tuple[str, ...]:
     return names
 
 
-READERS: Mapping[str, Callable[[Path, str | None, Watch | None, ReadOptions], Predictions]] = {
+READERS: Mapping[str, Callable[[Path, str | None, Watch | None, ReadOptions], AnyPredictions]] = {
     ".safetensors": _safetensors,
     ".npz": _npz,
     ".npy": _npy,

@@ -9,8 +9,8 @@ and the columns of a file are recognised by their names:
     logits or probs           one array (npz), one list column (parquet)
     logit_NAME or prob_NAME   one column per class (csv, parquet); NAME becomes the class name
     label                     class name, or number where no class is called so; `label_NAME` hold soft labels
-    confidence, prediction    instead of probabilities, when only the top class is known
-    confidence, correct       the same without classes
+    confidence, prediction    instead of probabilities, when only the top class is known; `correct` (0 or 1) may replace
+                              `label`, `prediction` or both
     index, feature_NAME       optional; `features`, `class_names`, `split` in npz
     id, path                  optional: the name of each sample, and its image file
 
@@ -23,6 +23,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +45,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 # How many logits are made probabilities at a time: on a CPU 16 MiB, elsewhere a gigabyte. Smaller parts would fit a
 # cache, but all threads wait for each other after each, which takes far longer where other programs run.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
+MOST_CLASSES = 2**31 - 1  # a class number is at most this where classes have no names
 ENOUGH = 20  # rows that are not all distributions by chance
 INCOMPLETE = 2e-2  # a row of rounded probabilities whose sum is further from one is normalized
 # What rows of logits sum to that are none, and what to do then.
@@ -111,7 +113,6 @@ class Predictions:
     ids: tuple[str, ...] | None
     paths: tuple[str, ...] | None
     given_probs: Float[Tensor, "n classes"] | None
-    top_only: bool
     decimals: int | None
     columns: Roles | None
 
@@ -136,7 +137,6 @@ class Predictions:
         labels: Array | None = None,
         *,
         normalize: bool = False,
-        top_only: bool = False,
         limits: RowLimits | None = None,
         **rest: Unpack[Rest],
     ) -> "Predictions":
@@ -153,14 +153,13 @@ class Predictions:
             probs: rows that sum to one; a vector or single column is the probability of class 1.
             labels: as in the constructor.
             normalize: divide every row by its sum, whatever it is.
-            top_only: only the largest probability of each row is known, the rest of the row is filling.
             limits: how far the sums of rows may be from one, where text shows it better than numbers.
             rest: features, index, class_names, split, ids and paths, as in the constructor.
         """
         table = as_floats(probs, "probs")
         _check_turned(table, labels)
         given = _normalized(table) if normalize else two_columns(table, "probs")
-        decimals = None if top_only else decimals_of(given)
+        decimals = decimals_of(given)
         try:
             top = top_of_probs(given)
         except ValueError:
@@ -171,7 +170,7 @@ class Predictions:
             given = _completed(given, limits)
             top = largest(given)
         made = cls.__new__(cls)
-        made._fill(None, labels, rest, given, top_only=top_only, decimals=decimals)
+        made._fill(None, labels, rest, given, decimals=decimals)
         made.__dict__["_top"] = top  # found while the table was checked
         return made
 
@@ -182,7 +181,6 @@ class Predictions:
         rest: Rest,
         given_probs: Tensor | None = None,
         *,
-        top_only: bool = False,
         decimals: int | None = None,
     ) -> None:
         for name in rest:
@@ -199,6 +197,8 @@ class Predictions:
         called = None if names is None else tuple(map(str, names))
         check_distinct(called)
         width = None if features is None else as_floats(features, "features")
+        if width is not None and width.numel():
+            check_finite(width, "features")
         order = None if index is None else as_tensor(index, "index").long()
         ids, paths = (
             None if words is None else tuple(map(str, words)) for words in (rest.get("ids"), rest.get("paths"))
@@ -207,7 +207,7 @@ class Predictions:
             if rows is not None and len(rows) != n:
                 raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
         given: tuple[Any, ...] = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs)
-        values = (*given, top_only, decimals, None)
+        values = (*given, decimals, None)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
             object.__setattr__(self, field, value)
 
@@ -234,12 +234,7 @@ class Predictions:
 
     def __getitem__(self, rows: slice | Tensor | NDArray[Any] | list[Any]) -> "Predictions":
         """Take some of the samples, by a slice, their numbers or a mask."""
-        if isinstance(rows, slice):
-            place = rows if (rows.step or 1) > 0 else torch.arange(len(self))[list(range(*rows.indices(len(self))))]
-        elif isinstance(rows, Tensor | np.ndarray | list):
-            place = torch.as_tensor(rows)
-        else:
-            raise TypeError(f"samples are taken by a slice, their numbers or a mask, not by {type(rows).__name__}")
+        place = _selection(rows, len(self))
         made = type(self).__new__(type(self))
         for field in type(self).__dataclass_fields__:
             value = getattr(self, field)
@@ -263,14 +258,6 @@ class Predictions:
     def num_classes(self) -> int:
         """How many classes the model knows."""
         return self.scores.shape[1]
-
-    @property
-    def named_classes(self) -> int:
-        """How many classes there are; where only the top class is known, those that a label or an answer named."""
-        from fedlas.columns import FILLING
-
-        named = () if not self.top_only else self.class_names or ()
-        return self.num_classes - sum(name.startswith(FILLING) for name in named)
 
     @property
     def labels(self) -> Labels:
@@ -341,9 +328,7 @@ class Predictions:
         scores = {"probs": self.probs} if probs or self.given_probs is not None else {"logits": self.logits}
         optional = {"labels": self.given_labels, "features": self.features, "index": self.index}
         tensors = scores | {k: v for k, v in optional.items() if v is not None}
-        about = {"format": FORMAT, "top_only": self.top_only, "class_names": self.class_names, "split": self.split}
-        about |= {name: getattr(self, name) for name in WORDS if getattr(self, name) is not None}
-        return to_safetensors({name: json.dumps(value) for name, value in about.items()}, tensors)
+        return to_safetensors(_about(self), tensors)
 
     def with_split(self, split: str | None) -> "Predictions":
         """Make the same predictions of a split that has a name."""
@@ -352,7 +337,7 @@ class Predictions:
         return made
 
     @classmethod
-    def load(cls, path: str | Path, **options: Unpack[ReadOptions]) -> "Predictions":
+    def load(cls, path: str | Path, **options: Unpack[ReadOptions]) -> "AnyPredictions":
         """Read a file that `save` wrote."""
         from fedlas.storage import read_safetensors, readable
 
@@ -364,10 +349,10 @@ class Predictions:
         with readable(path):
             about = {k: json.loads(v) for k, v in words.items()} if kind == json.dumps(FORMAT) else {}
         columns |= {name: about[name] for name in ("class_names", *WORDS) if about.get(name) is not None}
-        return cls.from_columns(columns, path, about.get("split"), about.get("top_only", False), **options)
+        return cls.from_columns(columns, path, about.get("split"), **options)
 
     @classmethod
-    def from_npz(cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]) -> "Predictions":
+    def from_npz(cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]) -> "AnyPredictions":
         """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
         from fedlas.columns import read_npz
 
@@ -383,7 +368,7 @@ class Predictions:
         *,
         watch: Callable[[float], None] | None = None,
         **options: Unpack[ReadOptions],
-    ) -> "Predictions":
+    ) -> "AnyPredictions":
         """Read a table with a header; see the module's text for the names of its columns.
 
         Args:
@@ -399,7 +384,9 @@ class Predictions:
         return cls.from_columns(table.columns, path, split, limits=limits, lines=table.lines, **options)
 
     @classmethod
-    def from_parquet(cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]) -> "Predictions":
+    def from_parquet(
+        cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]
+    ) -> "AnyPredictions":
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
         from fedlas.columns import read_parquet
 
@@ -411,19 +398,19 @@ class Predictions:
         columns: Mapping[str, Any],
         path: str | Path,
         split: str | None = None,
-        top_only: bool = False,
         limits: RowLimits | None = None,
         *,
         lines: Sequence[int] | None = None,
         **options: Unpack[ReadOptions],
-    ) -> "Predictions":
+    ) -> "AnyPredictions":
         """Make predictions of named columns; the module's text lists the names that are known.
+
+        Columns that hold the confidence of the predicted class alone make `TopLabelPredictions`.
 
         Args:
             columns: an array, or a list of words, for each name.
             path: the file that they come from, for errors.
             split: where the samples come from.
-            top_only: whether only the top class is known.
             limits: how far the sum of each row of probabilities may be from one.
             lines: of a text file, the line of each row, for errors.
             options: which columns hold what, as in `ReadOptions`.
@@ -436,7 +423,7 @@ class Predictions:
             roles = find_roles(columns, options, path)
             if not roles.has_scores:
                 raise no_scores(columns, path)
-            held = renamed(columns, roles, path)
+            held = renamed(columns, roles)
             if options.get("labels") is not None:
                 held["label"] = labels_of(options)
                 if isinstance(options["labels"], str | Path):
@@ -444,18 +431,204 @@ class Predictions:
             found = understood(held, path)
             rest = {**found.rest, "split": split}
             if found.are_logits:
-                made = cls(found.scores, found.labels, **rest)
-            elif found.top_only:
-                made = cls.from_probs(found.scores, found.labels, top_only=True, **rest)
+                made: AnyPredictions = cls(found.scores, found.labels, **rest)
+            elif found.top is not None:
+                made = TopLabelPredictions(found.scores, labels=found.labels, **found.top, **rest)
             else:
                 how: dict[str, Any] = {"normalize": options.get("normalize", False), "limits": limits}
-                made = cls.from_probs(found.scores, found.labels, top_only=top_only, **how, **rest)
+                made = cls.from_probs(found.scores, found.labels, **how, **rest)
             object.__setattr__(made, "columns", roles)
             return made
 
 
-def check_every_class(given: Predictions, name: str, other: Predictions, others: str) -> None:
-    """Refuse two predictions of which one knows only its top classes, so that its number of classes says nothing.
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class TopLabelPredictions:
+    """Confidence and correctness of the predicted class of each sample, where nothing is known of other classes.
+
+    Args:
+        confidence: probability of the predicted class.
+        correct: whether the predicted class is the label; not needed beside `labels` and `prediction`.
+        labels: class numbers, if they are known.
+        prediction: predicted class numbers, if they are known.
+        class_names: one name per class.
+        split: where the samples come from, such as "test".
+        index: position of each sample in the data set's own order.
+        ids: the name of each sample.
+        paths: the image file of each sample.
+    """
+
+    confidence: Float[Tensor, " n"]
+    correct: Bool[Tensor, " n"]
+    given_labels: Int[Tensor, " n"] | None
+    prediction: Int[Tensor, " n"] | None
+    index: Int[Tensor, " n"] | None
+    class_names: tuple[str, ...] | None
+    split: str | None
+    ids: tuple[str, ...] | None
+    paths: tuple[str, ...] | None
+    columns: Roles | None
+
+    def __init__(
+        self,
+        confidence: Array,
+        correct: Array | None = None,
+        *,
+        labels: Array | None = None,
+        prediction: Array | None = None,
+        class_names: Sequence[str] | None = None,
+        split: str | None = None,
+        index: Array | None = None,
+        ids: Sequence[object] | None = None,
+        paths: Sequence[object] | None = None,
+    ) -> None:
+        scores = as_floats(confidence, "confidence")
+        if scores.ndim != 1:
+            raise ValueError(f"confidence has shape {tuple(scores.shape)}; one number per sample is expected")
+        percent = "; percentages are divided by 100 before" if scores.numel() and bool(scores.amax() > 1) else ""
+        check_rows("confidence", scores, (scores > 0) & (scores <= 1), f"is not above 0 and at most 1{percent}")
+        n, called = len(scores), None if class_names is None else tuple(map(str, class_names))
+        check_distinct(called)
+        truth, said = (
+            None if given is None else _check_numbers(name, as_tensor(given, name), n, called)
+            for name, given in (("labels", labels), ("prediction", prediction))
+        )
+        right = None if correct is None else _check_flags(as_tensor(correct, "correct"), n)
+        if truth is not None and said is not None:
+            equal = truth == said
+            if right is not None and not torch.equal(right, equal):
+                row = int((right != equal).nonzero()[0])
+                raise ValueError(f"correct: row {row} contradicts its label and prediction; leave one of them out")
+            right = equal
+        if right is None:
+            raise ValueError("correct is missing, or labels and prediction: nothing says which predictions are correct")
+        order = None if index is None else as_tensor(index, "index").long()
+        samples, files = (None if given is None else tuple(map(str, given)) for given in (ids, paths))
+        for name, rows in {"index": order, "ids": samples, "paths": files}.items():
+            if rows is not None and len(rows) != n:
+                raise ValueError(f"{name} has {len(rows)} rows, confidence has {n}")
+        values = (scores, right, truth, said, order, called, split, samples, files, None)
+        for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
+            object.__setattr__(self, field, value)
+
+    def __len__(self) -> int:
+        return len(self.confidence)
+
+    def __getitem__(self, rows: slice | Tensor | NDArray[Any] | list[Any]) -> "TopLabelPredictions":
+        """Take some of the samples, by a slice, their numbers or a mask."""
+        place = _selection(rows, len(self))
+        made = type(self).__new__(type(self))
+        for field in type(self).__dataclass_fields__:
+            value = getattr(self, field)
+            taken = value[place] if isinstance(value, Tensor) else value
+            if field in WORDS and value is not None:
+                taken = tuple(value[row] for row in torch.arange(len(self))[place].tolist())
+            object.__setattr__(made, field, taken)
+        if not len(made):
+            raise ValueError("no sample is left")
+        return made
+
+    def __repr__(self) -> str:
+        split = f"split={self.split!r}, " if self.split else ""
+        return f"TopLabelPredictions({split}n={len(self):,}, classes={self.num_classes or 'unknown'})"
+
+    @property
+    def scores(self) -> Float[Tensor, " n"]:
+        """The confidences."""
+        return self.confidence
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes that labels or predictions name; 0 where both are unknown."""
+        if self.class_names is not None:
+            return len(self.class_names)
+        return max(
+            (int(given.max()) + 1 for given in (self.given_labels, self.prediction) if given is not None), default=0
+        )
+
+    @property
+    def labels(self) -> Int[Tensor, " n"]:
+        """The label of each sample."""
+        if self.given_labels is None:
+            raise ValueError("these predictions have no labels, only which predictions are correct")
+        return self.given_labels
+
+    @property
+    def features(self) -> None:
+        """None: top-label predictions have no features."""
+
+    def with_split(self, split: str | None) -> "TopLabelPredictions":
+        """Make the same predictions of a split that has a name."""
+        made = copy(self)
+        object.__setattr__(made, "split", split)
+        return made
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file atomically."""
+        from fedlas.storage import write_whole
+
+        write_whole(Path(path), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the content of a safetensors file."""
+        from fedlas.storage import to_safetensors
+
+        optional = {"labels": self.given_labels, "prediction": self.prediction, "index": self.index}
+        tensors = {"confidence": self.confidence, "correct": self.correct}
+        return to_safetensors(_about(self), tensors | {k: v for k, v in optional.items() if v is not None})
+
+
+AnyPredictions: TypeAlias = Predictions | TopLabelPredictions
+
+
+def _about(predictions: AnyPredictions) -> dict[str, str]:
+    """Return the texts of predictions as they stand in a safetensors file."""
+    about = {"format": FORMAT, "class_names": predictions.class_names, "split": predictions.split}
+    about |= {name: getattr(predictions, name) for name in WORDS if getattr(predictions, name) is not None}
+    return {name: json.dumps(value) for name, value in about.items()}
+
+
+def _selection(rows: Any, n: int) -> slice | Tensor:
+    """Return a selection of samples as torch takes it; it knows no slices with a negative step."""
+    if isinstance(rows, slice):
+        return rows if (rows.step or 1) > 0 else torch.tensor(range(*rows.indices(n)), dtype=torch.long)
+    if isinstance(rows, Tensor | np.ndarray | list):
+        return torch.as_tensor(rows)
+    raise TypeError(f"samples are taken by a slice, their numbers or a mask, not by {type(rows).__name__}")
+
+
+def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None) -> Int[Tensor, " n"]:
+    """Raise an error unless there is one class number per sample."""
+    if given.is_floating_point() or given.shape != (n,):
+        raise ValueError(f"{name} is {given.dtype} of shape {tuple(given.shape)}; expected {n} integers")
+    most = MOST_CLASSES if names is None else len(names)
+    check_rows(name, given, (given >= 0) & (given < most), f"is outside 0..{most - 1}")
+    return given.long()
+
+
+def _check_flags(given: Tensor, n: int) -> Bool[Tensor, " n"]:
+    """Raise an error unless each sample is correct (1, true) or incorrect (0, false)."""
+    if given.shape != (n,):
+        raise ValueError(f"correct has shape {tuple(given.shape)}; expected {n} values of 0 or 1")
+    if given.dtype != torch.bool:
+        check_rows("correct", given, (given == 0) | (given == 1), "is neither 0 nor 1")
+    return given.bool()
+
+
+def with_every_class(given: AnyPredictions, what: str) -> Predictions:
+    """Return predictions that know every class; raise an error if only the top class of each sample is known.
+
+    Args:
+        given: predictions.
+        what: what needs every class, for the error.
+    """
+    if isinstance(given, TopLabelPredictions):
+        needed = "the logits or probabilities of every class"
+        raise ValueError(f"only the top confidence of each sample is known; {what} needs {needed}")  # noqa: TRY004
+    return given
+
+
+def check_every_class(given: AnyPredictions, name: str, other: AnyPredictions, others: str) -> None:
+    """Raise an error if one of two predictions that do not fit each other has top labels only.
 
     Args:
         given: some predictions.
@@ -464,9 +637,9 @@ def check_every_class(given: Predictions, name: str, other: Predictions, others:
         others: how those are called.
     """
     for one, called in ((given, name), (other, others)):
-        if one.top_only:
+        if isinstance(one, TopLabelPredictions):
             needed = "the logits or probabilities of every class are needed"
-            raise ValueError(f"{called}: only the top confidence of each sample is known there; {needed}")
+            raise ValueError(f"{called}: only the top confidence of each sample is known; {needed}")  # noqa: TRY004
 
 
 def as_tensor(values: Array, name: str) -> Tensor:
@@ -501,6 +674,8 @@ def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
         advice = f"; {PERCENTAGES}" if name in {"probs", "logits"} and _are_percentages(tensor) else ""
         advice += ", and give them as probs" if advice and name == "logits" else ""
         raise TypeError(f"{name} holds {tensor.dtype}; floating-point numbers are expected{advice}")
+    if tensor.dtype.itemsize == 1:
+        raise TypeError(f"{name} holds {tensor.dtype}; convert it to float16 or wider, such as {name}.half()")
     if tensor.ndim == 0:
         raise ValueError(f"{name} is a single number; one row per sample is expected")
     return tensor
@@ -630,12 +805,12 @@ def top_of_probs(
     return torch.cat(confidence), torch.cat(prediction)
 
 
-def check_finite(logits: Float[Tensor, "..."]) -> None:
-    """Raise an error that names the first row of logits that holds NaN or infinity."""
+def check_finite(logits: Float[Tensor, "..."], name: str = "logits") -> None:
+    """Raise an error that names the first row that holds NaN or infinity."""
     # The extremes are NaN or infinite if any number is: one reading, where a mask would be written as well.
     if logits.numel() == 0 or not bool(torch.isfinite(torch.stack(torch.aminmax(logits))).all()):
         good = torch.isfinite(logits)
-        check_rows("logits", logits, good if good.ndim == 1 else good.flatten(1).all(dim=1), "holds NaN or infinity")
+        check_rows(name, logits, good if good.ndim == 1 else good.flatten(1).all(dim=1), "holds NaN or infinity")
 
 
 def check_rows(name: str, values: Tensor, good: Bool[Tensor, "n *space"], fault: str) -> None:

@@ -9,14 +9,17 @@ import io
 import json
 import math
 import os
+import pickle
+import secrets
 import shutil
 import stat
-import tempfile
 import zipfile
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from fedlas.extras import optional_module
 CHECKSUM = "fedlas.crc32"
 ALLOCATOR = "DefaultCPUAllocator: "  # who in torch says that there is no memory
 FROM_FILE: ContextVar[bool] = ContextVar("from_file", default=False)  # whether arrays come from a file that is read
+LEGACY = 0x1950A86A20F9469CFC6C  # begins a file that torch before 1.6 wrote
+BATCH = 2**16  # bytes of a text file that are read together
 PART = ".part"  # ends the name of a file that is being written
 # A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
 MOST_UNPACKED, MOST_TIMES = 2**28, 100
@@ -221,14 +226,21 @@ def open_text(path: str | Path, newline: str | None = None) -> io.TextIOWrapper:
 
 
 def read_lines(file: io.TextIOWrapper, path: str | Path, watch: Callable[[float], None] | None = None) -> Iterator[str]:
-    """Read the lines of a text, and report the fraction that has been read, unless it is packed."""
+    """Read the lines of a text; report progress as a fraction of the file."""
+    return chain.from_iterable(read_batches(file, path, watch))
+
+
+def read_batches(
+    file: io.TextIOWrapper, path: str | Path, watch: Callable[[float], None] | None = None
+) -> Iterator[list[str]]:
+    """Read the lines of a text, some at a time; report progress as a fraction of the file, unless it is packed."""
     watch = watch if file.seekable() else None
     size = max(1, Path(path).stat().st_size)
     try:
-        for count, line in enumerate(file):
-            if watch is not None and count % 4096 == 0:
+        while lines := file.readlines(BATCH):
+            if watch is not None:
                 watch(min(1.0, file.buffer.tell() / size))  # type: ignore[attr-defined]
-            yield line
+            yield lines
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error
 
@@ -242,6 +254,140 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
     if written is not None and written != _checksum(words, tensors):
         raise ValueError(f"{path} is damaged: what it holds does not have the checksum that was written with it")
     return words, tensors
+
+
+def read_torch(path: str | Path, content: bytes | None = None, stand_ins: Mapping[str, Any] | None = None) -> Any:
+    """Read a file that `torch.save` wrote: tensors and plain values, and nothing that takes more memory than the file.
+
+    The pickle is first read without creating any tensor, because torch allocates whatever size a pickle names.
+
+    Args:
+        path: the file.
+        content: its bytes, where they have been read already.
+        stand_ins: what takes the place of further names in the pickle, such as "numpy.dtype".
+    """
+    size = Path(path).stat().st_size if content is None else len(content)
+    with Path(path).open("rb") if content is None else io.BytesIO(content) as file:
+        _check_torch(file, size, stand_ins or {})
+        file.seek(0)
+        names: list[Any] = [(one, name) for name, one in (stand_ins or {}).items()]
+        with torch.serialization.safe_globals(names):
+            return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _check_torch(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
+    if file.read(4) != b"PK\x03\x04":
+        file.seek(0)
+        _check_legacy(file, size, stand_ins)
+        return
+    with zipfile.ZipFile(file) as parts:
+        entries = {entry.filename: entry for entry in parts.infolist()}
+        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values())
+        if packed or len(entries) < len(parts.infolist()) or sum(one.file_size for one in entries.values()) > size:
+            raise ValueError("its parts are compressed, or overlap, which torch.save does not do")
+        damaged = parts.testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of {damaged} is wrong: bits have changed since it was written")
+        folder = next(iter(entries), "").partition("/")[0]
+        unpickler = _Sizes(io.BytesIO(parts.read(f"{folder}/data.pkl")), stand_ins)
+        unpickler.load()
+    for key, needed in unpickler.storages.items():
+        held = entries.get(f"{folder}/data/{key}")
+        if held is None or held.file_size < needed:
+            raise ValueError(
+                f"a tensor needs {needed:,} bytes, and {0 if held is None else held.file_size:,} are stored"
+            )
+
+
+def _check_legacy(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
+    """Check a file as torch wrote them before version 1.6: several pickles, then the numbers."""
+    if _Sizes(file, {}).load() != LEGACY:
+        raise ValueError("torch.save did not write it")
+    for _ in range(2):  # the version of the format, and properties of the machine
+        _Sizes(file, {}).load()
+    unpickler = _Sizes(file, stand_ins)
+    unpickler.load()
+    needed = sum(unpickler.storages.values())
+    if needed > size:
+        raise ValueError(f"its tensors need {needed:,} bytes, and it has {size:,}")
+
+
+class _Sizes(pickle._Unpickler):
+    """Reads a pickle of torch without creating tensors, and finds how many bytes each storage must have.
+
+    Written in Python, because the one written in C allocates memory for positions that a pickle merely names.
+    """
+
+    def __init__(self, file: Any, stand_ins: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self.storages: dict[str, int] = {}
+        functions = {f"torch._utils._rebuild_{name}": self._tensor for name in ("tensor", "tensor_v2", "tensor_v3")}
+        first = {f"torch._utils._rebuild_{name}": _first for name in ("parameter", "parameter_with_state")}
+        self._known = PLAIN | functions | first | dict(stand_ins)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what takes the place of a name in the pickle."""
+        if module in {"torch", "torch.storage"} and name.removesuffix("Storage") in WIDTHS:
+            return WIDTHS[name.removesuffix("Storage")]
+        if f"{module}.{name}" not in self._known:
+            raise ValueError("it holds more than tensors, numbers and words, which is never loaded")
+        return self._known[f"{module}.{name}"]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the number of elements of a storage, and their size."""
+        kind, width, key, _, count = pid[:5]
+        if kind != "storage" or type(width) is not int or type(count) is not int or count < 0:
+            raise ValueError("a storage has no size")
+        self.storages[str(key)] = max(self.storages.get(str(key), 0), count * width)
+        return count * width, width
+
+    def _tensor(self, storage: tuple[int, int], offset: int, shape: Any, strides: Any, *rest: Any) -> None:
+        """Check that a tensor lies inside of its storage: torch would enlarge the storage."""
+        numbers = [offset, *shape, *strides]
+        if not all(type(one) is int and one >= 0 for one in numbers) or len(shape) != len(strides):
+            raise ValueError("a tensor has no shape")
+        last = offset + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+        dtypes = [one for one in rest if isinstance(one, torch.dtype)]  # of types that came after typed storages
+        held = storage[0] // (dtypes[0].itemsize if dtypes else storage[1])
+        if 0 not in shape and last >= held:
+            raise ValueError(f"a tensor of shape {tuple(shape)} is larger than the {held:,} numbers stored for it")
+
+
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Stand in for `_codecs.encode`, by which a pickle of torch holds bytes."""
+    if encoding != "latin1":
+        raise ValueError(f"bytes are encoded as {str(encoding)[:20]!r}")
+    return text.encode("latin1")
+
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+)  # fmt: skip
+# Bytes of one number in a storage.
+WIDTHS = {
+    "Untyped": 1, "Bool": 1, "Byte": 1, "Char": 1, "Short": 2, "Half": 2, "BFloat16": 2, "Int": 4, "Float": 4,
+    "Long": 8, "Double": 8, "ComplexFloat": 8, "ComplexDouble": 16,
+}  # fmt: skip
+# Names in a pickle of torch that make neither tensors nor storages.
+PLAIN: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "builtins.set": set,
+    "__builtin__.set": set,
+    "torch.Size": tuple,
+    "torch.device": str,
+    "_codecs.encode": _encode,
+    "torch._tensor._rebuild_from_type_v2": lambda function, _, given, __: function(*given),
+    "torch.nn.parameter.Parameter": None,
+    **{str(dtype): dtype for dtype in DTYPES},
+}
 
 
 def to_safetensors(words: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
@@ -278,20 +424,23 @@ def _write_whole(path: Path, content: Sequence[bytes | memoryview], before: Path
     if path.exists() and not path.is_file() and not path.is_dir():
         path.write_bytes(b"".join(content))  # a pipe or a device is no file that could be replaced
         return
-    mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else 0o644
+    mode = stat.S_IMODE(path.stat().st_mode) if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=PART, dir=path.parent)
+    # Not by tempfile, which ignores the umask. The name may be as long as a file system allows.
+    temporary = path.parent / f".{path.name[:40]}.{secrets.token_hex(8)}{PART}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(mode)
+        if mode is not None:
+            temporary.chmod(mode)
         if before is not None and path.is_file():
             also_called(path, before)
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

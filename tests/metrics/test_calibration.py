@@ -19,7 +19,7 @@ from fedlas.metrics import (
     rms_error,
     signed_ece,
 )
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, TopLabelPredictions
 from metrics import cases
 
 
@@ -309,7 +309,7 @@ def test_numpy_and_torch_and_predictions_agree(golden):
 
 
 def test_a_class_wise_metric_refuses_predictions_that_know_only_the_top_class():
-    known = Predictions.from_probs(torch.tensor([[0.8, 0.1, 0.1]]), torch.tensor([0]), top_only=True)
+    known = TopLabelPredictions([0.8], [True])
     assert ece(known) == pytest.approx(0.2)
     with pytest.raises(ValueError, match=r"\btop\b"):
         classwise_ece(known)

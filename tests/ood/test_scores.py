@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlas import ood
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, TopLabelPredictions
 
 OF_LOGITS = [ood.max_probability, ood.entropy, ood.max_logit, ood.energy, ood.generalised_entropy]
 EXTREME = torch.tensor(
@@ -220,7 +220,7 @@ def test_what_predictions_lack_is_said():
         ood.score_of(Predictions(torch.randn(3, 2), [0, 1, 0], features=torch.randn(3, 4)), "knn")
     with pytest.raises(ValueError, match=r"'odin'.*max_probability, entropy"):
         ood.score_of(bare, "odin")
-    top = Predictions.from_probs(torch.tensor([[0.6, 0.4]]), [0], top_only=True)
+    top = TopLabelPredictions([0.6], [True])
     assert ood.score_of(top, "max_probability").item() == pytest.approx(0.4)
     with pytest.raises(ValueError, match=r"entropy.*\btop\b"):
         ood.score_of(top, "entropy")

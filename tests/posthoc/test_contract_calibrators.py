@@ -14,7 +14,7 @@ from torch.nn import functional
 from fedlas import posthoc
 from fedlas.posthoc import AbstractCalibrator
 from fedlas.posthoc.base import read
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, TopLabelPredictions
 
 RECORDS = {record.name: record for record in posthoc.list_calibrators()}
 NAMES = list(RECORDS)
@@ -272,7 +272,7 @@ def test_bad_input_is_named(name: str):
 
 
 def test_the_top_class_alone_cannot_be_calibrated():
-    known = Predictions.from_probs([[0.7, 0.3], [0.2, 0.8]], [0, 1], top_only=True)
+    known = TopLabelPredictions([0.7, 0.8], labels=[0, 1], prediction=[0, 1])
     with pytest.raises(ValueError, match=r"logits.*probabilities"):
         posthoc.Temperature().fit(known)
 

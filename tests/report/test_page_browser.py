@@ -10,7 +10,7 @@ import torch
 
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Interval, Result
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.html import save_page
 from fedlas.report.subjects import Model
 from report import pages
@@ -549,9 +549,9 @@ def softly_labelled() -> Predictions:
     return Predictions(given.logits, 0.8 * torch.nn.functional.one_hot(given.labels, 3).float() + 0.2 / 3)
 
 
-def top_only() -> Predictions:
-    probs = torch.tensor([[0.9, 0.05, 0.05], [0.2, 0.6, 0.2], [0.1, 0.1, 0.8]])
-    return Predictions.from_probs(probs, [0, 0, 2], top_only=True, class_names=["cat", "dog", "(other 0)"])
+def top_only() -> TopLabelPredictions:
+    names = ["cat", "dog", "owl"]
+    return TopLabelPredictions([0.9, 0.6, 0.8], labels=[0, 0, 2], prediction=[0, 1, 2], class_names=names)
 
 
 def constant() -> Predictions:

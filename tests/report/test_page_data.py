@@ -209,18 +209,38 @@ def test_a_log_becomes_curves():
 
 def test_models_on_the_same_samples_are_compared_in_pairs():
     given = {"a": pages.model(), "b": pages.model(scale=1.0), "c": pages.model(seed=3)}
-    data = page_data.comparison_data(list(given), duels(given, resamples=100))
+    data = page_data.comparison_data(list(given), duels(given, resamples=1_000))
     assert {(test["first"], test["second"]) for test in data["tests"]} == {(0, 1), (0, 2), (1, 2)}
     found = next(t for t in data["tests"] if (t["first"], t["second"], t["metric"]) == (0, 1, "ece"))
-    wanted = metrics.paired_bootstrap(metrics.ece, given["a"], given["b"], resamples=100)
+    wanted = metrics.paired_bootstrap(metrics.ece, given["a"], given["b"], resamples=1_000)
     assert found["difference"] == wanted.difference
     assert (found["low"], found["high"]) == (wanted.interval.low, wanted.interval.high)
     assert found["better"] == {"first": 0, "second": 1}[wanted.better]
-    five = {name: pages.model(60, scale=1 + k / 5) for k, name in enumerate("abcde")}
-    assert {test["first"] for test in page_data.comparison_data(list(five), duels(five, resamples=50))["tests"]} == {0}
     other = page_data.comparison_data(["a", "b"], duels({"a": pages.model(), "b": pages.model(500)}))
     assert "500" in other["tests"][0]["why"]
     assert page_data.comparison_data(["a"], ()) is None
+
+
+@pytest.mark.parametrize(("count", "pairs"), [(5, 10), (9, 15)])
+def test_many_models_are_compared_with_corrected_p_values(count, pairs):
+    """More than four were compared with the first alone, without a correction."""
+    names = [f"m{k}" for k in range(count)]
+    given = {name: pages.model(60, scale=0.6 + k / 5) for k, name in enumerate(names)}
+    found = [one for one in duels(given, resamples=200) if one.metric == "ece"]
+    assert len({(one.first, one.second) for one in found}) == len(found) == pairs
+    single = {
+        (one.first, one.second): metrics.paired_bootstrap(
+            metrics.ece, given[one.first], given[one.second], resamples=200
+        ).p_value
+        for one in found
+    }
+    least = min(single.values())
+    assert min(one.found.p_value for one in found) == pytest.approx(min(1.0, pairs * least))
+    assert all(one.found.p_value >= single[one.first, one.second] for one in found)
+    assert not any(one.found.better for one in found if one.found.p_value > 0.05)
+    if count > 8:
+        best = min(names, key=lambda name: float(metrics.ece(given[name])))
+        assert {one.first for one in found} == {"m0", best}
 
 
 def test_texts_are_cut_and_can_be_written():

@@ -222,6 +222,22 @@ def test_a_checkpoint_of_other_data_is_told_whole(finished, tmp_path):
         bench.restore(state)
 
 
+@pytest.mark.parametrize("changes", [{"seed": 7}, {"loss": "fedlas_mbls"}])
+def test_a_checkpoint_of_another_recipe_is_an_error(finished, tmp_path, changes):
+    """Weights of another seed or loss were resumed and evaluated under the name of this recipe."""
+    recipe = finished.recipe.replace(**changes)
+    run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
+    run.recipe_file.write_text(recipe.to_json())
+    run.environment_file.unlink()  # which knows the images and labels of the other seed
+    message = rf"checkpoint\.pt.*{finished.recipe.key}.*{recipe.key}"
+    with pytest.raises(RunError, match=message):
+        fit(recipe, out=run.folder, resume=True, progress=False)
+    with pytest.raises(RunError, match=message):
+        predict_with(run.folder, "digits", out=tmp_path / "p.safetensors")
+    assert not (tmp_path / "p.safetensors").exists()
+    assert not any(run.folder.glob("predictions/*"))
+
+
 def test_a_finished_run_is_found_where_nothing_can_be_written(finished, monkeypatch):
     def refuse(_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), ".lock")

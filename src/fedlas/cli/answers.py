@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fedlas.cli.endings import one_line_errors, reader_may_leave
-from fedlas.cli.options import Level, with_columns, words
+from fedlas.cli.options import LARGEST_SEED, Level, with_columns, words
 from fedlas.cli.places import (
     check_places,
     has_format,
@@ -53,7 +53,9 @@ def evaluate_files(
     resamples: Annotated[
         int | None, typer.Option(help="Resamples that intervals are made from; each method's own number by default.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers of intervals and of cross-fitting.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random numbers of intervals and of cross-fitting.")
+    ] = 0,
     html: Annotated[Path | None, typer.Option(help="Write the report page.")] = None,
     images: Annotated[
         Path | None, typer.Option(help="A folder that the page may show image files of; else that of the predictions.")
@@ -108,7 +110,7 @@ def evaluate_files(
                 write_text(json, answer.to_json())
         failed = answer.failed(fail_if or ())
         for line in failed:
-            typer.echo(f"fedlas: {line}", err=True)
+            show(f"fedlas: {line}", err=True)
     if failed:
         raise typer.Exit(CONDITION_HOLDS)
 
@@ -127,7 +129,7 @@ def detect_foreign(
         ),
     ] = Positive.OOD,
     level: Level = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random numbers of intervals.")] = 0,
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
     *,
     columns: Any,

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from fedlas.cli.terminal import show
+from fedlas.cli.terminal import harmless, show
 
 usual_warning = warnings.formatwarning
 
@@ -47,7 +47,7 @@ def one_line_errors() -> Iterator[None]:
             raise typer.Exit(1) from None
         if number is None:
             raise
-        typer.echo(f"fedlas: {error}", err=True)
+        show(f"fedlas: {error}", err=True)
         raise typer.Exit(128 + number) from None
     except KeyboardInterrupt:
         raise typer.Exit(interrupted()) from None
@@ -117,5 +117,5 @@ def plain_warning(message: Warning | str, category: type[Warning], *place: Any, 
     """Write a warning for users in one line; others keep the place that they come from."""
     ours = category is UserWarning or category.__module__.partition(".")[0] == "fedlas"
     if ours and not os.environ.get("FEDLAS_DEBUG"):
-        return f"fedlas: {' '.join(str(message).split())}\n"
+        return f"fedlas: {harmless(' '.join(str(message).split()))}\n"
     return usual_warning(message, category, *place, **more)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+LARGEST_SEED = 2**63 - 1  # that generators of random numbers take
+
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any field of the recipe; may be repeated.")
 ]

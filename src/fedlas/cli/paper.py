@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlas.cli.endings import one_line_errors
-from fedlas.cli.options import Device, Level, Root, Settings, numbers, parsed, words
+from fedlas.cli.options import LARGEST_SEED, Device, Level, Root, Settings, numbers, parsed, words
 from fedlas.cli.places import (
     check_places,
     has_format,
@@ -18,7 +18,7 @@ from fedlas.cli.places import (
     refuse_own_input,
     write_text,
 )
-from fedlas.cli.terminal import show_table
+from fedlas.cli.terminal import show, show_table
 
 COMPARISON = "fedlas.compare/1"  # the format of what `compare --json` writes
 
@@ -47,11 +47,11 @@ def demo_run(
 
         check_places([], out)
         refuse_other_figures(out / FIGURES, FIGURE)
-        made = run_demo(out, told=lambda text: typer.echo(text, err=True))
-        typer.echo(made.text)
+        made = run_demo(out, told=lambda text: show(text, err=True))
+        show(made.text)
         show_table(made.head, made.rows)
         for path in made.files:
-            typer.echo(path)
+            show(path)
 
 
 def reproduce_experiment(
@@ -102,30 +102,30 @@ def reproduce_experiment(
         )  # fmt: skip
         book = Ledger(ledger)
         plan = planned(chosen, choice, book, only, None if out is None or dry_run else runs)
-        typer.echo(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
+        show(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
         if dry_run and plan.missing:
             show_table(HEAD, plan.rows())
         if not dry_run:
             options = {**where, "device": device, "data_root": data_root}
-            told = partial(typer.echo, err=True)
+            told = partial(show, err=True)
             for tables in reproduce(
                 chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes,
                 draws=out is not None, **options,
             ):  # fmt: skip
                 for table in tables:
-                    typer.echo(table.text(detail.value), err=True)
+                    show(table.text(detail.value), err=True)
         made = chosen.tables(book, choice)
         for table in made:
-            typer.echo(table.text(detail.value))
+            show(table.text(detail.value))
         if out is None and not made:
-            typer.echo(f"{experiment} is a figure: --out DIR draws it", err=True)
+            show(f"{experiment} is a figure: --out DIR draws it", err=True)
         if out is not None:
             places = {"data_root": data_root, "device": device}
             written = drawn(chosen, choice, ledger=book, runs=runs, folder=out, **places)
             for path in written:
-                typer.echo(path)
+                show(path)
             if chosen.draws_runs and not written:
-                typer.echo(f"nothing is drawn: no run that it is drawn of is finished in {runs}", err=True)
+                show(f"nothing is drawn: no run that it is drawn of is finished in {runs}", err=True)
                 raise typer.Exit(0 if dry_run or limit_minutes is not None else 1)
 
 
@@ -138,7 +138,7 @@ def compare_models(
     ] = None,
     level: Level = 0.95,
     resamples: Annotated[int, typer.Option(help="Resamples that intervals are made from.")] = 2_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random numbers of intervals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random numbers of intervals.")] = 0,
     ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
 ) -> None:
@@ -157,11 +157,9 @@ def compare_models(
         found = versus(ours, theirs, asked, **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         seeds = any(one.standard_error is not None for one in found)
-        typer.echo(
-            f"Difference: first minus second{'; ±: standard error over seeds' if seeds else ''}.", err=json == "-"
-        )
+        show(f"Difference: first minus second{'; ±: standard error over seeds' if seeds else ''}.", err=json == "-")
         for note in remarks(ours, theirs):
-            typer.echo(f"note: {note}", err=True)
+            show(f"note: {note}", err=True)
         if json is not None:
             from json import dumps
 

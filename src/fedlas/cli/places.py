@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ def check_places(files: Sequence[Path | None], folder: Path | None = None) -> No
         if path.resolve() in seen:
             raise ValueError(f"{path} is named for two results, and one would write over the other; name another file")
         seen.add(path.resolve())
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()  # an error where its name is too long
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder; the name of a file is needed")
     if folder is not None and folder.exists() and not folder.is_dir():

@@ -20,6 +20,7 @@ def calibrate_fit(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="A keyword of the calibrator.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a calibrator that is there.")] = False,
     *,
     columns: Any,
 ) -> None:
@@ -36,6 +37,8 @@ def calibrate_fit(
         check_places([out])
         refuse_own_input([file], [out])
         refuse_other_kind(out, "calibrator", load_calibrator)
+        if not overwrite and out.is_file() and out.stat().st_size:
+            raise FileExistsError(f"{out} holds a calibrator; give --overwrite to replace it, or name another file")
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
         with progress() as watch:

@@ -34,7 +34,7 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, err: bool 
     terminal = (sys.stderr if err else sys.stdout).isatty()
     table = Table(box=SIMPLE, show_edge=False, pad_edge=False)
     for name in head:
-        table.add_column(name, overflow="fold", no_wrap=not terminal)
+        table.add_column(harmless(name), overflow="fold", no_wrap=not terminal)
     for row in rows:
         table.add_row(*map(harmless, row))
     widest = sum(max(len(row[n]) for row in [head, *rows]) + 4 for n in range(len(head)))
@@ -66,7 +66,7 @@ def progress() -> Iterator[Callable[[str, float], None]]:
 
         def watch(word: str, share: float) -> None:
             if word not in tasks:
-                tasks[word] = bar.add_task(escape(word), total=1.0)  # names of files may look like markup
+                tasks[word] = bar.add_task(escape(harmless(word)), total=1.0)  # names of files may look like markup
             bar.update(tasks[word], completed=share)
 
         yield watch

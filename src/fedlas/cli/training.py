@@ -10,7 +10,7 @@ import typer
 from fedlas.cli.endings import one_line_errors
 from fedlas.cli.options import Device, Root, Settings, numbers, parsed, parsed_fields
 from fedlas.cli.places import check_places, has_format, refuse_other_kind
-from fedlas.cli.terminal import show_table
+from fedlas.cli.terminal import show, show_table
 
 
 def train_run(
@@ -34,7 +34,7 @@ def train_run(
         recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed_fields(settings))
         run = fit(recipe, out=out, resume=resume, data_root=data_root, device=device)
         if os.environ.get("RANK", "0") == "0":
-            typer.echo(run.folder)
+            show(run.folder)
             show_run(run)
 
 
@@ -63,7 +63,7 @@ def predict_run(
         path = predict_with(
             run, data, split=split, state=state, options=options, out=out, data_root=data_root, device=device
         )
-        typer.echo(path)
+        show(path)
 
 
 def search_options(
@@ -90,10 +90,10 @@ def search_options(
         recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed_fields(settings))
         found = search(
             recipe, [Range.parse(text) for text in over], trials=trials, folder=out, metric=metric,
-            seeds=numbers(seeds), told=partial(typer.echo, err=True), device=device, data_root=data_root,
+            seeds=numbers(seeds), told=partial(show, err=True), device=device, data_root=data_root,
         )  # fmt: skip
         chosen = " ".join(f"--set loss_options.{name}={value}" for name, value in found.best.options.items())
-        typer.echo(f"{metric} {found.best.mean:.5f} on the validation split: {chosen}")
+        show(f"{metric} {found.best.mean:.5f} on the validation split: {chosen}")
 
 
 def show_run(run: Any) -> None:

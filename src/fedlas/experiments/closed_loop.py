@@ -96,7 +96,9 @@ class ClosedLoopEvaluation(AbstractExperiment):
             for method in _methods(choice):
                 for posthoc in POSTHOC:
                     chosen = selected(data, method, posthoc, choice, ledger)
-                    for seed in choice.seeds if chosen is not None else ():
+                    if chosen is None:
+                        continue
+                    for seed in choice.seeds:
                         recipe = primary_recipe(data, chosen, seed, choice)
                         found.append(Wanted(recipe, PROTOCOL, POSTHOC, rows=(row_name(method, posthoc),)))
         return found

@@ -46,7 +46,7 @@ from fedlas.report.figures import (
 )
 from fedlas.report.tables import Table
 from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.checkpoint import load, restore_module
+from fedlas.train.checkpoint import check_recipe, load, restore_module
 from fedlas.train.precision import autocast, machine
 from fedlas.train.protocols import list_recipes, recipe_for
 from fedlas.train.recipe import Recipe
@@ -130,7 +130,9 @@ def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
     with machine(recipe, device):
         bench = Bench(recipe, device, drawing.data_root, capture=False)
         before = look(bench)
-        restore_module(bench.net.model, load(run.checkpoint)["best"])
+        saved = load(run.checkpoint)
+        check_recipe(saved, run.checkpoint, recipe)
+        restore_module(bench.net.model, saved["best"])
         after = look(bench)
     written = run.predictions("best-test")
     if written.index is None or not torch.equal(written.index, cast("Tensor", after.predictions.index)):

@@ -42,7 +42,7 @@ from fedlas.metrics.selective import area_values
 from fedlas.ood.detection import detect_scores
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import check_arrays, readable
 from fedlas.train.runs import MACHINE, Run
 from fedlas.train.validation import second_half, tuning_predictions
@@ -172,14 +172,13 @@ class Kept:
         split = V2 if "folds" in self.arrays else TEST
         return Predictions(self._tensor("logits").double(), self._tensor("labels").long(), split=split)
 
-    def tops(self) -> Predictions:
+    def tops(self) -> AnyPredictions:
         """Give the predicted classes and their confidences back, which are always kept."""
         given = self.predictions()
         if given is not None:
             return given
-        names = {"confidence": "confidence", "prediction": "prediction", "label": "labels"}
-        columns = {name: np.asarray(self.arrays[place]) for name, place in names.items()}
-        return Predictions.from_columns(columns, "kept predictions", "test")
+        confidence, prediction, labels = map(self._tensor, ("confidence", "prediction", "labels"))
+        return TopLabelPredictions(confidence, prediction=prediction, labels=labels, split="test")
 
     def of_each_sample(self) -> dict[str, EachSample]:
         """Return NLL, Brier score and AURC sample by sample, where these were stored in place of logits."""

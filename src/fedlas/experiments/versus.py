@@ -36,7 +36,7 @@ from fedlas.metrics.comparison import (
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.metrics.seeds import SeedComparison, over_seeds
 from fedlas.metrics.selective import aurc
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, TopLabelPredictions
 from fedlas.report.duels import NAMES, RESAMPLES, WHOLE, paired_with
 from fedlas.storage import named
 from fedlas.train import recipe_for
@@ -62,11 +62,11 @@ class Side:
     """
 
     name: str
-    runs: Mapping[int | None, Predictions]
+    runs: Mapping[int | None, AnyPredictions]
     each: Mapping[int | None, Mapping[str, EachSample]] = field(default_factory=dict)
     recipes: Mapping[int | None, Recipe] = field(default_factory=dict)
 
-    def of_each_sample(self, seed: int | None, metric: str, given: Predictions) -> EachSample:
+    def of_each_sample(self, seed: int | None, metric: str, given: AnyPredictions) -> EachSample:
         """Measure a metric of a run sample by sample."""
         known = self.each.get(seed, {})
         return known[metric] if metric in known else of_each_sample(METRICS[metric], given)
@@ -74,7 +74,8 @@ class Side:
     def lacks(self, metric: str) -> bool:
         """Say whether a metric needs probabilities that some run has not kept."""
         return metric in WHOLE and any(
-            given.top_only and metric not in self.each.get(seed, {}) for seed, given in self.runs.items()
+            isinstance(given, TopLabelPredictions) and metric not in self.each.get(seed, {})
+            for seed, given in self.runs.items()
         )
 
 
@@ -178,7 +179,7 @@ def side(text: str, ledger: Ledger) -> Side:
             f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger are"
             f" written as data/method or data/protocol/method: {held}"
         )
-    found: dict[int | None, Predictions] = {}
+    found: dict[int | None, AnyPredictions] = {}
     each: dict[int | None, Mapping[str, EachSample]] = {}
     for line in lines:
         if line.seed in found:
@@ -257,7 +258,7 @@ def remarks(first: Side, second: Side) -> list[str]:
     said += _otherwise(first, second, seeds)
     if any(seed is None and _name_nothing(*both) for seed, *both in pairs):
         said.append("samples are paired by their rows, because no id or index is on both sides")
-    same = [seed for seed, ours, theirs in pairs if _are_equal(ours.logits, theirs.logits)]
+    same = [seed for seed, ours, theirs in pairs if _are_equal(ours.scores, theirs.scores)]
     if same:
         which = "" if len(same) == len(seeds) else f" of seed {', '.join(map(str, same))}"
         said.append(f"both sides are the same predictions{which}, so nothing differs; was another one meant?")
@@ -277,7 +278,7 @@ def _otherwise(first: Side, second: Side, seeds: Mapping[int | None, int | None]
     return [f"{name} is {ours} on the first side and {theirs} on the second" for name, (ours, theirs) in found.items()]
 
 
-def _name_nothing(ours: Predictions, theirs: Predictions) -> bool:
+def _name_nothing(ours: AnyPredictions, theirs: AnyPredictions) -> bool:
     return all(None in (getattr(ours, word), getattr(theirs, word)) for word in NAMES)
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlas.models.base import WithFeatures
-from fedlas.storage import readable
+from fedlas.storage import read_torch, readable
 
 PLACE = "state_dict"
 SHOWN = 4
@@ -57,9 +57,9 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
     """Read a checkpoint of the published code, and give the weights our names."""
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
-    with readable(path), torch.serialization.safe_globals(_STAND_INS):
+    with readable(path):
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = read_torch(path, stand_ins=_STAND_INS)
         except pickle.UnpicklingError:
             # Not torch's own words: they advise to unpickle whatever is in there.
             raise ValueError("it holds more than tensors and plain values, which is never loaded") from None
@@ -165,8 +165,8 @@ def _number(kind: _Kind, content: bytes | str) -> float:
 
 
 # numpy 2 moved the function; files know it by its old or its new home.
-_STAND_INS: list[Any] = [
-    (_Kind, "numpy.dtype"),
-    (_number, "numpy.core.multiarray.scalar"),
-    (_number, "numpy._core.multiarray.scalar"),
-]
+_STAND_INS: dict[str, Any] = {
+    "numpy.dtype": _Kind,
+    "numpy.core.multiarray.scalar": _number,
+    "numpy._core.multiarray.scalar": _number,
+}

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from fedlas.columns import FILLING, some_of
+from fedlas.columns import some_of
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
 from fedlas.metrics.interval import BOUNDS, Metric, brier_values, check_level, check_mean, gaps_of, nll_values
@@ -33,7 +33,7 @@ from fedlas.metrics.resampling import (
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.metrics.samples import Given, pairs
 from fedlas.metrics.selective import area_values, aurc, ranked_answers
-from fedlas.predictions import Array, Predictions, as_tensor
+from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions, as_tensor
 
 METHOD = "paired bootstrap"
 
@@ -92,8 +92,8 @@ class Comparison:
 
 def paired_bootstrap(
     metric: Metric,
-    first: Predictions | Array,
-    second: Predictions | Array,
+    first: AnyPredictions | Array,
+    second: AnyPredictions | Array,
     labels: Array | None = None,
     *,
     level: float = 0.95,
@@ -159,7 +159,7 @@ class EachSample(NamedTuple):
 
 
 def of_each_sample(
-    metric: Metric, model: Predictions | Array, labels: Array | None = None, **options: Any
+    metric: Metric, model: AnyPredictions | Array, labels: Array | None = None, **options: Any
 ) -> EachSample:
     """Measure `accuracy`, `nll`, `brier` or `aurc`, in all and sample by sample (AURC: by influence values)."""
     found = EachSample(metric(model, labels, **options), exact(PER_SAMPLE[metric](model, labels, **options)))
@@ -246,11 +246,11 @@ def _gap_difference(
     return low, high, 1 - inside
 
 
-def _aurc_values(probs: Predictions | Array, labels: Array | None, **options: Any) -> Tensor:
+def _aurc_values(probs: AnyPredictions | Array, labels: Array | None, **options: Any) -> Tensor:
     return area_values(ranked_answers(probs, labels, **options), "aurc")
 
 
-def _correct(probs: Predictions | Array, labels: Array | None, **options: Any) -> Tensor:
+def _correct(probs: AnyPredictions | Array, labels: Array | None, **options: Any) -> Tensor:
     return scoring.correctness(pairs(probs, labels, **options))
 
 
@@ -275,11 +275,11 @@ def check_draws(level: float, resamples: int) -> None:
         )
 
 
-def check_same_samples(first: Predictions | Array, second: Predictions | Array) -> None:
+def check_same_samples(first: AnyPredictions | Array, second: AnyPredictions | Array) -> None:
     """Refuse models that were judged on other samples, as far as that can be seen."""
     if len(first) != len(second):
         raise ValueError(f"the first model has {len(first)} samples, the second {len(second)}")
-    if isinstance(first, Predictions) and isinstance(second, Predictions):
+    if isinstance(first, AnyPredictions) and isinstance(second, AnyPredictions):
         for name in ("ids", "index"):
             held = (getattr(first, name), getattr(second, name))
             names = [one.tolist() if isinstance(one, Tensor) else one for one in held]
@@ -289,9 +289,9 @@ def check_same_samples(first: Predictions | Array, second: Predictions | Array) 
         _check_labels(first, second)
 
 
-def _check_classes(first: Predictions, second: Predictions) -> None:
+def _check_classes(first: AnyPredictions, second: AnyPredictions) -> None:
     """Refuse models that know other classes, and say which."""
-    if first.top_only or second.top_only:
+    if isinstance(first, TopLabelPredictions) or isinstance(second, TopLabelPredictions):
         return  # such a file knows the classes that it mentions, and nothing of others
     ours, theirs = first.class_names, second.class_names
     if ours is not None and theirs is not None and ours != theirs and sorted(ours) == sorted(theirs):
@@ -305,13 +305,15 @@ def _check_classes(first: Predictions, second: Predictions) -> None:
         raise ValueError(f"the first model has {first.num_classes} classes, the second {second.num_classes}")
 
 
-def _class_names(given: Predictions) -> tuple[str, ...] | None:
+def _class_names(given: AnyPredictions) -> tuple[str, ...] | None:
     """Give the names of classes; those that only number the columns of a table are none."""
     return None if given.class_names == tuple(map(str, range(given.num_classes))) else given.class_names
 
 
-def _check_labels(first: Predictions, second: Predictions) -> None:
+def _check_labels(first: AnyPredictions, second: AnyPredictions) -> None:
     """Refuse models that were judged by other labels, and say where they begin to differ."""
+    if first.given_labels is None or second.given_labels is None:
+        return  # top-label predictions may know only which of them are correct
     labels = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels").to(first.labels.device)
     if labels[0].ndim != labels[1].ndim:
         raise ValueError("one model has hard labels and the other soft ones")
@@ -336,26 +338,26 @@ def _check_labels(first: Predictions, second: Predictions) -> None:
     )
 
 
-def _names_of_labels(first: Predictions, second: Predictions) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def _names_of_labels(first: AnyPredictions, second: AnyPredictions) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Give the names by which labels are compared; None where both sides number the same classes alike.
 
     A file of which only the top class is known numbers the words that it mentions. Words that are numbers stand for
     places, where the other side has all classes and calls none of them so.
     """
-    if not (first.top_only or second.top_only):
+    tops = isinstance(first, TopLabelPredictions), isinstance(second, TopLabelPredictions)
+    if not any(tops):
         return None
     sides = first, second
     ours, theirs = (one.class_names or tuple(map(str, range(one.num_classes))) for one in sides)
-    if first.top_only and not second.top_only and _are_places(ours, theirs):
+    if tops == (True, False) and _are_places(ours, theirs):
         theirs = tuple(map(str, range(len(theirs))))
-    if second.top_only and not first.top_only and _are_places(theirs, ours):
+    if tops == (False, True) and _are_places(theirs, ours):
         ours = tuple(map(str, range(len(ours))))
     return ours, theirs
 
 
 def _are_places(words: Sequence[str], names: Sequence[str]) -> bool:
-    mentioned = {word for word in words if not word.startswith(FILLING)}
-    return all(word.isdecimal() for word in mentioned) and mentioned.isdisjoint(names)
+    return all(word.isdecimal() for word in words) and set(words).isdisjoint(names)
 
 
 def _numbered(labels: Sequence[Tensor], names: Sequence[Sequence[str]]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from fedlas.metrics.interval import bootstrap, check_level, has_area_interval, m
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.samples import Pairs, pairs
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, Predictions
 
 TOP = 5
 COLUMNS = ("confidence", "correct", "log_uncertainty", "loss", "squared_error", "label_square", "among_first")
@@ -65,14 +65,14 @@ class Digest:
         self._about: list[Definition] = []
         self._parts: list[dict[str, Tensor]] = []
 
-    def take(self, part: Predictions) -> None:
+    def take(self, part: AnyPredictions) -> None:
         """Take in some predictions."""
         found = pairs(part, ranked=True)
         kept = {"confidence": found.confidence, "correct": found.correct}
         if found.log_uncertainty is not None:
             kept["log_uncertainty"] = found.log_uncertainty
         self._about.append(found.about)
-        if not part.top_only:
+        if isinstance(part, Predictions):
             probs, labels = part.probs, part.labels
             given = part.given_probs
             losses = (

@@ -332,10 +332,11 @@ def cell_deviations(index: Ints, gap: Floats, bins: int, resamples: int, rng: np
     """Resample weighted gaps by drawing how many samples fall into each fine cell."""
     n = len(gap)
     key = index * (2 * LEVELS + 1) + np.floor((gap + 1) * LEVELS).astype(np.int64)
-    found, cell = np.unique(key, return_inverse=True)
-    count = np.bincount(cell)
-    mean = np.bincount(cell, gap) / count
-    variance = np.maximum(np.bincount(cell, gap**2) / count - mean**2, 0)
+    every = np.bincount(key)
+    found = np.flatnonzero(every)
+    count = every[found]
+    mean = np.bincount(key, gap)[found] / count
+    variance = np.maximum(np.bincount(key, gap**2)[found] / count - mean**2, 0)
     home = np.eye(bins)[found // (2 * LEVELS + 1)]
     drawn = rng.multinomial(n, count / n, size=resamples).astype(np.float64)
     noise = np.sqrt(drawn @ (home * variance[:, None])) * rng.standard_normal((resamples, bins))

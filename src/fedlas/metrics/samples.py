@@ -15,8 +15,8 @@ row on that class. Maps `(n, classes, height, width)` with labels `(n, height, w
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Literal, NamedTuple, TypeAlias, TypedDict
+from functools import cache, cached_property
+from typing import Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -25,8 +25,10 @@ from torch.nn import functional
 
 from fedlas.metrics.result import Definition
 from fedlas.predictions import (
+    AnyPredictions,
     Array,
     Predictions,
+    TopLabelPredictions,
     as_floats,
     as_tensor,
     check_finite,
@@ -37,6 +39,7 @@ from fedlas.predictions import (
     top_of_logits,
     top_of_probs,
     two_columns,
+    with_every_class,
 )
 
 MANY_ROWS = 10_000  # below, building the kernel costs more than it saves
@@ -67,8 +70,16 @@ class Pairs:
         """Values in the order of uncertainty, the most confident sample first."""
         return -self.confidence if self.log_uncertainty is None else self.log_uncertainty
 
+    @cached_property
+    def ranking(self) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
+        """Samples from the most to the least confident, and for each of them the number of its group of equal ones."""
+        ranked, order = self.uncertainty_rank.sort()
+        new = torch.cat([torch.zeros_like(ranked[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
+        return order, new.long().cumsum(0)
 
-Given: TypeAlias = Predictions | Array | Pairs
+
+Counted = TypeVar("Counted", Predictions, TopLabelPredictions)
+Given: TypeAlias = AnyPredictions | Array | Pairs
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,11 @@ def pairs(
         return probs
     if isinstance(probs, Predictions):
         probs, labels, ignore_index = _counted(probs, labels, ignore_index), None, None
+    if isinstance(probs, TopLabelPredictions):
+        probs = _counted(probs, labels, ignore_index)
+        if scope != "top-label":
+            raise ValueError(f'only the top confidence of each sample is known; scope "{scope}" needs every class')
+        return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft=False, split=probs.split))
     if scope in {"positive", "confidence"}:
         found = _positive(probs, labels, ignore_index, scope)
         if ranked and isinstance(probs, Predictions):
@@ -188,14 +204,14 @@ def rows(
     """Check predictions and give them one row per sample."""
     if isinstance(probs, Pairs):
         raise TypeError("pairs of confidence and correctness know the top class alone; this metric needs every class")
+    if isinstance(probs, AnyPredictions):
+        probs = with_every_class(probs, "this metric")
     if scope == "multi-label":
         if ignore_index is not None:
             raise ValueError('scope "multi-label" has no single label to ignore; leave rows out before')
         return _label_rows(probs, labels)
     if isinstance(probs, Predictions):
         probs = _counted(probs, labels, ignore_index)
-        if probs.top_only:
-            raise ValueError("only the top confidence of each sample is known; this metric needs every class")
         return Rows(probs.probs, probs.labels, _about(probs.probs, scope, probs.labels.ndim == 2, probs.split))
     given = _tables(probs, labels, ignore_index)
     check_probs(given.probs, ignored=given.ignored)
@@ -346,7 +362,7 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
     return Pairs(confidence, truth if soft else truth == 1, _about(confidence, scope, soft, split))
 
 
-def _counted(predictions: Predictions, labels: Array | None, ignore_index: int | None) -> Predictions:
+def _counted(predictions: Counted, labels: Array | None, ignore_index: int | None) -> Counted:
     """Leave out of predictions what does not count."""
     if labels is not None:
         raise TypeError("Predictions carry their own labels; give one or the other")

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedlas.extras import optional_module
 from fedlas.metrics.bins import EdgeRule, add_up, bin_index, equal_width_edges, exact
 from fedlas.metrics.result import Interval
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions
 
 METHOD = "t over seeds and test samples"
 
@@ -100,7 +100,7 @@ def over_seeds(first: Sequence[Float64[Tensor, " n"]], second: Sequence[Float64[
     return SeedComparison(tuple(float(values.mean()) for values in each), variance)
 
 
-def ece_values(predictions: Predictions, bins: int = 15) -> Float64[Tensor, " n"]:
+def ece_values(predictions: AnyPredictions, bins: int = 15) -> Float64[Tensor, " n"]:
     """Return each sample's gap between confidence and correctness with the sign of its bin: their mean is the ECE."""
     edges = equal_width_edges(bins)
     index = bin_index(predictions.confidence, edges, EdgeRule.RIGHT)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Unpack
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.metrics.bins import add_up, count_up, exact
@@ -59,11 +59,9 @@ def risk_coverage(
 
 def curve(found: Pairs) -> RiskCoverage:
     """Trace the risk over coverage of samples that are already checked."""
-    ranked, order = found.uncertainty_rank.sort()
-    order = order.to(found.correct.device)
-    wrong = 1 - exact(found.correct[order])
-    n = len(wrong)
-    group = _groups(ranked).to(wrong.device)
+    order, group = found.ranking
+    wrong = 1 - exact(found.correct[order.to(found.correct.device)])
+    n, group = len(wrong), group.to(wrong.device)
     groups = int(group[-1]) + 1
     # Each sample of a group of equal confidence counts as the group's mean error: the average over all orders.
     mean = add_up(wrong, group, groups) / count_up(group, groups)
@@ -161,15 +159,15 @@ def aurc_result(found: Pairs) -> Result:
 def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
     """Give each sample its influence on an area on top of the area itself, so that their mean is the area."""
     found = answers(found)
-    ranked, order = found.uncertainty_rank.sort()
-    order = order.to(found.correct.device)
-    wrong = 1 - exact(found.correct[order])
-    n, share = len(wrong), float(wrong.mean())
+    order, group = found.ranking
+    wrong = 1 - exact(found.correct[order.to(found.correct.device)])
+    n, share, group = len(wrong), float(wrong.mean()), group.to(wrong.device)
     rank = torch.arange(1, n + 1, dtype=torch.float64, device=wrong.device)
-    group = _groups(ranked).to(wrong.device)
+    groups = int(group[-1]) + 1
+    sizes = count_up(group, groups)
 
     def averaged(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
-        return (add_up(values, group, n) / count_up(group, n).clamp_min(1))[group]
+        return (add_up(values, group, groups) / sizes)[group]
 
     if area == "augrc":
         weight = averaged((n - rank + 1) / n)
@@ -191,14 +189,12 @@ def _below(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
     return values.flip(0).cumsum(0).flip(0)
 
 
-def _groups(ranked: Float[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """Give each value of a sorted row the number of its group of equal values."""
-    new = torch.cat([torch.zeros_like(ranked[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
-    return new.long().cumsum(0)
-
-
 def _best_aurc(found: Pairs) -> float:
     """Find the AURC of an order that has every error after every right answer."""
-    wrong = (1 - exact(found.correct)).sort().values
+    wrong = 1 - exact(found.correct)
+    if found.correct.dtype == torch.bool:  # sorting zeros and ones takes longer
+        wrong = (torch.arange(len(wrong), device=wrong.device) >= int(found.correct.sum())).to(wrong.dtype)
+    else:
+        wrong = wrong.sort().values
     answered = torch.arange(1, len(wrong) + 1, dtype=torch.float64, device=wrong.device)
     return float((wrong.cumsum(0) / answered).mean())

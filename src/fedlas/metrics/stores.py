@@ -26,7 +26,7 @@ from fedlas.metrics.result import Definition
 from fedlas.metrics.samples import Pairs, Rows, Scope, logit_rows, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.scoring import Losses, label_squares, logit_losses, losses_of, prob_losses, squared_errors
 from fedlas.metrics.selective import answers
-from fedlas.predictions import Array, Predictions, as_tensor
+from fedlas.predictions import AnyPredictions, Array, as_tensor
 
 JOINED = 2**16  # samples below which a piece is not kept by itself
 Store = TypeVar("Store", bound="AbstractStore")
@@ -76,7 +76,7 @@ class AbstractStore(ABC):
             elif isinstance(value, AbstractStore):
                 value.to_host()
 
-    def add(self, probs: Predictions | Array, labels: Array | None) -> None:
+    def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
         """Add samples, given as probabilities."""
         if self.scope in EVERY_CLASS:
             self.take(rows(probs, labels, self.scope, self.ignore_index))
@@ -236,7 +236,7 @@ class LossStore(AbstractStore):
         table = as_rows(found)
         self._count(prob_losses(table.probs, table.labels), table.about)
 
-    def add(self, probs: Predictions | Array, labels: Array | None) -> None:
+    def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
         self._count(*losses_of(probs, labels, self.ignore_index))
 
     def add_logits(self, logits: Array, labels: Array) -> None:

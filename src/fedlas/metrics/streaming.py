@@ -28,7 +28,7 @@ from fedlas.metrics.stores import (
     MassStore,
     PairStore,
 )
-from fedlas.predictions import Array, Predictions
+from fedlas.predictions import AnyPredictions, Array
 
 Stream = TypeVar("Stream", bound="AbstractStream[AbstractStore]")
 Kept_co = TypeVar("Kept_co", bound=AbstractStore, covariant=True)
@@ -44,7 +44,7 @@ class AbstractStream(ABC, Generic[Kept_co]):
     def __init__(self, store: Kept_co) -> None:
         self.store = store
 
-    def update(self: Stream, probs: Predictions | Array, labels: Array | None = None) -> Stream:
+    def update(self: Stream, probs: AnyPredictions | Array, labels: Array | None = None) -> Stream:
         """Add samples, given as probabilities; a piece without any that counts is left out."""
         if not self.store.skips(labels):
             self.store.add(probs, labels)

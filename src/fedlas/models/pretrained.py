@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlas.extras import optional_module
-from fedlas.storage import check_file, memory_errors
+from fedlas.storage import check_file, memory_errors, read_torch
 from fedlas.web import staying_secure
 
 # Where people put the weights in a checkpoint that holds more than them.
@@ -128,7 +128,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             if path.suffix == ".safetensors":
                 content = optional_module("safetensors.torch", "train").load_file(str(path))
             else:
-                content = torch.load(path, map_location="cpu", weights_only=True)
+                content = read_torch(path)
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # each format has errors of its own, none of which names the file

@@ -38,7 +38,15 @@ from torch import Tensor
 
 from fedlas.metrics.result import Definition, Interval, Result, aligned, html_table
 from fedlas.ood.scores import missing, score_names, score_of
-from fedlas.predictions import Array, Predictions, as_tensor, check_every_class, check_rows
+from fedlas.predictions import (
+    AnyPredictions,
+    Array,
+    Predictions,
+    TopLabelPredictions,
+    as_tensor,
+    check_every_class,
+    check_rows,
+)
 
 Positive = Literal["ood", "id"]
 
@@ -282,8 +290,8 @@ class Detection:
 
 
 def detect(
-    predictions: Predictions,
-    ood: Mapping[str, Predictions | Array],
+    predictions: AnyPredictions,
+    ood: Mapping[str, AnyPredictions | Array],
     scores: Sequence[str] | None = None,
     *,
     train_features: Array | None = None,
@@ -324,13 +332,15 @@ def detect(
     return detect_scores(known, found, tpr=tpr, positive=positive, level=level, seed=seed, split=split)
 
 
-def foreign_predictions(name: str, given: Predictions | Array, known: Predictions) -> Predictions:
+def foreign_predictions(name: str, given: AnyPredictions | Array, known: AnyPredictions) -> AnyPredictions:
     """Take predictions, or logits, on a foreign data set, and check that they are of the same classes."""
-    foreign = given if isinstance(given, Predictions) else Predictions(given)
-    if foreign.num_classes != known.num_classes:
-        check_every_class(foreign, name, known, "the known samples")
-        raise ValueError(f"{name} has {foreign.num_classes} classes, the known samples have {known.num_classes}")
-    return foreign
+    ood = given if isinstance(given, AnyPredictions) else Predictions(given)
+    if isinstance(ood, TopLabelPredictions) and isinstance(known, TopLabelPredictions):
+        return ood  # each names the classes that it mentions
+    if ood.num_classes != known.num_classes:
+        check_every_class(ood, name, known, "the known samples")
+        raise ValueError(f"{name} has {ood.num_classes} classes, the known samples have {known.num_classes}")
+    return ood
 
 
 def detect_scores(
@@ -522,7 +532,7 @@ def _rate_in_words(rate: Result) -> str:
     return "FPR: fraction of ID samples flagged as OOD at the threshold that detects this fraction of OOD samples"
 
 
-def _named_score(one: Predictions, score: str, name: str, train_features: Array | None, k: int) -> Tensor:
+def _named_score(one: AnyPredictions, score: str, name: str, train_features: Array | None, k: int) -> Tensor:
     try:
         return score_of(one, score, train_features, k)
     except ValueError as error:

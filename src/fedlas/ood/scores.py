@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.predictions import Array, Predictions, as_floats, check_rows, two_columns
+from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions, as_floats, check_rows, two_columns
 
 NO_FLOAT64 = {"mps"}
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits that are worked on at a time
@@ -138,7 +138,7 @@ def knn(features: Array, train_features: Array, k: int = 50) -> Float[Tensor, " 
     return torch.cat([_kth_distance(part, known, k) for part in rows.split(QUERIES)])
 
 
-def score_of(predictions: Predictions, name: str, train_features: Array | None = None, k: int = 50) -> Tensor:
+def score_of(predictions: AnyPredictions, name: str, train_features: Array | None = None, k: int = 50) -> Tensor:
     """Find a score of predictions by its name; "l1_norm" and "l2_norm" are feature norms.
 
     Args:
@@ -150,6 +150,8 @@ def score_of(predictions: Predictions, name: str, train_features: Array | None =
     lack = missing(predictions, name, train_features)
     if lack is not None:
         raise ValueError(f"{name} needs {lack}")
+    if isinstance(predictions, TopLabelPredictions):
+        return 1 - _exact(predictions.confidence)
     if name in OF_LOGITS:
         given = predictions.given_probs
         return OF_LOGITS[name](predictions.logits) if given is None else OF_PROBS[name](_exact(given))
@@ -161,15 +163,16 @@ def score_of(predictions: Predictions, name: str, train_features: Array | None =
     return knn(features, train_features, k)
 
 
-def missing(predictions: Predictions, name: str, train_features: Array | None = None) -> str | None:
+def missing(predictions: AnyPredictions, name: str, train_features: Array | None = None) -> str | None:
     """Say what predictions lack for a score, or None where they have everything."""
     if name not in score_names():
         raise ValueError(f"there is no score {name!r}; there are {', '.join(score_names())}")
     if name in OF_LOGITS:
+        if isinstance(predictions, TopLabelPredictions):
+            known = "every class, and of these predictions only the top confidence is known"
+            return None if name == "max_probability" else known
         if predictions.given_probs is not None and name not in OF_PROBS:
             return "logits, and these predictions were made of probabilities, which forget how large logits were"
-        if predictions.top_only and name != "max_probability":
-            return "every class, and of these predictions only the top confidence is known"
         return None
     if predictions.features is None:
         return "features, and these predictions have none"

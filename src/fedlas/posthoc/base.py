@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from fedlas.catalog import keywords
 from fedlas.predictions import (
+    AnyPredictions,
     Array,
     Predictions,
     Rest,
@@ -40,6 +41,7 @@ from fedlas.predictions import (
     check_rows,
     slices_of,
     two_columns,
+    with_every_class,
 )
 from fedlas.storage import check_file, read_safetensors, readable, to_safetensors, write_whole
 
@@ -193,7 +195,7 @@ class AbstractCalibrator(ABC):
 
     def fit(
         self: Kind,
-        logits: Predictions | Array,
+        logits: AnyPredictions | Array,
         labels: Array | None = None,
         *,
         split: str | None = None,
@@ -232,14 +234,14 @@ class AbstractCalibrator(ABC):
     def transform(self, logits: Tensor) -> Tensor: ...
     @overload
     def transform(self, logits: NDArray[Any]) -> NDArray[Any]: ...
-    def transform(self, logits: Predictions | Tensor | NDArray[Any]) -> Predictions | Tensor | NDArray[Any]:
+    def transform(self, logits: AnyPredictions | Tensor | NDArray[Any]) -> Predictions | Tensor | NDArray[Any]:
         """Calibrate logits; the answer has the form and shape of what came in.
 
         Predictions whose classes have other names, or another order, than those it was fitted on are refused, unless
         all classes are treated alike (`by_class` is False) or one of the two has no names.
         """
-        if isinstance(logits, Predictions):
-            _check_every_class(logits)
+        if isinstance(logits, AnyPredictions):
+            logits = with_every_class(logits, "calibration")
             self.check_names(logits.class_names)
             return with_logits(logits, self.transform(self.fill_zeros(logits.logits, logits.zeros)))
         given = as_floats(logits, "logits")
@@ -288,6 +290,11 @@ class AbstractCalibrator(ABC):
     @classmethod
     def restore(cls: type[Kind], about: Mapping[str, Any], tensors: dict[str, Tensor]) -> Kind:
         """Make a fitted calibrator of what a file says."""
+        for name, value in tensors.items():
+            if bool(value.isnan().any()):
+                raise ValueError(f"{name} holds NaN")
+            if name == "temperature" and not bool(((value > 0) & value.isfinite()).all()):
+                raise ValueError(f"{name} is {float(value.flatten()[0]):g}; it must be finite and above 0")
         made = cls(**about["options"])
         made.learned, made.fitted = tensors, Fit.from_dict(about["fitted"])
         return made
@@ -330,15 +337,8 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) -> Predictions:
     """Give predictions other logits and leave the rest as it is."""
-    _check_every_class(predictions)
     rest = Rest(**{name: getattr(predictions, name) for name in Rest.__annotations__})  # type: ignore[typeddict-item]
     return Predictions(logits, predictions.given_labels, **rest)
-
-
-def _check_every_class(predictions: Predictions) -> None:
-    if predictions.top_only:
-        needed = "calibration needs the logits or probabilities of every class"
-        raise ValueError(f"only the top confidence of each sample is known; {needed}")
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -521,12 +521,12 @@ def apply_affine(inputs: Float[Tensor, "n classes"], learned: Mapping[str, Tenso
 
 
 def _samples(
-    logits: Predictions | Array, labels: Array | None, split: str | None, ignore_index: int | None
+    logits: AnyPredictions | Array, labels: Array | None, split: str | None, ignore_index: int | None
 ) -> tuple[Samples, str | None]:
-    if isinstance(logits, Predictions):
+    if isinstance(logits, AnyPredictions):
+        logits = with_every_class(logits, "calibration")
         if labels is not None or ignore_index is not None:
             raise TypeError("Predictions carry their own labels; give neither labels nor ignore_index with them")
-        _check_every_class(logits)
         return Samples(exact(logits.logits), logits.labels, logits.zeros), split or logits.split
     if labels is None:
         raise TypeError("labels are missing; only Predictions carry their own")

@@ -27,15 +27,15 @@ from fedlas.files import labelled, read_predictions
 from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection
-from fedlas.predictions import Predictions, check_every_class
-from fedlas.report.duels import Duel, duels
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions, check_every_class
+from fedlas.report.duels import PairedTest, correction_note, duels
 from fedlas.report.subjects import Model
 from fedlas.report.words import in_words, sentences
 
 FORMAT = "fedlas.answer/1"
 BRIEFLY = ("accuracy", "ece", "over_ece", "under_ece", "nll")  # of several models
 SIGNS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*(%?)\s*")
+CONDITION = re.compile(r"\s*([^<>=]+?)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*")
 
 Watch = Callable[[str, float], None]
 File = str | Path
@@ -55,7 +55,7 @@ class Answer:
 
     models: Mapping[str, Model]
     files: Mapping[str, Path]
-    compared: Sequence[Duel] = ()
+    compared: Sequence[PairedTest] = ()
     notes: Sequence[str] = ()
 
     @property
@@ -310,7 +310,9 @@ def judge_files(
             raise ValueError(f"{name} has a report already, so no further predictions of it can be looked at")
         models[name] = held
     held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
-    compared = list(duels(held_by, **options, watch=_stage(watch, "comparing models")))
+    compared = duels(held_by, **options, watch=_stage(watch, "comparing models"))
+    if any(one.found is not None for one in compared) and (note := correction_note(len(held_by))):
+        notes.append(note)
     return Answer(models, {name: path for name, path in sources.items() if path is not None}, compared, notes)
 
 
@@ -368,7 +370,7 @@ def _no_calibrator(held: Model, folds: int) -> str:
     """Say why no calibrator can be fitted; nothing where it can."""
     given = held.predictions
     assert given is not None
-    if given.top_only:
+    if isinstance(given, TopLabelPredictions):
         return "only the top class of each sample is known"
     if held.calibration is None and len(given) < 2 * folds:
         have = "1 sample is" if len(given) == 1 else f"{len(given)} samples are"
@@ -380,7 +382,7 @@ def _detections(report: Report) -> list[Detection]:
     return [state.detection for state in report.states if state.detection is not None]
 
 
-def _read(path: Path, watch: Watch | None, columns: ReadOptions) -> Predictions:
+def _read(path: Path, watch: Watch | None, columns: ReadOptions) -> AnyPredictions:
     stage = _stage(watch, f"reading {path.name}")
     if stage is None:
         return read_predictions(path, **columns)
@@ -390,7 +392,7 @@ def _read(path: Path, watch: Watch | None, columns: ReadOptions) -> Predictions:
     return found
 
 
-def _truth(path: Path, watch: Watch | None, columns: ReadOptions) -> Predictions:
+def _truth(path: Path, watch: Watch | None, columns: ReadOptions) -> AnyPredictions:
     return labelled(_read(path, watch, columns), path)
 
 
@@ -445,8 +447,10 @@ def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
     return found
 
 
-def _like(other: Predictions, given: Predictions, path: Path) -> Predictions:
+def _like(other: AnyPredictions, given: AnyPredictions, path: Path) -> AnyPredictions:
     """Check that predictions of the same model know the same classes in the same order."""
+    if isinstance(other, TopLabelPredictions) and isinstance(given, TopLabelPredictions):
+        return other  # each names the classes that it mentions
     named = None not in (other.class_names, given.class_names)
     if other.num_classes != given.num_classes or (named and other.class_names != given.class_names):
         check_every_class(other, str(path), given, "the predictions that are judged")

@@ -6,27 +6,27 @@ samples (`ids`, else `index`), the names decide which samples belong together.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 from fedlas.metrics.calibration import ece
 from fedlas.metrics.comparison import Comparison, check_draws, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, TopLabelPredictions
 
 METRICS = {"accuracy": accuracy, "ece": ece, "nll": nll, "brier": brier}
 WHOLE = {"nll", "brier"}  # metrics of all probabilities, not of the top one alone
 BINNED = {"ece"}  # metrics that have bins
-ALL_PAIRS = 4  # up to so many models are compared with each other, more with the first alone
+ALL_PAIRS = 8  # up to so many models are compared with each other, more with the first and the best
 RESAMPLES = 2_000
 NAMES = ("ids", "index")  # what samples are called by, the better first
 KINDS = ("train", "val", "test")  # begin the words for splits
 
 
 @dataclass(frozen=True)
-class Duel:
+class PairedTest:
     """How two models differ in one metric; or why they cannot be compared.
 
     Args:
@@ -45,15 +45,17 @@ class Duel:
 
 
 def duels(
-    models: Mapping[str, Predictions],
+    models: Mapping[str, AnyPredictions],
     *,
     bins: int = 15,
     level: float = 0.95,
     resamples: int | None = None,
     seed: int = 0,
     watch: Callable[[float], None] | None = None,
-) -> Iterator[Duel]:
+) -> list[PairedTest]:
     """Compare models on the same samples by paired tests; a pair that cannot be compared is named once.
+
+    The p-values of each metric are corrected for the number of pairs by the method of Holm.
 
     Args:
         models: predictions of each, by its name.
@@ -63,34 +65,73 @@ def duels(
         seed: of its random numbers.
         watch: called with the share of pairs that are done.
     """
-    names = list(models)
-    pairs = list(combinations(names, 2)) if len(names) <= ALL_PAIRS else [(names[0], other) for other in names[1:]]
+    pairs = _pairs(models)
+    options: dict[str, Any] = {"level": level, "resamples": resamples or RESAMPLES, "seed": seed}
+    found: list[PairedTest] = []
     for done, (first, second) in enumerate(pairs):
         if watch is not None:
             watch(done / len(pairs))
-        try:
-            check_draws(level, resamples or RESAMPLES)
-            held = (models[first], paired_with(models[first], models[second]))
-        except ValueError as error:
-            yield Duel(first, second, next(iter(METRICS)), why=str(error))
-            continue
-        for name, metric in METRICS.items():
-            if name in WHOLE and any(one.top_only for one in held):
-                continue
-            options: dict[str, Any] = {"bins": bins} if name in BINNED else {}
-            try:
-                found = paired_bootstrap(
-                    metric, *held, level=level, resamples=resamples or RESAMPLES, seed=seed, **options
-                )
-            except ValueError as error:
-                yield Duel(first, second, name, why=str(error))
-                break
-            yield Duel(first, second, name, found)
+        found += _tests(first, second, models, bins, options)
     if watch is not None and pairs:
         watch(1.0)
+    return _corrected(found, level)
 
 
-def paired_with(first: Predictions, second: Predictions) -> Predictions:
+def _pairs(models: Mapping[str, AnyPredictions]) -> list[tuple[str, str]]:
+    """Choose the pairs: all of them, or of many models the first and the one with the lowest ECE with all others."""
+    names = list(models)
+    if len(names) <= ALL_PAIRS:
+        return list(combinations(names, 2))
+    best = min(names, key=lambda name: float(ece(models[name])))
+    others = [(best, name) for name in names if name not in {best, names[0]}]
+    return [(names[0], name) for name in names[1:]] + ([] if best == names[0] else others)
+
+
+def correction_note(models: int) -> str:
+    """Return which pairs of so many models are compared, and how p-values are corrected; empty for two models."""
+    if models < 3:
+        return ""
+    which = "all pairs" if models <= ALL_PAIRS else "the first model and the one with the lowest ECE with all others"
+    return f"compared are {which}; p-values are Holm-corrected for the number of pairs, confidence intervals are not"
+
+
+def _tests(
+    first: str, second: str, models: Mapping[str, AnyPredictions], bins: int, options: Mapping[str, Any]
+) -> Iterator[PairedTest]:
+    try:
+        check_draws(options["level"], options["resamples"])
+        held = (models[first], paired_with(models[first], models[second]))
+    except ValueError as error:
+        yield PairedTest(first, second, next(iter(METRICS)), why=str(error))
+        return
+    for name, metric in METRICS.items():
+        if name in WHOLE and any(isinstance(one, TopLabelPredictions) for one in held):
+            continue
+        more: dict[str, Any] = {"bins": bins} if name in BINNED else {}
+        try:
+            yield PairedTest(first, second, name, paired_bootstrap(metric, held[0], held[1], **options, **more))
+        except ValueError as error:
+            yield PairedTest(first, second, name, why=str(error))
+            return
+
+
+def _corrected(found: Sequence[PairedTest], level: float) -> list[PairedTest]:
+    """Correct the p-values of each metric for the number of pairs by the step-down method of Holm (1979)."""
+    adjusted = list(found)
+    for metric in METRICS:
+        tests = [
+            (one.found, place) for place, one in enumerate(found) if one.metric == metric and one.found is not None
+        ]
+        tests.sort(key=lambda test: test[0].p_value)
+        least = 0.0
+        for rank, (test, place) in enumerate(tests):
+            least = max(least, min(1.0, (len(tests) - rank) * test.p_value))
+            better = test.better if least <= 1 - level or len(tests) == 1 else None
+            adjusted[place] = replace(found[place], found=replace(test, p_value=least, better=better))
+    return adjusted
+
+
+def paired_with(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions:
     """Give the samples of the second model in the order of the first; refuse samples of another split.
 
     The same images may be a split of another name: `fedlas predict` calls them by a hash of the data's keywords. So
@@ -112,7 +153,7 @@ def _kinds(split: str) -> set[str]:
     return {kind for kind in KINDS for word in words if word.startswith(kind)}
 
 
-def in_order_of(first: Predictions, second: Predictions) -> Predictions:
+def in_order_of(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions:
     """Bring the samples of the second model into the order of the first, where both name their samples."""
     for word in NAMES:
         ours, theirs = _names(first, word), _names(second, word)
@@ -137,6 +178,6 @@ def in_order_of(first: Predictions, second: Predictions) -> Predictions:
     return second
 
 
-def _names(given: Predictions, word: str) -> list[Any] | None:
+def _names(given: AnyPredictions, word: str) -> list[Any] | None:
     found = getattr(given, word)
     return None if found is None else list(found if isinstance(found, tuple) else found.tolist())

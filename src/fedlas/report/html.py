@@ -25,7 +25,7 @@ from typing import Any
 from fedlas.evaluation import SHOWN, Report, evaluate
 from fedlas.extras import optional_module
 from fedlas.metrics.result import Result
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions
 from fedlas.report.duels import duels
 from fedlas.report.page_data import (
     Plain,
@@ -75,7 +75,7 @@ MEANINGS = {
 }
 
 
-Given = Predictions | Report | Model
+Given = AnyPredictions | Report | Model
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def named_models(models: Given | Mapping[str, Given]) -> dict[str, Model]:
         raise ValueError("no model is given")
     found: dict[str, Model] = {}
     for name, one in given.items():
-        if isinstance(one, Predictions):
+        if isinstance(one, AnyPredictions):
             found[str(name)] = Model(predictions=one)
         elif isinstance(one, Report):
             found[str(name)] = Model(report=one)
@@ -312,9 +312,10 @@ def _model(name: str, model: Model, report: Report, asked: _Asked, models: int) 
     one |= {"direction": direction(report.before), "training": training_data(model.log, model.recipe)}
     given = model.predictions
     if given is not None:
-        one["class_table"] = class_data(given, report, most=CLASS_DIAGRAMS // models, level=asked.level)
         one["ood"] = ood_data(given, model.ood, report, model.train_features)
         one["norms"] = norm_data(given)
+    if given is not None and given.given_labels is not None and given.prediction is not None:
+        one["class_table"] = class_data(given, report, most=CLASS_DIAGRAMS // models, level=asked.level)
         one["samples"] = sample_data(given, count=asked.samples)
     return one
 

@@ -32,12 +32,12 @@ from fedlas.metrics.selective import RiskCoverage, curve
 from fedlas.metrics.smooth import smooth_curve
 from fedlas.ood.detection import Ranking, foreign_predictions, ranking
 from fedlas.ood.scores import QUANTITIES, feature_norm, missing, score_of
-from fedlas.predictions import Array, Predictions, slices_of
+from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of
 from fedlas.report.places import filled_places
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
-    from fedlas.report.duels import Duel
+    from fedlas.report.duels import PairedTest
 
 LONGEST = 200  # letters of a text that someone else wrote
 ALL_NAMES, SHORTEST = 1_000_000, 24  # letters of the names of all classes, and of one of very many
@@ -135,7 +135,7 @@ def model_data(name: str, report: "Report", level: float = 0.95) -> Plain:
     }
 
 
-def names_data(predictions: Predictions) -> list[str] | None:
+def names_data(predictions: AnyPredictions) -> list[str] | None:
     """Give the names of the classes, where there are any; those of very many classes are cut shorter."""
     names = predictions.class_names
     if names is None:
@@ -145,7 +145,7 @@ def names_data(predictions: Predictions) -> list[str] | None:
 
 
 def class_data(
-    predictions: Predictions, report: "Report | None" = None, *, most: int = 2_000, level: float = 0.95
+    predictions: AnyPredictions, report: "Report | None" = None, *, most: int = 2_000, level: float = 0.95
 ) -> Plain:
     """Give the class table, and for the classes with most answers their diagrams.
 
@@ -165,12 +165,12 @@ def class_data(
     labels = predictions.labels
     support = exact(labels).sum(0) if labels.ndim == 2 else count_up(labels, classes)
     shown = torch.arange(classes)
-    if predictions.top_only:  # of classes that nobody named, nothing is known
+    if isinstance(predictions, TopLabelPredictions):  # of classes that nobody named, nothing is known
         shown = ((answers > 0) | (support.to(answers.device) > 0)).nonzero()[:, 0].cpu()
     measured = None if report is None else report.before.results.get("classwise_ece")
     errors = None if measured is None else torch.tensor(measured.details["per_class"], dtype=torch.float64)
     drawn = shown[answers.cpu()[shown].argsort(descending=True, stable=True)[:most]].sort().values
-    every = None if predictions.top_only else probability_bins(predictions)
+    every = None if isinstance(predictions, TopLabelPredictions) else probability_bins(predictions)
     return {
         "class": shown.tolist(),
         "labels": numbers(support.cpu()[shown]),
@@ -185,8 +185,9 @@ def class_data(
     }
 
 
-def answer_bins(predictions: Predictions) -> Bins:
+def answer_bins(predictions: AnyPredictions) -> Bins:
     """Fill one histogram per class with the confidences of the samples that were put into it."""
+    assert predictions.prediction is not None
     edges, classes = equal_width_edges(CLASS_BINS), predictions.num_classes
     confidence, correct = exact(predictions.confidence), exact(predictions.correct)
     index = bin_index(predictions.confidence, edges, EdgeRule.RIGHT).to(confidence.device)
@@ -219,7 +220,7 @@ def _cells(bins: Bins, kept: Int64[Tensor, " kept"], level: float) -> list[list[
     return found
 
 
-def sample_data(predictions: Predictions, *, count: int = 12, most: int = 3) -> Plain:
+def sample_data(predictions: AnyPredictions, *, count: int = 12, most: int = 3) -> Plain:
     """Give the samples whose confidence was most above, and most below, what turned out to be true.
 
     Args:
@@ -236,10 +237,23 @@ def sample_data(predictions: Predictions, *, count: int = 12, most: int = 3) -> 
     return found
 
 
-def _sample(predictions: Predictions, row: int, most: int) -> Plain:
+def _sample(predictions: AnyPredictions, row: int, most: int) -> Plain:
     one = predictions[[row]]
+    if isinstance(one, TopLabelPredictions):
+        assert one.prediction is not None
+        confidence, answer = number(one.confidence[0], 6), int(one.prediction[0])
+        return {
+            "row": row,
+            "index": None if one.index is None else int(one.index[0]),
+            "label": int(one.labels[0]),
+            "share": None,
+            "answer": answer,
+            "confidence": confidence,
+            "truth": None,
+            "likeliest": [[answer, number(one.confidence[0])]],
+        }
     probs, labels = one.probs[0], one.labels
-    likeliest = probs.topk(1 if one.top_only else min(most, len(probs)))
+    likeliest = probs.topk(min(most, len(probs)))
     truth = int(labels[0]) if labels.ndim == 1 else int(labels[0].argmax())
     return {
         "row": row,
@@ -248,14 +262,14 @@ def _sample(predictions: Predictions, row: int, most: int) -> Plain:
         "share": None if labels.ndim == 1 else number(labels[0, truth]),
         "answer": int(one.prediction[0]),
         "confidence": number(one.confidence[0], 6),
-        "truth": None if one.top_only else number(probs[truth], 6),
+        "truth": number(probs[truth], 6),
         "likeliest": [[k, number(p)] for k, p in zip(likeliest.indices.tolist(), likeliest.values, strict=True)],
     }
 
 
 def ood_data(
-    predictions: Predictions,
-    ood: Mapping[str, Predictions | Array],
+    predictions: AnyPredictions,
+    ood: Mapping[str, AnyPredictions | Array],
     report: "Report",
     train_features: Array | None = None,
 ) -> Plain | None:
@@ -312,7 +326,7 @@ def score_data(known: Tensor, foreign: Tensor) -> Plain:
     return {"edges": numbers(edges), "known": numbers(shares[0]), "foreign": numbers(shares[1])}
 
 
-def norm_data(predictions: Predictions) -> Plain | None:
+def norm_data(predictions: AnyPredictions) -> Plain | None:
     """Give the confidence indicator of FeDLaS on these samples: the L1 norm of the features, in deviations.
 
     Training normalises by running statistics; here mean and deviation are those of these samples.
@@ -406,7 +420,7 @@ def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
     return 1 + math.tanh(beta * mode * gamma / 2)
 
 
-def comparison_data(names: Sequence[str], duels: "Iterable[Duel]") -> Plain | None:
+def comparison_data(names: Sequence[str], duels: "Iterable[PairedTest]") -> Plain | None:
     """Give the paired tests of models, which are told by their place in the list of names."""
     if len(names) < 2:
         return None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.evaluation import FOLDS, Report
-from fedlas.predictions import Array, Predictions
+from fedlas.predictions import AnyPredictions, Array
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,12 +29,12 @@ class Model:
             is opened. None where the paths are the caller's own: they are taken as they stand.
     """
 
-    predictions: Predictions | None = None
+    predictions: AnyPredictions | None = None
     report: Report | None = None
-    calibration: Predictions | None = None
+    calibration: AnyPredictions | None = None
     posthoc: str | Sequence[Any] = ("temperature",)
     folds: int = FOLDS
-    ood: Mapping[str, Predictions | Array] = field(default_factory=dict)
+    ood: Mapping[str, AnyPredictions | Array] = field(default_factory=dict)
     train_features: Array | None = None
     log: Sequence[Mapping[str, Any]] = ()
     recipe: Mapping[str, Any] | None = None

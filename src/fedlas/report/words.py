@@ -123,7 +123,8 @@ def sentences(report: "Report") -> tuple[str, ...]:
     level = _level(state)
     samples = f"{report.n:,} {'sample' if report.n == 1 else 'samples'}"
     where = f' of the split "{_name(report.split)}"' if report.split else ""
-    said = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where} in {report.classes:,} classes."]
+    classes = f" in {report.classes:,} classes" if report.classes else ""
+    said = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where}{classes}."]
     said += _direction_sentences(state, way, samples)
     if _hides_classes(report, way):
         said.append(

@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedlas.storage import also_called, check_file, memory_errors, write_whole
+from fedlas.storage import also_called, check_file, memory_errors, read_torch, write_whole
+from fedlas.train.recipe import Recipe
 from fedlas.train.runs import Run, RunError
 
 FORMAT = "fedlas.checkpoint/1"
@@ -52,6 +53,15 @@ def restore_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Put a module's state back, in place."""
     with memory_errors():
         module.load_state_dict(dict(state))
+
+
+def check_recipe(saved: Mapping[str, Any], path: Path, recipe: Recipe) -> None:
+    """Raise an error if a checkpoint belongs to another recipe, such as another seed or loss."""
+    if saved["recipe"] != recipe.key:
+        raise RunError(
+            f"{path} is a checkpoint of another recipe: its key is {saved['recipe']!r}, that of recipe.json "
+            f"{recipe.key!r}; put back the checkpoint of this run, or remove its folder to train again"
+        )
 
 
 def check_stand(saved: Mapping[str, Any], path: Path, epochs: int, steps: int | None = None) -> None:
@@ -147,8 +157,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(), memory_errors():
             warnings.simplefilter("ignore")  # about files that no checkpoint of ours can be
-            content: dict[str, Any] = torch.load(io.BytesIO(written), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
+            content: dict[str, Any] = read_torch(path, written)
+    except (*UNFIT, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         # Not torch's own words: they advise to unpickle whatever is in there.
         raise RunError(damaged) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -186,6 +196,10 @@ def _fault(content: Mapping[str, Any]) -> str | None:
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in weights.items()}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_count(value: Any) -> bool:
@@ -238,6 +252,7 @@ PARTS: tuple[Part, ...] = (
     ("best", _are_tensors, "a table of tensors"),
     ("best_epoch", _is_count, "a number of epochs"),
     ("best_accuracy", _is_accuracy, "an accuracy"),
+    ("recipe", _is_text, "the key of a recipe"),
 )
 STEP_PARTS: tuple[Part, ...] = (
     ("count", _is_number, "a number of steps"),

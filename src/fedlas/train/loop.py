@@ -327,6 +327,7 @@ class _Training:
         if not is_first():
             return
         content = state | {
+            "recipe": self.recipe.key,
             "epoch": epoch,
             "position": position,
             "random": generators,
@@ -343,6 +344,7 @@ class _Training:
             return 0, 0
         path = self.run.checkpoint
         saved = checkpoint.load(path)
+        checkpoint.check_recipe(saved, path, self.recipe)
         self.bench.restore(saved, path)
         checkpoint.check_stand(saved, path, self.recipe.epochs, self.bench.steps_per_epoch)
         self.best = {name: value.to(self.bench.device) for name, value in saved["best"].items()}

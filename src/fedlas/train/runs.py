@@ -133,7 +133,10 @@ class Run:
         if not path.exists():
             there = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors"))) or "none"
             raise RunError(f"{path} is not there; predictions of this run: {there}")
-        return Predictions.load(path)
+        found = Predictions.load(path)
+        if not isinstance(found, Predictions):
+            raise RunError(f"{path} holds no predictions of a run: of every sample only the top class is known")
+        return found
 
     @property
     def finished(self) -> bool:

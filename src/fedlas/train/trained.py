@@ -18,7 +18,7 @@ from fedlas.catalog import keywords, nearest
 from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
 from fedlas.files import held_at, same_predictions
 from fedlas.models import WithFeatures, build_model
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.train import checkpoint
 from fedlas.train.bench import chosen_device
 from fedlas.train.callbacks import downloads
@@ -72,6 +72,7 @@ def predict_with(
     own = data == recipe.data and wanted == recipe.data_options
     with nullcontext() if out is not None else locked(run.folder), downloads(progress) as shown:
         saved = checkpoint.load(run.checkpoint)
+        checkpoint.check_recipe(saved, run.checkpoint, recipe)
         checkpoint.check_stand(saved, run.checkpoint, recipe.epochs)
         if out is None and saved["epoch"] < recipe.epochs:
             stands = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
@@ -174,7 +175,7 @@ def _predictions(
         )
 
 
-def _held(path: Path) -> Predictions | None:
+def _held(path: Path) -> AnyPredictions | None:
     """Read the predictions that are at a place already; what is something else is not written over."""
     try:
         return held_at(path)
@@ -182,7 +183,7 @@ def _held(path: Path) -> Predictions | None:
         raise RunError(f"{path} is there and holds no predictions; remove it, or say where else to write") from error
 
 
-def _about(held: Predictions, found: Split, names: tuple[str, ...], *, name: str, labelled: bool) -> bool:
+def _about(held: AnyPredictions, found: Split, names: tuple[str, ...], *, name: str, labelled: bool) -> bool:
     """Say whether predictions are about the samples that a network is going to look at, which takes much longer."""
     index, labels = held.index, held.given_labels
     return (

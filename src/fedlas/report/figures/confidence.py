@@ -8,7 +8,7 @@ from fedlas.extras import optional_module
 from fedlas.metrics.bins import exact
 from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Given, pairs
-from fedlas.predictions import Predictions
+from fedlas.predictions import AnyPredictions, TopLabelPredictions
 from fedlas.report import page_data
 from fedlas.report.figures.style import (
     COLUMN,
@@ -163,7 +163,7 @@ class ClassMap:
     samples: tuple[tuple[int, ...], ...]
 
 
-def class_map_data(predictions: Predictions, title: str, most: int = CLASSES) -> ClassMap:
+def class_map_data(predictions: AnyPredictions, title: str, most: int = CLASSES) -> ClassMap:
     """Measure the gap of each class at each confidence; of many classes, those that add most to the error are shown.
 
     Args:
@@ -174,7 +174,7 @@ def class_map_data(predictions: Predictions, title: str, most: int = CLASSES) ->
     bins = page_data.answer_bins(predictions).cpu()
     wrong = (bins.confidence_sum - bins.correct_sum).abs().sum(1)
     order = wrong.argsort(descending=True, stable=True)
-    if predictions.top_only:  # of classes that nobody named, nothing is known
+    if isinstance(predictions, TopLabelPredictions):  # of classes that nobody named, nothing is known
         order = order[bins.counts.sum(1)[order] > 0]
     kept = order[:most].sort().values
     counts, gaps = bins.counts[kept], (bins.confidence - bins.accuracy)[kept]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedlas.predictions import Array, Predictions
+from fedlas.predictions import AnyPredictions, Array
 from fedlas.report import page_data
 from fedlas.report.figures.style import (
     DARK,
@@ -75,8 +75,8 @@ class Foreign:
 
 
 def foreign_data(
-    predictions: Predictions,
-    ood: Mapping[str, Predictions | Array],
+    predictions: AnyPredictions,
+    ood: Mapping[str, AnyPredictions | Array],
     report: "Report",
     title: str,
     train_features: Array | None = None,

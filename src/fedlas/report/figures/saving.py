@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedlas.predictions import Predictions
 from fedlas.report.figures.style import save_with_data
 
 if TYPE_CHECKING:
@@ -108,15 +109,16 @@ def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> It
         given, end = model.predictions, endings[name]
         if given is None:
             continue
-        classes = confidence.class_map_data(given, name)
-        yield f"class_map{end}", confidence.class_map_figure(classes), classes
+        if given.prediction is not None:
+            classes = confidence.class_map_data(given, name)
+            yield f"class_map{end}", confidence.class_map_figure(classes), classes
         if reports[name].before.detection is not None and model.ood:
             found = foreign.foreign_data(given, model.ood, reports[name], name, model.train_features)
             yield f"roc{end}", foreign.roc_figure(found), found
             names = _endings([one.name for one in found.sets])
             for one in found.sets:
                 yield f"scores{end}{names[one.name]}", foreign.score_figure(one), one
-        if indicator.has_norms(given):
+        if isinstance(given, Predictions) and indicator.has_norms(given):
             norms.append(indicator.norm_data(given, name))
     if norms:
         yield "norm", indicator.norm_figure(norms), norms
