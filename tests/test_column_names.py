@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fedlas.cli.commands import app
 from fedlas.column_names import LABEL_NAMES
 from fedlas.files import labelled, read_predictions
-from fedlas.predictions import Predictions
+from fedlas.predictions import Predictions, TopLabelPredictions
 
 NAMES = ("cat", "dog", "eel")
 make = np.random.default_rng(0)
@@ -117,7 +117,7 @@ def test_the_top_class_under_the_names_of_other_tools(tmp_path, confidence, pred
     known = predicted in {"correct", "hit", "is_correct"}
     columns = {confidence: PROBS.max(1), predicted: (said == LABELS) if known else said}
     found = read_predictions(write_table(tmp_path / "p.csv", columns | ({} if known else {"target": LABELS})))
-    assert found.top_only
+    assert isinstance(found, TopLabelPredictions)
     assert torch.allclose(found.confidence, torch.from_numpy(PROBS.max(1)))
     assert found.correct.tolist() == (said == LABELS).tolist()
 
@@ -147,7 +147,7 @@ def test_options_name_columns_of_any_name(tmp_path):
     path = write_table(tmp_path / "p.csv", columns)
     is_read(read_predictions(path, prob_columns="s.*", label_column="species"))
     found = read_predictions(path, confidence_column="sure", prediction_column="said", label_column="species")
-    assert found.top_only
+    assert isinstance(found, TopLabelPredictions)
     assert not found.correct.any()
     assert read_predictions(path, confidence_column="sure", correct_column="ok").correct.all()
     with pytest.raises(ValueError, match=r"--label-column.*'truth'.*species"):

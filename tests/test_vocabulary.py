@@ -11,11 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TERMS = {
-    "foreign data": (r"foreign(?!Object)", 294),
+    "foreign data": (r"foreign(?!Object)", 293),
     "onlooker": (r"onlookers?", 24),
     "rehearsal": (r"rehears(?:als?|e[ds]?|ing)", 39),
     "stranger": (r"strange(?:rs?|ly)?", 36),
-    "judge": (r"judg(?:e[ds]?|ing)", 111),
+    "judge": (r"judg(?:e[ds]?|ing)", 109),
     "duel": (r"duels?", 17),
     "crew": (r"crews?", 30),
     "dealt": (r"dealt", 13),

@@ -126,6 +126,8 @@ def test_a_calibrator_is_replaced_only_when_asked_to(file, tmp_path):
     out = tmp_path / "c.safetensors"
     assert call("calibrate", "fit", file, "--out", out).exit_code == 0
     before = out.read_bytes()
+    other = write_predictions(read_predictions(file)[:30], tmp_path / "other.csv")
+    refused(("calibrate", "fit", other, "--out", out), out, "--overwrite")
     again = ("calibrate", "fit", file, "--out", out, "--method", "vector_scaling")
     refused(again, out, "--overwrite")
     assert out.read_bytes() == before

@@ -1,6 +1,7 @@
 """`fedlas calibrate`: a calibrator is learned from one file, and repairs another."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,10 +38,11 @@ def calibrate_fit(
         check_places([out])
         refuse_own_input([file], [out])
         refuse_other_kind(out, "calibrator", load_calibrator)
-        if not overwrite and out.is_file() and out.stat().st_size:
-            raise FileExistsError(f"{out} holds a calibrator; give --overwrite to replace it, or name another file")
+        held = load_calibrator(out) if not overwrite and out.is_file() and out.stat().st_size else None
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
+        if held is not None and (held.name, held.options) != (calibrator.name, calibrator.options):
+            raise _others(out)
         with progress() as watch:
             given = labelled(read_file(file, watch, columns), file)
             watch(f"fitting {method}", 0.0)
@@ -48,6 +50,8 @@ def calibrate_fit(
                 warnings.simplefilter("ignore", DoubtfulFit)  # said below, where it cannot be overlooked
                 calibrator.fit(given)
             watch(f"fitting {method}", 1.0)
+            if held is not None and not _same_numbers(held.learned, calibrator.learned):
+                raise _others(out)
             calibrator.save(out)
         words = {"standard_error": "standard error of its logarithm"}
         numbers = {name: value for name, value in calibrator.learned.items() if value.numel() == 1}
@@ -63,6 +67,15 @@ def calibrate_fit(
         if fit is not None and fit.doubt:
             show(f"warning: {out} is written, but do not rely on it: {fit.doubt}", err=True)
         show(out)
+
+
+def _others(out: Path) -> FileExistsError:
+    return FileExistsError(f"{out} holds another calibrator; give --overwrite to replace it, or name another file")
+
+
+def _same_numbers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Return whether two calibrators have learned the same."""
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name].cpu()) for name in ours)
 
 
 @with_columns

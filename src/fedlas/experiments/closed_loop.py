@@ -4,8 +4,10 @@ Six configurations of each method are compared on V2, without test predictions; 
 seeds of the table. Data and methods can be selected; the protocol is always "standard".
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from torch import Tensor
@@ -25,35 +27,11 @@ from fedlas.train.recipe import Recipe
 PROTOCOL = "standard"
 SEARCH_SEED = 11
 POSTHOC = (None, TEMPERATURE)
-OOD = {"cifar10": ("cifar100", "svhn"), "cifar100": ("cifar10", "svhn")}
-METHODS = {"ce": "CE", "pskd": "PS-KD", "closed_loop": "closed loop"}
-
-
-def _pskd(schedule: str, alpha: float) -> dict[str, Any]:
-    return {"loss_options": {"schedule": schedule, "alpha": alpha}}
-
-
-def _loop(indicator: str, bins: int, step: float) -> dict[str, Any]:
-    return {"loss_options": {"indicator": indicator, "bins": bins, "step": step}}
-
-
-# Fields of the recipe that differ from the protocol, in the order of the design.
-CONFIGURATIONS: Mapping[str, tuple[dict[str, Any], ...]] = {
-    "ce": tuple(
-        {"lr": lr, "weight_decay": decay}
-        for lr, decay in ((0.1, 5e-4), (0.1, 1e-3), (0.1, 2e-4), (0.05, 5e-4), (0.05, 1e-3), (0.2, 5e-4))
-    ),
-    "pskd": (
-        *(_pskd("linear", alpha) for alpha in (0.3, 0.6, 0.8, 0.9)),
-        *(_pskd("constant", alpha) for alpha in (0.3, 0.6)),
-    ),
-    "closed_loop": (
-        *(_loop("confidence", 10, step) for step in (1.5, 0.75, 3.0)),
-        _loop("confidence", 5, 1.5),
-        _loop("none", 1, 1.5),
-        _loop("norm", 10, 1.5),
-    ),
-}
+_DESIGN = json.loads(resources.files("fedlas.experiments").joinpath("closed_loop.json").read_text(encoding="utf-8"))
+METHODS: Mapping[str, str] = _DESIGN["methods"]
+OOD: Mapping[str, list[str]] = _DESIGN["ood"]
+# Of each method, fields of the recipe that differ from the protocol, in the order of the design.
+CONFIGURATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = _DESIGN["configurations"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +93,7 @@ def search_recipe(data: str, candidate: Candidate, choice: Choice) -> Recipe:
 
 def primary_recipe(data: str, candidate: Candidate, seed: int, choice: Choice) -> Recipe:
     """Make the recipe of a run of the primary table."""
-    return _recipe(data, candidate, seed, choice).replace(ood=OOD.get(data, ()))
+    return _recipe(data, candidate, seed, choice).replace(ood=tuple(OOD.get(data, ())))
 
 
 def selected(data: str, method: str, posthoc: str | None, choice: Choice, ledger: Ledger) -> Candidate | None:

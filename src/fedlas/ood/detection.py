@@ -337,8 +337,8 @@ def foreign_predictions(name: str, given: AnyPredictions | Array, known: AnyPred
     ood = given if isinstance(given, AnyPredictions) else Predictions(given)
     if isinstance(ood, TopLabelPredictions) and isinstance(known, TopLabelPredictions):
         return ood  # each names the classes that it mentions
+    check_every_class(ood, name, known, "the known samples")
     if ood.num_classes != known.num_classes:
-        check_every_class(ood, name, known, "the known samples")
         raise ValueError(f"{name} has {ood.num_classes} classes, the known samples have {known.num_classes}")
     return ood
 

@@ -449,11 +449,12 @@ def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
 
 def _like(other: AnyPredictions, given: AnyPredictions, path: Path) -> AnyPredictions:
     """Check that predictions of the same model know the same classes in the same order."""
-    if isinstance(other, TopLabelPredictions) and isinstance(given, TopLabelPredictions):
+    tops = isinstance(other, TopLabelPredictions), isinstance(given, TopLabelPredictions)
+    if all(tops):
         return other  # each names the classes that it mentions
-    named = None not in (other.class_names, given.class_names)
-    if other.num_classes != given.num_classes or (named and other.class_names != given.class_names):
+    if any(tops):
         check_every_class(other, str(path), given, "the predictions that are judged")
+    named = None not in (other.class_names, given.class_names)
     if other.num_classes != given.num_classes:
         raise ValueError(f"{path} has {other.num_classes} classes, the predictions that are judged {given.num_classes}")
     if named and other.class_names != given.class_names:

@@ -14,6 +14,7 @@ from typing import Any
 from fedlas.metrics.calibration import ece
 from fedlas.metrics.comparison import Comparison, check_draws, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
+from fedlas.metrics.seeds import holm
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
 
 METRICS = {"accuracy": accuracy, "ece": ece, "nll": nll, "brier": brier}
@@ -122,12 +123,9 @@ def _corrected(found: Sequence[PairedTest], level: float) -> list[PairedTest]:
         tests = [
             (one.found, place) for place, one in enumerate(found) if one.metric == metric and one.found is not None
         ]
-        tests.sort(key=lambda test: test[0].p_value)
-        least = 0.0
-        for rank, (test, place) in enumerate(tests):
-            least = max(least, min(1.0, (len(tests) - rank) * test.p_value))
-            better = test.better if least <= 1 - level or len(tests) == 1 else None
-            adjusted[place] = replace(found[place], found=replace(test, p_value=least, better=better))
+        for (test, place), p_value in zip(tests, holm([test.p_value for test, _ in tests]), strict=True):
+            better = test.better if p_value <= 1 - level or len(tests) == 1 else None
+            adjusted[place] = replace(found[place], found=replace(test, p_value=p_value, better=better))
     return adjusted
 
 

@@ -113,7 +113,7 @@ def in_words(report: "Report") -> str:
 
 
 def _hides_classes(report: "Report", way: Direction) -> bool:
-    """Say whether a verdict on the predicted class could be taken for one on the positive class."""
+    """Return whether a verdict on the predicted class could be taken for one on the positive class."""
     return report.classes == 2 and way == "none" and "classwise_ece" in report.before.results
 
 

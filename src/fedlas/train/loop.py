@@ -298,7 +298,8 @@ class _Training:
 
     def _record(self, epoch: int, trained: dict[str, float], validation: Predictions) -> dict[str, Any]:
         """Make the line of the log, and remember the weights of the best epoch."""
-        last = (epoch + 1) * self.bench.steps_per_epoch - 1
+        steps = self.bench.steps_per_epoch
+        last = (epoch + 1) * steps - 1
         found = judged(validation)
         if found["accuracy"] > self.best_accuracy:
             self.best_epoch, self.best_accuracy = epoch + 1, found["accuracy"]
@@ -306,7 +307,7 @@ class _Training:
         return {
             "epoch": epoch + 1,
             "steps": last + 1,
-            "lr": self.recipe.lr * lr_factor(self.recipe, last, self.bench.steps_per_epoch),
+            "lr": self.recipe.lr * lr_factor(self.recipe, last, steps),
             "train": _finite(trained),
             "val": found,
             "gate": self.bench.step.watch.read(),
