@@ -85,7 +85,7 @@ def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
         line = next(one for one in lines if (one.posthoc is None) == (posthoc is None))
         return [line] * len(choice.seeds)
 
-    choice = replace(CHOICE, losses=None, seeds=(1, 2))
+    choice = replace(CHOICE, losses=None, seeds=(1, 2, 3, 4, 5))
     assert len(experiment_named("closed_loop").tables(book, choice)) == 2
     monkeypatch.setattr(closed_loop, "_lines", stored)
     _, _, tests, margins = experiment_named("closed_loop").tables(book, choice)

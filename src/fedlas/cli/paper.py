@@ -60,7 +60,7 @@ def reproduce_experiment(
     model: Annotated[str | None, typer.Option(help="Networks, separated by commas; by default the protocol's.")] = None,
     losses: Annotated[str | None, typer.Option(help="Rows, separated by commas; by default all.")] = None,
     seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "1,2,3",
-    protocol: Annotated[str, typer.Option(help="paper, official, fast or small.")] = "paper",
+    protocol: Annotated[str, typer.Option(help="paper, official, fast, small or standard.")] = "paper",
     split: Annotated[str, typer.Option(help="test, or test-published: normalised as in the published code.")] = "test",
     settings: Settings = None,
     only: Annotated[str | None, typer.Option(help="Train only runs whose folder's name contains this.")] = None,

@@ -18,7 +18,7 @@ def train_run(
     loss: Annotated[str, typer.Option(help="The loss; see: fedlas list losses")],
     model: Annotated[str | None, typer.Option(help="The network; by default that of the protocol.")] = None,
     protocol: Annotated[
-        str | None, typer.Option(help="paper, official, fast or small; see: fedlas list recipes")
+        str | None, typer.Option(help="paper, official, fast, small or standard; see: fedlas list recipes")
     ] = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; else runs/<data>-<model>-<loss>-<key>.")] = None,
@@ -73,7 +73,7 @@ def search_options(
     trials: Annotated[int, typer.Option(help="How many to try.")] = 20,
     metric: Annotated[str, typer.Option(help="nll, ece, aece, brier or accuracy, on the validation split.")] = "nll",
     model: Annotated[str | None, typer.Option(help="The network; by default that of the protocol.")] = None,
-    protocol: Annotated[str | None, typer.Option(help="paper, official, fast or small.")] = None,
+    protocol: Annotated[str | None, typer.Option(help="paper, official, fast, small or standard.")] = None,
     seeds: Annotated[str, typer.Option(help="A run for each, in every trial.")] = "1",
     settings: Settings = None,
     out: Annotated[Path, typer.Option(help="Where run folders and search.json go.")] = Path("runs/search"),

@@ -213,6 +213,7 @@ def _cell(lines: list[Line], one: Measured, choice: Choice) -> Cell:
 
 
 OURS = "closed_loop"
+FEWEST_SEEDS = 5  # of the comparisons, by the design
 OTHERS = (("ce", TEMPERATURE), ("pskd", None), ("pskd", TEMPERATURE))
 TESTED = {"nll": "NLL", "aurc": "AURC x 1000"}
 MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("Brier", 0.005)}
@@ -221,7 +222,7 @@ MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("B
 def _comparison_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     """Make the tables of the tests and of the margins; none until every run of both sides is in the ledger."""
     data_sets, seeds = _data(choice), len(choice.seeds)
-    if seeds < 2 or set(_methods(choice)) != set(METHODS):
+    if seeds < FEWEST_SEEDS or set(_methods(choice)) != set(METHODS):
         return []
     lines = {
         (data, method, posthoc): _lines(ledger, choice, data, method, posthoc)
