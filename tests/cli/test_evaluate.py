@@ -494,7 +494,7 @@ def test_advice_about_a_file_names_no_python(tmp_path):
             warnings.simplefilter("always")
             done = call("evaluate", tmp_path / name, "--posthoc", "")
         said[name] = done.stderr + " ".join(str(one.message) for one in seen)
-    assert "logit_" in said["logits.csv"]
+    assert "--logits" in said["logits.csv"]
     assert "prob_" in said["probs.csv"]
     assert re.search("100.*prob_", said["shares.csv"])
     for name, words in said.items():

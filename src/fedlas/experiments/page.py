@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from fedlas.experiments.base import CHANGED, FOR, Choice
+from fedlas.experiments.base import CHANGED, FOR, LOOKS, Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
@@ -101,7 +101,7 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
     splits: dict[str, set[str]] = {TEST: set()}  # and the data that was judged on another one
     known = experiment.known_data() if isinstance(experiment, AbstractGrid) else ()
     for line in ledger.lines.values():
-        if line.recipe.data in known:
+        if line.recipe.data in known and line.split in LOOKS:
             splits.setdefault(line.split, set()).add(line.recipe.data)
     written = []
     for protocol, (split, data) in product(protocols, splits.items()):
