@@ -286,3 +286,25 @@ def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
     fitted = CliRunner().invoke(app, ["calibrate", "fit", str(path), *columns, *method])
     assert fitted.exit_code == 0, fitted.output
     assert out.exists()
+
+
+def test_listed_columns_are_classes_in_the_order_of_the_list(tmp_path):
+    path = write_table(tmp_path / "p.csv", {"score_1": [0.9, 0.2], "score_0": [0.1, 0.8], "label": [1, 0]})
+    assert read_predictions(path, prob_columns=["score_0", "score_1"]).correct.tolist() == [True, True]
+    assert read_predictions(path, prob_columns=["score_1", "score_0"]).correct.tolist() == [False, False]
+
+
+def test_a_chosen_confidence_is_joined_by_the_prediction(tmp_path):
+    path = write_table(tmp_path / "p.csv", {"sc": [0.9, 0.6], "pred": [1, 0], "y": [1, 1]})
+    assert read_predictions(path, confidence_column="sc").correct.tolist() == [True, False]
+
+
+def test_correctness_replaces_the_label_and_is_compared_with_it(tmp_path):
+    columns = {"confidence": [0.9, 0.6], "prediction": ["cat", "dog"], "correct": [1, 0]}
+    assert read_predictions(write_table(tmp_path / "p.csv", columns)).correct.tolist() == [True, False]
+    path = write_table(tmp_path / "q.csv", columns | {"label": ["cat", "dog"]})
+    with pytest.raises(ValueError, match="contradicts"):
+        read_predictions(path)
+    lines = [json.dumps({"confidence": 0.9, "is_correct": True}), json.dumps({"confidence": 0.6, "is_correct": False})]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    assert read_predictions(tmp_path / "p.jsonl").correct.tolist() == [True, False]

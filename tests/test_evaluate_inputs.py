@@ -126,3 +126,9 @@ def test_a_report_as_a_frame_a_tabular_and_a_figure():
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     assert heights == pytest.approx(bins.accuracy[bins.counts > 0].tolist())
     plt.close(figure)
+
+
+def test_labels_of_an_array_may_be_a_file(tmp_path):
+    probs, labels = np.array([[0.9, 0.1], [0.3, 0.7]] * 20), np.array([0, 1] * 20)
+    np.save(tmp_path / "labels.npy", labels)
+    assert float(evaluate(probs, tmp_path / "labels.npy", intervals=False).before["accuracy"]) == 1

@@ -109,3 +109,16 @@ def test_a_row_takes_few_bytes_whatever_the_number_of_classes(tmp_path):
         tracemalloc.stop()
     assert (len(found), found.num_classes, found.scores.shape) == (n, classes, (n,))
     assert peak < 200 * n + 2**22
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64, np.float64])
+def test_class_numbers_of_every_type(kind):
+    found = TopLabelPredictions([0.5, 0.6], labels=np.array([300, 2], kind), prediction=np.array([300, 3], kind))
+    assert found.correct.tolist() == [True, False]
+
+
+def test_predictions_with_correctness_alone_are_saved_and_loaded(tmp_path):
+    given = TopLabelPredictions([0.5, 0.6], [True, False], prediction=[1, 0])
+    given.save(tmp_path / "p.safetensors")
+    found = read_predictions(tmp_path / "p.safetensors")
+    assert (found.correct.tolist(), found.prediction.tolist()) == ([True, False], [1, 0])

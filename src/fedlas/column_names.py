@@ -132,11 +132,14 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
         names |= _label(columns, names, path)
     if any(_ndim(values) == 2 for values in columns.values()):
         names |= {name: "class_names" for name in columns if name.casefold() in CLASS_NAMES}
+    roles = set(names.values())
+    if "confidence" in roles and not roles & {"prediction", "correct"}:
+        names |= _top_label({name: one for name, one in columns.items() if name not in names}, names, path)
     if not Roles(names, ()).has_scores:
         names |= _scores(columns, names, options, path)
     exact = {name for name in columns if name in OTHERS or name.startswith(("feature_", "label_"))}
     unread = [name for name in columns if name not in names and name not in exact and name.casefold() not in ROW_NAMES]
-    return Roles({name: names[name] for name in columns if name in names}, unread)
+    return Roles({name: role for name, role in names.items() if name in columns}, unread)
 
 
 def short_list(names: Sequence[str], most: int = 6) -> str:
@@ -223,7 +226,7 @@ def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadO
 
     for find in (_exact, _families, _bare):
         if find is _families and {"confidence", "prediction"} <= {*free, *taken.values()}:
-            return {name: name for name in ("confidence", "prediction") if name in free}
+            return _top_label(free, taken, path)
         candidates = find(free, labels)
         if len(candidates) > 1:
             listed = "; ".join(short_list(list(one.names)) for one in candidates)

@@ -156,8 +156,8 @@ def no_scores(columns: Mapping[str, Any], path: str | Path) -> ValueError:
 
 def renamed(columns: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     """Give columns the names that fedlas uses for them; leave out those that are not understood."""
-    skipped = set(roles.unread)
-    return {roles.names.get(name, name): values for name, values in columns.items() if name not in skipped}
+    others = {name: values for name, values in columns.items() if name not in roles.names and name not in roles.unread}
+    return {role: columns[name] for name, role in roles.names.items()} | others
 
 
 def labels_of(options: ReadOptions) -> Any:

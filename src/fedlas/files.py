@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from fedlas.column_names import ColumnOptions, ReadOptions, option, table_kind
-from fedlas.columns import NUMBERS, frame_columns, read_npy, some_of, texts
+from fedlas.columns import NUMBERS, frame_columns, labels_of, read_npy, some_of, texts
 from fedlas.extras import optional_module
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import (
@@ -109,6 +109,7 @@ def as_predictions(
         return labelled(
             Predictions.from_columns({str(name): one for name, one in table.items()}, kind, **options), kind
         )
+    labels = labels_of({"labels": labels})
     if hasattr(given, "predictions") and hasattr(given, "label_ids"):
         outputs = given.predictions
         scores = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
@@ -344,6 +345,8 @@ class _Column:
             found = np.frombuffer(self.values, dtype=np.float64)
             return found if self.width is None else found.reshape(-1, self.width)
         kinds = set(map(type, self.values))
+        if kinds <= {bool}:
+            return np.asarray(self.values, dtype=bool)
         if kinds <= {int}:
             return np.asarray(self.values, dtype=np.int64)
         if kinds <= {str}:

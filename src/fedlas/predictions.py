@@ -598,6 +598,7 @@ def _selection(rows: Any, n: int) -> slice | Tensor:
 
 def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None) -> Int[Tensor, " n"]:
     """Raise an error unless there is one class number per sample."""
+    given = _class_numbers(given)
     if given.is_floating_point() or given.shape != (n,):
         raise ValueError(f"{name} is {given.dtype} of shape {tuple(given.shape)}; expected {n} integers")
     most = MOST_CLASSES if names is None else len(names)

@@ -15,13 +15,13 @@ import shutil
 import stat
 import zipfile
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -281,6 +281,8 @@ def _check_torch(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
         _check_legacy(file, size, stand_ins)
         return
     with zipfile.ZipFile(file) as parts:
+        if min((entry.header_offset for entry in parts.infolist()), default=0):
+            raise ValueError("other data comes before its archive, which torch.save does not do")
         entries = {entry.filename: entry for entry in parts.infolist()}
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values())
         if packed or len(entries) < len(parts.infolist()) or sum(one.file_size for one in entries.values()) > size:
@@ -324,6 +326,12 @@ class _Sizes(pickle._Unpickler):
         functions = {f"torch._utils._rebuild_{name}": self._tensor for name in ("tensor", "tensor_v2", "tensor_v3")}
         first = {f"torch._utils._rebuild_{name}": _first for name in ("parameter", "parameter_with_state")}
         self._known = PLAIN | functions | first | dict(stand_ins)
+
+    def load_build(self) -> None:
+        """Leave out the state of an object: setting it could change a class."""
+        self.stack.pop()
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what takes the place of a name in the pickle."""
@@ -375,13 +383,13 @@ WIDTHS = {
     "Untyped": 1, "Bool": 1, "Byte": 1, "Char": 1, "Short": 2, "Half": 2, "BFloat16": 2, "Int": 4, "Float": 4,
     "Long": 8, "Double": 8, "ComplexFloat": 8, "ComplexDouble": 16,
 }  # fmt: skip
-# Names in a pickle of torch that make neither tensors nor storages.
+# Names in a pickle of torch that make neither tensors nor storages. Nothing is copied, however often a pickle asks.
 PLAIN: dict[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
-    "collections.Counter": Counter,
-    "builtins.set": set,
-    "__builtin__.set": set,
-    "torch.Size": tuple,
+    "collections.OrderedDict": lambda *_: OrderedDict(),
+    "collections.Counter": lambda *_: {},
+    "builtins.set": lambda *_: set(),
+    "__builtin__.set": lambda *_: set(),
+    "torch.Size": _first,
     "torch.device": str,
     "_codecs.encode": _encode,
     "torch._tensor._rebuild_from_type_v2": lambda function, _, given, __: function(*given),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,26 @@ def test_a_truncated_torch_file_is_named(tmp_path, opened):
         (tmp_path / "p.pt").write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"p\.pt"):
             opened(tmp_path / "p.pt")
+
+
+def test_the_check_of_a_torch_file_changes_no_class_and_copies_nothing(tmp_path):
+    """A state for a class would set its attributes; calls that copy their argument would fill the memory."""
+    build = b"\x80\x02ccollections\nCounter\n(N}X\x0b\x00\x00\x00most_commonNstb."
+    copies = b"\x80\x02(" + b"K\x01" * 100_000 + b"tq\x000" + b"ctorch\nSize\nh\x00\x85R0" * 300 + b"N."
+    for content in (build, copies):
+        tracemalloc.start()
+        with pytest.raises((ValueError, TypeError)):
+            read_predictions(zipped(tmp_path / "p.pt", content))
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+        tracemalloc.stop()
+    assert callable(Counter.most_common)
+
+
+def test_an_archive_behind_other_data_is_refused(tmp_path):
+    path = zipped(tmp_path / "p.pt", pickled({"probs": 1}))
+    path.write_bytes(b"PK\x03\x04" + bytes(60) + path.read_bytes())
+    with pytest.raises(ValueError, match=r"before its archive"):
+        read_predictions(path)
 
 
 def long_label(folder: Path, ending: str) -> Path:

@@ -304,3 +304,15 @@ def test_an_unknown_name_and_keyword_are_explained():
         posthoc.build_calibrator("temprature")
     with pytest.raises(TypeError, match=r"'objektive'.*'objective'"):
         posthoc.build_calibrator("temperature", objektive="nll")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_calibrator_of_few_samples_is_saved_and_loaded(name: str, tmp_path: Path):
+    """Of 60 samples some bins are empty, for which histogram binning holds NaN."""
+    logits, labels = problem(60, 2 if name == "platt" else 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        calibrator = build(name).fit(3 * logits, labels)
+    calibrator.save(tmp_path / "few.safetensors")
+    again = posthoc.load_calibrator(tmp_path / "few.safetensors")
+    assert torch.equal(again.transform(logits), calibrator.transform(logits))

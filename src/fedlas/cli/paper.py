@@ -157,7 +157,8 @@ def compare_models(
         found = versus(ours, theirs, asked, **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         seeds = any(one.standard_error is not None for one in found)
-        show(f"Difference: first minus second{'; ±: standard error over seeds' if seeds else ''}.", err=json == "-")
+        over = "; ±: standard error over seeds; interval and p of a mean: over seeds and test samples" if seeds else ""
+        show(f"Difference: first minus second{over}.", err=json == "-")
         for note in remarks(ours, theirs):
             show(f"note: {note}", err=True)
         if json is not None:

@@ -222,7 +222,7 @@ MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("B
 def _comparison_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     """Make the tables of the tests and of the margins; none until every run of both sides is in the ledger."""
     data_sets, seeds = _data(choice), len(choice.seeds)
-    if seeds < FEWEST_SEEDS or set(_methods(choice)) != set(METHODS):
+    if seeds < FEWEST_SEEDS or set(OOD) - set(data_sets) or set(_methods(choice)) != set(METHODS):
         return []
     lines = {
         (data, method, posthoc): _lines(ledger, choice, data, method, posthoc)

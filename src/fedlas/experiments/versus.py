@@ -104,9 +104,7 @@ class Versus:
 
     @property
     def standard_error(self) -> float | None:
-        """Standard error of the mean difference, over seeds and test samples or seeds alone; None for a single one."""
-        if self.seeds is not None:
-            return self.seeds.standard_error
+        """Standard error of the mean difference over seeds; None for a single one."""
         values = [one.difference for one in self.pairs.values()]
         return stdev(values) / sqrt(len(values)) if len(values) > 1 else None
 
