@@ -329,7 +329,7 @@ class _Sizes(pickle._Unpickler):
 
     def load_build(self) -> None:
         """Leave out the state of an object: setting it could change a class."""
-        self.stack.pop()
+        self.stack.pop()  # type: ignore[attr-defined]
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
