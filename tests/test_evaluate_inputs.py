@@ -1,5 +1,6 @@
 """What `fedlas.evaluate` takes (arrays, files, DataFrames, outputs of Hugging Face), and how a report is used."""
 
+import warnings
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -132,3 +133,31 @@ def test_labels_of_an_array_may_be_a_file(tmp_path):
     probs, labels = np.array([[0.9, 0.1], [0.3, 0.7]] * 20), np.array([0, 1] * 20)
     np.save(tmp_path / "labels.npy", labels)
     assert float(evaluate(probs, tmp_path / "labels.npy", intervals=False).before["accuracy"]) == 1
+
+
+def test_an_unknown_keyword_is_an_error(tmp_path):
+    (tmp_path / "p.csv").write_text("prob_a,prob_b,label\n" + "0.9,0.1,a\n" * 5)
+    for word in ("bin", "label_colum", "calibrate_on"):
+        with pytest.raises(TypeError, match=repr(word)):
+            evaluate(tmp_path / "p.csv", **{word: "label"})
+
+
+def test_calibration_data_may_be_a_file_and_labels_are_asked_for_by_name(tmp_path):
+    (tmp_path / "p.csv").write_text("prob_a,prob_b,label\n" + "0.9,0.1,a\n0.8,0.2,b\n" * 20)
+    (tmp_path / "q.csv").write_text("prob_a,prob_b,truth_of_mine\n" + "0.9,0.1,a\n" * 5)
+    found = evaluate(tmp_path / "p.csv", posthoc="temperature", calibration=tmp_path / "p.csv", intervals=False)
+    assert "temperature" in found.after
+    with pytest.raises(ValueError, match=r"q\.csv.*truth_of_mine.*label_column"):
+        evaluate(tmp_path / "q.csv")
+
+
+def test_folds_may_differ_in_what_their_calibrator_learns():
+    """With 3 decimals of 1,000 classes, some folds determine no temperature."""
+    random = np.random.default_rng(1)
+    labels, logits = random.integers(1000, size=600), random.normal(size=(600, 1000))
+    logits[np.arange(600), labels] += 3.2
+    probs = np.exp(2 * logits - 2 * logits.max(1, keepdims=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = evaluate((probs / probs.sum(1, keepdims=True)).round(3), labels, posthoc="temperature", intervals=False)
+    assert "temperature" in found.after

@@ -69,6 +69,12 @@ class ReadOptions(ColumnOptions, total=False):
     labels: Any
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise an error about a keyword that does not exist."""
+    for name in options.keys() - ReadOptions.__annotations__.keys():
+        raise TypeError(f"unknown keyword {name!r}; those about columns are {', '.join(ReadOptions.__annotations__)}")
+
+
 class Roles(NamedTuple):
     """Meaning of the columns of a table.
 

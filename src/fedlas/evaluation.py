@@ -271,7 +271,7 @@ def evaluate(
     logits: Array | bool | None = None,
     ood: Mapping[str, AnyPredictions | Array] | None = None,
     posthoc: str | AbstractCalibrator | Sequence[str | AbstractCalibrator] = (),
-    calibration: AnyPredictions | None = None,
+    calibration: AnyPredictions | str | Path | None = None,
     train_features: Array | None = None,
     folds: int = FOLDS,
     bins: int = 15,
@@ -307,6 +307,7 @@ def evaluate(
     """
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
+    calibration = as_predictions(calibration) if isinstance(calibration, str | Path) else calibration
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:
         if not isinstance(one, str | AbstractCalibrator):
@@ -422,6 +423,7 @@ class _Run:
         """Put together what was gathered."""
         fitted = () if self.repair is None else self.repair.calibrators
         single = sorted({name for one in fitted for name, value in one.learned.items() if value.numel() == 1})
+        single = [name for name in single if all(name in one.learned for one in fitted)]  # some folds may lack zeros
         means = {name: math.fsum(float(one.learned[name]) for one in fitted) / len(fitted) for name in single}
         means = {name: value for name, value in means.items() if math.isfinite(value)}
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)

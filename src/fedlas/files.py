@@ -30,7 +30,7 @@ from typing import Any, NoReturn, Unpack
 import numpy as np
 import torch
 
-from fedlas.column_names import ColumnOptions, ReadOptions, option, table_kind
+from fedlas.column_names import ColumnOptions, ReadOptions, check_options, option, table_kind
 from fedlas.columns import NUMBERS, frame_columns, labels_of, read_npy, some_of, texts
 from fedlas.extras import optional_module
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
@@ -63,6 +63,7 @@ def read_predictions(
         options: which columns hold what where their names do not say it, and labels that are in another file; see
             `fedlas.column_names.ReadOptions`.
     """
+    check_options(options)
     path = Path(path)
     if path.is_dir():
         inside = sorted(file for folder in (path, path / "predictions") for file in folder.glob("*.safetensors"))
@@ -101,8 +102,9 @@ def as_predictions(
             raise TypeError("Predictions have their own labels and columns; give nothing else with them")
         return given
     options: Any = dict(columns, labels=labels, logits=bool(logits))
+    check_options(options)
     if isinstance(given, str | Path):
-        return read_predictions(given, **options)
+        return labelled(read_predictions(given, **options), given)
     if isinstance(given, Mapping) or hasattr(given, "columns"):
         table = dict(given) if isinstance(given, Mapping) else frame_columns(given)
         kind = type(given).__name__

@@ -4,6 +4,7 @@ Files may list the same samples in different orders, and equal labels do not sho
 samples (`ids`, else `index`), the names decide which samples belong together.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,13 +63,16 @@ def duels(
         models: predictions of each, by its name.
         bins: how many bins calibration errors have.
         level: of all intervals.
-        resamples: how many resamples a test draws; 2,000 by default.
+        resamples: how many resamples a test draws, 2,000 by default; more where the correction needs them.
         seed: of its random numbers.
         watch: called with the share of pairs that are done.
     """
     pairs = _pairs(models)
     options: dict[str, Any] = {"level": level, "resamples": resamples or RESAMPLES, "seed": seed}
     found: list[PairedTest] = []
+    if options["resamples"] + 1 > 2 / (1 - level):  # otherwise the tests say that these are too few
+        # The smallest p-value, 2 / (resamples + 1), has to stay below 1 - level after the correction.
+        options["resamples"] = max(options["resamples"], math.ceil(2 * len(pairs) / (1 - level)))
     for done, (first, second) in enumerate(pairs):
         if watch is not None:
             watch(done / len(pairs))
