@@ -145,7 +145,8 @@ def test_an_unknown_keyword_is_an_error(tmp_path):
 def test_calibration_data_may_be_a_file_and_labels_are_asked_for_by_name(tmp_path):
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label\n" + "0.9,0.1,a\n0.8,0.2,b\n" * 20)
     (tmp_path / "q.csv").write_text("prob_a,prob_b,truth_of_mine\n" + "0.9,0.1,a\n" * 5)
-    found = evaluate(tmp_path / "p.csv", posthoc="temperature", calibration=tmp_path / "p.csv", intervals=False)
+    (tmp_path / "val.csv").write_text("prob_a,prob_b,label\n" + "0.7,0.3,a\n0.6,0.4,b\n" * 20)
+    found = evaluate(tmp_path / "p.csv", posthoc="temperature", calibration=tmp_path / "val.csv", intervals=False)
     assert "temperature" in found.after
     with pytest.raises(ValueError, match=r"q\.csv.*truth_of_mine.*label_column"):
         evaluate(tmp_path / "q.csv")
