@@ -73,6 +73,7 @@ class Payload:
 
 def sound(folder: Path) -> dict[str, Path]:
     """Write one good file of every kind that is read."""
+    import numpy as np
     import torch
 
     import fedlas
@@ -89,7 +90,11 @@ def sound(folder: Path) -> dict[str, Path]:
     (folder / "p.json").write_text(json.dumps({name: one.tolist() for name, one in columns.items()}))
     torch.save(columns, folder / "p.pt")
     torch.save(columns, folder / "p.pth", _use_new_zipfile_serialization=False)
-    found |= {f"predictions{ending}": folder / f"p{ending}" for ending in (".json", ".pt", ".pth")}
+    np.save(folder / "p.npy", given.probs.numpy())
+    for ending in (".tsv", ".txt"):
+        (folder / f"p{ending}").write_text((folder / "p.csv").read_text().replace(",", "\t"))
+    written = (".json", ".pt", ".pth", ".npy", ".tsv", ".txt")
+    found |= {f"predictions{ending}": folder / f"p{ending}" for ending in written}
     fedlas.build_calibrator("temperature").fit(given).save(folder / "calibrator.safetensors")
     torch.save({"state_dict": {"fc.weight": torch.ones(3, 2)}}, folder / "weights.pth")
     fedlas.evaluate(given, intervals=False).save(folder / "report.json")
@@ -197,7 +202,7 @@ def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> lis
         found.append((kind, what, path))
         return path
 
-    endings = (".safetensors", ".npz", ".csv", ".parquet", ".json", ".jsonl", ".pt", ".pth")
+    endings = (".safetensors", ".npz", ".npy", ".csv", ".tsv", ".txt", ".parquet", ".json", ".jsonl", ".pt", ".pth")
     for kind, ending in [(f"predictions{one}", one) for one in endings] + [(f"image{one}", one) for one in PICTURES]:
         add(kind, "empty", ending, b"")
         add(kind, "random bytes", ending, random.Random(1).randbytes(5000))
