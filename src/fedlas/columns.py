@@ -43,7 +43,7 @@ FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no":
 WHOLE = re.compile(r"[+-]?\d+")  # a number as text
 MOST_WARNINGS = 5  # about class names that are spelled almost alike
 AT_ONCE = 2**16  # cells of a text file that are converted together
-EACH_ITS_OWN = ("id", "ids", "path", "paths", "index")  # columns of a text file in which few cells are equal
+MOSTLY_UNIQUE = ("id", "ids", "path", "paths", "index")  # columns of a text file in which few cells are equal
 NUMBERS = ("logit_", "prob_", "feature_", "label_")  # columns that hold numbers in a text file
 
 
@@ -235,7 +235,7 @@ def _top_label(columns: Mapping[str, Any], path: str | Path) -> Understood:
     held = {word: _distinct(columns[name]) for word, name in called.items()}
     if names is None or not all(_are_whole(columns[name]) for name in called.values()):
         words = {word: [_word(value) for value in one.values] for word, one in held.items()}
-        if len(words) == 2 and _are_other_words(*words.values()):
+        if len(words) == 2 and _mixes_numbers_and_names(*words.values()):
             shown = ", ".join(some[0] for some in words.values())
             raise ValueError(f"{path}: one of label and prediction holds numbers, the other names: {shown}")
         mentioned = sorted({word for some in words.values() for word in some}, key=_by_number)
@@ -260,7 +260,7 @@ def _by_number(name: str) -> tuple[bool, str, str]:
     return not name.isdecimal(), name.zfill(20), name
 
 
-def _are_other_words(labels: Sequence[str], predictions: Sequence[str]) -> bool:
+def _mixes_numbers_and_names(labels: Sequence[str], predictions: Sequence[str]) -> bool:
     """Return whether all words of one column are numbers and none of the other."""
     kinds = [{WHOLE.fullmatch(word) is not None for word in words} for words in (labels, predictions)]
     return kinds in ([{True}, {False}], [{False}, {True}])
@@ -460,14 +460,14 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
     number, classes, maybe = _numeric_columns(header, row, options, path)
     text = sorted(set(range(len(header))) - set(number))
     values, rounding, lines = array("d"), array("d"), array("q")
-    no_class: set[str] = set()
+    non_numeric: set[str] = set()
     words: list[list[str]] = [[] for _ in text]
     for begins, by_column in table.batches:
         lines.extend(begins)
         cells = [by_column[i] if mark != ";" else [cell.replace(",", ".") for cell in by_column[i]] for i in number]
         for place, i in enumerate(number) if maybe else ():
             if i in maybe and not all(map(_is_number, cells[place])):
-                no_class.add(header[i])
+                non_numeric.add(header[i])
                 cells[place] = [cell if _is_number(cell) else "nan" for cell in cells[place]]
         try:
             part = np.array([list(map(float, column)) for column in cells]).T.reshape(len(begins), len(number))
@@ -481,12 +481,12 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
             rounding.frombytes(limits.tobytes())
         for column, i in zip(words, text, strict=True):
             # Equal texts share their memory.
-            column.extend(by_column[i] if header[i] in EACH_ITS_OWN else map(sys.intern, by_column[i]))
+            column.extend(by_column[i] if header[i] in MOSTLY_UNIQUE else map(sys.intern, by_column[i]))
     values_of = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(number))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: values_of[:, j] for j, i in enumerate(number)}
     columns |= {header[i]: texts(column) for i, column in zip(text, words, strict=True)}
-    columns |= dict.fromkeys(no_class, ())
+    columns |= dict.fromkeys(non_numeric, ())
     return Text(columns, np.frombuffer(rounding, dtype=np.float64).reshape(-1, 3), lines)
 
 

@@ -360,11 +360,11 @@ class _Column:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of JSON a dictionary; raise an error where a name stands twice, of which one would be lost."""
+    """Return a JSON object as a dictionary; raise an error about a duplicate key, whose first value would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the name {name[:80]!r} stands twice in one object")
+        raise ValueError(f"the key {name[:80]!r} occurs twice in one object")
     return found
 
 

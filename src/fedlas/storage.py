@@ -334,7 +334,7 @@ class _Sizes(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what takes the place of a name in the pickle."""
+        """Return the stand-in for a global of the pickle."""
         if module in {"torch", "torch.storage"} and name.removesuffix("Storage") in WIDTHS:
             return WIDTHS[name.removesuffix("Storage")]
         if f"{module}.{name}" not in self._known:

@@ -146,12 +146,12 @@ def detect_foreign(
         refuse_own_input([known, *named.values()], [kept])
         refuse_other_kind(kept, "answer of `fedlas ood`", partial(has_format, FOREIGN))
         with progress() as watch:
-            judged = read_file(known, watch, columns)
+            in_distribution = read_file(known, watch, columns)
             others = {word: value for word, value in columns.items() if word not in {"label_column", "labels"}}
             given = {name: read_file(path, watch, others) for name, path in named.items()}
             watch("telling apart", 0.0)
             side: Literal["ood", "id"] = "id" if positive is Positive.ID else "ood"
-            found = detect(judged, given, words(scores), tpr=tpr, positive=side, level=level, seed=seed)
+            found = detect(in_distribution, given, words(scores), tpr=tpr, positive=side, level=level, seed=seed)
             watch("telling apart", 1.0)
         if json is not None:
             write_text(json, dumps({"format": FOREIGN} | found.to_dict(), allow_nan=False))
@@ -168,11 +168,11 @@ def run_model(folder: Path, images: Path | None, watch: Callable[[str, float], N
     recipe, state = run.recipe.to_dict(), run.recipe.evaluated
     word = f"reading {folder.resolve().name}"
     watch(word, 0.0)
-    foreign = sorted(run.predictions_file("any").parent.glob(f"{state}-ood-*.safetensors"))
+    ood_files = sorted(run.predictions_file("any").parent.glob(f"{state}-ood-*.safetensors"))
     made = Model(
         predictions=run.predictions(f"{state}-test"),
         calibration=tuning_predictions(run) if run.predictions_file(f"{state}-val").exists() else None,
-        ood={path.stem.removeprefix(f"{state}-ood-"): run.predictions(path.stem) for path in foreign},
+        ood={path.stem.removeprefix(f"{state}-ood-"): run.predictions(path.stem) for path in ood_files},
         source=folder,
         image_folders=(folder, *([] if images is None else [images])),
         log=run.log,

@@ -42,7 +42,7 @@ def calibrate_fit(
         options = {name: value_of(text) for name, text in parsed(settings).items()}
         calibrator = build_calibrator(method, **options)
         if held is not None and (held.name, held.options) != (calibrator.name, calibrator.options):
-            raise _others(out)
+            raise _calibrator_exists(out)
         with progress() as watch:
             given = labelled(read_file(file, watch, columns), file)
             watch(f"fitting {method}", 0.0)
@@ -51,7 +51,7 @@ def calibrate_fit(
                 calibrator.fit(given)
             watch(f"fitting {method}", 1.0)
             if held is not None and not _same_numbers(held.learned, calibrator.learned):
-                raise _others(out)
+                raise _calibrator_exists(out)
             calibrator.save(out)
         words = {"standard_error": "standard error of its logarithm"}
         numbers = {name: value for name, value in calibrator.learned.items() if value.numel() == 1}
@@ -69,7 +69,7 @@ def calibrate_fit(
         show(out)
 
 
-def _others(out: Path) -> FileExistsError:
+def _calibrator_exists(out: Path) -> FileExistsError:
     return FileExistsError(f"{out} holds another calibrator; give --overwrite to replace it, or name another file")
 
 

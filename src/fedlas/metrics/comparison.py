@@ -254,7 +254,7 @@ def _correct(probs: AnyPredictions | Array, labels: Array | None, **options: Any
     return scoring.correctness(pairs(probs, labels, **options))
 
 
-# Largest difference of one sample; influence values of the AURC stay below 2 but for a share of samples that vanishes.
+# Largest difference of one sample; influence values of the AURC are below 2 but for a vanishing fraction.
 LARGEST: dict[Metric, float] = {scoring.accuracy: 1.0, scoring.brier: 2.0, aurc: 2.0}
 PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {
     scoring.accuracy: _correct,

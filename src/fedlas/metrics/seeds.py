@@ -5,8 +5,8 @@
 
 s^2 is the variance of d_1 ... d_K. v is the variance of d over test samples: each metric is a mean of one value per
 sample, so v is the variance of the seed-averaged difference of these values, divided by n. The values are the losses of
-NLL and Brier score, and the hits of accuracy. For AURC and ECE they are influence values, whose mean is the metric and
-whose variance is that of a bootstrap to first order.
+NLL and Brier score, and the correctness for accuracy. For AURC and ECE they are influence values, whose mean is the
+metric and whose variance is that of a bootstrap to first order.
 """
 
 import math

@@ -96,8 +96,10 @@ def correction_note(models: int) -> str:
     """Return which pairs of so many models are compared, and how p-values are corrected; empty for two models."""
     if models < 3:
         return ""
-    which = "all pairs" if models <= ALL_PAIRS else "the first model and the one with the lowest ECE with all others"
-    return f"compared are {which}; p-values are Holm-corrected for the number of pairs, confidence intervals are not"
+    which = "all pairs are compared"
+    if models > ALL_PAIRS:
+        which = "the first model and the one with the lowest ECE are compared with all others"
+    return f"{which}; p-values are Holm-corrected for the number of pairs, confidence intervals are not"
 
 
 def _tests(
