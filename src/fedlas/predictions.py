@@ -929,7 +929,8 @@ def _completed(probs: Float[Tensor, "n classes"], limits: RowLimits) -> Float[Te
     rows = torch.where(zero, share[:, None].to(rows.dtype), rows)
     warnings.warn(
         f"{len(rows):,} of {len(probs):,} rows of rounded probabilities sum to {float(own.min()):.4g} to "
-        f"{float(own.max()):.4g} and were normalized: missing probability is spread over the zeros of a row",
+        f"{float(own.max()):.4g} and were normalized: below one, the zeros of a row take up the rest; above one, it is "
+        "divided by its sum",
         stacklevel=3,
     )
     completed = probs.clone()
