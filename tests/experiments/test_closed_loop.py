@@ -6,9 +6,18 @@ import pytest
 import torch
 from little_drawn import little_drawn
 
-from fedlas.experiments import closed_loop
+from fedlas.experiments import closed_loop_design, closed_loop_tables
 from fedlas.experiments.base import Choice
-from fedlas.experiments.closed_loop import CONFIGURATIONS, SEARCH_SEED, Candidate, search_recipe, selected
+from fedlas.experiments.closed_loop_design import (
+    ABLATIONS,
+    CONFIGURATIONS,
+    CONTROLS,
+    SEARCH_SEED,
+    Candidate,
+    primary_recipe,
+    search_recipe,
+    selected,
+)
 from fedlas.experiments.kept import kept_of, problems
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger
 from fedlas.experiments.planning import experiment_named, planned
@@ -31,7 +40,7 @@ def evaluated(tmp_path_factory):
     two = {**CONFIGURATIONS, "closed_loop": (CONFIGURATIONS["closed_loop"][0], CONFIGURATIONS["closed_loop"][5])}
     runs = reproduce(experiment_named("closed_loop"), CHOICE, ledger=book, runs=folder / "runs", told=lambda _: None)
     with pytest.MonkeyPatch.context() as patched, little_drawn():
-        patched.setattr(closed_loop, "CONFIGURATIONS", two)
+        patched.setattr(closed_loop_design, "CONFIGURATIONS", two)
         with pytest.warns(UserWarning, match="milestones"):
             list(runs)
         yield folder
@@ -81,20 +90,21 @@ def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):
     book = Ledger(evaluated / "results")
     lines = [one for one in book.lines.values() if one.split == "test"]
 
-    def stored(_ledger, choice, _data, _method, posthoc):
+    def stored(_ledger, choice, _data, row, _seeds=None):
+        posthoc = row[1]
         line = next(one for one in lines if (one.posthoc is None) == (posthoc is None))
         return [line] * len(choice.seeds)
 
     choice = replace(CHOICE, losses=None, seeds=(1, 2, 3, 4, 5))
     assert len(experiment_named("closed_loop").tables(book, choice)) == 2
-    monkeypatch.setattr(closed_loop, "_lines", stored)
+    monkeypatch.setattr(closed_loop_tables, "primary_lines", stored)
     assert len(experiment_named("closed_loop").tables(book, choice)) == 2, "a part of the family is not corrected"
-    monkeypatch.setattr(closed_loop, "OOD", {"digits": []})
+    monkeypatch.setattr(closed_loop_design, "FAMILIES", [["digits"]])
     _, _, tests, margins = experiment_named("closed_loop").tables(book, choice)
     found = {row.name: [cell.values[0] for cell in row.cells] for row in tests.rows}
     assert len(found) == 6
     assert found["digits/pskd/nll"][0] == 0
-    raw, scaled = (stored(book, choice, "", "", posthoc)[0].metrics["nll"][0] for posthoc in (None, TEMPERATURE))
+    raw, scaled = (stored(book, choice, "", ("", posthoc))[0].metrics["nll"][0] for posthoc in (None, TEMPERATURE))
     assert found["digits/pskd+temperature/nll"][0] == pytest.approx(raw - scaled)
     assert {row.name for row in margins.rows} == {"digits/accuracy", "digits/ece", "digits/brier"}
     accuracy = margins.rows[0].cells
@@ -112,3 +122,37 @@ def test_the_last_weights_are_evaluated_and_the_temperature_is_fitted_on_v2(eval
     raw = kept_of(book.find(line.recipe), book).predictions()
     torch.testing.assert_close(raw.logits.float(), run.predictions("last-test").logits.float())
     assert len(line.curve[0]["loss_state"]["strengths"]) == len(line.curve[0]["loss_state"]["gaps"])
+
+
+def test_controls_confirmation_and_ablations_follow_the_search(evaluated, monkeypatch):
+    """The search on digits stands for that of CIFAR-100."""
+    book, experiment = Ledger(evaluated / "results"), experiment_named("closed_loop")
+    monkeypatch.setattr(closed_loop_design, "CONTROLS", {**CONTROLS, "data": ["digits"], "rows": {
+        row: {**one, "method": "closed_loop"} for row, one in CONTROLS["rows"].items()}})  # fmt: skip
+    monkeypatch.setattr(closed_loop_design, "ABLATIONS", {**ABLATIONS, "data": "digits", "seeds": [2, 1]})
+    monkeypatch.setattr(closed_loop_design, "CONFIRMATION", {"mnist": "digits"})
+    wanted = {row: [one.recipe for one in experiment.plan(CHOICE, book) if row in one.rows]
+              for row in (*CONTROLS["rows"], *ABLATIONS["variants"])}  # fmt: skip
+    assert [one.seed for one in wanted["ce_v1"]] == [1, 2, 3]
+    assert all(one.train_on_v1 and one.halve_validation for one in wanted["ce_v1"])
+    assert not any(one.halve_validation for one in wanted["ce_t"])
+    own = primary_recipe("digits", ("closed_loop", None), 1, CHOICE, book)
+    states = [one["loss_state"] for one in book.find(own).curve]
+    replay, constant = (wanted[row][0] for row in ("replay", "constant"))
+    assert [one.seed for one in wanted["replay"]] == [2], "the strengths of seed 2 are not known yet"
+    assert replay.loss_options["replay"][0]["strengths"] == [0.2] * len(states[0]["strengths"])
+    assert len(replay.loss_options["replay"]) == own.epochs
+    assert constant.loss_options["replay"] == replay.loss_options["replay"][-1:]
+    assert wanted["uniform"][1].loss_options == {**own.loss_options, "target": "uniform"}
+    assert wanted["training_feedback"][0].feedback == "train"
+    there = replace(CHOICE, data=("mnist",))
+    confirmed = [one.recipe for one in experiment.plan(there, book)]
+    assert {one.data for one in confirmed} == {"mnist"}
+    assert {one.seed for one in confirmed} == {1}
+    assert confirmed[0].loss_options == own.loss_options
+    line = book.find(own)
+    monkeypatch.setattr(closed_loop_tables, "_found", lambda *_: [line, line, line])
+    tables = {one.name: one for one in experiment.tables(book, CHOICE)}
+    assert [row.name for row in tables["closed_loop-controls"].rows] == [*CONTROLS["rows"], "closed_loop"]
+    assert {cell.values for row in tables["closed_loop-controls-comparison"].rows for cell in row.cells} == {(0.0,)}
+    assert len(tables["closed_loop-ablations"].rows) == 1 + len(ABLATIONS["variants"])

@@ -294,3 +294,34 @@ def test_a_compiled_backward_pass_uses_the_rows_from_before_the_update(name: str
         eager(theirs, LABELS, index=INDEX).backward()
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert torch.equal(compiled.past, eager.past)
+
+
+# Ablations
+
+
+def test_recorded_strengths_take_the_place_of_feedback() -> None:
+    """Each epoch has its own, the last ones stay, and a saved state continues at the right epoch."""
+    replay = [{"strengths": [0.1 * n, 0.2 * n], "edges": [0.0, 0.5 + 0.1 * n, 1.0]} for n in range(3)]
+    loss = build("closed_loop", bins=2, replay=replay)
+    assert not loss.needs_validation
+    for n in (0, 1, 2, 2):
+        torch.testing.assert_close(loss.alphas, torch.tensor(replay[n]["strengths"], dtype=torch.float64))
+        torch.testing.assert_close(loss.edges, torch.tensor(replay[n]["edges"], dtype=torch.float64))
+        again = build("closed_loop", bins=2, replay=replay)
+        again.load_state_dict(loss.state_dict())
+        for one in (loss, again):
+            one(logits_of(n), LABELS, index=INDEX)
+            one.end_epoch()
+        assert again.alphas.tolist() == loss.alphas.tolist()
+    assert "3 epochs" in repr(loss)
+    for wrong in ([], [{"strengths": [0.1], "edges": [0.0, 1.0]}], [{"strengths": [0.1, 0.2]}]):
+        with pytest.raises(ValueError, match="replay"):
+            build("closed_loop", bins=2, replay=wrong)
+
+
+def test_without_a_target_samples_are_only_weighted() -> None:
+    loss = build("closed_loop", target="none", start=0.3)
+    logits = logits_of(0)
+    expected = nn.functional.cross_entropy(logits, LABELS)
+    torch.testing.assert_close(loss(logits, LABELS), 0.7 * expected)
+    torch.testing.assert_close(loss.eval()(logits, LABELS), expected)

@@ -13,7 +13,7 @@ from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
 from fedlas.data import CATALOG as DATA
-from fedlas.data import DamagedFileError
+from fedlas.data import DamagedFileError, build_data
 from fedlas.data.digits import Digits
 from fedlas.losses.closed_loop import ClosedLoop
 from fedlas.train import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many, precision
@@ -110,6 +110,30 @@ def test_half_of_the_validation_split_is_left_for_later(tmp_path, monkeypatch):
     assert sorted(mixed.index.tolist()) == sorted(first.index.tolist())
     assert [len(run.log[-1]["loss_state"][name]) for name in ("strengths", "gaps", "edges")] == [10, 10, 11]
     assert "loss_state" not in fit(short("ce", epochs=1), out=tmp_path / "ce").log[0]
+
+
+def test_the_first_half_of_the_validation_split_can_be_trained_on(tmp_path):
+    """V1 joins the training samples, V2 gives the metrics of an epoch, and a loss that learns from V1 is refused."""
+    run = fit(short("pskd", halve_validation=True, train_on_v1=True), out=tmp_path / "run")
+    first, second = halves(run.predictions("last-val"))
+    saved = torch.load(run.checkpoint, weights_only=True)
+    train = build_data("digits", seed=run.recipe.seed, **run.recipe.data_options).split("train")
+    assert len(saved["loss"]["past"]) == len(train) + len(first)
+    assert (saved["loss"]["past"].sum(1) > 0.99).all(), "every sample was visited"
+    assert run.log[-1]["val"]["accuracy"] == pytest.approx(second.correct.double().mean().item())
+    with pytest.raises(RunError, match=r"closed_loop.*train_on_v1"):
+        fit(short("closed_loop", halve_validation=True, train_on_v1=True), out=tmp_path / "other")
+
+
+def test_training_samples_can_take_the_place_of_v1(tmp_path, monkeypatch):
+    seen, learn = [], ClosedLoop.learn_from_epoch
+    monkeypatch.setattr(ClosedLoop, "learn_from_epoch", lambda self, val: (seen.append(val), learn(self, val)))
+    run = fit(short("closed_loop", halve_validation=True, feedback="train"), out=tmp_path / "run")
+    first, _ = halves(run.predictions("last-val"))
+    train = build_data("digits", seed=run.recipe.seed, **run.recipe.data_options).split("train")
+    assert {len(one) for one in seen} == {len(first)}
+    assert set(seen[-1].index.tolist()) <= set(train.index.tolist())
+    assert seen[0].index.tolist() == seen[-1].index.tolist()
 
 
 def test_equal_recipes_give_equal_bytes(finished, tmp_path):

@@ -238,7 +238,7 @@ class AbstractLoss(AbstractExact):
     takes_soft_labels: ClassVar[bool] = True
     learns_between_epochs: ClassVar[bool] = False
     """Whether `end_epoch` must be called after each epoch."""
-    needs_validation: ClassVar[bool] = False
+    needs_validation: bool = False
     """Whether `end_epoch` needs predictions on a validation set; they must never be those of the test set."""
     needs_features: bool = False
     needs_index: bool = False

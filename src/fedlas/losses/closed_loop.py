@@ -4,7 +4,8 @@
     a_b <- clip(a_b + step gap_b, alpha_min, alpha_max) after each epoch, gap_b = mean confidence - accuracy of bin b
 
 m_i is the prediction of sample i at its previous visit (`past`: training mode, augmented view, no gradient; uniform
-at the first visit) or the uniform distribution (`uniform`, which is label smoothing). x_i is the confidence of the
+at the first visit) or the uniform distribution (`uniform`, which is label smoothing); `none` leaves out the second
+term, so that only the weight of a sample changes. x_i is the confidence of the
 sample's prediction, the L1 norm of its features, or nothing (`none`: one strength for all samples). After each epoch
 the bins become equal-mass bins of x on the validation data, and gap_b is computed there: over-confident bins get a
 larger a_b, under-confident ones a smaller a_b. A bin without validation samples keeps its strength. Training data
@@ -24,6 +25,7 @@ Meta-Calibration (Bohdal et al., 2021: label smoothing learned through a differe
 Golebiowski, TMLR 2024: gamma per sample).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, Unpack, get_args
 
 import torch
@@ -34,8 +36,29 @@ from fedlas.losses.base import AbstractSelfDistillation, Batch, Options, TableTy
 from fedlas.metrics.bins import EdgeRule, add_up, bin_index, count_up, equal_mass_edges, exact
 from fedlas.predictions import Predictions
 
-Target = Literal["past", "uniform"]
+Target = Literal["past", "uniform", "none"]
 Indicator = Literal["confidence", "norm", "none"]
+
+
+class _Recorded(tuple[Mapping[str, Sequence[float]], ...]):
+    """Recorded strengths, with a short `repr`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} epochs>"
+
+
+def _recorded(given: Sequence[Mapping[str, Sequence[float]]], strengths: int) -> _Recorded:
+    """Check that recorded strengths and edges have the right number."""
+    wanted = {"strengths": strengths, "edges": strengths + 1}
+    for one in given:
+        sizes = {name: len(one.get(name, ())) for name in wanted}
+        if sizes != wanted:
+            raise ValueError(f"an epoch of replay has {sizes} numbers, but {strengths} bins need {wanted}")
+    if not given:
+        raise ValueError("replay has no epoch; leave it out for strengths that follow the validation set")
+    return _Recorded(given)
 
 
 class ClosedLoop(AbstractSelfDistillation):
@@ -44,7 +67,7 @@ class ClosedLoop(AbstractSelfDistillation):
     Args:
         num_classes: number of classes.
         num_samples: number of samples of the training split, whose positions are given as `index`.
-        target: `past`, the previous prediction of each sample, or `uniform`.
+        target: `past`, the previous prediction of each sample, `uniform`, or `none` for (1 - a_i) CE_i alone.
         indicator: quantity whose bins have strengths of their own: `confidence`, `norm` (L1 norm of the features, which
             the validation predictions must hold too) or `none`, one strength for all samples.
         bins: number of bins of the indicator; `none` has one.
@@ -52,6 +75,8 @@ class ClosedLoop(AbstractSelfDistillation):
         alpha_min: lower limit of the strengths.
         alpha_max: upper limit of the strengths.
         start: strength of every bin in the first epoch.
+        replay: strengths and edges of the bins in each epoch, [{"strengths": [...], "edges": [...]}, ...], in place of
+            feedback; the last ones stay. A run logs them as `loss_state`, each for the epoch that follows.
         table_dtype: `float32`, or `bfloat16` for half the memory of the past predictions.
         **options: see `AbstractLoss`.
 
@@ -73,6 +98,7 @@ class ClosedLoop(AbstractSelfDistillation):
         alpha_min: float = 0.0,
         alpha_max: float = 0.9,
         start: float = 0.2,
+        replay: Sequence[Mapping[str, Sequence[float]]] | None = None,
         table_dtype: TableType = "float32",
         **options: Unpack[Options],
     ) -> None:
@@ -99,10 +125,18 @@ class ClosedLoop(AbstractSelfDistillation):
         self.register_buffer("gaps", torch.zeros(strengths, dtype=torch.float64))
         # All strengths are equal until the first update, so the first edges have no effect.
         self.register_buffer("edges", torch.linspace(0, 1, strengths + 1, dtype=torch.float64))
+        self.finished_epochs: Tensor
+        self.register_buffer("finished_epochs", torch.zeros((), dtype=torch.int64))
+        self.replay = None if replay is None else _recorded(replay, strengths)
+        self.needs_validation = replay is None
+        self._take_recorded()
 
     def terms(self, batch: Batch) -> dict[str, Tensor]:
         if self.target == "uniform":
             return {"classification": self.smoothed(batch, self._strengths(batch))}
+        if self.target == "none":
+            weight = 1 - self._strengths(batch) if batch.updates_state else 1.0
+            return {"classification": weight * self.cross_entropy(batch)}
         if not batch.updates_state:
             return {"classification": self.cross_entropy(batch)}
         value = self.distilled(batch, self._strengths(batch), self.read_past(batch))
@@ -112,6 +146,10 @@ class ClosedLoop(AbstractSelfDistillation):
     @torch.no_grad()
     def learn_from_epoch(self, validation: Predictions | None) -> None:
         """Update bins and strengths by the calibration of the validation set; all ranks must give the same one."""
+        self.finished_epochs += 1
+        if self.replay is not None:
+            self._take_recorded()
+            return
         assert validation is not None
         values = validation.confidence
         if self.indicator == "norm":
@@ -134,6 +172,14 @@ class ClosedLoop(AbstractSelfDistillation):
         """Update every strength by the gap between confidence and accuracy of its bin."""
         self.gaps.copy_(gaps)
         self.alphas.copy_((self.alphas + self.step * self.gaps).clamp(self.alpha_min, self.alpha_max))
+
+    @torch.no_grad()
+    def _take_recorded(self) -> None:
+        """Set the strengths and edges that were recorded for the next epoch, if any were."""
+        if self.replay is not None:
+            recorded = self.replay[min(int(self.finished_epochs), len(self.replay) - 1)]
+            self.alphas.copy_(torch.tensor(recorded["strengths"]))
+            self.edges.copy_(torch.tensor(recorded["edges"]))
 
     def epoch_state(self) -> dict[str, list[float]]:
         """Return the strengths of the next epoch, the gaps they follow from, and the edges of their bins."""

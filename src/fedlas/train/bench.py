@@ -38,6 +38,7 @@ from fedlas.train.predict import Source, evaluation_source, images_dtype, rank
 from fedlas.train.recipe import PUBLISHED, Recipe
 from fedlas.train.runs import RunError
 from fedlas.train.step import Parts, TrainStep
+from fedlas.train.validation import feedback_samples, with_first_half
 
 # What a captured step does not depend on: it finds these in tensors that can be refilled.
 REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
@@ -74,6 +75,8 @@ class Bench:
         self._foreign: dict[str, AbstractDataset] = {}
         self.capture = capture and recipe.capture and self.world == 1
         split = self.data.split("train")
+        if recipe.train_on_v1:
+            split = with_first_half(split, self.data.split("val"))
         self.samples = len(split)
         alike = before if before is not None and self._step_fits(before) else None
         self._place_training_data(split, alike)
@@ -251,6 +254,13 @@ class Bench:
             self.data.split(name), transform, self.recipe, self.device, resident=self.data.resident
         )
 
+    def feedback(self) -> Source:
+        """Make as many training samples ready as feedback takes of the validation split, without augmentation."""
+        count = len(self.data.split("val")) // (2 if self.recipe.halve_validation else 1)
+        split = feedback_samples(self.data.split("train"), count)
+        transform = self.data.transform_for("train")
+        return evaluation_source(split, transform, self.recipe, self.device, resident=self.data.resident)
+
     def foreign(self, name: str) -> Source:
         """Make the test split of other data ready, with the transform that this network's test images get.
 
@@ -302,6 +312,9 @@ class Bench:
                 f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
                 "set data_options.selection=held_out"
             )
+
+        if self.recipe.train_on_v1 and self.loss.needs_validation:
+            raise RunError(f"{self.recipe.loss} learns from V1, so that it cannot train on it; leave out train_on_v1")
 
     def close(self) -> None:
         """End the processes that read images, and leave the other processes of the run: this is its last use."""

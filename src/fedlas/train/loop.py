@@ -208,6 +208,8 @@ class _Training:
         self.best: dict[str, Tensor] = {}
         self.best_epoch, self.best_accuracy = 0, -1.0
         self.validation_source = bench.evaluation("val")
+        if self.recipe.feedback == "train":
+            self.feedback_source = bench.feedback()
 
     def go(self) -> None:
         """Train, then predict."""
@@ -232,8 +234,8 @@ class _Training:
 
     def _epoch(self, epoch: int, start: int) -> None:
         began = time.perf_counter()
+        loss = self.bench.loss.train()
         self.bench.net.train()
-        self.bench.loss.train()
         step = epoch * self.bench.steps_per_epoch + start
         for inputs in self.bench.batches(epoch, start):
             self.bench.step(*inputs)  # the one line for all losses
@@ -245,9 +247,8 @@ class _Training:
         seconds = time.perf_counter() - began
         validation = self._predict(self.validation_source, "val")
         if self.recipe.halve_validation:
-            validation, _ = halves(validation)
-        # Epochs may be selected on the test split, as published, but nothing is ever learned from it.
-        self.bench.loss.end_epoch(None if self.bench.validates_on_test else validation)
+            validation = halves(validation)[1 if self.recipe.train_on_v1 else 0]
+        loss.end_epoch(self._feedback(validation))
         record = self._record(epoch, trained, validation)
         images = (self.bench.steps_per_epoch - start) * self.recipe.batch_size
         record[MACHINE] = {
@@ -265,6 +266,14 @@ class _Training:
         if number is not None or epoch + 1 == self.recipe.epochs or self._is_due(step):
             self._save(epoch + 1, 0)
         self._stop(number, f"after epoch {epoch + 1} of {self.recipe.epochs}")
+
+    def _feedback(self, validation: Predictions) -> Predictions | None:
+        """Return the predictions that the loss learns from; never those of the test split, which may select epochs."""
+        if self.bench.validates_on_test:
+            return None
+        if self.recipe.feedback == "validation":
+            return validation
+        return self._predict(self.feedback_source, "train")
 
     def _after_step(self, epoch: int, step: int) -> None:
         """Do what happens between two steps; none of it waits for a GPU unless something is to be written."""

@@ -98,6 +98,9 @@ class Recipe:
         sync_batchnorm: statistics of BatchNorm over all processes.
         halve_validation: learn between epochs and select the best epoch on one half of the validation split (V1) only;
             the other half (V2, `fedlas.train.validation.halves`) is left for temperature and hyperparameters.
+        train_on_v1: train on V1 too, for losses without feedback; V2 then selects the best epoch.
+        feedback: predictions that the loss learns from between epochs: of the validation split, or, as an ablation,
+            of as many training samples ("train"), in evaluation mode and not augmented.
         eval_batch_size: samples in one step of an evaluation.
         splits: which splits predictions are made for at the end; a finished run makes up for one it lacks.
             "test-published" are the test images as the published code normalises them, where it does that otherwise.
@@ -150,6 +153,8 @@ class Recipe:
     compile: bool = True
     sync_batchnorm: bool = False
     halve_validation: bool = False
+    train_on_v1: bool = False
+    feedback: Literal["validation", "train"] = "validation"
     eval_batch_size: int = 1000
     splits: tuple[str, ...] = carried_out(("val", "test"))
     ood: tuple[str, ...] = carried_out(())
@@ -174,6 +179,7 @@ class Recipe:
             other, _ = ACTS_WITH[name]
             raise ValueError(f"{name} does nothing with {other}={getattr(self, other)}; leave it out")
         _check(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
+        _check(self.halve_validation or not self.train_on_v1, "train_on_v1", True, "false without halve_validation")
         _check(self.clip is not None or not self.clip_loss, "clip_loss", True, "false where clip is none")
         if self.halve_validation and self.data_options.get("selection") == "official":
             raise ValueError(

@@ -5,6 +5,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from fedlas.data.base import Split
 from fedlas.metrics.calibration import aece, ece, over_under
 from fedlas.metrics.scoring import accuracy, nll
 from fedlas.predictions import Predictions
@@ -26,7 +27,7 @@ def judged(validation: Predictions) -> dict[str, float]:
     }
 
 
-def second_half(validation: Predictions, seed: int = HALVES_SEED) -> Bool[Tensor, " n"]:
+def second_half(validation: Predictions | Split, seed: int = HALVES_SEED) -> Bool[Tensor, " n"]:
     """Select half of the samples at random, by their positions in the data set and not by the order of the rows."""
     if validation.index is None:
         raise ValueError("predictions need an index, the positions of the samples, to be divided into halves")
@@ -41,6 +42,17 @@ def halves(validation: Predictions) -> tuple[Predictions, Predictions]:
     """Divide predictions of the validation split into V1 (feedback, best epoch) and V2 (temperature, selection)."""
     selected = second_half(validation).to(validation.logits.device)
     return validation[~selected], validation[selected]
+
+
+def with_first_half(train: Split, validation: Split) -> Split:
+    """Append V1 to the samples to train on."""
+    return train.joined(validation.picked((~second_half(validation)).nonzero()[:, 0]))
+
+
+def feedback_samples(train: Split, count: int, seed: int = HALVES_SEED) -> Split:
+    """Draw training samples that take the place of V1 as feedback, an ablation."""
+    drawn = np.random.RandomState(seed).permutation(len(train))[:count]
+    return train.picked(torch.from_numpy(drawn))
 
 
 def tuning_predictions(run: Run) -> Predictions:

@@ -145,6 +145,17 @@ class Split:
         files = tuple(self.images[n] for n in positions.tolist())
         return replace(self, images=files, labels=labels, index=index, part=part, places=places[positions])
 
+    def joined(self, other: "Split") -> "Split":
+        """Append the samples of another split of the same part."""
+        labels, index = torch.cat([self.labels, other.labels]), torch.cat([self.index, other.index])
+        if isinstance(self.images, Tensor):
+            assert isinstance(other.images, Tensor)
+            return replace(self, images=torch.cat([self.images, other.images]), labels=labels, index=index)
+        assert not isinstance(other.images, Tensor)
+        (part, places), (_, more) = self._origin(), other._origin()
+        files, places = self.images + other.images, torch.cat([places, more])
+        return replace(self, images=files, labels=labels, index=index, part=part, places=places)
+
 
 class Common(TypedDict, total=False):
     """What every data set may be built with."""

@@ -1,0 +1,145 @@
+"""Recipes of the evaluation of `closed_loop`, as docs/closed_loop_design.md fixes them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from fedlas.experiments.base import Choice
+from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
+from fedlas.train import recipe_for
+from fedlas.train.recipe import Recipe
+
+PROTOCOL = "standard"
+SEARCH_SEED = 11
+POSTHOC = (None, TEMPERATURE)
+_DESIGN = json.loads(resources.files("fedlas.experiments").joinpath("closed_loop.json").read_text(encoding="utf-8"))
+METHODS: Mapping[str, str] = _DESIGN["methods"]
+OOD: Mapping[str, list[str]] = _DESIGN["ood"]
+FAMILIES: Sequence[Sequence[str]] = _DESIGN["families"]  # data sets whose tests are corrected together
+CONFIRMATION: Mapping[str, str] = _DESIGN["confirmation"]  # data without a search, and whose configurations it takes
+CONTROLS: Mapping[str, Any] = _DESIGN["controls"]
+ABLATIONS: Mapping[str, Any] = _DESIGN["ablations"]
+OURS = "closed_loop"
+# Of each method, fields of the recipe that differ from the protocol, in the order of the design.
+CONFIGURATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = _DESIGN["configurations"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration in the search.
+
+    Args:
+        method: the loss.
+        number: of the configuration, from 1.
+    """
+
+    method: str
+    number: int
+
+    @property
+    def row(self) -> str:
+        """Its row in the table of the search."""
+        return f"{self.method} {self.number}"
+
+    @property
+    def about(self) -> str:
+        """Its settings in a few words."""
+        changes = CONFIGURATIONS[self.method][self.number - 1]
+        return ", ".join(f"{name} {value}" for name, value in changes.get("loss_options", changes).items())
+
+
+def search_recipe(data: str, candidate: Candidate, choice: Choice) -> Recipe:
+    """Make the recipe of a configuration in the search, which makes no test predictions."""
+    return _recipe(data, candidate, SEARCH_SEED, choice).replace(splits=("val",))
+
+
+def primary_recipe(data: str, row: tuple[str, str | None], seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
+    """Make the recipe of a run of a method, raw or + TS; None as long as its search is not complete."""
+    chosen = selected(data, *row, choice, ledger)
+    if chosen is None:
+        return None
+    return _recipe(data, chosen, seed, choice).replace(ood=tuple(OOD.get(data, ())))
+
+
+def selected(data: str, method: str, posthoc: str | None, choice: Choice, ledger: Ledger) -> Candidate | None:
+    """Return the configuration with the lowest NLL on V2; None as long as the search is not complete."""
+    data = CONFIRMATION.get(data, data)
+    rivals = [one for one in candidates(choice) if one.method == method]
+    lines = [ledger.find(search_recipe(data, one, choice), posthoc, V2) for one in rivals]
+    found = [line.metrics["nll"][0] for line in lines if line is not None]
+    return rivals[found.index(min(found))] if len(found) == len(rivals) else None
+
+
+def control_recipe(data: str, row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
+    """Make the recipe of a control of the label budget: the method's configuration after temperature scaling."""
+    control = CONTROLS["rows"][row]
+    made = primary_recipe(data, (control["method"], TEMPERATURE), seed, choice, ledger)
+    return None if made is None else made.replace(**control["recipe"])
+
+
+def ablation_recipe(row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
+    """Make the recipe of an ablation; None as long as what it depends on is missing."""
+    variant = ABLATIONS["variants"][row]
+    made = primary_recipe(ABLATIONS["data"], (OURS, None), seed, choice, ledger)
+    if made is None:
+        return None
+    options = {**made.loss_options, **variant.get("loss_options", {})}
+    if "strengths" in variant:
+        other = next(one for one in ABLATIONS["seeds"] if one != seed)
+        recorded = ledger.find(made.replace(seed=other))
+        if recorded is None:
+            return None
+        options["replay"] = _strengths(recorded)[-1:] if variant["strengths"] == "last" else _strengths(recorded)
+    return made.replace(loss_options=options, **variant.get("recipe", {}))
+
+
+def _strengths(line: Line) -> list[dict[str, Any]]:
+    """Return strengths and edges of each epoch; in the first one all strengths are equal."""
+    states = [{name: epoch["loss_state"][name] for name in ("strengths", "edges")} for epoch in line.curve]
+    start = {**states[0], "strengths": [ABLATIONS["start"]] * len(states[0]["strengths"])}
+    return [start, *states[:-1]]
+
+
+def row_name(method: str, posthoc: str | None) -> str:
+    """Return the row of a method in the primary table."""
+    return method if posthoc is None else f"{method}+{posthoc}"
+
+
+def _recipe(data: str, candidate: Candidate, seed: int, choice: Choice) -> Recipe:
+    changes = CONFIGURATIONS[candidate.method][candidate.number - 1]
+    model = choice.models[0] if choice.models else None
+    made = recipe_for(data, model, candidate.method, protocol=PROTOCOL, seed=seed, **changes)
+    return made.with_settings(choice.changes)
+
+
+def data_sets(choice: Choice) -> tuple[str, ...]:
+    """Return the data sets of the primary table and of the confirmation."""
+    return choice.data or tuple(data for family in FAMILIES for data in family)
+
+
+def controlled(choice: Choice) -> list[str]:
+    """Return the data sets that have controls."""
+    return [data for data in data_sets(choice) if data in CONTROLS["data"]]
+
+
+def control_rows(choice: Choice) -> list[str]:
+    """Return the rows of the table of controls."""
+    return [row for row, control in CONTROLS["rows"].items() if control["method"] in methods(choice)]
+
+
+def ablation_rows(choice: Choice) -> list[str]:
+    """Return the rows of the table of ablations."""
+    wanted = ABLATIONS["data"] in data_sets(choice) and OURS in methods(choice)
+    return list(ABLATIONS["variants"]) if wanted else []
+
+
+def methods(choice: Choice) -> list[str]:
+    """Return the methods that are compared."""
+    return choice.of(METHODS, choice.losses, "method")
+
+
+def candidates(choice: Choice) -> list[Candidate]:
+    """Return the configurations of the search."""
+    return [Candidate(method, n + 1) for method in methods(choice) for n in range(len(CONFIGURATIONS[method]))]

@@ -1,0 +1,267 @@
+"""Tables of the evaluation of `closed_loop`: search, primary table, comparisons, margins, controls, ablations."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from fedlas.experiments import closed_loop_design as design
+from fedlas.experiments.base import Choice
+from fedlas.experiments.closed_loop_design import OURS, POSTHOC, Candidate, data_sets, methods, row_name, selected
+from fedlas.experiments.grid import Measured
+from fedlas.experiments.kept import kept_of
+from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
+from fedlas.experiments.paper import data_name
+from fedlas.experiments.versus import METRICS as COMPARED
+from fedlas.metrics.comparison import of_each_sample
+from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
+from fedlas.report.tables import Cell, Column, Row, Table
+from fedlas.train.recipe import Recipe
+
+FEWEST_SEEDS = 5  # of the comparisons, by the design
+OTHERS = (("ce", TEMPERATURE), ("pskd", None), ("pskd", TEMPERATURE))
+TESTED = {"nll": "NLL", "aurc": "AURC x 1000"}
+MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("Brier", 0.005)}
+
+
+def search_table(ledger: Ledger, choice: Choice) -> Table:
+    """Make the table of the search: NLL on V2 of every configuration, and which are selected."""
+    searched = [data for data in data_sets(choice) if data not in design.CONFIRMATION]
+    columns = tuple(
+        Column(heading, data_name(data), percent=False, digits=4, ranked=False)
+        for data in searched
+        for heading in ("NLL", "NLL after TS")
+    )
+    rows = tuple(
+        Row(one.row, one.about, tuple(_search_cell(ledger, choice, data, one, p) for data in searched for p in POSTHOC))
+        for one in design.candidates(choice)
+    )
+    notes = [
+        f"V2, seed {design.SEARCH_SEED}. NLL after TS: the temperature is fitted on the other half of V2.",
+        *choice.changed,
+    ]
+    for data in searched:
+        chosen = {
+            row_name(method, posthoc): selected(data, method, posthoc, choice, ledger)
+            for method in methods(choice)
+            for posthoc in POSTHOC
+        }
+        known = ", ".join(f"{row}: {one.number}" for row, one in chosen.items() if one is not None)
+        notes += [f"Selected on {data_name(data)}: {known}."] if known else []
+    return Table("closed_loop-search", "Search of hyperparameters", columns, rows, tuple(notes))
+
+
+def _search_cell(ledger: Ledger, choice: Choice, data: str, candidate: Candidate, posthoc: str | None) -> Cell:
+    line = ledger.find(design.search_recipe(data, candidate, choice), posthoc, V2)
+    return Cell(() if line is None else (line.metrics["nll"][0],), planned=1)
+
+
+def primary_table(ledger: Ledger, choice: Choice) -> Table:
+    """Make the primary table: every metric of every method, raw and after temperature scaling."""
+    places = _places(data_sets(choice))
+    rows = []
+    for method in methods(choice):
+        for posthoc in POSTHOC:
+            lines = {data: primary_lines(ledger, choice, data, (method, posthoc)) for data in data_sets(choice)}
+            cells = tuple(_cell(lines[data], one, len(choice.seeds)) for data, one in places)
+            rows.append(Row(row_name(method, posthoc), _label(method, posthoc), cells))
+    notes = ("Weights of the last epoch; the temperature is fitted on V2. Mean and standard deviation over seeds.",)
+    title = "Closed loop, CE and PS-KD"
+    return Table("closed_loop-primary", title, _columns(places), tuple(rows), notes + choice.changed)
+
+
+def primary_lines(
+    ledger: Ledger, choice: Choice, data: str, row: tuple[str, str | None], seeds: Sequence[int] | None = None
+) -> list[Line]:
+    """Find the lines of a row of the primary table."""
+    seeds = choice.seeds if seeds is None else seeds
+    return _found(ledger, [design.primary_recipe(data, row, seed, choice, ledger) for seed in seeds], row[1])
+
+
+def comparison_tables(ledger: Ledger, choice: Choice) -> list[Table]:
+    """Make the tables of the tests and of the margins; none until every run of a family is in the ledger."""
+    if len(choice.seeds) < FEWEST_SEEDS or set(methods(choice)) != set(design.METHODS):
+        return []
+    families = [family for family in design.FAMILIES if set(family) <= set(data_sets(choice))]
+    return [table for family in families for table in _family_tables(ledger, choice, family)]
+
+
+def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> list[Table]:
+    lines = {
+        (data, method, posthoc): primary_lines(ledger, choice, data, (method, posthoc))
+        for data in family
+        for method, posthoc in ((OURS, None), *OTHERS)
+    }
+    if any(len(found) < len(choice.seeds) for found in lines.values()):
+        return []
+    tests = {
+        (data, other, metric): _compared(lines[data, OURS, None], lines[data, *other], metric, ledger)
+        for data in family
+        for other in OTHERS
+        for metric in TESTED
+    }
+    adjusted = dict(zip(tests, holm([one.p_value for one in tests.values()]), strict=True))
+    rows = []
+    for (data, other, metric), one in tests.items():
+        about = f"{data_name(data)}: closed loop - {_label(*other)}, {TESTED[metric]}"
+        cells = (*_difference(one, metric), Cell((one.p_value,)), Cell((adjusted[data, other, metric],)))
+        rows.append(Row(f"{data}/{row_name(*other)}/{metric}", about, cells))
+    columns = tuple(_plain_column(word) for word in ("difference", "low", "high", "p", "p (Holm)"))
+    note = "Mean difference over seeds, 95 % interval over seeds and test samples (t), Holm correction over all rows."
+    names = ("comparison", "margins") if len(family) > 1 else ("confirmation", "confirmation-margins")
+    title = "Primary comparison" if len(family) > 1 else f"Confirmation on {data_name(family[0])}"
+    tests_table = Table(f"closed_loop-{names[0]}", title, columns, tuple(rows), (note,))
+    return [tests_table, _margin_table(f"closed_loop-{names[1]}", ledger, lines, family)]
+
+
+def _margin_table(
+    name: str, ledger: Ledger, lines: Mapping[tuple[str, str, str | None], list[Line]], family: Sequence[str]
+) -> Table:
+    """Make the table of one-sided bounds against CE + TS beside their margins."""
+    rows = []
+    for data in family:
+        for metric, (word, margin) in MARGINS.items():
+            one = _compared(lines[data, OURS, None], lines[data, "ce", TEMPERATURE], metric, ledger)
+            ends = one.interval(0.9)
+            bound = ends.low if margin < 0 else ends.high
+            inside = float(bound > margin if margin < 0 else bound < margin)
+            cells = tuple(Cell((value,)) for value in (one.difference, bound, margin, inside))
+            rows.append(Row(f"{data}/{metric}", f"{data_name(data)}: {word}", cells))
+    columns = tuple(_plain_column(word) for word in ("difference", "bound", "margin", "inside"))
+    note = "closed loop - (CE + TS); one-sided 95 % bound over seeds and test samples. inside: 1 if within the margin."
+    return Table(name, "Margins against CE + TS", columns, tuple(rows), (note,))
+
+
+def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
+    """Make the table of controls of the label budget, and their differences from `closed_loop`."""
+    seeds, tables = design.CONTROLS["seeds"], []
+    places = _places(design.controlled(choice))
+    lines = {
+        (data, row): _found(
+            ledger, [design.control_recipe(data, row, seed, choice, ledger) for seed in seeds], TEMPERATURE
+        )
+        for data in design.controlled(choice)
+        for row in design.control_rows(choice)
+    }
+    if not any(lines.values()):
+        return []
+    about = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
+    rows = [
+        Row(row, words, tuple(_cell(lines[data, row], one, len(seeds)) for data, one in places))
+        for row, words in about.items()
+    ]
+    ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in design.controlled(choice)}
+    rows.append(Row(OURS, _label(OURS, None), tuple(_cell(ours[data], one, len(seeds)) for data, one in places)))
+    note = (
+        f"Seeds {', '.join(map(str, seeds))}; configurations of the + TS rows. Mean and standard deviation over seeds."
+    )
+    tables.append(Table("closed_loop-controls", "Controls of the label budget", _columns(places), tuple(rows), (note,)))
+    differences = [
+        Row(
+            f"{data}/{row}/{metric}",
+            f"{data_name(data)}: closed loop - {about[row]}, {TESTED[metric]}",
+            _difference(_compared(ours[data], theirs, metric, ledger), metric),
+        )
+        for (data, row), theirs in lines.items()
+        for metric in TESTED
+        if len(theirs) == len(ours[data]) == len(seeds)
+    ]
+    if differences:
+        columns = tuple(_plain_column(word) for word in ("difference", "low", "high"))
+        note = "Mean difference over seeds, 95 % interval over seeds and test samples (t)."
+        title = "Closed loop against the controls"
+        tables.append(Table("closed_loop-controls-comparison", title, columns, tuple(differences), (note,)))
+    return tables
+
+
+def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
+    """Make the table of ablations, raw; none without runs."""
+    data, seeds = design.ABLATIONS["data"], design.ABLATIONS["seeds"]
+    lines = {
+        row: _found(ledger, [design.ablation_recipe(row, seed, choice, ledger) for seed in seeds], None)
+        for row in design.ablation_rows(choice)
+    }
+    if not any(lines.values()):
+        return []
+    places = _places([data])
+    about = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
+    shown = {OURS: primary_lines(ledger, choice, data, (OURS, None), seeds), **lines}
+    rows = tuple(
+        Row(row, about.get(row, "selected configuration"), tuple(_cell(found, one, len(seeds)) for _, one in places))
+        for row, found in shown.items()
+    )
+    note = f"Seeds {', '.join(map(str, seeds))}, without temperature scaling; one factor at a time."
+    return [Table("closed_loop-ablations", "Ablations of the closed loop", _columns(places), rows, (note,))]
+
+
+def _places(sets: Sequence[str]) -> list[tuple[str, Measured]]:
+    """List the columns of a table of metrics, each with its data set."""
+    found = []
+    for data in sets:
+        found += [(data, Measured(metric, heading, higher_is_better=up)) for metric, heading, up in METRIC_COLUMNS]
+        for ood in design.OOD.get(data, ()):
+            found.append((data, Measured("auroc", f"AUROC {data_name(ood)} %", higher_is_better=True, ood=ood)))
+    return found
+
+
+METRIC_COLUMNS = (
+    ("accuracy", "accuracy %", True),
+    ("ece", "ECE %", False),
+    ("aece", "AECE %", False),
+    ("classwise_ece", "class-wise ECE %", False),
+    ("nll", "NLL", False),
+    ("brier", "Brier", False),
+    ("aurc", "AURC x 1000", False),
+)
+
+
+def _columns(places: Sequence[tuple[str, Measured]]) -> tuple[Column, ...]:
+    shown = {"NLL": (False, 4), "Brier": (False, 4), "AURC x 1000": (False, 2)}
+    return tuple(
+        Column(
+            one.heading,
+            data_name(data),
+            one.higher_is_better,
+            percent=shown.get(one.heading, (True, 2))[0],
+            digits=shown.get(one.heading, (True, 2))[1],
+        )
+        for data, one in places
+    )
+
+
+def _cell(lines: Sequence[Line], one: Measured, planned: int) -> Cell:
+    scale = 1000 if one.metric == "aurc" else 1
+    found = [measure for line in lines if (measure := one.of(line)) is not None]
+    return Cell(tuple(scale * value for value, _, _ in found), planned=planned)
+
+
+def _found(ledger: Ledger, recipes: Sequence[Recipe | None], posthoc: str | None) -> list[Line]:
+    lines = [ledger.find(one, posthoc) for one in recipes if one is not None]
+    return [line for line in lines if line is not None]
+
+
+def _difference(one: SeedComparison, metric: str) -> tuple[Cell, ...]:
+    scale, ends = 1000 if metric == "aurc" else 1, one.interval()
+    return tuple(Cell((scale * value,)) for value in (one.difference, ends.low, ends.high))
+
+
+def _compared(ours: Sequence[Line], theirs: Sequence[Line], metric: str, ledger: Ledger) -> SeedComparison:
+    sides = [[_values(line, metric, ledger) for line in lines] for lines in (ours, theirs)]
+    return over_seeds(*sides)
+
+
+def _values(line: Line, metric: str, ledger: Ledger) -> Tensor:
+    """Return one value per test sample, whose mean is the metric."""
+    kept = kept_of(line, ledger)
+    stored = kept.of_each_sample()
+    if metric in stored:
+        return stored[metric].values
+    top = kept.tops()
+    return ece_values(top) if metric == "ece" else of_each_sample(COMPARED[metric], top).values
+
+
+def _plain_column(name: str) -> Column:
+    return Column(name, percent=False, digits=4, ranked=False)
+
+
+def _label(method: str, posthoc: str | None) -> str:
+    return design.METHODS[method] if posthoc is None else f"{design.METHODS[method]} + TS"
