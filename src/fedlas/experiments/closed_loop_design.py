@@ -76,7 +76,7 @@ def control_recipe(data: str, row: str, seed: int, choice: Choice, ledger: Ledge
     """Make the recipe of a control of the label budget: the method's configuration after temperature scaling."""
     control = CONTROLS["rows"][row]
     made = primary_recipe(data, (control["method"], TEMPERATURE), seed, choice, ledger)
-    return None if made is None else made.replace(**control["recipe"])
+    return None if made is None else made.replace(ood=(), **control["recipe"])
 
 
 def ablation_recipe(row: str, seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
@@ -92,7 +92,7 @@ def ablation_recipe(row: str, seed: int, choice: Choice, ledger: Ledger) -> Reci
         if recorded is None:
             return None
         options["replay"] = _strengths(recorded)[-1:] if variant["strengths"] == "last" else _strengths(recorded)
-    return made.replace(loss_options=options, **variant.get("recipe", {}))
+    return made.replace(ood=(), loss_options=options, **variant.get("recipe", {}))
 
 
 def _strengths(line: Line) -> list[dict[str, Any]]:

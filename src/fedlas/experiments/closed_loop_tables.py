@@ -134,7 +134,7 @@ def _margin_table(
 def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     """Make the table of controls of the label budget, and their differences from `closed_loop`."""
     seeds, tables = design.CONTROLS["seeds"], []
-    places = _places(design.controlled(choice))
+    places = _places(design.controlled(choice), ood=False)
     lines = {
         (data, row): _found(
             ledger, [design.control_recipe(data, row, seed, choice, ledger) for seed in seeds], TEMPERATURE
@@ -182,7 +182,7 @@ def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
     }
     if not any(lines.values()):
         return []
-    places = _places([data])
+    places = _places([data], ood=False)
     about = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
     shown = {OURS: primary_lines(ledger, choice, data, (OURS, None), seeds), **lines}
     rows = tuple(
@@ -193,13 +193,13 @@ def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
     return [Table("closed_loop-ablations", "Ablations of the closed loop", _columns(places), rows, (note,))]
 
 
-def _places(sets: Sequence[str]) -> list[tuple[str, Measured]]:
+def _places(sets: Sequence[str], *, ood: bool = True) -> list[tuple[str, Measured]]:
     """List the columns of a table of metrics, each with its data set."""
     found = []
     for data in sets:
         found += [(data, Measured(metric, heading, higher_is_better=up)) for metric, heading, up in METRIC_COLUMNS]
-        for ood in design.OOD.get(data, ()):
-            found.append((data, Measured("auroc", f"AUROC {data_name(ood)} %", higher_is_better=True, ood=ood)))
+        for name in design.OOD.get(data, ()) if ood else ():
+            found.append((data, Measured("auroc", f"AUROC {data_name(name)} %", higher_is_better=True, ood=name)))
     return found
 
 
