@@ -7,7 +7,7 @@ import torch
 from little_drawn import little_drawn
 
 from fedlas.experiments import closed_loop_design, closed_loop_tables
-from fedlas.experiments.base import Choice
+from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.closed_loop_design import (
     ABLATIONS,
     CONFIGURATIONS,
@@ -83,6 +83,8 @@ def test_the_search_selects_by_nll_on_v2_and_the_selected_configuration_is_train
     search, primary = experiment_named("closed_loop").tables(book, CHOICE)
     assert all(cell.values for row in (*search.rows, *primary.rows) for cell in row.cells)
     assert list(problems(book)) == []
+    drawing = Drawing(book, CHOICE, evaluated / "figures", lambda _: None)
+    assert {path.name for path in experiment_named("closed_loop").draw(drawing)} >= {"closed_loop_feedback.pdf"}
 
 
 def test_comparisons_appear_when_all_runs_are_there(evaluated, monkeypatch):

@@ -15,6 +15,8 @@ from fedlas.predictions import Predictions
 from fedlas.report.figures import (
     alpha_data,
     alpha_figure,
+    feedback_data,
+    feedback_figure,
     foreign_data,
     indicator_data,
     norm_data,
@@ -192,6 +194,26 @@ def test_a_gate_without_beta_or_histogram_has_a_mean_alone():
     assert not figure.axes[1].lines
     assert alpha_data([{k: v for k, v in record.items() if k != "gate"} for record in made], "x") is None
     assert alpha_data([], "x") is None
+
+
+def test_strengths_and_gaps_of_every_bin_are_drawn_by_epoch():
+    made = log(4)
+    for record in made:
+        record["lr"] = 0.1 if record["epoch"] < 3 else 0.01
+        record["loss_state"] = {
+            "strengths": [0.1 * record["epoch"], 0.2, 0.3],
+            "gaps": [-0.05, 0.0, 0.02 * record["epoch"]],
+            "edges": [0, 0.4, 0.6, 1],
+        }
+    data = feedback_data(made, "run")
+    assert data.strengths[1] == pytest.approx((0.2, 0.2, 0.3))
+    left, right = feedback_figure([data]).axes
+    assert list(left.lines[0].get_ydata()) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert list(right.lines[2].get_ydata()) == pytest.approx([2, 4, 6, 8])
+    assert list(left.lines[3].get_xdata()) == [3, 3], "the epoch in which the learning rate changes"
+    del made[2]["loss_state"]
+    assert feedback_data(made, "run") is None
+    assert feedback_data([], "run") is None
 
 
 def test_critical_differences_are_those_of_the_printed_table():

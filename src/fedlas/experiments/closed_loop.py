@@ -5,16 +5,21 @@ seeds of the table. Then follow controls of the label budget and ablations. Fash
 CIFAR-100. Data and methods can be selected; the protocol is always "standard".
 """
 
+from pathlib import Path
+
 from fedlas.experiments import closed_loop_design as design
-from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
+from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
 from fedlas.experiments.closed_loop_tables import (
     ablation_table,
     comparison_tables,
     control_tables,
+    primary_lines,
     primary_table,
     search_table,
 )
 from fedlas.experiments.ledger import V2, Ledger
+from fedlas.experiments.paper import data_name
+from fedlas.report.figures import feedback_data, feedback_figure, save_with_data
 from fedlas.report.tables import Table
 from fedlas.train.recipe import Recipe
 
@@ -57,6 +62,14 @@ class ClosedLoopEvaluation(AbstractExperiment):
             *control_tables(ledger, choice),
             *ablation_table(ledger, choice),
         ]
+
+    def draw(self, drawing: Drawing) -> list[Path]:
+        """Draw strengths and calibration gaps over the epochs of the first run on each data set."""
+        choice, row = drawing.choice, (design.OURS, None)
+        lines = {data: primary_lines(drawing.ledger, choice, data, row) for data in design.data_sets(choice)}
+        found = [feedback_data(one[0].curve, data_name(data)) for data, one in lines.items() if one]
+        known = [one for one in found if one is not None]
+        return save_with_data(feedback_figure(known), known, drawing.folder, "closed_loop_feedback") if known else []
 
 
 def _wanted(recipe: Recipe, row: str) -> Wanted:

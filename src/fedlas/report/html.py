@@ -394,7 +394,7 @@ def _sections(data: Plain) -> list[tuple[str, str]]:
         "selective": "Leaving hard samples unanswered",
         "ood": "Foreign data",
         "norms": "Feature norms",
-        "training": "Training and gate",
+        "training": "Training",
         "samples": "Most over- and under-confident samples",
         "method": "How this was made",
     }

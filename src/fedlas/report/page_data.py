@@ -366,7 +366,7 @@ def _groups(
 
 
 def training_data(log: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None = None) -> Plain | None:
-    """Give the curves of a run's log: loss, accuracy and calibration, and what the gate did; long logs are thinned."""
+    """Return the curves of a run's log: loss, accuracy, calibration, gate and feedback; long logs are thinned."""
     records = [one for one in log if "epoch" in one and "train" in one and "val" in one]
     if not records:
         return None
@@ -382,6 +382,9 @@ def training_data(log: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | 
         names = ("positive", "flip_rate", "alpha_ratio", "against_gamma")
         found["gate"] = {name: [_maybe(one["gate"].get(name)) for one in records] for name in names}
         found["gate"]["gamma"] = _gamma(records[-1]["gate"].get("gamma_histogram"), found["beta"])
+    states: list[Mapping[str, Any]] = [one.get("loss_state") or {} for one in records]
+    if all({"strengths", "gaps"} <= set(one) for one in states):
+        found["feedback"] = {name: [list(map(_maybe, one[name])) for one in states] for name in ("strengths", "gaps")}
     return found
 
 

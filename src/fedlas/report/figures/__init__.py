@@ -66,9 +66,12 @@ if TYPE_CHECKING:
     from fedlas.report.figures.theorem import theorem_data as theorem_data
     from fedlas.report.figures.theorem import theorem_figure as theorem_figure
     from fedlas.report.figures.training import Alphas as Alphas
+    from fedlas.report.figures.training import Feedback as Feedback
     from fedlas.report.figures.training import LearningCurve as LearningCurve
     from fedlas.report.figures.training import alpha_data as alpha_data
     from fedlas.report.figures.training import alpha_figure as alpha_figure
+    from fedlas.report.figures.training import feedback_data as feedback_data
+    from fedlas.report.figures.training import feedback_figure as feedback_figure
     from fedlas.report.figures.training import training_data as training_data
     from fedlas.report.figures.training import training_figure as training_figure
 
@@ -98,7 +101,10 @@ _HOMES = {
     "Theorems": "theorem",
     "activations_data": "indicator",
     "activations_figure": "indicator",
+    "Feedback": "training",
     "alpha_data": "training",
+    "feedback_data": "training",
+    "feedback_figure": "training",
     "alpha_figure": "training",
     "class_map_data": "confidence",
     "class_map_figure": "confidence",

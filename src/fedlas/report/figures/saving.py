@@ -22,7 +22,7 @@ GATES = 7  # models with a gate in one figure: with the flip rates, two rows of 
 KNOWN = {"pdf", "png", "svg"}
 # What all files are called, without ending.
 NAMES = (
-    r"(reliability|gate)(-\d+)?|reliability_(lines|smooth)|over_under|confidence|risk_coverage|norm|training|alpha"
+    r"(reliability|gate)(-\d+)?|reliability_(lines|smooth)|over_under|confidence|risk_coverage|norm|training|feedback|alpha"
     r"|(class_map|roc|scores)(-[\w-]*)?"
 )
 
@@ -133,6 +133,10 @@ def _of_logs(held: "Mapping[str, Model]") -> Iterator[Drawn]:
         curves = [training.training_data(model.log, name) for name, model in logged.items()]
         yield "training", training.training_figure(curves), curves
     gated = [found for name, model in logged.items() if (found := training.alpha_data(model.log, name, model.recipe))]
+    feedback = [training.feedback_data(model.log, name) for name, model in logged.items()]
+    followed = [one for one in feedback if one is not None][:ROWS]
+    if followed:
+        yield "feedback", training.feedback_figure(followed), followed
     if gated:
         yield "alpha", training.alpha_figure(gated), gated
     modes = {name: [_with_modes(model.log)] for name, model in logged.items() if _with_modes(model.log)}

@@ -77,6 +77,63 @@ def _scaled(values: Values, factor: float) -> list[float]:
 
 
 @dataclass(frozen=True)
+class Feedback:
+    """Strengths of a loss with feedback, and the calibration gaps that they follow.
+
+    Args:
+        title: which run.
+        epoch: counted from 1.
+        strengths: after each epoch, one per bin, from low to high values of the indicator.
+        gaps: mean confidence minus accuracy of each bin on held-out data.
+        lr: learning rate of each epoch.
+    """
+
+    title: str
+    epoch: tuple[int, ...]
+    strengths: tuple[Values, ...]
+    gaps: tuple[Values, ...]
+    lr: Values
+
+
+def feedback_data(log: Sequence[Mapping[str, Any]], title: str) -> Feedback | None:
+    """Take strengths and gaps from a run's log; None for a loss without feedback."""
+    held = page_data.training_data(log)
+    if held is None or "feedback" not in held:
+        return None
+    rates = {one["epoch"]: one.get("lr") for one in log if "epoch" in one}
+    strengths, gaps = (tuple(map(tuple, held["feedback"][name])) for name in ("strengths", "gaps"))
+    return Feedback(title, tuple(held["epoch"]), strengths, gaps, tuple(rates[n] for n in held["epoch"]))
+
+
+def feedback_figure(models: Sequence[Feedback]) -> Any:
+    """Draw strengths and calibration gaps by epoch, one line per bin, one row per model; a matplotlib figure.
+
+    Lines become darker with the value of the indicator; vertical lines mark changes of the learning rate.
+    """
+    with paper(PAGE, 0.4 + 1.7 * len(models)) as figure:
+        for (left, right), data in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
+            for panel, rows, factor in ((left, data.strengths, 1), (right, data.gaps, 100)):
+                bins = len(rows[0])
+                for number, values in enumerate(zip(*rows, strict=True)):
+                    grey = 0.75 * (1 - number / max(1, bins - 1)) if bins > 1 else 0
+                    ends = {0: (":", "lowest bin"), bins - 1: ("-", "highest bin" if bins > 1 else "all samples")}
+                    dash, label = ends.get(number, ("-", None))
+                    look = {"color": str(grey), "linestyle": dash, "linewidth": 1.2 if label else 0.7}
+                    panel.plot(data.epoch, _scaled(values, factor), label=label, **look)
+                for epoch, before, after in zip(data.epoch[1:], data.lr, data.lr[1:], strict=False):
+                    if before != after:
+                        panel.axvline(epoch, color=PALE, linewidth=0.6)
+                panel.set_xlabel("epoch")
+                panel.xaxis.get_major_locator().set_params(integer=True)
+            left.set_ylabel("strength")
+            right.set_ylabel("confidence - accuracy (%)")
+            right.axhline(0, color=DARK, linewidth=0.6)
+            left.set_title(shown(data.title), fontsize=8, loc="left")
+        legend_below(figure, figure.axes[0], most=2)
+    return figure
+
+
+@dataclass(frozen=True)
 class Alphas:
     """The smoothing that a gate chose, as a multiple of alpha.
 

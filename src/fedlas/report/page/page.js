@@ -1063,6 +1063,7 @@
     shares(places[0], "Validation", "Accuracy and ECE over epochs", [
       ["line line-2", pairs(epochs, held.accuracy), "accuracy"], ["line line-1", pairs(epochs, held.ece), "ECE"],
     ]);
+    if (held.feedback) drawFeedback(places.slice(1, 3), held, x, at);
     if (!held.gate) return;
     shares(places[1], "Gate", "State of the gate over epochs", [
       ["line line-0", pairs(epochs, held.gate.positive), "gate at +1"], ["line line-1", pairs(epochs, held.gate.flip_rate), "flipped since the epoch before"],
@@ -1082,6 +1083,29 @@
       table: () => [["Epoch", "Mean αᵢ / α"], ratio.map(([epoch, value]) => [epoch, value === null ? "–" : short(value)])],
     });
     if (held.gate.gamma) drawAlpha(places[3], held);
+  }
+
+  // Strengths of a loss with feedback, and the calibration gaps that they follow: up to five of its bins.
+  function drawFeedback(hosts, held, x, at) {
+    const epochs = held.epoch;
+    const bins = held.feedback.strengths[0].length;
+    const chosen = [...new Set([0, 1, 2, 3, 4].map((k) => Math.round((k * (bins - 1)) / 4)))];
+    const name = (bin) => (bins === 1 ? "all samples" : `bin ${bin + 1} of ${bins}`);
+    const draw = (host, values, title, axis, note, text) => {
+      const curves = chosen.map((bin, place) => [`line line-${place}`, pairs(epochs, values.map((row) => row[bin])), name(bin)]);
+      const all = curves.flatMap(([, points]) => points.map((p) => p[1] ?? 0));
+      const to = Math.max(0.01, ...all) * 1.05;
+      lines(host, {
+        title, note, x, at, curves,
+        label: `${title} over epochs`,
+        y: { from: Math.min(0, ...all) * 1.05, to, text: tick, name: axis },
+        words: (epoch, found) => [`epoch ${epoch}`, ...found.filter(([, , point]) => point).map(([, word, point]) => `${word} ${text(point[1])}`)],
+        legend: curves.map(([kind, , word]) => [lineKey(kind), word]),
+        table: () => [["Epoch", ...curves.map((one) => one[2])], epochs.map((epoch, place) => [epoch, ...curves.map(([, points]) => (points[place][1] === null ? "–" : text(points[place][1])))])],
+      });
+    };
+    draw(hosts[0], held.feedback.strengths, "Smoothing strength", "strength", "Weight of the previous prediction in the target, by bin from low to high values of the indicator.", percent);
+    draw(hosts[1], held.feedback.gaps, "Calibration gap", "confidence − accuracy", "Mean confidence minus accuracy of each bin on held-out data. Above zero: over-confident; the strength of the bin is raised.", percent);
   }
 
   function drawAlpha(host, held) {
