@@ -59,7 +59,7 @@ def reproduce_experiment(
     data: Annotated[str | None, typer.Option(help="Data sets, separated by commas; by default all of it.")] = None,
     model: Annotated[str | None, typer.Option(help="Networks, separated by commas; by default the protocol's.")] = None,
     losses: Annotated[str | None, typer.Option(help="Rows, separated by commas; by default all.")] = None,
-    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "1,2,3",
+    seeds: Annotated[str | None, typer.Option(help="Separated by commas; default: those of the experiment.")] = None,
     protocol: Annotated[str, typer.Option(help="paper, official, fast, small or standard.")] = "paper",
     split: Annotated[str, typer.Option(help="test, or test-published: normalised as in the published code.")] = "test",
     settings: Settings = None,
@@ -98,7 +98,7 @@ def reproduce_experiment(
         refuse_other_figures(out, chosen.file_names)
         choice = Choice(
             data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
-            seeds=numbers(seeds), split=split, data_root=data_root,
+            seeds=chosen.seeds if seeds is None else numbers(seeds), split=split, data_root=data_root,
         )  # fmt: skip
         book = Ledger(ledger)
         plan = planned(chosen, choice, book, only, None if out is None or dry_run else runs)
