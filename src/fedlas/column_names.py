@@ -133,9 +133,7 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
     """
     if not options.get("header", True):
         return _by_position(columns, options, path)
-    names = _chosen(columns, options, path)
-    if "label" not in names.values() and options.get("labels") is None:
-        names |= _label(columns, names, path)
+    names = label_names(columns, options, path)
     if any(_ndim(values) == 2 for values in columns.values()):
         names |= {name: "class_names" for name in columns if name.casefold() in CLASS_NAMES}
     roles = set(names.values())
@@ -146,6 +144,14 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
     exact = {name for name in columns if name in OTHERS or name.startswith(("feature_", "label_"))}
     unread = [name for name in columns if name not in names and name not in exact and name.casefold() not in ROW_NAMES]
     return Roles({name: role for name, role in names.items() if name in columns}, unread)
+
+
+def label_names(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
+    """Return the roles of the columns that the caller names, and of the labels; values are not needed for these."""
+    names = _chosen(columns, options, path)
+    if "label" not in names.values() and options.get("labels") is None:
+        names |= _label(columns, names, path)
+    return names
 
 
 def short_list(names: Sequence[str], most: int = 6) -> str:

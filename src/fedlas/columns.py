@@ -11,9 +11,9 @@ import sys
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.column_names import LABELS, ReadOptions, Roles, find_roles, option
+from fedlas.column_names import LABELS, ROW_NAMES, ReadOptions, Roles, find_roles, label_names, option
 from fedlas.extras import optional_module
 from fedlas.storage import (
     ObjectsError,
@@ -110,19 +110,48 @@ def read_csv(
         return _read_text(_split(given, path, mark, header=(options or {}).get("header", True)), path, mark, options)
 
 
-def read_parquet(path: str | Path) -> dict[str, Any]:
-    """Read the columns of a parquet table."""
-    with readable(path):
-        parquet = optional_module("pyarrow.parquet")
-        about = parquet.read_metadata(str(path))
-        check_unpacked(path, 8 * _arrow_count(about))
-        check_unpacked(path, _arrow_size(about))
-        # Equal texts are read once: a small file may name a long one in every row.
-        file = parquet.ParquetFile(str(path), read_dictionary=_arrow_texts(about))
-        columns = _arrow_numbers(file)
-        rest = file.read([name for name in file.schema_arrow.names if name not in columns])
-    columns |= {name: _arrow_column(rest[name], name, path) for name in rest.column_names}
-    return {name: columns[name] for name in file.schema_arrow.names}
+def read_parquet(path: str | Path, options: ReadOptions | None = None) -> dict[str, Any]:
+    """Read the columns of a parquet table that have a role; the others become examples of their type."""
+    table, options = _Parquet(path), options or {}
+    columns = dict(table.examples)
+    labels = [name for name, role in label_names(columns, options, path).items() if role == "label"]
+    columns |= table.read(labels)  # they may name the columns of the classes
+    left_out = {*labels, *find_roles(columns, options, path).unread}
+    return columns | table.read([name for name in columns if name not in left_out and name.casefold() not in ROW_NAMES])
+
+
+class _Parquet:
+    """A parquet table, of which columns are read by their names.
+
+    Attributes:
+        examples: for each column a value of its type; none of a type that is not read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        with readable(path):
+            parquet = optional_module("pyarrow.parquet")
+            about = parquet.read_metadata(str(path))
+            check_unpacked(path, 8 * _arrow_count(about))
+            check_unpacked(path, _arrow_size(about))
+            # Equal texts are read once: a small file may name a long one in every row.
+            self._file = parquet.ParquetFile(str(path), read_dictionary=_arrow_texts(about))
+        self.examples = {field.name: _arrow_example(field.type) for field in self._file.schema_arrow}
+
+    def read(self, names: Iterable[str]) -> dict[str, Any]:
+        """Read columns; raise an error about a type that is neither numbers, texts nor lists of numbers."""
+        wanted = dict.fromkeys(names)
+        for field in self._file.schema_arrow:
+            # A name also selects columns that have it and a dot as a prefix.
+            selected = any(start in wanted for start in accumulate(field.name.split("."), "{}.{}".format))
+            if selected and not len(_arrow_example(field.type)):
+                raise ValueError(
+                    f"{self._path}: {field.name} holds {field.type}; numbers, texts or lists of numbers are read"
+                )
+        with readable(self._path):
+            columns = _arrow_numbers(self._file, wanted)
+            rest = self._file.read([name for name in wanted if name not in columns])
+        return columns | {name: _arrow_column(rest[name], name, self._path) for name in wanted if name not in columns}
 
 
 def read_npy(path: str | Path) -> NDArray[Any]:
@@ -172,18 +201,21 @@ def read_labels(path: str | Path, options: ReadOptions) -> Any:
     kind = path.suffix.lower() if path.suffix.lower() != ".gz" else Path(path.stem).suffix.lower()
     if kind == ".npy":
         return read_npy(path)
-    readers: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {".npz": read_npz, ".parquet": read_parquet}
-    if kind not in {*readers, ".csv", ".tsv", ".txt"}:
+    if kind not in {".npz", ".csv", ".tsv", ".txt", ".parquet"}:
         raise ValueError(f"{path}: labels are read from .npy, .npz, .csv, .tsv, .txt and .parquet files")
     header: ReadOptions = {"header": options.get("header", True)}
-    columns = dict(readers[kind](path) if kind in readers else read_csv(path, options=header).columns)
+    table = _Parquet(path) if kind == ".parquet" else None
+    if table is not None:
+        columns = dict(table.examples)
+    else:
+        columns = read_npz(path) if kind == ".npz" else read_csv(path, options=header).columns
     chosen = options.get("label_column")
     roles = {} if chosen in columns else find_roles(columns, header, path).names
     names = [str(chosen)] if chosen in columns else [name for name, role in roles.items() if role == "label"]
     names = names or (list(columns) if len(columns) == 1 else [])
     if not names:
         raise ValueError(f"{path}: no column is called label; name it with {option('label_column')}")
-    values = columns[names[0]]
+    values = columns[names[0]] if table is None else table.read(names)[names[0]]
     if kind in {".csv", ".tsv", ".txt"}:
         if len(columns) == 1 and _is_number(names[0]) and options.get("header", True):
             values = [names[0], *values]  # numbers alone have no header
@@ -513,11 +545,26 @@ def _numeric_columns(
     return number, classes, maybe
 
 
-def _arrow_numbers(file: Any) -> dict[str, Any]:
+def _arrow_example(kind: Any) -> Any:
+    """Return a value of a type; none of types that are not read: their values may be large, or Python objects."""
+    types = optional_module("pyarrow").types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        numbers = types.is_floating(kind.value_type) or types.is_integer(kind.value_type)
+        return np.zeros((1, 1)) if numbers or types.is_boolean(kind.value_type) else ()
+    if types.is_floating(kind) or types.is_integer(kind) or types.is_decimal(kind):
+        return np.zeros(1)
+    if types.is_dictionary(kind):
+        return _arrow_example(kind.value_type)
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)
+    return texts([""]) if is_text or types.is_boolean(kind) else ()
+
+
+def _arrow_numbers(file: Any, wanted: Container[str]) -> dict[str, Any]:
     """Read the columns of a parquet file that make a table of one floating-point type, one by one into one table."""
     types = optional_module("pyarrow").types
     schema = file.schema_arrow
-    names = [one.name for one in schema if one.name.startswith(NUMBERS) and types.is_floating(one.type)]
+    fields = [one for one in schema if one.name in wanted]
+    names = [one.name for one in fields if one.name.startswith(NUMBERS) and types.is_floating(one.type)]
     names.sort(key=lambda name: name.partition("_")[0])  # columns of one kind stand together
     kinds = {schema.field(name).type for name in names}
     if len(kinds) != 1 or len(set(schema.names)) < len(schema.names):

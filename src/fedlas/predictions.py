@@ -390,7 +390,7 @@ class Predictions:
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
         from fedlas.columns import read_parquet
 
-        return cls.from_columns(read_parquet(path), path, split, **options)
+        return cls.from_columns(read_parquet(path, options), path, split, **options)
 
     @classmethod
     def from_columns(
