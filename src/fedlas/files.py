@@ -263,10 +263,7 @@ def _torch(path: Path, split: str | None, _: Watch | None, options: ReadOptions)
         except (MemoryError, FileNotFoundError, PermissionError):
             raise
         except Exception as error:
-            # torch's own advice is to load it without a check, which runs whatever the file says.
-            reason = error if type(error) is ValueError else "it holds more than tensors, numbers and words"
-            advice = "save a dictionary of tensors: torch.save({'logits': ...})"
-            raise ValueError(f"{reason}; {advice}") from error
+            raise ValueError(f"{error}; save a dictionary of tensors: torch.save({{'logits': ...}})") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
     # A tensor may be longer than what is stored of it, by a stride of zero.

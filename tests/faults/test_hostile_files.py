@@ -161,13 +161,33 @@ def test_flipped_bits_in_a_torch_file_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("opened", [read_predictions, read_weights, read_official])
-def test_a_truncated_torch_file_is_named(tmp_path, opened):
-    torch.save({"logits": torch.randn(50, 4), "labels": torch.zeros(50, dtype=torch.long)}, tmp_path / "p.pt")
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_a_truncated_torch_file_is_called_that(tmp_path, opened, options):
+    content = {"logits": torch.randn(50, 4), "labels": torch.zeros(50, dtype=torch.long)}
+    torch.save(content, tmp_path / "p.pt", **options)
     content = (tmp_path / "p.pt").read_bytes()
-    for length in (0, 3, 100, len(content) // 2, len(content) - 30):
+    for length in (0, 12, 100, len(content) // 2, len(content) - 30):
         (tmp_path / "p.pt").write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"p\.pt"):
+        with pytest.raises(ValueError, match=r"p\.pt.*(truncated|EOF)"):
             opened(tmp_path / "p.pt")
+
+
+ANNOUNCED = {
+    "binbytes8": b"\x80\x04\x8e",
+    "unicode8": b"\x80\x04\x8d",
+    "frame": b"\x80\x04\x95",
+    "bytearray8": b"\x80\x05\x96",
+}
+
+
+@pytest.mark.parametrize("operation", ANNOUNCED)
+@pytest.mark.parametrize("made", [zipped, Path.write_bytes])
+def test_a_pickle_that_announces_a_long_text_takes_no_memory(tmp_path, operation, made):
+    path = tmp_path / "p.pt"
+    made(path, ANNOUNCED[operation] + (2**62).to_bytes(8, "little"))
+    for opened in (read_predictions, read_weights, read_official):
+        with pytest.raises(ValueError, match=r"p\.pt.*(truncated|bytearray)"):
+            opened(path)
 
 
 def test_the_check_of_a_torch_file_changes_no_class_and_copies_nothing(tmp_path):
