@@ -162,3 +162,9 @@ def test_folds_may_differ_in_what_their_calibrator_learns():
         warnings.simplefilter("ignore")
         found = evaluate((probs / probs.sum(1, keepdims=True)).round(3), labels, posthoc="temperature", intervals=False)
     assert "temperature" in found.after
+
+
+@pytest.mark.parametrize("seed", [10**23, -1])
+def test_a_seed_that_generators_do_not_take_is_named(seed):
+    with pytest.raises(ValueError, match=f"seed is {seed}"):
+        evaluate(PROBS, TRUTH, seed=seed)
