@@ -168,3 +168,19 @@ def test_folds_may_differ_in_what_their_calibrator_learns():
 def test_a_seed_that_generators_do_not_take_is_named(seed):
     with pytest.raises(ValueError, match=f"seed is {seed}"):
         evaluate(PROBS, TRUTH, seed=seed)
+
+
+def test_options_that_do_not_apply_are_named():
+    output = PredictionOutput(PROBS.log().numpy(), TRUTH.numpy(), {})
+    for options in ({"normalize": True}, {"label_column": "species"}):
+        with pytest.raises(TypeError, match=rf"{next(iter(options))}.*PredictionOutput"):
+            evaluate(output, **options, **QUICK)
+    with pytest.raises(TypeError, match=r"normalize.*logits"):
+        evaluate(logits=PROBS.log(), labels=TRUTH, normalize=True, **QUICK)
+
+
+def test_names_as_labels_of_an_array_are_an_error_that_names_class_names():
+    words = np.array(["cat", "dog"])[TRUTH]
+    with pytest.raises(TypeError, match=r"labels.*class_names"):
+        evaluate(PROBS, words, **QUICK)
+    evaluate({"probs": PROBS, "labels": words, "class_names": ["cat", "dog"]}, **QUICK)

@@ -12,6 +12,7 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -22,7 +23,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.column_names import LABELS, ROW_NAMES, ReadOptions, Roles, find_roles, label_names, option
+from fedlas.column_names import (
+    LABELS,
+    ROW_NAMES,
+    UNUSED,
+    LabelFile,
+    ReadOptions,
+    Roles,
+    find_roles,
+    label_names,
+    option,
+    parses,
+)
 from fedlas.extras import optional_module
 from fedlas.storage import (
     ObjectsError,
@@ -40,6 +52,8 @@ FEWEST = 20  # confidences of two classes of which one is below a half
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")  # of a class that is called by one
 LONGEST_WHOLE = 40  # digits of a number with leading zeros
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}  # whether one is correct
+TRUTH = {"false": 0, "true": 1}  # labels of two classes
+SCIENTIFIC = re.compile(r"[+-]?\d+\.\d*[eE][+-]?\d{1,2}")  # a number as numpy.savetxt and R write it
 WHOLE = re.compile(r"[+-]?\d+")  # a number as text
 MOST_WARNINGS = 5  # about class names that are spelled almost alike
 AT_ONCE = 2**16  # cells of a text file that are converted together
@@ -88,26 +102,35 @@ def read_npz(path: str | Path) -> dict[str, Any]:
         name, count = Counter(file.zip.namelist()).most_common(1)[0] if file.files else ("", 0)
         if count > 1:
             raise ValueError(f"{count} of its arrays are called {name.removesuffix('.npy')!r}")
-        check_arrays(file.zip)
-        return dict(file)
+        check_arrays(file.zip, unused=UNUSED)
+        return {name: file[name] for name in file.files if name not in UNUSED}
 
 
 def read_csv(
     path: str | Path, watch: Callable[[float], None] | None = None, options: ReadOptions | None = None
 ) -> Text:
     """Read a table of text, its columns separated by commas, semicolons, tabs or blanks."""
+    with _opened(path, watch, header=(options or {}).get("header", True)) as (table, mark):
+        return _read_text(table, path, mark, options)
+
+
+@contextmanager
+def _opened(
+    path: str | Path, watch: Callable[[float], None] | None = None, *, header: bool
+) -> Iterator[tuple["Table", str]]:
+    """Open a table of text; return it in cells, with the mark between them."""
     check_file(path)
     with open_text(path, newline="") as file:
         batches = read_batches(file, path, watch)
         first = next(batches, [""])
         # Programs of countries that write 0,5 separate columns by semicolons.
-        marks = (",", ";", "\t") if (options or {}).get("header", True) else (";", ",", "\t")
+        marks = (",", ";", "\t") if header else (";", ",", "\t")
         blanks = ".txt" in Path(path).suffixes and not any(mark in first[0] for mark in marks)
         mark = " " if blanks else next((mark for mark in marks if mark in first[0]), ",")
         given: Iterator[list[str]] = chain([first], batches)
         if blanks:
             given = ([line.strip(" ") for line in lines] for lines in given)
-        return _read_text(_split(given, path, mark, header=(options or {}).get("header", True)), path, mark, options)
+        yield _split(given, path, mark, header=header), mark
 
 
 def read_parquet(path: str | Path, options: ReadOptions | None = None) -> dict[str, Any]:
@@ -175,12 +198,22 @@ def frame_columns(frame: Any) -> dict[str, Any]:
     return columns
 
 
-def no_scores(columns: Mapping[str, Any], path: str | Path) -> ValueError:
+def no_scores(columns: Mapping[str, Any], roles: Roles, options: ReadOptions, path: str | Path) -> ValueError:
     """Return the error about a table in which no scores were found."""
     wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
     way = f"name the columns of the classes with {option('prob_columns')}"
+    if "label" not in roles.names.values() and options.get("labels") is None:
+        way += f", or, where the labels tell the names of the classes, that of the labels with {option('label_column')}"
     held = f"its columns are {some_of(columns)}" if columns else "it is empty"
     return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
+
+
+def no_labels(roles: Roles | None, path: object) -> ValueError:
+    """Return the error about a table in which no labels were found."""
+    unread = () if roles is None else roles.unread
+    there = f"; these columns are not understood: {some_of(unread)}" if unread else ""
+    way = f"name their column with {option('label_column')}, or give them with {option('labels')}"
+    return ValueError(f"{path}: no labels were found{there}; {way}")
 
 
 def renamed(columns: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
@@ -189,18 +222,18 @@ def renamed(columns: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     return {role: columns[name] for name, role in roles.names.items()} | others
 
 
-def labels_of(options: ReadOptions) -> Any:
-    """Return the labels that are given beside a table: an array, or the content of a file."""
+def with_labels(options: ReadOptions) -> ReadOptions:
+    """Replace the name of a file of labels by its content."""
     labels = options.get("labels")
-    return read_labels(labels, options) if isinstance(labels, str | Path) else labels
+    return {**options, "labels": read_labels(labels, options)} if isinstance(labels, str | Path) else options
 
 
-def read_labels(path: str | Path, options: ReadOptions) -> Any:
+def read_labels(path: str | Path, options: ReadOptions) -> LabelFile:
     """Read labels from a file of their own: an array, a table with a column of labels, or one value in each line."""
     path = Path(path)
     kind = path.suffix.lower() if path.suffix.lower() != ".gz" else Path(path.stem).suffix.lower()
     if kind == ".npy":
-        return read_npy(path)
+        return LabelFile(path, read_npy(path))
     if kind not in {".npz", ".csv", ".tsv", ".txt", ".parquet"}:
         raise ValueError(f"{path}: labels are read from .npy, .npz, .csv, .tsv, .txt and .parquet files")
     header: ReadOptions = {"header": options.get("header", True)}
@@ -208,24 +241,58 @@ def read_labels(path: str | Path, options: ReadOptions) -> Any:
     if table is not None:
         columns = dict(table.examples)
     else:
-        columns = read_npz(path) if kind == ".npz" else read_csv(path, options=header).columns
+        columns = read_npz(path) if kind == ".npz" else _read_cells(path, header=header["header"])
     chosen = options.get("label_column")
-    roles = {} if chosen in columns else find_roles(columns, header, path).names
-    names = [str(chosen)] if chosen in columns else [name for name, role in roles.items() if role == "label"]
-    names = names or (list(columns) if len(columns) == 1 else [])
+    known = {} if chosen in columns else label_names(columns, {}, path)
+    rest = [name for name in columns if name.casefold() not in ROW_NAMES]
+    names = [str(chosen)] if chosen in columns else list(known) or (rest if len(rest) == 1 else [])
     if not names:
-        raise ValueError(f"{path}: no column is called label; name it with {option('label_column')}")
+        raise ValueError(
+            f"{path}: no column is called label; name it with {option('label_column')}; its columns are "
+            f"{some_of(columns)}"
+        )
     values = columns[names[0]] if table is None else table.read(names)[names[0]]
-    if kind in {".csv", ".tsv", ".txt"}:
-        if len(columns) == 1 and _is_number(names[0]) and options.get("header", True):
-            values = [names[0], *values]  # numbers alone have no header
-        if all(map(_is_number, values)) and all(float(value).is_integer() for value in values):
-            return np.asarray([int(float(value)) for value in values], dtype=np.int64)
-    return values
+    single = len(columns) == 1 and kind not in {".npz", ".parquet"}
+    if single and header["header"]:
+        values = [names[0], *values]
+    return LabelFile(path, values, may_have_header=single)
 
 
-def understood(columns: Mapping[str, Any], path: str | Path) -> Understood:
-    """Find scores, labels and the rest among named columns."""
+def _read_cells(path: Path, *, header: bool) -> dict[str, Any]:
+    """Read all cells of a table of text as text."""
+    with _opened(path, header=header) as (table, _):
+        columns: dict[str, list[str]] = {name: [] for name in table.names}
+        for batch in table.batches:
+            for column, cells in zip(columns.values(), batch.columns, strict=True):
+                column.extend(map(sys.intern, cells))
+    return dict(columns)
+
+
+def labels_for(given: LabelFile, n: int, source: str) -> Any:
+    """Return as many labels as there are samples; with one line more in a text of one column, the first is a header."""
+    values = given.values
+    if given.may_have_header and len(values) == n + 1:
+        values = values[1:]
+    if len(values) != n:
+        raise ValueError(f"{source}: {len(values):,} labels for {n:,} samples")
+    if not isinstance(values, list):
+        return values
+    words = [_word(value) for value in values]
+    return np.asarray(list(map(int, words)), dtype=np.int64) if all(map(_is_place, words)) else texts(words)
+
+
+def _is_place(word: str) -> bool:
+    return _as_whole(word) is not None
+
+
+def understood(columns: Mapping[str, Any], path: str | Path, source: str | None = None) -> Understood:
+    """Find scores, labels and the rest among named columns.
+
+    Args:
+        columns: values by the names that fedlas uses.
+        path: the file, for errors.
+        source: where the labels come from, if from another file.
+    """
     found = [kind for kind in ("logits", "probs") if kind in columns]
     found += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
     if not found and "confidence" in columns and columns.keys() & {"prediction", "correct"}:
@@ -248,7 +315,16 @@ def understood(columns: Mapping[str, Any], path: str | Path) -> Understood:
     if soft and any(name in columns for name in LABELS):
         raise ValueError(f"{path}: it has both a column of labels and label_NAME; leave one of them out")
     by_column = kind.endswith("_")
-    labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path, by_column)
+    try:
+        labels = (
+            _numbers(columns, "label_", names or (), path)
+            if soft
+            else _classes(columns, names, source or path, by_column=by_column, classes=classes)
+        )
+    except RowError as error:
+        if source is None:
+            raise
+        raise ValueError(str(error)) from error  # the lines of the predictions are not those of the labels
     wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
     features = _numbers(columns, "feature_", wide, path) if wide else columns.get("features")
     rest = {"features": features, "class_names": names, **_about_samples(columns, path)}
@@ -498,9 +574,9 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
         lines.extend(begins)
         cells = [by_column[i] if mark != ";" else [cell.replace(",", ".") for cell in by_column[i]] for i in number]
         for place, i in enumerate(number) if maybe else ():
-            if i in maybe and not all(map(_is_number, cells[place])):
+            if i in maybe and not all(map(parses, cells[place])):
                 non_numeric.add(header[i])
-                cells[place] = [cell if _is_number(cell) else "nan" for cell in cells[place]]
+                cells[place] = [cell if parses(cell) else "nan" for cell in cells[place]]
         try:
             part = np.array([list(map(float, column)) for column in cells]).T.reshape(len(begins), len(number))
         except ValueError as error:
@@ -534,7 +610,7 @@ def _numeric_columns(
     unread = set(roles.unread)
     canonical = ["" if name in unread else roles.names.get(name, name) for name in header]
     # Without scores, classes may stand alone as the names of columns; which of them do, the labels say later.
-    maybe = {i for i, name in enumerate(header) if name in unread and _is_number(row[i].replace(",", "."))}
+    maybe = {i for i, name in enumerate(header) if name in unread and parses(row[i].replace(",", "."))}
     maybe = set() if roles.has_scores else maybe
     soft = {f"label_{name.partition('_')[2]}" for name in canonical if name.startswith(("prob_", "logit_"))}
     kinds = ("prob_", "logit_", "probs", "logits", "confidence", "feature_")
@@ -604,7 +680,7 @@ def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
         for row in np.flatnonzero(length != length[:1])[:1]:
             raise ValueError(f"{path}: row {row} of {name} has {length[row]} entries, row 0 has {length[0]}")
         return lists.flatten().to_numpy(zero_copy_only=False).reshape(len(lists), -1)
-    if types.is_integer(column.type) or types.is_floating(column.type):
+    if types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type):
         return column.to_numpy()
     if types.is_dictionary(column.type):
         column = column.unify_dictionaries().combine_chunks()
@@ -620,19 +696,22 @@ def texts(values: Sequence[Any]) -> NDArray[np.object_]:
     return found
 
 
-def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path, by_column: bool) -> Any:
+def _classes(
+    columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path, *, by_column: bool, classes: int
+) -> Any:
     """Find the class number of every label.
 
     Beside columns that are named after classes, a label is such a name if any label is, whatever type it has: the
-    columns may stand in any order. Beside a table, whole numbers are places in it.
+    columns may stand in any order. Beside a table, whole numbers are places in it. Of two classes that have other
+    names, true and false are the second and the first.
     """
     if not any(name.startswith("label") for name in columns):
         return None
     labels = columns[_label(columns, path)]
     if getattr(labels, "ndim", 1) == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
-    if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind == "b":
-        labels = np.asarray(labels).astype(np.int64)
+    if isinstance(labels, np.ndarray) and labels.dtype.kind == "b" and not by_column:
+        labels = labels.astype(np.int64)
     if (_are_whole(labels) and not by_column) or np.ndim(labels) == 2:
         return labels
     number = {name: i for i, name in enumerate(names or ())}
@@ -645,10 +724,13 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     if not named:
         _check_spelling(words, list(number), path)
         found = [_as_whole(word.strip()) for word in words]
+        flags = [TRUTH.get(word.strip().casefold()) for word in words]
+        found = flags if classes <= 2 and None not in flags else found
     bad = {int(first[i]): words[i].strip() for i, place in enumerate(found) if place is None}
-    if names is None and len(bad) == len(words) and not any(map(_is_number, bad.values())):
+    if names is None and len(bad) == len(words) and not any(map(parses, bad.values())):
         reason = "labels are names, and nothing says which class each name is"
-        raise ValueError(f"{path}: class_names is missing: {reason}")
+        way = "give class numbers, or name the columns of the classes as labels do"
+        raise ValueError(f"{path}: class_names is missing: {reason}; {way}")
     for row in sorted(bad)[:1]:
         raise RowError(
             f"{path}: ", row, f" has label {bad[row][:80]!r}, expected {_expected(bad[row], names or (), named)}"
@@ -664,14 +746,6 @@ def _expected(label: str, names: Sequence[str], named: bool) -> str:
     words = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
     meant = next((name for name in names if _spelled(name) == _spelled(label)), None)
     return words if meant is None else f"{words}; did you mean {meant!r}?"
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:
@@ -755,12 +829,14 @@ def _as_whole(word: str) -> int | None:
 
 
 def _word(value: Any, *, strip: bool = True) -> str:
-    """Take a label as a word; 3.0, which a table makes of 3 where another row is empty, is 3."""
+    """Take a label as a word; 3.0, which a table makes of 3 where another row is empty, and 3.00e+00 are 3."""
     word = str(value.item() if isinstance(value, Tensor | np.generic) else value)
     bare = word.strip()
     whole, point, rest = bare.partition(".")
     if point and WHOLE.fullmatch(whole) and not rest.strip("0"):
         return whole
+    if SCIENTIFIC.fullmatch(bare) and float(bare).is_integer():
+        return str(int(float(bare)))
     return bare if strip else word
 
 

@@ -16,7 +16,7 @@ import stat
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -171,14 +171,15 @@ def check_unpacked(path: str | Path, size: int) -> None:
         raise ValueError(f"its {there:,} bytes would unpack to {size:,}, which no predictions do")
 
 
-def check_arrays(folder: zipfile.ZipFile) -> None:
+def check_arrays(folder: zipfile.ZipFile, unused: Container[str] = ()) -> None:
     """Refuse arrays of Python objects, and those that announce more numbers than are there.
 
     Objects would have to be unpickled, and numpy takes the memory before it looks how many numbers there are.
     """
     for entry in folder.infolist():
+        name = entry.filename.removesuffix(".npy")
         with folder.open(entry) as file:
-            if file.read(6) != np.lib.format.MAGIC_PREFIX:
+            if name in unused or file.read(6) != np.lib.format.MAGIC_PREFIX:
                 continue
             file.seek(0)
             version = np.lib.format.read_magic(file)
@@ -187,7 +188,6 @@ def check_arrays(folder: zipfile.ZipFile) -> None:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, kind = read(file)
             if kind.hasobject:
-                name = entry.filename.removesuffix(".npy")
                 label = name in {"label", "labels"}
                 way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
                 raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
