@@ -383,6 +383,26 @@ def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
     assert out.exists()
 
 
+def test_compare_has_the_options_about_columns(tmp_path):
+    paths = [write_table(tmp_path / f"{name}.csv", family("s") | {"species": WORDS}) for name in "ab"]
+    command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50", "--prob-columns", "s*"]
+    done = CliRunner().invoke(app, [*command, "--label-column", "species"])
+    assert done.exit_code == 0, done.output
+
+
+def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):
+    for name in ("test", "val"):
+        np.save(tmp_path / f"{name}.npy", LOGITS + (name == "val") * make.normal(size=LOGITS.shape))
+        np.save(tmp_path / f"{name}_y.npy", LABELS)
+    files = [f"{tmp_path}/test.npy", "--labels", f"{tmp_path}/test_y.npy", "--calibrate-on", f"{tmp_path}/val.npy"]
+    command = ["evaluate", *files, "--logits", "--resamples", "50", "--posthoc", "histogram_binning"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    assert "val.npy" in refused.output
+    done = CliRunner().invoke(app, [*command, "--calibrate-labels", f"{tmp_path}/val_y.npy"])
+    assert done.exit_code == 0, done.output
+
+
 def test_listed_columns_are_classes_in_the_order_of_the_list(tmp_path):
     path = write_table(tmp_path / "p.csv", {"score_1": [0.9, 0.2], "score_0": [0.1, 0.8], "label": [1, 0]})
     assert read_predictions(path, prob_columns=["score_0", "score_1"]).correct.tolist() == [True, True]

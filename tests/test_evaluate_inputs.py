@@ -184,3 +184,18 @@ def test_names_as_labels_of_an_array_are_an_error_that_names_class_names():
     with pytest.raises(TypeError, match=r"labels.*class_names"):
         evaluate(PROBS, words, **QUICK)
     evaluate({"probs": PROBS, "labels": words, "class_names": ["cat", "dog"]}, **QUICK)
+
+
+def test_a_calibration_file_is_read_with_the_same_columns(tmp_path):
+    rows = "\n".join(f"{a},{b},{label}" for (a, b), label in zip(PROBS.tolist(), TRUTH.tolist(), strict=True))
+    for name in ("test", "val"):
+        (tmp_path / f"{name}.csv").write_text(f"prob_0,prob_1,species\n{rows}")
+    with pytest.warns(UserWarning, match="same|very"):
+        found = evaluate(
+            tmp_path / "test.csv",
+            calibration=tmp_path / "val.csv",
+            posthoc="temperature",
+            label_column="species",
+            **QUICK,
+        )
+    assert "temperature" in found.after

@@ -307,7 +307,8 @@ def evaluate(
     """
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
-    calibration = as_predictions(calibration) if isinstance(calibration, str | Path) else calibration
+    if isinstance(calibration, str | Path):
+        calibration = as_predictions(calibration, logits=logits if isinstance(logits, bool) else None, **columns)
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:
         if not isinstance(one, str | AbstractCalibrator):
