@@ -7,7 +7,7 @@ the caller says that they are logits. `predictions` with `label_ids` are logits:
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -123,9 +123,9 @@ class Roles(NamedTuple):
         for word, kinds in words.items():
             columns = [column for column, name in self.names.items() if name.startswith(kinds)]
             if columns:
-                parts.append(f"{word} from {short_list(columns)}")
+                parts.append(f"{word} from {short_list(columns, 6)}")
         if self.unread:
-            parts.append(f"not read: {short_list(self.unread)}")
+            parts.append(f"not read: {short_list(self.unread, 6)}")
         return "; ".join(parts)
 
 
@@ -143,7 +143,7 @@ class Family(NamedTuple):
     def roles(self, options: ReadOptions, path: object) -> dict[str, str]:
         """Return the names that fedlas uses for the columns."""
         if self.logits is False and options.get("logits"):
-            listed = short_list(list(self.names))
+            listed = short_list(self.names, 6)
             raise ValueError(
                 f"{path}: --logits (logits=True) contradicts the names of {listed}, which are probabilities; leave it "
                 f"out, or, if they are logits, name them with {option('prob_columns')}, too"
@@ -183,11 +183,12 @@ def label_names(columns: Mapping[str, Any], options: ReadOptions, path: object) 
     return names
 
 
-def short_list(names: Sequence[str], most: int = 6) -> str:
-    """List names; of many the first and the last."""
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{names[0]}, {names[1]}, ..., {names[-1]} ({len(names):,} columns)"
+def short_list(names: Iterable[str], most: int = 20) -> str:
+    """List names; of many the first ones, the last and their number."""
+    listed = list(names)
+    if len(listed) <= most:
+        return ", ".join(listed)
+    return f"{', '.join(listed[: most - 1])}, ..., {listed[-1]} ({len(listed):,} in all)"
 
 
 def table_kind(name: str) -> str | None:
@@ -237,7 +238,7 @@ def _has_prefix(name: str, prefix: str) -> bool:
 
 def _there(name: str, columns: Mapping[str, Any], chosen: str, path: object) -> str:
     if name not in columns:
-        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(list(columns), 20)}")
+        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}")
     return name
 
 
@@ -278,7 +279,7 @@ def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadO
             return _top_label(free, taken, path)
         candidates = find(free, labels)
         if len(candidates) > 1:
-            listed = "; ".join(short_list(list(one.names)) for one in candidates)
+            listed = "; ".join(short_list(one.names, 6) for one in candidates)
             raise ValueError(
                 f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
                 f"--logits (logits=True) for logits"

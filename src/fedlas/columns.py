@@ -34,6 +34,7 @@ from fedlas.column_names import (
     label_names,
     option,
     parses,
+    short_list,
 )
 from fedlas.extras import optional_module
 from fedlas.storage import (
@@ -204,14 +205,14 @@ def no_scores(columns: Mapping[str, Any], roles: Roles, options: ReadOptions, pa
     way = f"name the columns of the classes with {option('prob_columns')}"
     if "label" not in roles.names.values() and options.get("labels") is None:
         way += f", or, where the labels tell the names of the classes, that of the labels with {option('label_column')}"
-    held = f"its columns are {some_of(columns)}" if columns else "it is empty"
+    held = f"its columns are {short_list(columns)}" if columns else "it is empty"
     return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
 
 
 def no_labels(roles: Roles | None, path: object) -> ValueError:
     """Return the error about a table in which no labels were found."""
     unread = () if roles is None else roles.unread
-    there = f"; these columns are not understood: {some_of(unread)}" if unread else ""
+    there = f"; these columns are not understood: {short_list(unread)}" if unread else ""
     way = f"name their column with {option('label_column')}, or give them with {option('labels')}"
     return ValueError(f"{path}: no labels were found{there}; {way}")
 
@@ -249,7 +250,7 @@ def read_labels(path: str | Path, options: ReadOptions) -> LabelFile:
     if not names:
         raise ValueError(
             f"{path}: no column is called label; name it with {option('label_column')}; its columns are "
-            f"{some_of(columns)}"
+            f"{short_list(columns)}"
         )
     values = columns[names[0]] if table is None else table.read(names)[names[0]]
     single = len(columns) == 1 and kind not in {".npz", ".parquet"}
@@ -353,7 +354,7 @@ def _top_label(columns: Mapping[str, Any], path: str | Path) -> Understood:
         number = {name: i for i, name in enumerate(names or ())}
         for word in mentioned:
             if word not in number:
-                raise ValueError(f"{path}: {word!r} is none of class_names: {some_of(number)}")
+                raise ValueError(f"{path}: {word!r} is none of class_names: {short_list(number)}")
         found = {word: np.array([number[one] for one in some])[held[word].rows] for word, some in words.items()}
     else:
         found = {word: _whole(columns[name], word) for word, name in called.items()}
@@ -444,7 +445,7 @@ def _one_of(columns: Mapping[str, Any], names: Sequence[str], path: str | Path) 
 def _label(columns: Mapping[str, Any], path: str | Path) -> str:
     there = [name for name in LABELS if name in columns]
     if len(there) != 1:
-        raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {some_of(columns)}")
+        raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {short_list(columns)}")
     return there[0]
 
 
@@ -742,7 +743,7 @@ def _expected(label: str, names: Sequence[str], named: bool) -> str:
     """Say which labels are known, and which of them may be meant by one that is not."""
     if not names:
         return "a whole number"
-    known = some_of(names)
+    known = short_list(names)
     words = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
     meant = next((name for name in names if _spelled(name) == _spelled(label)), None)
     return words if meant is None else f"{words}; did you mean {meant!r}?"
@@ -798,7 +799,7 @@ def _check_spelling(labels: Sequence[str], names: Sequence[str], path: str | Pat
         if name is not None and NUMBER.fullmatch(label):
             raise ValueError(
                 f"{path}: is the label {label!r} the class {name!r}, or the place {label} among the columns, counted "
-                f"from 0? Write labels as the classes are called: {some_of(names)}"
+                f"from 0? Write labels as the classes are called: {short_list(names)}"
             )
 
 
@@ -838,13 +839,6 @@ def _word(value: Any, *, strip: bool = True) -> str:
     if SCIENTIFIC.fullmatch(bare) and float(bare).is_integer():
         return str(int(float(bare)))
     return bare if strip else word
-
-
-def some_of(columns: Iterable[str], most: int = 20) -> str:
-    """List names; of many only the first."""
-    names = list(columns)
-    more = f", ... and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _no_number(names: Sequence[str], columns: Sequence[Sequence[str]], lines: Sequence[int]) -> str:

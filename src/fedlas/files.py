@@ -30,7 +30,7 @@ from typing import Any, NoReturn, Unpack
 import numpy as np
 import torch
 
-from fedlas.column_names import ColumnOptions, ReadOptions, check_options, table_kind
+from fedlas.column_names import ColumnOptions, ReadOptions, check_options, short_list, table_kind
 from fedlas.columns import (
     NUMBERS,
     frame_columns,
@@ -38,7 +38,6 @@ from fedlas.columns import (
     no_labels,
     read_labels,
     read_npy,
-    some_of,
     texts,
     with_labels,
 )
@@ -77,7 +76,7 @@ def read_predictions(
     path = Path(path)
     if path.is_dir():
         inside = sorted(file for folder in (path, path / "predictions") for file in folder.glob("*.safetensors"))
-        there = f"such as {some_of(map(str, inside), 4)}" if inside else ", ".join(READERS)
+        there = f"such as {short_list(map(str, inside), 4)}" if inside else ", ".join(READERS)
         raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({there})")
     check_file(path)
     packed = path.suffix.lower() == ".gz"
@@ -314,7 +313,7 @@ def _columns(records: Iterable[tuple[int, Any]], path: Path, word: str) -> tuple
             columns = {name: _Column(name, value, word) for name, value in flat.items()}
         numbers.append(number)
         if flat.keys() != columns.keys():
-            odd = some_of(sorted(flat.keys() ^ columns.keys()))
+            odd = short_list(sorted(flat.keys() ^ columns.keys()))
             raise ValueError(f"{path}: {word} {number} and the first one do not have the same names: {odd}")
         for name, value in flat.items():
             columns[name].add(value, number, path)

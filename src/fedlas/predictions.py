@@ -46,7 +46,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 # How many logits are made probabilities at a time: on a CPU 16 MiB, elsewhere a gigabyte. Smaller parts would fit a
 # cache, but all threads wait for each other after each, which takes far longer where other programs run.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
-MOST_CLASSES = 2**31 - 1  # a class number is at most this where classes have no names
+CLASS_LIMIT = 2**31 - 1  # class numbers are below this where classes have no names
 ENOUGH = 20  # rows that are not all distributions by chance
 INCOMPLETE = 2e-2  # a row of rounded probabilities whose sum is further from one is normalized
 # What rows of logits sum to that are none, and what to do then.
@@ -631,7 +631,7 @@ def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None
     given = _class_numbers(given)
     if given.is_floating_point() or given.shape != (n,):
         raise ValueError(f"{name} is {given.dtype} of shape {tuple(given.shape)}; expected {n} integers")
-    most = MOST_CLASSES if names is None else len(names)
+    most = CLASS_LIMIT if names is None else len(names)
     check_rows(name, given, (given >= 0) & (given < most), f"is outside 0..{most - 1}")
     return given.long()
 
