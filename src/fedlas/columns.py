@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -417,13 +417,11 @@ def _distinct(column: Any) -> Distinct:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         values, places, rows = np.unique(column, return_index=True, return_inverse=True)
         return Distinct(values.tolist(), places.tolist(), rows.reshape(-1))
-    place: dict[Any, int] = {}
-    first: list[int] = []
-    for row, value in enumerate(column):
-        if value not in place:
-            place[value] = len(place)
-            first.append(row)
-    return Distinct(list(place), first, np.fromiter(map(place.__getitem__, column), np.int64, len(column)))
+    place = {value: i for i, value in enumerate(dict.fromkeys(column))}
+    rows = np.fromiter(map(place.__getitem__, column), np.int64, len(column))
+    first = np.empty(len(place), dtype=np.int64)
+    first[rows[::-1]] = np.arange(len(rows))[::-1]  # of equal places, the last assignment counts
+    return Distinct(list(place), first.tolist(), rows)
 
 
 def _about_samples(columns: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
@@ -520,13 +518,14 @@ def _split_plain(batches: Iterator[list[str]], width: int, path: str | Path, mar
     """Split many lines at once, as long as there are no quotation marks."""
     start = 2
     for lines in batches:
-        if any('"' in line for line in lines):
+        joined = "".join(lines)
+        if '"' in joined:
             yield from _grouped(
                 _quoted_rows(chain(lines, chain.from_iterable(batches)), path, mark, start), width, path
             )
             return
-        text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
-        if width > 1 and {line.count(mark) for line in lines} == {width - 1} and "\r" not in text:
+        text = joined.replace("\r\n", "\n").removesuffix("\n")
+        if width > 1 and set(map(str.count, lines, repeat(mark))) == {width - 1} and "\r" not in text:
             cells = text.replace("\n", mark).split(mark)
             yield Batch(range(start, start + len(lines)), [cells[i::width] for i in range(width)])
         else:
@@ -571,6 +570,8 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
     values, rounding, lines = array("d"), array("d"), array("q")
     non_numeric: set[str] = set()
     words: list[list[str]] = [[] for _ in text]
+    # Equal texts share their memory.
+    pools: list[dict[str, str] | None] = [None if header[i] in MOSTLY_UNIQUE else {} for i in text]
     for begins, by_column in table.batches:
         lines.extend(begins)
         cells = [by_column[i] if mark != ";" else [cell.replace(",", ".") for cell in by_column[i]] for i in number]
@@ -588,9 +589,8 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
             for place in np.flatnonzero(np.abs(part[:, :classes].sum(1) - 1) > 1e-7).tolist():
                 limits[place] = _rounding([column[place] for column in cells[:classes]])
             rounding.frombytes(limits.tobytes())
-        for column, i in zip(words, text, strict=True):
-            # Equal texts share their memory.
-            column.extend(by_column[i] if header[i] in MOSTLY_UNIQUE else map(sys.intern, by_column[i]))
+        for column, i, pool in zip(words, text, pools, strict=True):
+            column.extend(by_column[i] if pool is None else map(pool.setdefault, by_column[i], by_column[i]))
     values_of = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(number))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: values_of[:, j] for j, i in enumerate(number)}
