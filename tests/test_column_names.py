@@ -277,6 +277,9 @@ def test_errors_about_labels_from_another_file_name_that_file(tmp_path):
     (tmp_path / "y.txt").write_text("\n".join(WORDS))
     with pytest.raises(ValueError, match=r"^\S*y\.txt.*class_names"):
         read_predictions(tmp_path / "probs.npy", labels=tmp_path / "y.txt")
+    (tmp_path / "x.csv").write_text("1,1\n0,0\n")
+    with pytest.raises(ValueError, match=r"^\S*x\.csv.*2 columns.*'1'"):
+        read_predictions(tmp_path / "probs.npy", labels=tmp_path / "x.csv")
     (tmp_path / "z.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"^\S*z\.csv.*--label-column.*a, b"):
         read_predictions(tmp_path / "probs.npy", labels=tmp_path / "z.csv")

@@ -199,3 +199,12 @@ def test_a_calibration_file_is_read_with_the_same_columns(tmp_path):
             **QUICK,
         )
     assert "temperature" in found.after
+
+
+def test_columns_of_pandas_may_have_any_index():
+    pd = pytest.importorskip("pandas")
+    rows = range(7, 7 + len(TRUTH))
+    texts = pd.Series([f"{number:.1f}" for number in PROBS[:, 1].tolist()], index=rows, dtype=object)
+    scores = {name: PROBS[:, place].double() for place, name in enumerate(("cat", "dog"))}
+    found = evaluate({"note": texts, **scores, "y": np.array(["cat", "dog"])[TRUTH]}, **QUICK)
+    assert found.classes == 2

@@ -394,7 +394,7 @@ def is_number(values: Any) -> bool:
     kind = getattr(getattr(values, "dtype", None), "kind", "O")
     if kind != "O":
         return kind in "fiu"
-    return parses(str(values[0]).replace(",", "."))
+    return parses(str(next(iter(values))).replace(",", "."))
 
 
 def parses(word: str) -> bool:

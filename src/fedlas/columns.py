@@ -204,7 +204,7 @@ def no_scores(columns: Mapping[str, Any], roles: Roles, options: ReadOptions, pa
     wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
     way = f"name the columns of the classes with {option('prob_columns')}"
     if "label" not in roles.names.values() and options.get("labels") is None:
-        way += f", or, where the labels tell the names of the classes, that of the labels with {option('label_column')}"
+        way += f", or, if these are called by class names alone, that of the labels with {option('label_column')}"
     held = f"its columns are {short_list(columns)}" if columns else "it is empty"
     return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
 
@@ -262,6 +262,7 @@ def read_labels(path: str | Path, options: ReadOptions) -> LabelFile:
 def _read_cells(path: Path, *, header: bool) -> dict[str, Any]:
     """Read all cells of a table of text as text."""
     with _opened(path, header=header) as (table, _):
+        _check_names(table.names, path)
         columns: dict[str, list[str]] = {name: [] for name in table.names}
         for batch in table.batches:
             for column, cells in zip(columns.values(), batch.columns, strict=True):
@@ -561,9 +562,7 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
     What rounding explains of the sum of a row is found from its digits, and only where the sum is not one.
     """
     header, options = table.names, options or {}
-    name, count = next(iter(Counter(header).most_common(1)), ("", 0))
-    if count > 1:
-        raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
+    _check_names(header, path)
     row = table.first if len(table.first) == len(header) else ["0"] * len(header)
     number, classes, maybe = _numeric_columns(header, row, options, path)
     text = sorted(set(range(len(header))) - set(number))
@@ -597,6 +596,12 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
     columns |= {header[i]: texts(column) for i, column in zip(text, words, strict=True)}
     columns |= dict.fromkeys(non_numeric, ())
     return Text(columns, np.frombuffer(rounding, dtype=np.float64).reshape(-1, 3), lines)
+
+
+def _check_names(header: Sequence[str], path: str | Path) -> None:
+    name, count = next(iter(Counter(header).most_common(1)), ("", 0))
+    if count > 1:
+        raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
 
 
 def _numeric_columns(
