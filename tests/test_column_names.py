@@ -307,6 +307,14 @@ def test_labels_in_scientific_notation(tmp_path):
     assert read_predictions(write_table(tmp_path / "q.csv", columns)).correct.all()
 
 
+def test_large_class_numbers_are_numbers(tmp_path):
+    """Classes are in the order of numbers, also those of ImageNet-21k."""
+    columns = {"conf": [0.5, 0.6, 0.7], "pred": [21_840, 5_000, 3], "y": [21_840, 12, 3]}
+    found = read_predictions(write_table(tmp_path / "p.csv", columns))
+    assert found.correct.tolist() == [True, False, True]
+    assert found.class_names == ("3", "12", "5000", "21840")
+
+
 def test_an_array_that_announces_more_than_its_file_holds_takes_no_memory(tmp_path):
     np.save(tmp_path / "p.npy", np.zeros((10, 10)))
     content = (tmp_path / "p.npy").read_bytes()
