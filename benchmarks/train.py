@@ -9,7 +9,8 @@
     resident     images live on the device and are augmented there; no wait in the step; fused optimizer
     bf16         the same in bfloat16, channels last
     compile      network and loss compiled
-    graph        the whole step captured as one CUDA graph: what `fit` does
+    captured     the whole step captured as one CUDA graph, network and loss by torch.compile
+    graph        the same with custom kernels: what `fit` does
 
 Before all rungs: the first step of a fresh process with an empty compiler cache. Every figure is the wall time of
 whole epochs, after warming up; of several, the median. On the last rung the losses of `--losses` take turns with `ce`,
@@ -52,6 +53,13 @@ RUNGS: dict[str, dict[str, Any]] = {
     "resident": {"precision": "tf32", "channels_last": False, "compile": False, "capture": False},
     "bf16": {"precision": "bf16", "channels_last": True, "compile": False, "capture": False},
     "compile": {"precision": "bf16", "channels_last": True, "compile": True, "capture": False},
+    "captured": {
+        "precision": "bf16",
+        "channels_last": True,
+        "compile": True,
+        "capture": True,
+        "custom_kernels": False,
+    },
     "graph": {"precision": "bf16", "channels_last": True, "compile": True, "capture": True},
 }
 # Dense bfloat16 TFLOP/s and TB/s of memory, as the makers state them.

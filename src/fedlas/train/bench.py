@@ -43,7 +43,16 @@ from fedlas.train.validation import feedback_samples, with_first_half
 # What a captured step does not depend on: it finds these in tensors that can be refilled.
 REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
 COMPILER = {"combo_kernels": True}  # casts of all weights in one kernel, and the like
-NETWORK = ("model", "model_options", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic")
+NETWORK = (
+    "model",
+    "model_options",
+    "precision",
+    "channels_last",
+    "compile",
+    "sync_batchnorm",
+    "deterministic",
+    "custom_kernels",
+)
 
 
 class Bench:
@@ -151,7 +160,7 @@ class Bench:
         layout = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         net = WithFeatures(model.to(self.device, memory_format=layout), self.recipe.head)  # type: ignore[call-overload]
         # Who looks on decides whether a step is captured, but never by which kernels a network trains.
-        fits = self.recipe.channels_last and self.world == 1
+        fits = self.recipe.custom_kernels and self.recipe.channels_last and self.world == 1
         if self.compiled and not (fits and _fused(net.model, self.device)):
             # Apart from the loss, so that runs with other losses need not compile the network again.
             net.compile(fullgraph=True, dynamic=False, options=COMPILER)
@@ -176,7 +185,7 @@ class Bench:
         feed = Feed(self.train)
         if self.compiled and isinstance(self.train, Resident):
             feed.compile(fullgraph=True, dynamic=False)
-        alone = self.compiled and self.world == 1
+        alone = self.compiled and self.world == 1 and self.recipe.custom_kernels
         descent = _descent(self.recipe, self.loss, optimizer, rates) if alone else None
         rehearsal = _rehearsal(self.net.model, self.device) if alone else None
         parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent, rehearsal)

@@ -108,6 +108,8 @@ class Recipe:
         evaluated: weights that reports and tables evaluate, "best" (the epoch with the best validation accuracy) or
             "last"; predictions of both are written.
         capture: capture the step in a CUDA graph, where there is a GPU.
+        custom_kernels: use the custom kernels of `accelerators` where they apply: torchvision-style ResNets in
+            channels-last layout, and SGD, in one process on one GPU. False leaves everything to `torch.compile`.
         checkpoint_every: steps between checkpoints; 0 writes one after each epoch, or as many as the disk can follow
             without the run waiting for it. The end of a run has one anyway.
         workers: processes that read large images; None for one per processor.
@@ -160,6 +162,7 @@ class Recipe:
     ood: tuple[str, ...] = carried_out(())
     evaluated: Literal["best", "last"] = carried_out("best")
     capture: bool = carried_out(True)
+    custom_kernels: bool = carried_out(True)
     checkpoint_every: int = carried_out(0)
     workers: int | None = carried_out(None)
     cache: str | None = carried_out(None)
