@@ -245,7 +245,7 @@ def evaluations(most: int, patience: float) -> Iterator[Point]:
 
 def training(epochs: int, **options: Any) -> list[dict[str, float]]:
     """Train on digits and note memory and open files after each epoch; options are those of a recipe."""
-    from fedlas.train.callbacks import AbstractCallback
+    from fedlas.training.callbacks import AbstractCallback
 
     class Watch(AbstractCallback):
         """Notes what is held."""

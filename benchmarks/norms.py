@@ -1,4 +1,4 @@
-"""Time the batch norms of `fedlas.train.kernels.norms` with other tiles, for the shapes of real networks; needs a GPU.
+"""Time the custom batch norms with other tiles, for the shapes of real networks; needs a GPU.
 
     python benchmarks/norms.py [--warps 4,8] [--rows 64] [--programs 132,264] [--stages 1,4]
 
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from fedlas.train.kernels import norms
+from fedlas.training.accelerators import norms
 
 # Images, channels, side: norms without and with a skip; those of the skips themselves are left out.
 NETWORKS = {

@@ -1,4 +1,4 @@
-"""Time the 1 x 1 convolutions of `resnet50_cifar`, by `fedlas.train.kernels` and by cuDNN; needs a GPU.
+"""Time the 1 x 1 convolutions of `resnet50_cifar`, by `fedlas.training.accelerators` and by cuDNN; needs a GPU.
 
     python benchmarks/products.py [--back] [--tiles 64x64x4x396x3,64x128x4x264x3] [--shapes 131072x64x256] [--batch 128]
     for i in 0 1 2 3; do python benchmarks/products.py --part $i/4 & done; wait   # compiles all kernels, prints nothing
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.train.kernels import norms, products
+from fedlas.training.accelerators import norms, products
 from norms import microseconds
 
 # Rows at a batch of one, channels before and after: how many of them are in the network, with a stride of one.

@@ -1,4 +1,4 @@
-"""Time the first layer of `resnet18_cifar`, by `fedlas.train.kernels.stem` with some tiles and by cuDNN; needs a GPU.
+"""Time the first layer of `resnet18_cifar`, by the custom kernel and by cuDNN; needs a GPU.
 
     python benchmarks/stem.py [--forward 128x8x264x3,64x4x528x3] [--backward 64x4x264x3,64x4x528x1] [--batch 512,128]
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.train.kernels import norms, stem
+from fedlas.training.accelerators import norms, stem
 from norms import microseconds
 
 FORWARD = "128x8x264x3,64x4x528x3,64x4x396x3,128x8x132x3,256x8x264x3"

@@ -1,4 +1,4 @@
-"""Time the 3 x 3 convolutions on 64 channels of `resnet18_cifar`, by `fedlas.train.kernels` and by cuDNN; needs a GPU.
+"""Time the 3 x 3 convolutions on 64 channels of `resnet18_cifar`, by the custom kernel and by cuDNN; needs a GPU.
 
     python benchmarks/windows.py [--batch 512] [--side 32]
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.train.kernels import norms, windows
+from fedlas.training.accelerators import norms, windows
 from norms import microseconds
 
 TURNS = 4

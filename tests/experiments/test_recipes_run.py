@@ -18,9 +18,9 @@ from fedlas.data.base import AbstractDataset, Split
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
-from fedlas.train import Recipe, RunError, recipe_for
-from fedlas.train import bench as bench_module
-from fedlas.train.bench import Bench
+from fedlas.training import Recipe, RunError, recipe_for
+from fedlas.training import bench as bench_module
+from fedlas.training.bench import Bench
 
 SAMPLES = 4
 CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "cub200": 200, "aircraft": 100}

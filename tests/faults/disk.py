@@ -31,7 +31,7 @@ from kill import LOSSES, STEPS, recipe_of
 from zygote import SHOWN, differences, ended, finish, fork, lines, parts, table, train_and_record, warm
 
 from fedlas.experiments import kept
-from fedlas.train import Recipe, Run
+from fedlas.training import Recipe, Run
 
 ENOUGH = 64 * 2**20
 NO_ROOM = "No space left on device"

@@ -622,9 +622,9 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     from fedlas.integrations.export import load_program
     from fedlas.integrations.official import read_official
     from fedlas.models.pretrained import read_weights
-    from fedlas.train import checkpoint
-    from fedlas.train.runs import Run
-    from fedlas.train.trained import predict_with
+    from fedlas.training import checkpoint
+    from fedlas.training.runs import Run
+    from fedlas.training.trained import predict_with
 
     def recipe(path: Path) -> Any:
         if path.name != "recipe.json":

@@ -30,8 +30,8 @@ from runs_of import assert_same, log_without_times, prediction_bytes  # noqa: E4
 from fedlas.experiments import kept  # noqa: E402
 from fedlas.experiments.ledger import Ledger  # noqa: E402
 from fedlas.metrics.digest import Intervals  # noqa: E402
-from fedlas.train import Recipe, Run, checkpoint, fit, loop  # noqa: E402
-from fedlas.train.bench import Bench  # noqa: E402
+from fedlas.training import Recipe, Run, checkpoint, fit, loop  # noqa: E402
+from fedlas.training.bench import Bench  # noqa: E402
 
 PHASES = ("start-up", "step", "validation", "checkpoint writing", "between", "predictions", "ledger")
 PROTOCOL = "small"

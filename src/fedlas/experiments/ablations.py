@@ -12,8 +12,8 @@ from typing import Any
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Measured, Place, judged
 from fedlas.experiments.ledger import ADVICE, Ledger
-from fedlas.train import recipe_for
-from fedlas.train.recipe import Recipe
+from fedlas.training import recipe_for
+from fedlas.training.recipe import Recipe
 
 OURS = "fedlas_ls"
 BASE = OURS.removeprefix("fedlas_")

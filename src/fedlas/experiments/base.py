@@ -17,9 +17,9 @@ from typing import ClassVar
 from fedlas.catalog import nearest
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.report.tables import Table
-from fedlas.train import protocol_named
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run
+from fedlas.training import protocol_named
+from fedlas.training.recipe import Recipe
+from fedlas.training.runs import Run
 
 FOR = "For "  # how a note begins that says what stands for the data of a heading
 CHANGED = "Changed: "  # and one that says what is not as the protocol has it

@@ -8,8 +8,8 @@ from typing import Any
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
-from fedlas.train import recipe_for
-from fedlas.train.recipe import Recipe
+from fedlas.training import recipe_for
+from fedlas.training.recipe import Recipe
 
 PROTOCOL = "standard"
 SEARCH_SEED = 11

@@ -15,7 +15,7 @@ from fedlas.experiments.versus import METRICS as COMPARED
 from fedlas.metrics.comparison import of_each_sample
 from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
 from fedlas.report.tables import Cell, Column, Row, Table
-from fedlas.train.recipe import Recipe
+from fedlas.training.recipe import Recipe
 
 FEWEST_SEEDS = 5  # of the comparisons, by the design
 OTHERS = (("ce", TEMPERATURE), ("pskd", None), ("pskd", TEMPERATURE))

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from fedlas.train import AbstractCallback, Engine, Recipe, Run, RunError, StoppedError, StopSignals
+from fedlas.training import AbstractCallback, Engine, Recipe, Run, RunError, StoppedError, StopSignals
 
 Word: TypeAlias = Literal["finished", "busy", "stopped", "died", "failed"]
 

@@ -13,8 +13,8 @@ from fedlas.experiments import paper
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEST, Ledger, Line, Measure
 from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
-from fedlas.train import protocol_named, published_models, recipe_for, seen_otherwise
-from fedlas.train.recipe import Recipe
+from fedlas.training import protocol_named, published_models, recipe_for, seen_otherwise
+from fedlas.training.recipe import Recipe
 
 PUBLISHED = ("paper", "official")
 

@@ -45,12 +45,12 @@ from fedlas.report.figures import (
     theorem_figure,
 )
 from fedlas.report.tables import Table
-from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.checkpoint import check_recipe, load, restore_module
-from fedlas.train.precision import autocast, machine
-from fedlas.train.protocols import list_recipes, recipe_for
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run, RunError
+from fedlas.training.bench import Bench, chosen_device
+from fedlas.training.checkpoint import check_recipe, load, restore_module
+from fedlas.training.precision import autocast, machine
+from fedlas.training.protocols import list_recipes, recipe_for
+from fedlas.training.recipe import Recipe
+from fedlas.training.runs import Run, RunError
 
 PROTOCOL, MODEL, LOSS = "small", "small_cnn", "ce"
 PAPER, ALWAYS_THERE = "mnist", "digits"

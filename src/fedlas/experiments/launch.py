@@ -25,9 +25,9 @@ import torch
 from fedlas.experiments.cluster import VISIBLE_AFTER, Share, Tasks
 from fedlas.experiments.crews import LOOK_EVERY, AbstractCrew, Alone, Outcome, Processes
 from fedlas.extras import optional_module
-from fedlas.train import Recipe, Run, RunError
-from fedlas.train.recipe import differences
-from fedlas.train.runs import run_in
+from fedlas.training import Recipe, Run, RunError
+from fedlas.training.recipe import differences
+from fedlas.training.runs import run_in
 
 How: TypeAlias = Literal["local", "ray"]
 

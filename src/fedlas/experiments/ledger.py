@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedlas.storage import check_file, clear_parts, own_file, write_whole
-from fedlas.train.recipe import Recipe
+from fedlas.training.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
 TEST = "test"

@@ -8,8 +8,8 @@ from fedlas.experiments.base import FOR, Choice
 from fedlas.experiments.grid import AbstractGrid, Measured
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.report.tables import Table
-from fedlas.train import seen_otherwise
-from fedlas.train.recipe import PUBLISHED
+from fedlas.training import seen_otherwise
+from fedlas.training.recipe import PUBLISHED
 
 
 class OutOfDistribution(AbstractGrid):

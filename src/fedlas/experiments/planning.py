@@ -9,9 +9,9 @@ from typing import Any
 from fedlas.catalog import Catalog, summary
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEMPERATURE, Ledger
-from fedlas.train import check_parts
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import run_in
+from fedlas.training import check_parts
+from fedlas.training.recipe import Recipe
+from fedlas.training.runs import run_in
 
 NAMED = 3  # folders in an error message
 

@@ -17,8 +17,8 @@ from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import planned, trained_in
 from fedlas.report.tables import Table
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run, run_in
+from fedlas.training.recipe import Recipe
+from fedlas.training.runs import Run, run_in
 
 
 def reproduce(

@@ -16,10 +16,10 @@ from fedlas.extras import optional_module
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.storage import own_file, write_whole
-from fedlas.train import DivergedError, Engine
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import run_in
-from fedlas.train.validation import tuning_predictions
+from fedlas.training import DivergedError, Engine
+from fedlas.training.recipe import Recipe
+from fedlas.training.runs import run_in
+from fedlas.training.validation import tuning_predictions
 
 FORMAT = "fedlas.search/1"
 KEPT = "search.json"

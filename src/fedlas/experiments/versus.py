@@ -39,9 +39,9 @@ from fedlas.metrics.selective import aurc
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
 from fedlas.report.duels import NAMES, RESAMPLES, WHOLE, paired_with
 from fedlas.storage import named
-from fedlas.train import recipe_for
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run
+from fedlas.training import recipe_for
+from fedlas.training.recipe import Recipe
+from fedlas.training.runs import Run
 
 Metric = Callable[..., Any]
 METRICS: Mapping[str, Metric] = {

@@ -1,0 +1,142 @@
+"""What a network says about a split, as `Predictions`: logits, labels, feature norm and index, on every rank alike.
+
+Files hold no clock times and no paths, so equal runs give equal bytes. With several processes each looks at its own
+part of the samples, and the parts are put together: none is counted twice, none is padded.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from fedlas import ranks
+from fedlas.data.base import Sample, Split
+from fedlas.data.base.images import Transform
+from fedlas.data.loading import Loader
+from fedlas.data.resident import Resident
+from fedlas.models.base import WithFeatures
+from fedlas.predictions import Predictions
+from fedlas.training.precision import autocast, autocast_dtype
+from fedlas.training.recipe import Recipe
+
+Source: TypeAlias = Resident | Loader
+
+
+def rank() -> int:
+    """Say which of the processes this is."""
+    return dist.get_rank() if ranks.count() > 1 else 0
+
+
+def evaluation_source(
+    split: Split, transform: Transform, recipe: Recipe, device: torch.device, *, resident: bool
+) -> Source:
+    """Make batches of a split as an evaluation sees it; each rank gets its own samples."""
+    dtype, layout = images_dtype(recipe), recipe.channels_last
+    if resident:
+        return Resident(
+            split, transform, train=False, device=device, dtype=dtype, channels_last=layout, cache=recipe.cache
+        )
+    return Loader(
+        split,
+        transform,
+        batch_size=recipe.eval_batch_size,
+        train=False,
+        device=device,
+        dtype=dtype,
+        channels_last=layout,
+        rank=rank(),
+        world=ranks.count(),
+        workers=recipe.workers,
+        cache=recipe.cache,
+    )
+
+
+def images_dtype(recipe: Recipe) -> torch.dtype:
+    """Give the type of the images: what the first layer would convert them to, in float32 arithmetic up to there."""
+    return autocast_dtype(recipe.precision) or torch.float32
+
+
+@torch.no_grad()
+def predictions_of(
+    net: WithFeatures,
+    source: Source,
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    split: str,
+    class_names: tuple[str, ...],
+    labelled: bool = True,
+) -> Predictions:
+    """Let a network look at all samples of a source; whatever its precision, the last layer computes in float32.
+
+    Args:
+        net: the network; it is put into evaluation mode and back.
+        source: where the samples come from.
+        recipe: precision and batch size.
+        device: where the network lives.
+        split: what the predictions are called.
+        class_names: the classes that the network was trained on.
+        labelled: whether the samples' labels are classes of the network.
+    """
+    was_training = net.training
+    net.eval()
+    rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    with _whole_logits(net):
+        for images, labels, index in _batches(source, recipe):
+            with autocast(recipe.precision, device):
+                # Not compiled: validation is short, and another compilation is not.
+                logits, features = net.forward(images)
+            norm = torch.linalg.vector_norm(features.flatten(1), 1, 1, keepdim=True, dtype=torch.float32)
+            rows.append((logits.float(), norm, labels, index))
+    net.train(was_training)
+    classes = len(class_names)
+    empty = (_none(device, classes), _none(device, 1), _no_index(device), _no_index(device))
+    logits, norm, labels, index = (gathered(torch.cat(parts)) for parts in zip(empty, *rows, strict=True))
+    names = class_names if len(class_names) == logits.shape[1] else None
+    return Predictions(logits, labels if labelled else None, features=norm, index=index, class_names=names, split=split)
+
+
+@contextmanager
+def _whole_logits(net: WithFeatures) -> Iterator[None]:
+    """Let the last layer compute in float32: eight bits would make equal logits, and steps in every confidence."""
+    head = net.model.get_submodule(net.head_name)
+    narrow = head.forward
+
+    def whole(features: Tensor) -> Tensor:
+        with torch.autocast(features.device.type, enabled=False):
+            logits: Tensor = narrow(features.float())
+            return logits
+
+    head.forward = whole
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _batches(source: Source, recipe: Recipe) -> Iterable[Sample]:
+    if isinstance(source, Resident):
+        return source.batches(recipe.eval_batch_size, rank=rank(), world=ranks.count())
+    return source
+
+
+def _none(device: torch.device, width: int) -> Float[Tensor, "0 width"]:
+    return torch.zeros(0, width, device=device)
+
+
+def _no_index(device: torch.device) -> Int[Tensor, " 0"]:
+    return torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def gathered(rows: Tensor) -> Tensor:
+    """Put the rows of all ranks together, rank 0 first, however many each has."""
+    if ranks.count() == 1:
+        return rows
+    counts = ranks.stacked(torch.tensor(len(rows), device=rows.device)).tolist()
+    filling = rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])
+    parts = ranks.stacked(torch.cat([rows, filling]))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -1,0 +1,262 @@
+"""Compares the end of a step by kernels of our own with torch's; run by itself with TRITON_INTERPRET=1, or on a GPU.
+
+    python tests/training/descent_case.py cpu
+
+Prints one line of JSON: for each kind of recipe how far weights, memory and sums are from those of torch after some
+steps, and the flags of both.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from fedlas.training import recipe_for
+from fedlas.training.accelerators import descent
+from fedlas.training.accelerators.descent import SUMS
+from fedlas.training.accelerators.tallies import SAMPLES, WIDEST, tally, watch
+from fedlas.training.bench import Bench
+from fedlas.training.meters import GateWatch, Meter
+from fedlas.training.optim import build_optimizer, memory_of, parameters_of
+from fedlas.training.precision import machine
+
+FEW = 2  # sums of tiles that are added at a time, so that there are several of these in a small network
+Change = Callable[[Bench, int], object]
+SMALL = {
+    "epochs": 2,
+    "batch_size": 50,
+    "deterministic": True,
+    "data_options": {"train_samples": 130},
+    "model_options": {"width": 16},
+    "channels_last": True,
+    "compile": True,
+}
+
+
+def nothing(bench: Bench, step: int) -> None:
+    """Leave everything as it is."""
+
+
+def spoiled_images(bench: Bench, step: int) -> None:
+    """Let the loss of the third step be no number."""
+    scale, shift = bench.train._constants
+    if step == 2:
+        bench.before = scale
+    bench.train._constants = {2: scale * math.nan, 3: getattr(bench, "before", scale)}.get(step, scale), shift
+
+
+def spoiled(value: float, part: str) -> Change:
+    """Let one gradient of the third step and the fourth be infinite, or so; the first of them is remembered."""
+
+    def change(bench: Bench, step: int) -> None:
+        if step == 0:
+            last = list(getattr(bench, part).parameters())[-1]
+            last.register_hook(lambda gradient: gradient * bench.factor)
+        bench.factor = value if step >= 2 else 1.0
+
+    return change
+
+
+def without_one_gradient(bench: Bench, step: int) -> None:
+    """Let a parameter have no gradient in the second and the third step: torch leaves it alone."""
+    next(bench.net.parameters()).requires_grad_(step not in {1, 2})
+
+
+CASES: dict[str, tuple[dict[str, Any], Change]] = {
+    "usual": ({}, nothing),
+    "few sums": ({}, nothing),
+    "plain": ({"nesterov": False, "clip": None}, nothing),
+    "nesterov": ({"nesterov": True, "clip": 0.5, "decay_all": False}, nothing),
+    "clips the gate": ({"clip": 0.1, "clip_loss": True, "gate_lr_factor": 0.3, "gate_weight_decay": 0.01}, nothing),
+    "no momentum": ({"momentum": 0.0, "nesterov": False, "clip": 1.0}, nothing),
+    "two parts": ({"accumulate": 2, "drop_last": True, "schedule": "cosine"}, nothing),
+    "no gate": ({"loss": "mbls"}, nothing),
+    "bad loss": ({}, spoiled_images),
+    "bad gradient": ({"clip": 1.0}, spoiled(math.inf, "net")),
+    "too large a gradient": ({"clip": None}, spoiled(1e30, "net")),
+    "bad gate": ({"clip": 1.0}, spoiled(math.nan, "loss")),
+    "a gradient is missing": ({"nesterov": True, "lr": 0.02}, without_one_gradient),  # more would enlarge rounding
+}
+
+
+def left_to_torch(bench: Bench) -> None:
+    """Do without kernels of our own."""
+    bench.step.parts.descent = bench.step.meter.tally = bench.step.watch.tally = None
+
+
+def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Bench:
+    """Take some steps with a network of odd sizes."""
+    recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
+    with machine(recipe, torch.device(device)):
+        bench: Any = Bench(recipe, torch.device(device), capture=False)
+        if not ours:
+            left_to_torch(bench)
+        bench.ready = []
+        bench.net.train()
+        for step, inputs in enumerate([*bench.batches(0), *bench.batches(1)][:count]):
+            change(bench, step)
+            bench.step(*inputs)
+            bench.ready.append(ours and bench.step.parts.descent.ready)
+    return bench
+
+
+def numbers(bench: Bench) -> dict[str, list[torch.Tensor]]:
+    """List what steps have changed."""
+    optimizer = bench.step.parts.optimizer
+    return {
+        "weights": list(parameters_of(optimizer)),
+        "memory": [value for one in memory_of(optimizer) for value in one.values()],
+        "sums": [bench.step.meter.sums[name] for name in sorted(bench.step.meter.sums)],
+        "gate": [bench.step.watch.sums, bench.step.watch.history.now],
+        "rates": [bench.step.parts.rates.now],
+    }
+
+
+def flags(bench: Bench) -> dict[str, Any]:
+    """Say what steps have counted and decided."""
+    return {
+        "count": int(bench.step.count),
+        "first bad": int(bench.step.first_bad),
+        "skips": float(bench.step.parts.optimizer.found_inf),
+        "correct": float(bench.step.meter.sums["correct"]),
+        "samples": float(bench.step.meter.sums["samples"]),
+        "steps": float(bench.step.meter.sums["steps"]),
+    }
+
+
+def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    """Give the largest relative distance of any tensor; NaN has to be where NaN is."""
+    worst = 0.0
+    for one, two in zip(found, right, strict=True):
+        if not torch.equal(one.isnan(), two.isnan()):
+            return math.inf
+        apart = (one.double() - two.double()).nan_to_num().norm()
+        worst = max(worst, (apart / two.double().nan_to_num().norm().clamp_min(1e-12)).item())
+    return worst
+
+
+def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]:
+    """Compare the kernels with torch, in two steps, or in four where something is changed between them."""
+    changes, change = CASES[case]
+    count = count or (2 if change is nothing else 4)
+    with (
+        patch.object(descent, "SUMS", FEW if case == "few sums" else SUMS),
+        patch.object(Bench, "compiled", property(lambda bench: bench.recipe.compile)),
+        patch.object(nn.Module, "compile", lambda *_, **__: None),
+    ):
+        ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
+    mine, theirs = numbers(ours), numbers(torchs)
+    return {
+        "taken": ours.step.parts.descent is not None,
+        "steps": ours.ready,
+        "distance": {part: distance(mine[part], theirs[part]) for part in mine if theirs[part]},
+        "flags": flags(ours),
+        "torch's flags": flags(torchs),
+    }
+
+
+def answers(device: str) -> list[list[bool]]:
+    """Say for awkward logits whether the kernel was used, and counts what torch counts, sum by sum."""
+    inf, nan = math.inf, math.nan
+    rows = [[1, 1, 0], [0, 1, 1], [nan, 1, nan], [inf, nan, 0], [-inf, -inf, -inf], [nan, nan, nan], [0, -0.0, -1]]
+    awkward = torch.tensor(rows * 3, device=device, dtype=torch.float32)
+    places = torch.arange(3, device=device).repeat_interleave(len(rows))
+    random = torch.randn(301, 37, device=device).round()
+    found = []
+    for logits, labels in (
+        (awkward, places),
+        (random, random.argmax(1)),
+        (random.bfloat16(), torch.arange(301, device=device) % 37),
+        (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some are none
+        (torch.zeros(2, WIDEST + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
+    ):
+        used: list[bool] = []
+
+        def watched(*given: Any, used: list[bool] = used) -> bool:
+            used.append(tally(*given))
+            return used[-1]
+
+        ours, torchs = Meter(torch.device(device), watched), Meter(torch.device(device))
+        for meter in (ours, torchs):
+            for _ in range(2):
+                value = torch.tensor(0.7, device=device)
+                meter.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
+        same = [ours.sums[name].item() == value.item() for name, value in torchs.sums.items()]
+        found.append([used == [logits.shape[1] <= WIDEST] * 2, *same])
+    return found
+
+
+class Gated(nn.Module):
+    """Stands for a loss whose gate has just seen a batch."""
+
+    def __init__(self, psi: torch.Tensor, gamma: torch.Tensor, alpha_i: torch.Tensor) -> None:
+        super().__init__()
+        self.psi, self.gamma, self.alpha_i = psi, gamma, alpha_i
+        self.smoothing = SimpleNamespace(alpha=0.05)
+
+
+def watched(device: str) -> list[list[bool]]:
+    """Say for batches of several sizes, with ignored samples, whether the kernel notes what torch does."""
+    found = []
+    for rows in (1, 5, SAMPLES, 2 * SAMPLES + 3):
+        torch.manual_seed(rows)
+        psi, gamma = torch.randn(rows).sign(), 3 * torch.randn(rows)
+        gamma[:4] = torch.tensor([0.0, 0.5, 1e6, -1e6])[:rows]  # an edge, and far beyond all of them
+        psi[1:2] = 0
+        loss: Any = Gated(psi.to(device), gamma.to(device), torch.rand(rows).to(device))
+        for one in (loss.psi, loss.gamma, loss.alpha_i):
+            one[3::7] = math.nan
+        places = torch.randperm(3 * rows)[: 2 * rows]
+        ours, torchs = (GateWatch(loss, 3 * rows, torch.device(device), tally) for tally in (watch, None))
+        for gate in (ours, torchs):
+            for index in places.split(rows):
+                gate.add(index.to(device))
+        counts = [0, *range(2, len(ours.sums))]
+        same = torch.equal(ours.sums[counts], torchs.sums[counts])
+        near = math.isclose(ours.sums[1].item(), torchs.sums[1].item(), rel_tol=1e-6)
+        found.append([same, near, bool(ours.sums[0] > 0), torch.equal(ours.history.now, torchs.history.now)])
+    return found
+
+
+def layers(device: str) -> nn.ModuleList:
+    """Make layers whose weights are many blocks, a part of one, and odd."""
+    torch.manual_seed(0)
+    some = nn.ModuleList([nn.Conv2d(64, 64, 3), nn.Conv2d(16, 6, 3), nn.Conv2d(3, 5, 1), nn.Linear(120, 70)])
+    return some.to(device, memory_format=torch.channels_last)
+
+
+def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
+    """Say which narrow gradients are taken as they are, and whether steps then give the bits that wide ones give."""
+    recipe = recipe_for("digits", loss="ce", **{"clip": 0.5, "nesterov": True, **changes})
+    taken, left = [], []
+    for takes in (True, False):
+        net, loss = layers(device), nn.Linear(9, 8).to(device)
+        optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), torch.device(device))
+        one = descent.Descent(recipe, loss, optimizer, rates)
+        fine, count = torch.tensor([1, 0], device=device).unbind()
+        first_bad = torch.full_like(count, -1)
+        sums = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            with one.capturing():
+                for parameter in parameters_of(optimizer):
+                    narrow = torch.randn_like(parameter).bfloat16()
+                    if takes:
+                        taken.append(one.take(parameter, narrow))
+                    if parameter not in one.narrow:
+                        parameter.grad = narrow.float()
+                one.step(fine != 0, count, first_bad, *sums)
+        left.append([*parameters_of(optimizer), *(b for m in memory_of(optimizer) for b in m.values()), *sums, count])
+    return {"taken": taken, "equal": [torch.equal(*pair) for pair in zip(*left, strict=True)]}
+
+
+if __name__ == "__main__":
+    where = sys.argv[1]
+    about = {"answers": answers(where), "watched": watched(where), "handed over": handed_over(where)}
+    print(json.dumps({case: compared(case, where) for case in CASES} | about))

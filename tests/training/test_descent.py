@@ -1,0 +1,308 @@
+"""The end of a step by kernels of our own is what torch makes of it; here in Triton's interpreter."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from interpreted import found_by
+from runs_of import short
+from torch import nn
+
+pytest.importorskip("triton")
+import triton.language as tl
+from descent_case import CASES
+
+from fedlas.models import resnet
+from fedlas.training import bench as bench_module
+from fedlas.training.accelerators import descent, norms, products, stem, tallies
+from fedlas.training.accelerators.blocks import BLOCK, TILE, Narrowing
+from fedlas.training.accelerators.fused import _Beside, _Narrow, _Room
+from fedlas.training.bench import Bench
+from fedlas.training.optim import build_optimizer
+from fedlas.training.recipe import Recipe
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton that has tuples")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return found_by("descent_case.py", tmp_path_factory)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_torch(found, case):
+    one = found[case]
+    assert one["taken"]
+    assert one["flags"] == one["torch's flags"]
+    assert max(one["distance"].values()) < 5e-6, one["distance"]
+    assert one["distance"]["rates"] == 0
+    assert (one["flags"]["first bad"] == 2) == case.startswith(("bad", "too large"))
+
+
+@pytest.mark.campaign
+def test_steps_that_lack_a_gradient_are_left_to_torch(found):
+    assert found["a gradient is missing"]["steps"] == [True, False, False, True]
+    assert found["usual"]["steps"] == [True] * 2
+
+
+@pytest.mark.campaign
+def test_right_answers_are_those_of_torch(found):
+    """The first of equal logits, and NaN before all others."""
+    assert len(found["answers"]) == 5
+    assert all(all(one) and len(one) == 6 for one in found["answers"])  # the kernel was used, and five sums
+
+
+@pytest.mark.campaign
+def test_what_the_gate_did_is_what_torch_says(found):
+    """Ignored samples count nowhere, a state of zero as -1."""
+    assert len(found["watched"]) == 4
+    assert all(len(one) == 4 and all(one) for one in found["watched"])
+
+
+@pytest.mark.campaign
+def test_narrow_gradients_give_the_bits_of_wide_ones(found):
+    one = found["handed over"]
+    # Weights and biases in turn, then those of the loss; numbers that do not come in fours are left.
+    first = [True, True, True, False, False, False, True, False, True, True]
+    assert one["taken"] == 2 * first
+    assert len(one["equal"]) == 2 * len(first) + 3
+    assert all(one["equal"])
+
+
+def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> descent.Descent:
+    recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
+    loss = nn.Identity() if loss is None else loss
+    optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), CPU)
+    return descent.Descent(recipe, loss, optimizer, rates)
+
+
+def test_gradients_lie_side_by_side_as_their_parameters_do():
+    net = nn.Sequential(nn.Conv2d(5, 7, 3), nn.Linear(100, 90, bias=False))
+    net.to(memory_format=torch.channels_last)
+    one = made(net, nn.Linear(3, 1))
+    assert one.net == 4 * TILE  # the second layer has two of its own
+    assert len(one.flat) == 6 * TILE
+    places = torch.zeros(len(one.flat))
+    for parameter, slot in one.slots.items():
+        assert slot.shape == parameter.shape
+        assert slot.stride() == parameter.stride()
+        places[slot.storage_offset() :][: slot.numel()] += 1
+        assert slot.storage_offset() % TILE == 0
+        slot.fill_(1)
+    assert torch.equal(places, one.flat)  # none lies over another, and all have room
+    assert int(one.blocks[:, 1].clamp_max(BLOCK).sum()) == sum(slot.numel() for slot in one.slots.values())
+
+
+def narrowed(
+    weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor, taker: Any = None
+) -> None:
+    rooms = [_Room(weight, slot, taker) for weight, slot in zip(weights, slots, strict=True)]
+    copies = _Narrow.apply(torch.bfloat16, _Beside(CPU), rooms, Narrowing(weights), *weights)
+    sum((nn.functional.conv2d(images.bfloat16(), copy) ** 2).float().sum() for copy in copies).backward()
+
+
+def test_gradients_of_narrow_weights_are_written_where_they_shall_lie():
+    layers = nn.ModuleList([nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(4, 5, 1, bias=False), nn.Conv2d(4, 3, 2)])
+    layers.to(memory_format=torch.channels_last)
+    weights = [layer.weight for layer in layers]
+    one = made(layers)
+    images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
+    slots = [one.slots[weight] for weight in weights]
+    narrowed(weights, [*slots[:2], None], images)
+    here = [weight.grad.data_ptr() == slot.data_ptr() for weight, slot in zip(weights, slots, strict=True)]
+    assert here == [True, True, False]
+    first = [weight.grad.clone() for weight in weights]
+    # Another part of the batch: what is there must not be written over.
+    narrowed(weights, slots, images)
+    for weight, half in zip(weights, first, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
+
+
+def test_gradients_that_are_taken_are_not_made_wide():
+    layers = nn.ModuleList([nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(4, 5, 1, bias=False), nn.Conv2d(4, 8, 2)])
+    layers.to(memory_format=torch.channels_last)
+    weights = [layer.weight for layer in layers]
+    one = made(layers)
+    watched, slots = weights[1], [one.slots[weight] for weight in weights]
+    handle = watched.register_hook(lambda gradient: gradient)
+    images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
+    narrowed(weights, slots, images, one.take)
+    wide = [weight.grad.clone() for weight in weights]  # nothing is captured yet
+    layers.zero_grad(set_to_none=True)
+    with one.capturing():
+        narrowed(weights, slots, images, one.take)
+        assert [weight.grad is None for weight in weights] == [True, False, True]
+        assert list(one.narrow) == [weights[0], weights[2]]
+        assert all(torch.equal(one.narrow[weights[place]].float(), wide[place]) for place in (0, 2))
+        handle.remove()
+        # A loss that looks at the network twice: the two are added up, as wide numbers.
+        narrowed(weights, slots, images, one.take)
+        assert not one.narrow
+    for weight, half in zip(weights, wide, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
+
+
+def test_a_weight_in_the_loss_loses_no_gradient_that_was_taken():
+    """Torch adds the gradient of another way to a weight when all of it has been taken already."""
+    net = nn.Conv2d(4, 8, 3, bias=False).to(memory_format=torch.channels_last)
+    one, images = made(net), torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
+    with one.capturing():
+        narrowed([net.weight], [None], images, one.take)
+        taken = one.narrow[net.weight].float()
+        net.weight.grad = torch.full_like(net.weight, 3.0)
+        one._gather()
+        assert not one.narrow
+    torch.testing.assert_close(one.slots[net.weight], taken + 3, rtol=0, atol=0)
+
+
+def test_not_ready_where_the_optimizer_remembers_elsewhere():
+    net = nn.Linear(8, 4)
+    one = made(net, momentum=0.9)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert one.ready
+    state = one.optimizer.state[net.weight]
+    state["momentum_buffer"] = state["momentum_buffer"].clone()
+    assert not one.ready
+
+
+def test_narrow_copies_are_of_tensors_of_one_shape():
+    storage = torch.zeros(64, 64, 1, 1)
+    few = storage[:8]
+    assert few.data_ptr() == storage.data_ptr()
+    assert few.stride() == storage.stride()
+    assert Narrowing([storage]).holds([storage])
+    assert not Narrowing([few]).holds([storage])
+
+
+def test_what_is_taken_lies_as_its_parameter_does():
+    net = nn.Conv2d(8, 8, 3, bias=False).to(memory_format=torch.channels_last)
+    one, narrow = made(net), torch.ones_like(net.weight, dtype=torch.bfloat16)
+    others = [
+        narrow.contiguous(),
+        narrow.float(),
+        torch.ones(577, dtype=torch.bfloat16)[1:].as_strided(narrow.shape, narrow.stride(), 1),
+    ]
+    assert not one.take(net.weight, narrow)
+    with one.capturing():
+        assert not any(one.take(net.weight, other) for other in others)
+        assert not one.take(nn.Parameter(net.weight.detach().clone()), narrow)  # not the optimizer's
+        net.weight.requires_grad_(False)
+        assert not one.take(net.weight, narrow)
+        net.weight.requires_grad_(True)
+        assert one.take(net.weight, narrow)
+        assert one.ready
+    assert not one.ready
+
+
+def test_only_what_lies_elsewhere_is_copied():
+    net = nn.Linear(30, 20)
+    one = made(net)
+    assert not one.ready
+    for parameter, slot in one.slots.items():
+        parameter.grad = torch.full_like(parameter, 2.0) if parameter.ndim > 1 else slot.fill_(3.0).view_as(slot)
+    assert one.ready
+    one._gather()
+    assert [slot.unique().tolist() for slot in one.slots.values()] == [[2.0], [3.0]]
+    net.weight.data = net.weight.data.clone()
+    assert not one.ready  # its address is another one
+
+
+def in_float64(net: nn.Module) -> nn.Module:
+    return net.double()
+
+
+def with_gaps(net: nn.Linear) -> nn.Module:
+    net.weight.data = torch.zeros(20, 60)[:, ::2]
+    return net
+
+
+def not_aligned(net: nn.Linear) -> nn.Module:
+    net.bias.data = torch.zeros(21)[1:]
+    return net
+
+
+@pytest.mark.parametrize(
+    ("change", "changes", "expected"),
+    [
+        (nn.Module.float, {}, True),
+        (nn.Module.float, {"momentum": 0.0, "nesterov": False}, True),
+        (nn.Module.float, {"optimizer": "adamw"}, False),
+        (nn.Module.float, {"precision": "fp16"}, False),
+        (in_float64, {}, False),
+        (with_gaps, {}, False),
+        (not_aligned, {}, False),
+    ],
+)
+def test_what_the_kernels_are_not_made_for_is_left_to_torch(change, changes, expected, monkeypatch):
+    monkeypatch.setattr(norms, "why_not", lambda _: None)
+    recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
+    optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
+    assert descent.fits(recipe, optimizer, CPU) == expected
+    if expected:
+        monkeypatch.setattr(norms, "why_not", lambda _: "no compiler")
+        with pytest.warns(UserWarning, match="no compiler"):
+            assert not descent.fits(recipe, optimizer, CPU)
+
+
+@pytest.fixture
+def thin(monkeypatch):
+    """ResNets with one block in each stage."""
+    monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
+
+
+@pytest.mark.usefixtures("thin")
+def test_a_bench_has_them_where_it_compiles(monkeypatch):
+    recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
+    assert Bench(recipe, CPU).step.parts.descent is None
+    monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(norms, "why_not", lambda _: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
+    ours = Bench(recipe, CPU)
+    descends = ours.step.parts.descent
+    assert not ours.net.model.gradient_slots  # but for a step
+    with ours.step._slots():
+        assert ours.net.model.gradient_slots is descends.slots
+    assert not ours.net.model.gradient_slots
+    assert ours.step.meter.tally is tallies.tally
+    assert ours.step.watch.tally is tallies.watch
+    other = Bench(recipe.replace(seed=5), CPU, before=ours)
+    assert other.step.parts.descent is descends
+    addresses = [parameter.data_ptr() for parameter in descends.slots]
+    assert addresses == descends.addresses[: len(addresses)]
+    copy.deepcopy(ours.net)  # a callback may keep one
+    with_adam = Bench(recipe.replace(optimizer="adamw", lr=0.001), CPU, before=ours)
+    assert with_adam.net is ours.net
+    assert with_adam.step.parts.descent is None
+    assert Bench(recipe.replace(compile=False), CPU).step.parts.descent is None
+
+
+@pytest.mark.usefixtures("thin")
+def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monkeypatch):
+    recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
+    monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(norms, "why_not", lambda _: None)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
+    ours = Bench(recipe, CPU)
+    one, weight = ours.step.parts.descent, ours.net.model.layer1[0].conv1.weight
+    narrow, before = torch.ones_like(weight, dtype=torch.bfloat16), weight.detach().clone()
+    with ours.step._taking():
+        assert one.take(weight, narrow)
+        assert not one.ready  # others have none
+        ours.step._end(torch.tensor(True))
+    assert torch.equal(weight.grad.unique(), torch.tensor([recipe.clip / narrow.numel() ** 0.5]))  # by torch, clipped
+    assert not torch.equal(weight, before)
+    assert int(ours.step.count) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
+def test_what_cannot_be_made_is_left_to_others_with_a_word():
+    nowhere = torch.device("cuda")
+    for made in (stem._can_be_made, products._can_be_made, products._can_be_made_back):
+        with pytest.warns(UserWarning, match="cuDNN"):
+            assert not made.__wrapped__(nowhere)
+        assert made(CPU)
+    assert descent._why_not(Recipe(data="digits", model="small_cnn", loss="ce"), nowhere)

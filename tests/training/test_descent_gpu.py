@@ -1,0 +1,192 @@
+"""On a GPU: the end of a step by kernels of our own, against torch's, captured and not."""
+
+from typing import Any
+
+import pytest
+import torch
+from runs_of import short
+from torch import nn
+
+pytest.importorskip("triton")
+from descent_case import CASES, answers, compared, handed_over, left_to_torch, watched
+from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
+
+from fedlas.training.accelerators import blocks, descent, norms, products, stem, tallies
+from fedlas.training.accelerators.fused import FusedResNet
+from fedlas.training.bench import Bench, chosen_device
+from fedlas.training.precision import machine
+
+__all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
+RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": True, "precision": "bf16"}
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Leave network and loss to torch's own kernels; the end of the step stays ours."""
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_torch(case):
+    one, four = compared(case, "cuda", 1), compared(case, "cuda", 4)
+    assert one["taken"]
+    assert max(one["distance"].values()) < 1e-6, one["distance"]
+    assert four["distance"]["rates"] == 0
+    assert four["distance"]["weights"] < 1e-3
+    assert four["distance"].get("memory", 0) < 1e-2
+    for part in ("count", "first bad", "skips", "samples", "steps"):
+        assert four["flags"][part] == four["torch's flags"][part], part
+    assert four["steps"] == ([True, False, False, True] if "missing" in case else [True] * len(four["steps"]))
+
+
+def test_right_answers_are_those_of_torch():
+    assert all(all(one) for one in answers("cuda"))
+
+
+def test_what_the_gate_did_is_what_torch_says():
+    assert all(all(one) for one in watched("cuda"))
+
+
+def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Bench:
+    captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
+    assert captured.step._graphs, "nothing was captured"
+    assert captured.step.parts.descent is not None
+    assert eager.step.parts.descent.ready
+    for name, value in tensors(eager).items():
+        assert torch.equal(value, tensors(captured)[name]), name
+    assert captured.step.meter.read() == eager.step.meter.read()
+    assert int(captured.step.count) == int(eager.step.count) == 7 * epochs
+    return captured
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulate": 2, "nesterov": True},
+        {"clip": None, "schedule": "cosine"},
+        {"clip": 0.1, "clip_loss": True},
+        {"momentum": 0.0, "nesterov": False},
+    ],
+    ids=str,
+)
+def test_a_captured_step_equals_one_that_is_not_bit_for_bit(changes):
+    assert_captured_is_eager(short("fedlas_ls", compile=True, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip": None}, {"clip_loss": True, "momentum": 0.0, "nesterov": False}], ids=str
+)
+def test_narrow_gradients_give_the_bits_of_wide_ones(changes):
+    found = handed_over("cuda", **changes)
+    assert sum(found["taken"]) == 12
+    assert all(found["equal"])
+
+
+def convolutions(bench: Bench) -> list[Any]:
+    assert isinstance(bench.net.model, FusedResNet)
+    return [layer.weight for layer in bench.net.model.modules() if isinstance(layer, nn.Conv2d)]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("changes", [{}, {"clip": 0.1}, {"model": "resnet50_cifar", "nesterov": True}], ids=str)
+def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
+    """Those of a captured step never become wide; batches of two sizes are captured, each with its own addresses.
+
+    The smaller ones come once an epoch, the first three of them uncaptured.
+    """
+    bench = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
+    assert len(bench.step.parts.descent.captured) == len(bench.step._graphs) == 2
+    assert all(addresses.count_nonzero() for addresses in bench.step.parts.descent.captured)
+    assert all(weight.grad is None for weight in convolutions(bench))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_gradients_of_two_parts_of_a_batch_need_no_copy():
+    """The second part is added to the first one's gradient, which lies in the slot."""
+    bench = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
+    slots = bench.step.parts.descent.slots
+    assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(bench))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_captured_step_does_not_mind_what_else_uses_the_memory():
+    recipe = short("ce", compile=True, drop_last=True, **RESIDUAL)
+    device, left = chosen_device("cuda"), []
+    for capture in (True, False):
+        with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+            bench = Bench(recipe, device, capture=capture)
+            bench.net.train()
+            for epoch in range(3):
+                for inputs in bench.batches(epoch):
+                    bench.step(*inputs)
+                    others = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
+                    pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
+                    del others, pinned
+            torch.cuda.synchronize()
+        assert bool(bench.step._graphs) == capture
+        left.append(tensors(bench))
+    for name, value in left[1].items():
+        assert torch.equal(value, left[0][name]), name
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
+    """Four million numbers and more: each program of the norm looks at several tiles."""
+    recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
+    device, benches = chosen_device("cuda"), []
+    for ours in (True, False):
+        with machine(recipe, device):
+            bench = Bench(recipe, device, capture=False)
+            if not ours:
+                left_to_torch(bench)
+            bench.net.train()
+            bench.step(*next(iter(bench.batches(0))))
+        benches.append(bench)
+    mine, theirs = (tensors(bench) for bench in benches)
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    found, right = (bench.step.meter.read() for bench in benches)
+    assert found == pytest.approx(right, rel=1e-6)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_step_never_waits(capture):
+    recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
+    assert assert_never_waits(recipe, capture=capture).step.parts.descent is not None
+
+
+def compiled(*modules: Any) -> list[Any]:
+    """List what the kernels of modules were compiled to, one for each kind."""
+    kernels = {one for module in modules for name, one in vars(module).items() if name.endswith("_kernel")}
+    return [made for one in kernels for caches in one.device_caches.values() for made in caches[0].values()]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("model", ["resnet18_cifar", "resnet50_cifar"])
+def test_after_a_rehearsal_a_step_has_little_to_compile(model, monkeypatch):
+    """Some kinds are left: those of tensors that start at odd places."""
+    recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
+    device, modules = chosen_device("cuda"), (norms, stem, products, blocks, descent, tallies)
+    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+        bench = Bench(recipe, device)
+        bench.net.train()
+        inputs = next(iter(bench.batches(0)))
+        for module in modules:
+            for name, one in vars(module).items():
+                if name.endswith("_kernel"):
+                    one.device_caches.clear()
+        rehearse, ended = bench.step._rehearse, []
+        monkeypatch.setattr(bench.step, "_rehearse", lambda given: ended.append(rehearse(given)))
+        with bench.step._rehearsed(inputs):
+            pass
+        assert len(ended) == 1  # nothing went wrong, and nothing warned
+        rehearsed = compiled(*modules)
+        assert len(rehearsed) >= 10
+        assert all(one.module is not None for one in rehearsed)  # loaded: it can start at once
+        bench.step(*inputs)
+        assert len(compiled(*modules)) <= len(rehearsed) + 4

@@ -1,0 +1,283 @@
+"""A rehearsal compiles kernels and runs none; a step that is rehearsed first is the same step."""
+
+import threading
+import time
+from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from runs_of import short
+from triton.runtime.jit import MockTensor
+
+from fedlas.losses import CATALOG as LOSSES
+from fedlas.models import build_model
+from fedlas.training import bench as bench_module
+from fedlas.training.accelerators import launching
+from fedlas.training.accelerators.fused import fuse
+from fedlas.training.accelerators.launching import launch, rehearsal, rehearsing
+from fedlas.training.accelerators.norms import asked
+from fedlas.training.bench import Bench
+from fedlas.training.step import TrainStep
+
+CPU = torch.device("cpu")
+QUICK = {"adafocal", "crl", "fedlas_mbls"}
+
+
+class Kernel:
+    """Remembers how it was asked."""
+
+    def __init__(self) -> None:
+        self.ran, self.compiled, self.ready = [], [], 0
+
+    def __getitem__(self, grid):
+        return lambda *given, **about: self.ran.append((grid, given, about))
+
+    def warmup(self, *given, grid, **about):
+        self.compiled.append((grid, given, about, threading.get_ident()))
+        return self
+
+    @property
+    def run(self):
+        self.ready += 1
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    monkeypatch.setattr(launching.torch.cuda, "device", lambda _: nullcontext())
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_kernels_are_compiled_once_for_each_kind_and_not_run():
+    kernel, numbers = Kernel(), torch.zeros(3)
+    with rehearsal(CPU) as one, one.going_on():
+        assert rehearsing() is one
+        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
+        launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
+        launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers, 1, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers.half(), 48, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
+        assert kernel.ready == 0  # nothing is loaded while cuDNN measures
+    assert not rehearsing()
+    assert not kernel.ran
+    assert len(kernel.compiled) == kernel.ready == 5
+    assert threading.get_ident() not in {thread for *_, thread in kernel.compiled}
+    kinds = {(given[0].dtype, given[1], about["WIDTH"]) for _, given, about, _ in kernel.compiled}
+    wide = torch.float32
+    assert kinds == {(wide, 48, 2), (wide, 49, 2), (wide, 1, 2), (torch.float16, 48, 2), (wide, 48, 4)}
+    assert all(isinstance(one, MockTensor) for _, given, *_ in kernel.compiled for one in (given[0], given[2][0]))
+    launch(kernel, (7,), numbers, 48, WIDTH=2)
+    assert kernel.ran == [((7,), (numbers, 48), {"WIDTH": 2})]
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_describes_a_tensor_keeps_none_and_tells_kinds_apart():
+    tools = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    def described(rows: int, dtype: torch.dtype = torch.float16, block: int = 8) -> object:
+        layout = NVMMASharedLayout(128, 16, 2)
+        return tools.TensorDescriptor.from_tensor(torch.zeros(rows, 64, dtype=dtype), [block, 64], layout)
+
+    kernel, numbers = Kernel(), torch.zeros(3)
+    with rehearsal(CPU) as one, one.going_on():
+        for given in (described(16), described(32), described(16, torch.bfloat16), described(16, block=16)):
+            launch(kernel, (7,), given, numbers)
+    found = [given[0] for _, given, *_ in kernel.compiled]
+    assert all(isinstance(one.base, MockTensor) for one in found)
+    assert sorted((str(one.base.dtype), one.block_shape[0]) for one in found) == [
+        ("torch.bfloat16", 8),
+        ("torch.float16", 8),
+        ("torch.float16", 16),
+    ]
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
+    class Broken(Kernel):
+        def warmup(self, *given, **about):
+            raise RuntimeError("no")
+
+        def __getitem__(self, grid):
+            return self.warmup  # what runs is compiled first
+
+    broken = Broken()
+    with rehearsal(CPU) as one, one.going_on():
+        launch(broken, (1,))
+    with pytest.raises(RuntimeError, match="no"):
+        launch(broken, (1,))
+    with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
+        raise ZeroDivisionError
+    assert not rehearsing()
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_cannot_be_loaded_is_loaded_when_it_is_to_run():
+    class Heavy(Kernel):
+        """As Triton has it: what starts a kernel is there before the kernel is."""
+
+        _run, loaded = None, False
+
+        @property
+        def run(self):
+            if self._run is None:
+                self._run, self.ready = "started", self.ready + 1
+                if self.ready == 1:
+                    raise MemoryError
+                self.loaded = True
+            return self._run
+
+    kernel = Heavy()
+    with rehearsal(CPU) as one, one.going_on():
+        launch(kernel, (1,))
+    assert not kernel.loaded
+    assert kernel.run == "started"
+    assert kernel.loaded
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_happens_beside_a_rehearsal_is_waited_for_and_may_fail(fails):
+    kernel, threads = Kernel(), []
+
+    def meanwhile():
+        time.sleep(0.3)
+        threads.append(threading.get_ident())
+        if fails:
+            raise RuntimeError("no")
+
+    with rehearsal(CPU, meanwhile) as one, one.going_on():
+        launch(kernel, (1,))
+    assert len(threads) == len(kernel.compiled) == 1
+    assert threads != [threading.get_ident()]
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_other_devices_and_later_launches_are_not_part_of_a_rehearsal():
+    kernel = Kernel()
+    with rehearsal(CPU) as one:
+        with one.going_on():
+            launch(kernel, (1,), torch.zeros(1, device="meta"))
+        launch(kernel, (1,), torch.zeros(1))
+    assert len(kernel.ran) == 2
+    assert not kernel.compiled
+    any_gpu, second = launching.Rehearsal(torch.device("cuda")), launching.Rehearsal(torch.device("cuda", 1))
+    assert any_gpu.concerns(())
+    assert not any_gpu.concerns((torch.zeros(1),))
+    assert not second.concerns((3, torch.zeros(1)))
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_is_still_to_be_compiled_is_left_where_something_fails():
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow(Kernel):
+        def warmup(self, *given, **about):
+            begun.set()
+            end.wait(20)
+            super().warmup(*given, **about)
+
+    kernel = Slow()
+
+    def fails():
+        for number in range(launching._processors() + 3):
+            launch(kernel, (1,), WIDTH=number)
+        assert begun.wait(20)
+        threading.Timer(0.2, end.set).start()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
+        fails()
+    assert 1 <= len(kernel.compiled) <= launching._processors()
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_is_tried_in_a_rehearsal_is_compiled_and_tried_again():
+    kernel, times = Kernel(), []
+
+    @cache
+    def trial(device):
+        times.append(device)
+        launch(kernel, (1,))
+        return False
+
+    with rehearsal(CPU) as one, one.going_on():
+        assert asked(trial, CPU)
+        assert asked(trial, CPU)
+    assert len(kernel.compiled) == len(times) == 1
+    assert not kernel.ran
+    assert not asked(trial, CPU)
+    assert not asked(trial, CPU)
+    assert len(times) == 2
+    assert len(kernel.ran) == 1
+
+
+def state(bench: Bench) -> dict[str, torch.Tensor]:
+    everything = bench.state()
+    memory = {f"{n} {name}": value for n, one in enumerate(everything["optimizer"]) for name, value in one.items()}
+    sums = {f"sum {name}": value for name, value in bench.step.meter.sums.items()}
+    return everything["model"] | {f"loss {k}": v for k, v in everything["loss"].items()} | memory | sums
+
+
+@pytest.mark.parametrize(
+    ("loss", "changes"),
+    [
+        ("adafocal", {}),
+        ("crl", {}),
+        ("fedlas_mbls", {}),
+        ("fedlas_ls", {"accumulate": 2, "mixup": 0.5}),
+        *(pytest.param(loss, {}, marks=pytest.mark.campaign) for loss in LOSSES.entries if loss not in QUICK),
+    ],
+)
+def test_a_rehearsed_step_is_the_same_step(loss, changes, monkeypatch):
+    """Here the rehearsal really computes, which is more than a rehearsal does, and is taken back all the same."""
+    rehearsed, found = [], []
+    computing = nullcontext(SimpleNamespace(going_on=nullcontext))
+
+    def watched(step, inputs, rehearse=TrainStep._rehearse):
+        rehearse(step, inputs)
+        grown = [one.grad is not None for one in (*step.parts.net.parameters(), *step.parts.loss.parameters())]
+        rehearsed.append(all(grown) and len(grown) > 0)
+
+    monkeypatch.setattr(TrainStep, "_rehearse", watched)
+    for rehearses in (True, False):
+        bench = Bench(short(loss, **changes), CPU)
+        bench.step.parts.rehearsal = (lambda: computing) if rehearses else None
+        bench.net.train()
+        for number, inputs in enumerate(bench.batches(0)):
+            if number < 2:
+                bench.step(*inputs)
+        found.append(state(bench))
+    assert rehearsed == [True]  # to its end, through network and loss
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[1].items():
+        assert torch.equal(value, found[0][name]), name
+
+
+def test_a_rehearsal_that_fails_costs_nothing():
+    def broken():
+        raise RuntimeError("no")
+
+    bench = Bench(short("ce"), CPU)
+    bench.step.parts.rehearsal = broken
+    bench.net.train()
+    bench.step(*next(iter(bench.batches(0))))
+    assert int(bench.step.count) == 1
+
+
+def test_a_bench_rehearses_where_the_network_has_kernels_of_its_own(monkeypatch):
+    assert Bench(short("ce"), CPU).step.parts.rehearsal is None
+    model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
+    assert bench_module._rehearsal(model, CPU) is None
+    assert fuse(model)
+    loaded = []
+    monkeypatch.setattr(bench_module, "import_module", loaded.append)
+    begin = bench_module._rehearsal(model, CPU)
+    assert begin is not None
+    with begin() as one:
+        assert isinstance(one, launching.Rehearsal)
+    assert loaded == ["torch._inductor.compile_fx"]
