@@ -45,9 +45,9 @@ from fedlas.data.base.images import CIFAR, Transform
 from fedlas.models import build_model
 from fedlas.predictions import Predictions
 from fedlas.training import Recipe, recipe_for
-from fedlas.training.bench import Bench, chosen_device
 from fedlas.training.precision import machine, try_all_convolutions
-from fedlas.training.predict import predictions_of
+from fedlas.training.prediction import predictions_of
+from fedlas.training.session import Bench, chosen_device
 
 RUNGS: dict[str, dict[str, Any]] = {
     "resident": {"precision": "tf32", "channels_last": False, "compile": False, "capture": False},

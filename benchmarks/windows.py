@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.training.accelerators import norms, windows
+from fedlas.training.accelerators import batch_norm, conv3x3
 from norms import microseconds
 
 TURNS = 4
@@ -24,7 +24,7 @@ TURNS = 4
 
 def images_of(batch: int, side: int) -> Tensor:
     """Make images."""
-    shape = batch, windows.CHANNELS, side, side
+    shape = batch, conv3x3.CHANNELS, side, side
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
 
 
@@ -35,14 +35,14 @@ def ways(batch: int, side: int) -> dict[str, tuple[Callable[[], object], Callabl
         images_of(batch, side),
         images_of(batch, side),
     )
-    weight = torch.randn(windows.CHANNELS, windows.CHANNELS, 3, 3, device="cuda", dtype=torch.bfloat16) / 24
+    weight = torch.randn(conv3x3.CHANNELS, conv3x3.CHANNELS, 3, 3, device="cuda", dtype=torch.bfloat16) / 24
     weight = weight.contiguous(memory_format=torch.channels_last)
-    if not windows.fits(y, weight):
+    if not conv3x3.fits(y, weight):
         raise SystemExit(f"there are no kernels of our own for {batch} images of {side} x {side} on this GPU")
-    norm = norms.example_norm(y.device)
+    norm = batch_norm.example_norm(y.device)
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    about = norms.statistics(y, norm, counter)
-    bits = norms.activation(y, about, second, None)[1]
+    about = batch_norm.statistics(y, norm, counter)
+    bits = batch_norm.activation(y, about, second, None)[1]
 
     def back() -> Tensor:
         given = (next(some), y, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, False, False])
@@ -51,16 +51,16 @@ def ways(batch: int, side: int) -> dict[str, tuple[Callable[[], object], Callabl
 
     return {
         "forward": (
-            lambda: windows.convolve(next(some), weight, norm),
-            lambda: norms.statistics(functional.conv2d(next(some), weight, padding=1), norm, counter),
+            lambda: conv3x3.convolve(next(some), weight, norm),
+            lambda: batch_norm.statistics(functional.conv2d(next(some), weight, padding=1), norm, counter),
         ),
         "back": (
-            lambda: windows.gradient_sums(next(some), weight, None, y, bits[:0], about),
-            lambda: norms.gradient_sums(back(), None, y, bits[:0], about, counter),
+            lambda: conv3x3.gradient_sums(next(some), weight, None, y, bits[:0], about),
+            lambda: batch_norm.gradient_sums(back(), None, y, bits[:0], about, counter),
         ),
         "back, used twice": (
-            lambda: windows.gradient_sums(next(some), weight, second, y, bits, about),
-            lambda: norms.gradient_sums(back(), second, y, bits, about, counter),
+            lambda: conv3x3.gradient_sums(next(some), weight, second, y, bits, about),
+            lambda: batch_norm.gradient_sums(back(), second, y, bits, about, counter),
         ),
     }
 

@@ -18,7 +18,7 @@ import torch
 from fedlas.experiments import launch
 from fedlas.experiments.launch import LaunchError, launched
 from fedlas.training import Recipe, Run, StoppedError, recipe_for
-from fedlas.training.runs import locked
+from fedlas.training.run_folder import locked
 from waiting import until
 
 HERE = Path(__file__).parent

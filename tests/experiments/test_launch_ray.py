@@ -19,7 +19,7 @@ from test_launch import ENDLESS, HERE, LONG, assert_complete, exists, holder, in
 
 from fedlas.experiments.launch import LaunchError, launched
 from fedlas.training import Recipe, Run
-from fedlas.training.runs import locked
+from fedlas.training.run_folder import locked
 from waiting import until
 
 pytest.importorskip("ray")

@@ -19,8 +19,8 @@ from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.training import Recipe, RunError, recipe_for
-from fedlas.training import bench as bench_module
-from fedlas.training.bench import Bench
+from fedlas.training import session as session_module
+from fedlas.training.session import Bench
 
 SAMPLES = 4
 CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "cub200": 200, "aircraft": 100}
@@ -66,7 +66,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(type(data), "num_classes", len(names), raising=False)
         return data
 
-    monkeypatch.setattr(bench_module, "build_data", built)
+    monkeypatch.setattr(session_module, "build_data", built)
 
 
 def two_steps(recipe: Recipe) -> Iterator[torch.Tensor]:

@@ -623,8 +623,8 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     from fedlas.integrations.official import read_official
     from fedlas.models.pretrained import read_weights
     from fedlas.training import checkpoint
-    from fedlas.training.runs import Run
-    from fedlas.training.trained import predict_with
+    from fedlas.training.predict_run import predict_with
+    from fedlas.training.run_folder import Run
 
     def recipe(path: Path) -> Any:
         if path.name != "recipe.json":

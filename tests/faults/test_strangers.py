@@ -35,8 +35,8 @@ from fedlas.models.pretrained import Source as Weights
 from fedlas.models.pretrained import read_weights
 from fedlas.storage import named, readable
 from fedlas.training import checkpoint
-from fedlas.training.runs import Run, RunError
-from fedlas.training.trained import predict_with
+from fedlas.training.predict_run import predict_with
+from fedlas.training.run_folder import Run, RunError
 
 SOURCE = Path(fedlas.__file__).parent
 

@@ -31,7 +31,7 @@ from fedlas.experiments import kept  # noqa: E402
 from fedlas.experiments.ledger import Ledger  # noqa: E402
 from fedlas.metrics.digest import Intervals  # noqa: E402
 from fedlas.training import Recipe, Run, checkpoint, fit, loop  # noqa: E402
-from fedlas.training.bench import Bench  # noqa: E402
+from fedlas.training.session import Bench  # noqa: E402
 
 PHASES = ("start-up", "step", "validation", "checkpoint writing", "between", "predictions", "ledger")
 PROTOCOL = "small"

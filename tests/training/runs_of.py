@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedlas.training import AbstractCallback, Recipe, Run, recipe_for
-from fedlas.training.runs import MACHINE
+from fedlas.training.run_folder import MACHINE
 from waiting import until
 
 SHORT = {

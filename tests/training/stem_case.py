@@ -14,12 +14,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fused_case import distance, network, outcome, smaller
+from resnet_case import distance, network, outcome, smaller
 from torch import nn
 from torch.nn import functional
 
-from fedlas.training.accelerators import norms, stem
-from fedlas.training.accelerators.fused import fuse
+from fedlas.training.accelerators import batch_norm, stem
+from fedlas.training.accelerators.resnet import fuse
 
 FEW = {"FORWARD": stem.FORWARD._replace(programs=4), "BACKWARD": stem.BACKWARD._replace(programs=4)}
 SHAPES = {"part of a tile": (3, 5, 7, 64), "more tiles than programs": (3, 11, 13, 128), "one pixel": (9, 1, 1, 64)}
@@ -64,11 +64,11 @@ def by_kernels(given: dict[str, torch.Tensor], *, twice: bool) -> dict[str, torc
     """Go forward and back with the kernels."""
     given = {name: one.clone() for name, one in given.items()}
     statistics = given["running_mean"], given["running_var"]
-    norm = norms.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
+    norm = batch_norm.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
     counter = torch.zeros(len(given["weight"]) // 64, dtype=torch.int32, device=given["weight"].device)
     y, about = stem.convolve(given["images"], given["filters"], norm, counter)
-    z, bits = norms.activation(y, about, None, None)
-    sums = norms.gradient_sums(given["first"], given["second"] if twice else None, y, bits, about, counter)
+    z, bits = batch_norm.activation(y, about, None, None)
+    sums = batch_norm.gradient_sums(given["first"], given["second"] if twice else None, y, bits, about, counter)
     of_filters = stem.gradient_of_filters(given["images"], given["filters"], y, about, sums)
     assert of_filters.stride() == given["filters"].stride()
     assert not counter.any()

@@ -17,10 +17,10 @@ from fedlas.data import DamagedFileError, build_data
 from fedlas.data.digits import Digits
 from fedlas.losses.closed_loop import ClosedLoop
 from fedlas.training import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many, precision
-from fedlas.training.bench import Bench, chosen_device
 from fedlas.training.callbacks import downloads
 from fedlas.training.checkpoint import Writer
-from fedlas.training.runs import locked
+from fedlas.training.run_folder import locked
+from fedlas.training.session import Bench, chosen_device
 from fedlas.training.validation import halves
 
 NAMES = [record.name for record in fedlas.list_losses()]
@@ -205,7 +205,7 @@ def test_a_file_system_without_locks_is_no_other_process(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("fedlas.training.runs.fcntl.flock", refuse)
+    monkeypatch.setattr("fedlas.training.run_folder.fcntl.flock", refuse)
     with pytest.raises(RunError, match="No locks available"):
         fit(short(), out=tmp_path)
 
@@ -310,7 +310,7 @@ def test_a_damaged_test_part_is_found_before_the_first_step(tmp_path, monkeypatc
 
 def test_lines_of_the_log_reach_the_disk(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr("fedlas.training.runs.os.fsync", lambda number: written.append(os.fstat(number).st_size))
+    monkeypatch.setattr("fedlas.training.run_folder.os.fsync", lambda number: written.append(os.fstat(number).st_size))
     Run(tmp_path).append_log({"epoch": 1})
     assert written == [len('{"epoch": 1}\n')]
 

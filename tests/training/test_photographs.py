@@ -11,7 +11,7 @@ from runs_of import SignalAt, large, log_without_times, photographs, prediction_
 
 from fedlas.data.folder import Folder
 from fedlas.training import Engine, Run, RunError, StoppedError, fit, fit_many
-from fedlas.training.runs import locked
+from fedlas.training.run_folder import locked
 from waiting import until
 
 HERE = Path(__file__).parent

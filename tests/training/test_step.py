@@ -9,11 +9,11 @@ import torch
 from runs_of import short
 from torch import nn
 
-from fedlas.training.bench import Bench
-from fedlas.training.mixing import Mixer, _rectangle
-from fedlas.training.optim import build_optimizer, lr_factor, lr_table, row_of
+from fedlas.training.mixup import Mixer, _rectangle
+from fedlas.training.optimizer import build_optimizer, lr_factor, lr_table, row_of
 from fedlas.training.precision import Scale
 from fedlas.training.recipe import Recipe
+from fedlas.training.session import Bench
 from fedlas.training.step import without_collector
 
 CPU = torch.device("cpu")

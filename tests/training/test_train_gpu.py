@@ -14,8 +14,8 @@ from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
 from fedlas.training import AbstractCallback, Engine, Run, StoppedError, fit
-from fedlas.training.bench import Bench, chosen_device
 from fedlas.training.precision import machine, many_compilations
+from fedlas.training.session import Bench, chosen_device
 from fedlas.training.step import WARM
 from waiting import no_waiting
 

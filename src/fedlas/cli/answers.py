@@ -161,7 +161,7 @@ def detect_foreign(
 def run_model(folder: Path, images: Path | None, watch: Callable[[str, float], None]) -> Any:
     """Read all that a run folder says about its model: predictions of the weights to evaluate, its log, its recipe."""
     from fedlas.report.subjects import Model
-    from fedlas.training.runs import Run
+    from fedlas.training.run_folder import Run
     from fedlas.training.validation import tuning_predictions
 
     run = Run(folder)

@@ -19,7 +19,7 @@ from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.report.tables import Table
 from fedlas.training import protocol_named
 from fedlas.training.recipe import Recipe
-from fedlas.training.runs import Run
+from fedlas.training.run_folder import Run
 
 FOR = "For "  # how a note begins that says what stands for the data of a heading
 CHANGED = "Changed: "  # and one that says what is not as the protocol has it

@@ -45,12 +45,12 @@ from fedlas.report.figures import (
     theorem_figure,
 )
 from fedlas.report.tables import Table
-from fedlas.training.bench import Bench, chosen_device
 from fedlas.training.checkpoint import check_recipe, load, restore_module
 from fedlas.training.precision import autocast, machine
 from fedlas.training.protocols import list_recipes, recipe_for
 from fedlas.training.recipe import Recipe
-from fedlas.training.runs import Run, RunError
+from fedlas.training.run_folder import Run, RunError
+from fedlas.training.session import Bench, chosen_device
 
 PROTOCOL, MODEL, LOSS = "small", "small_cnn", "ce"
 PAPER, ALWAYS_THERE = "mnist", "digits"

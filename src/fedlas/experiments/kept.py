@@ -44,7 +44,7 @@ from fedlas.ood.scores import score_of
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import check_arrays, readable
-from fedlas.training.runs import MACHINE, Run
+from fedlas.training.run_folder import MACHINE, Run
 from fedlas.training.validation import second_half, tuning_predictions
 
 FEW_CLASSES = 10

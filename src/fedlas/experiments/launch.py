@@ -27,7 +27,7 @@ from fedlas.experiments.crews import LOOK_EVERY, AbstractCrew, Alone, Outcome, P
 from fedlas.extras import optional_module
 from fedlas.training import Recipe, Run, RunError
 from fedlas.training.recipe import differences
-from fedlas.training.runs import run_in
+from fedlas.training.run_folder import run_in
 
 How: TypeAlias = Literal["local", "ray"]
 

@@ -11,7 +11,7 @@ from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEMPERATURE, Ledger
 from fedlas.training import check_parts
 from fedlas.training.recipe import Recipe
-from fedlas.training.runs import run_in
+from fedlas.training.run_folder import run_in
 
 NAMED = 3  # folders in an error message
 

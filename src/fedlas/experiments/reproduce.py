@@ -18,7 +18,7 @@ from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import planned, trained_in
 from fedlas.report.tables import Table
 from fedlas.training.recipe import Recipe
-from fedlas.training.runs import Run, run_in
+from fedlas.training.run_folder import Run, run_in
 
 
 def reproduce(

@@ -18,7 +18,7 @@ from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.storage import own_file, write_whole
 from fedlas.training import DivergedError, Engine
 from fedlas.training.recipe import Recipe
-from fedlas.training.runs import run_in
+from fedlas.training.run_folder import run_in
 from fedlas.training.validation import tuning_predictions
 
 FORMAT = "fedlas.search/1"

@@ -15,9 +15,9 @@ from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
 from fedlas.experiments.ledger import Ledger
 from fedlas.report.figures import save_with_data, smoothing_data, smoothing_figure
 from fedlas.report.tables import Table
-from fedlas.training.bench import Bench
 from fedlas.training.precision import machine
 from fedlas.training.protocols import loss_options, recipe_for
+from fedlas.training.session import Bench
 
 LOSS, PUBLISHED_FOR = "fedlas_ls", "cifar10"
 BETAS = (0.0, 0.5, 1.0, 4.0)  # plain label smoothing, and the published ones

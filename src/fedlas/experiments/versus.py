@@ -41,7 +41,7 @@ from fedlas.report.duels import NAMES, RESAMPLES, WHOLE, paired_with
 from fedlas.storage import named
 from fedlas.training import recipe_for
 from fedlas.training.recipe import Recipe
-from fedlas.training.runs import Run
+from fedlas.training.run_folder import Run
 
 Metric = Callable[..., Any]
 METRICS: Mapping[str, Metric] = {

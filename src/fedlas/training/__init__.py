@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fedlas.training.protocols import recipe_for as recipe_for
     from fedlas.training.protocols import seen_otherwise as seen_otherwise
     from fedlas.training.recipe import Recipe as Recipe
-    from fedlas.training.runs import Run as Run
-    from fedlas.training.runs import RunError as RunError
+    from fedlas.training.run_folder import Run as Run
+    from fedlas.training.run_folder import RunError as RunError
 
 # Loaded when first used: a recipe can be made, and a run folder read, without data sets and networks.
 _HOMES = {
@@ -27,8 +27,8 @@ _HOMES = {
     "DivergedError": "loop",
     "Engine": "loop",
     "Recipe": "recipe",
-    "Run": "runs",
-    "RunError": "runs",
+    "Run": "run_folder",
+    "RunError": "run_folder",
     "StopSignals": "checkpoint",
     "StoppedError": "checkpoint",
     "check_parts": "protocols",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from fedlas.catalog import nearest
 from fedlas.extras import optional_module
 from fedlas.records import Board
-from fedlas.training.runs import Run
+from fedlas.training.run_folder import Run
 
 if TYPE_CHECKING:
-    from fedlas.training.bench import Bench
+    from fedlas.training.session import Bench
 
 
 class AbstractCallback(ABC):  # noqa: B024 (every method may be left as it is)

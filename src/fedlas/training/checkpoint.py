@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fedlas.storage import also_called, check_file, memory_errors, read_torch, write_whole
 from fedlas.training.recipe import Recipe
-from fedlas.training.runs import Run, RunError
+from fedlas.training.run_folder import Run, RunError
 
 FORMAT = "fedlas.checkpoint/1"
 NO_COMMENT = b"\0\0"  # with which a zip file ends: the length of a comment, and no comment

@@ -23,10 +23,10 @@ from torch import Tensor
 from fedlas import ranks
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
-from fedlas.training.bench import Bench, chosen_device
 from fedlas.training.callbacks import AbstractCallback, checked_callbacks, downloads, looks_at_steps, usual, write_board
 from fedlas.training.checkpoint import StoppedError, StopSignals
-from fedlas.training.optim import lr_factor
+from fedlas.training.distributed import agreed, any_signal, is_first, joined, of_all, share_buffers
+from fedlas.training.optimizer import lr_factor
 from fedlas.training.precision import (
     machine,
     many_compilations,
@@ -35,11 +35,11 @@ from fedlas.training.precision import (
     restore_random_state,
     try_all_convolutions,
 )
-from fedlas.training.predict import Source, predictions_of, rank
-from fedlas.training.processes import agreed, any_signal, is_first, joined, of_all, share_buffers
+from fedlas.training.prediction import Source, predictions_of, rank
 from fedlas.training.protocols import check_parts
 from fedlas.training.recipe import Recipe
-from fedlas.training.runs import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
+from fedlas.training.run_folder import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
+from fedlas.training.session import Bench, chosen_device
 from fedlas.training.validation import halves, judged
 
 LEARNED = ("train", "val")  # splits from which a run learns, and by which it chooses

@@ -80,7 +80,7 @@ class Recipe:
         decay_all: decay every parameter, as published; otherwise only weight matrices and kernels.
         gate_lr_factor: learning rate of the loss's own parameters, as a multiple.
         gate_weight_decay: weight decay of the loss's own parameters; by default that of the others.
-        schedule: how the learning rate changes; `fedlas.training.optim` draws them.
+        schedule: how the learning rate changes; `fedlas.training.optimizer` draws them.
         milestones: epochs after which "multi_step" multiplies the learning rate by `decay`.
         decay: factor of "multi_step".
         warmup: epochs in which the learning rate rises from 0.

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from fedlas import ranks
 from fedlas.data.base import Sample
-from fedlas.training.meters import GateWatch, Meter
-from fedlas.training.mixing import Mixer
-from fedlas.training.optim import SKIP, Rates, gradient_norm, scale_gradients
+from fedlas.training.epoch_metrics import GateWatch, Meter
+from fedlas.training.mixup import Mixer
+from fedlas.training.optimizer import SKIP, Rates, gradient_norm, scale_gradients
 from fedlas.training.precision import Scale, autocast, random_state, restore_random_state
 from fedlas.training.recipe import Recipe
 

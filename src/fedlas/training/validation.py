@@ -9,7 +9,7 @@ from fedlas.data.base import Split
 from fedlas.metrics.calibration import aece, ece, over_under
 from fedlas.metrics.scoring import accuracy, nll
 from fedlas.predictions import Predictions
-from fedlas.training.runs import Run
+from fedlas.training.run_folder import Run
 
 HALVES_SEED = 2026  # of all runs; another one is another experiment
 

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedlas.training.accelerators.launching import launch
-from fedlas.training.accelerators.norms import (
+from fedlas.training.accelerators.batch_norm import (
     NARROWEST,
     Affine,
     GradientSums,
@@ -38,6 +37,7 @@ from fedlas.training.accelerators.norms import (
     shape_of,
     tried,
 )
+from fedlas.training.accelerators.precompile import launch
 
 WINDOW = (3, 3, 3)  # channels, height and width of what a pixel looks at
 FORWARD = Tile(64, 64, 4, 396, stages=3)

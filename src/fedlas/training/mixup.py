@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.training.optim import row_of
+from fedlas.training.optimizer import row_of
 from fedlas.training.recipe import Recipe
 
 

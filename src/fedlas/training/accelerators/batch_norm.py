@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedlas.training.accelerators.launching import launch, rehearsing
+from fedlas.training.accelerators.precompile import launch, rehearsing
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
 AT_A_TIME = tl.constexpr(8)  # loads of what blocks of rows left

@@ -10,14 +10,14 @@ from runs_of import short
 from fedlas.models import build_model
 
 pytest.importorskip("triton")
-import products_case
+import conv1x1_case
 import stem_case
-from fused_case import compared, distance, narrowed, network, outcome
+from resnet_case import compared, distance, narrowed, network, outcome
 from test_train_gpu import pytestmark, tensors, trained
 
-from fedlas.training.accelerators import fused as fused_module
-from fedlas.training.accelerators import norms, products, stem
-from fedlas.training.accelerators.fused import FusedResNet, fuse
+from fedlas.training.accelerators import batch_norm, conv1x1, stem
+from fedlas.training.accelerators import resnet as fused_module
+from fedlas.training.accelerators.resnet import FusedResNet, fuse
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
 
@@ -112,7 +112,7 @@ def assert_as_exact_as_without(
     right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
     assert fuse(model)
     assert module._can_be_made(images.device)
-    assert products._can_be_made_back(images.device)
+    assert conv1x1._can_be_made_back(images.device)
     kernel = getattr(module, work)
     monkeypatch.setattr(module, work, lambda *given: asked.append(1) or kernel(*given))
     ours = in_bf16(copy.deepcopy(model), images)
@@ -148,16 +148,16 @@ def test_the_first_layer_is_as_exact_as_its_type_and_gives_equal_bits(shape, twi
 
 @pytest.mark.parametrize("count", [3, 128])
 def test_a_step_with_the_kernel_of_products_is_as_exact_as_one_without(count, monkeypatch):
-    monkeypatch.setattr(products, "MANY", 0)
+    monkeypatch.setattr(conv1x1, "MANY", 0)
     times = 12  # seven in the first stage, five in the second
-    assert_as_exact_as_without("resnet50_cifar", count, products, monkeypatch, work="multiply", times=times)
+    assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, work="multiply", times=times)
 
 
 @pytest.mark.parametrize("count", [3, 128])
 def test_a_step_with_the_kernel_of_their_gradients_is_as_exact_as_one_without(count, monkeypatch):
-    monkeypatch.setattr(products, "MANY_BACK", 0)
+    monkeypatch.setattr(conv1x1, "MANY_BACK", 0)
     about = {"work": "gradient_sums", "times": 13, "fits": "fits_back"}  # the first ones of the first 13 blocks
-    assert_as_exact_as_without("resnet50_cifar", count, products, monkeypatch, **about)
+    assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, **about)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -174,10 +174,10 @@ def test_a_step_with_the_kernel_of_their_gradients_is_as_exact_as_one_without(co
     ],
 )
 def test_their_gradients_are_as_exact_as_their_type_and_give_equal_bits(shape, added, every, dtype):
-    given = products_case.narrowed(products_case.block(shape, "cuda"), dtype)
+    given = conv1x1_case.narrowed(conv1x1_case.block(shape, "cuda"), dtype)
     wide = {name: one.double() for name, one in given.items()}
-    right = products_case.back_by_torch(wide, added, every)
-    found, again = (products_case.back_by_kernels(given, added, every) for _ in range(2))
+    right = conv1x1_case.back_by_torch(wide, added, every)
+    found, again = (conv1x1_case.back_by_kernels(given, added, every) for _ in range(2))
     for part, value in found.items():
         assert torch.equal(value, again[part]), part
         assert distance({"": value}, {"": right[part]}) < 2 * torch.finfo(dtype).eps, part
@@ -191,10 +191,10 @@ def test_their_gradients_are_as_exact_as_their_type_and_give_equal_bits(shape, a
         (3, 5, 7, 64, 64), (31, 17, 13, 128, 192),
     ],
 )  # fmt: skip
-def test_products_are_as_exact_as_their_type_and_give_equal_bits(shape, dtype):
-    given = products_case.narrowed(products_case.layer(shape, "cuda"), dtype)
-    right = products_case.by_torch({name: one.double() for name, one in given.items()}, narrow=dtype)
-    found, again = (products_case.by_kernels(given) for _ in range(2))
+def test_conv1x1_are_as_exact_as_their_type_and_give_equal_bits(shape, dtype):
+    given = conv1x1_case.narrowed(conv1x1_case.layer(shape, "cuda"), dtype)
+    right = conv1x1_case.by_torch({name: one.double() for name, one in given.items()}, narrow=dtype)
+    found, again = (conv1x1_case.by_kernels(given) for _ in range(2))
     for part, value in found.items():
         assert torch.equal(value, again[part]), part
         bound = torch.finfo(dtype).eps / 2 if part in {"y", "z"} else 1e-4  # some are rounded to the other side
@@ -205,14 +205,14 @@ def test_more_rows_than_an_axis_has_programs():
     """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; all axes of a grid but the first end before."""
     y = torch.randn(4096, 64, 32, 33, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
-    norm = norms.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+    norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
-    about = norms.statistics(y, norm, counter)
-    z, bits = norms.activation(y, about, None, None)
+    about = batch_norm.statistics(y, norm, counter)
+    z, bits = batch_norm.activation(y, about, None, None)
     expected = torch.nn.functional.batch_norm(y.float(), None, None, training=True).relu()
     torch.testing.assert_close(z.float(), expected, atol=0.02, rtol=0.02)
-    sums = norms.gradient_sums(torch.ones_like(y), None, y, bits, about, counter)
-    back = norms.gradients(sums, y, about)
+    sums = batch_norm.gradient_sums(torch.ones_like(y), None, y, bits, about, counter)
+    back = batch_norm.gradients(sums, y, about)
     assert back.bias[0].item() == pytest.approx((expected[:, 0] > 0).sum().item(), rel=1e-3)
     assert bool(torch.isfinite(back.y).all())
 

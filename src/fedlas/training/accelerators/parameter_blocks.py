@@ -16,8 +16,8 @@ import triton.language as tl
 from jaxtyping import Int
 from torch import Tensor
 
-from fedlas.training.accelerators import norms
-from fedlas.training.accelerators.launching import launch
+from fedlas.training.accelerators import batch_norm
+from fedlas.training.accelerators.precompile import launch
 
 BLOCK = 2048  # numbers of one tensor that a program changes
 TILE = 4 * BLOCK  # numbers that one looks at
@@ -84,7 +84,7 @@ class Narrowing:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.addresses = _addresses(tensors)
-        usable = tensors[0].is_cuda or norms.INTERPRETED
+        usable = tensors[0].is_cuda or batch_norm.INTERPRETED
         self.fits = usable and all(is_plain(one) and one.numel() % EVEN == 0 for one in tensors)
         self.layout = laid_out(tensors)
         self.blocks = table_of(tensors, self.layout).to(tensors[0].device)

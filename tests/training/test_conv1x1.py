@@ -4,7 +4,7 @@ import pytest
 from interpreted import found_by
 
 pytest.importorskip("triton")
-from products_case import CASES, CASES_BACK
+from conv1x1_case import CASES, CASES_BACK
 
 pytestmark = pytest.mark.campaign
 DIGITS = {"float16": 2**-10, "float32": 1e-5}
@@ -12,7 +12,7 @@ DIGITS = {"float16": 2**-10, "float32": 1e-5}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return found_by("products_case.py", tmp_path_factory)
+    return found_by("conv1x1_case.py", tmp_path_factory)
 
 
 @pytest.mark.parametrize(("shape", "kind"), CASES)

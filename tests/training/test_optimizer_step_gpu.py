@@ -8,13 +8,13 @@ from runs_of import short
 from torch import nn
 
 pytest.importorskip("triton")
-from descent_case import CASES, answers, compared, handed_over, left_to_torch, watched
+from optimizer_step_case import CASES, answers, compared, handed_over, left_to_torch, watched
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
-from fedlas.training.accelerators import blocks, descent, norms, products, stem, tallies
-from fedlas.training.accelerators.fused import FusedResNet
-from fedlas.training.bench import Bench, chosen_device
+from fedlas.training.accelerators import stem
+from fedlas.training.accelerators.resnet import FusedResNet
 from fedlas.training.precision import machine
+from fedlas.training.session import Bench, chosen_device
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
 RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": True, "precision": "bf16"}
@@ -171,7 +171,7 @@ def compiled(*modules: Any) -> list[Any]:
 def test_after_a_rehearsal_a_step_has_little_to_compile(model, monkeypatch):
     """Some kinds are left: those of tensors that start at odd places."""
     recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
-    device, modules = chosen_device("cuda"), (norms, stem, products, blocks, descent, tallies)
+    device, modules = chosen_device("cuda"), (batch_norm, stem, conv1x1, parameter_blocks, optimizer_step, metric_sums)
     with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
         bench = Bench(recipe, device)
         bench.net.train()

@@ -15,12 +15,12 @@ from triton.runtime.jit import MockTensor
 
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.models import build_model
-from fedlas.training import bench as bench_module
-from fedlas.training.accelerators import launching
-from fedlas.training.accelerators.fused import fuse
-from fedlas.training.accelerators.launching import launch, rehearsal, rehearsing
-from fedlas.training.accelerators.norms import asked
-from fedlas.training.bench import Bench
+from fedlas.training import session as session_module
+from fedlas.training.accelerators import precompile
+from fedlas.training.accelerators.batch_norm import asked
+from fedlas.training.accelerators.precompile import launch, rehearsal, rehearsing
+from fedlas.training.accelerators.resnet import fuse
+from fedlas.training.session import Bench
 from fedlas.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class Kernel:
 
 @pytest.fixture
 def anywhere(monkeypatch):
-    monkeypatch.setattr(launching.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(precompile.torch.cuda, "device", lambda _: nullcontext())
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -165,7 +165,7 @@ def test_other_devices_and_later_launches_are_not_part_of_a_rehearsal():
         launch(kernel, (1,), torch.zeros(1))
     assert len(kernel.ran) == 2
     assert not kernel.compiled
-    any_gpu, second = launching.Rehearsal(torch.device("cuda")), launching.Rehearsal(torch.device("cuda", 1))
+    any_gpu, second = precompile.Rehearsal(torch.device("cuda")), precompile.Rehearsal(torch.device("cuda", 1))
     assert any_gpu.concerns(())
     assert not any_gpu.concerns((torch.zeros(1),))
     assert not second.concerns((3, torch.zeros(1)))
@@ -184,7 +184,7 @@ def test_what_is_still_to_be_compiled_is_left_where_something_fails():
     kernel = Slow()
 
     def fails():
-        for number in range(launching._processors() + 3):
+        for number in range(precompile._processors() + 3):
             launch(kernel, (1,), WIDTH=number)
         assert begun.wait(20)
         threading.Timer(0.2, end.set).start()
@@ -192,7 +192,7 @@ def test_what_is_still_to_be_compiled_is_left_where_something_fails():
 
     with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
         fails()
-    assert 1 <= len(kernel.compiled) <= launching._processors()
+    assert 1 <= len(kernel.compiled) <= precompile._processors()
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -272,12 +272,12 @@ def test_a_rehearsal_that_fails_costs_nothing():
 def test_a_bench_rehearses_where_the_network_has_kernels_of_its_own(monkeypatch):
     assert Bench(short("ce"), CPU).step.parts.rehearsal is None
     model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
-    assert bench_module._rehearsal(model, CPU) is None
+    assert session_module._rehearsal(model, CPU) is None
     assert fuse(model)
     loaded = []
-    monkeypatch.setattr(bench_module, "import_module", loaded.append)
-    begin = bench_module._rehearsal(model, CPU)
+    monkeypatch.setattr(session_module, "import_module", loaded.append)
+    begin = session_module._rehearsal(model, CPU)
     assert begin is not None
     with begin() as one:
-        assert isinstance(one, launching.Rehearsal)
+        assert isinstance(one, precompile.Rehearsal)
     assert loaded == ["torch._inductor.compile_fx"]

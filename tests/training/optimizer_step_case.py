@@ -1,6 +1,6 @@
 """Compares the end of a step by kernels of our own with torch's; run by itself with TRITON_INTERPRET=1, or on a GPU.
 
-    python tests/training/descent_case.py cpu
+    python tests/training/optimizer_step_case.py cpu
 
 Prints one line of JSON: for each kind of recipe how far weights, memory and sums are from those of torch after some
 steps, and the flags of both.
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from fedlas.training import recipe_for
-from fedlas.training.accelerators import descent
-from fedlas.training.accelerators.descent import SUMS
-from fedlas.training.accelerators.tallies import SAMPLES, WIDEST, tally, watch
-from fedlas.training.bench import Bench
-from fedlas.training.meters import GateWatch, Meter
-from fedlas.training.optim import build_optimizer, memory_of, parameters_of
+from fedlas.training.accelerators import optimizer_step
+from fedlas.training.accelerators.metric_sums import SAMPLES, WIDEST, tally, watch
+from fedlas.training.accelerators.optimizer_step import SUMS
+from fedlas.training.epoch_metrics import GateWatch, Meter
+from fedlas.training.optimizer import build_optimizer, memory_of, parameters_of
 from fedlas.training.precision import machine
+from fedlas.training.session import Bench
 
 FEW = 2  # sums of tiles that are added at a time, so that there are several of these in a small network
 Change = Callable[[Bench, int], object]
@@ -146,7 +146,7 @@ def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]
     changes, change = CASES[case]
     count = count or (2 if change is nothing else 4)
     with (
-        patch.object(descent, "SUMS", FEW if case == "few sums" else SUMS),
+        patch.object(optimizer_step, "SUMS", FEW if case == "few sums" else SUMS),
         patch.object(Bench, "compiled", property(lambda bench: bench.recipe.compile)),
         patch.object(nn.Module, "compile", lambda *_, **__: None),
     ):
@@ -238,7 +238,7 @@ def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
     for takes in (True, False):
         net, loss = layers(device), nn.Linear(9, 8).to(device)
         optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), torch.device(device))
-        one = descent.Descent(recipe, loss, optimizer, rates)
+        one = optimizer_step.Descent(recipe, loss, optimizer, rates)
         fine, count = torch.tensor([1, 0], device=device).unbind()
         first_bad = torch.full_like(count, -1)
         sums = torch.zeros(2, dtype=torch.float64, device=device).unbind()

@@ -13,7 +13,7 @@ import triton.language as tl
 from jaxtyping import Float, Int, Int8
 from torch import Tensor
 
-from fedlas.training.accelerators.launching import launch
+from fedlas.training.accelerators.precompile import launch
 
 LOGITS = 4096  # that a program looks at
 WIDEST = 16384  # classes; more do not fit into the registers

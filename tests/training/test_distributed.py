@@ -16,8 +16,8 @@ from runs_of import SignalAt, large, log_without_times, photographs, prediction_
 from torch import nn
 
 from fedlas.training import Recipe, Run, StoppedError, fit, recipe_for
-from fedlas.training.bench import _check_shares, _with_shared_statistics
-from fedlas.training.runs import RunError
+from fedlas.training.run_folder import RunError
+from fedlas.training.session import _check_shares, _with_shared_statistics
 from start_method import START_METHOD
 
 OPTIONS = {

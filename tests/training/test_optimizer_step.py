@@ -11,16 +11,16 @@ from torch import nn
 
 pytest.importorskip("triton")
 import triton.language as tl
-from descent_case import CASES
+from optimizer_step_case import CASES
 
 from fedlas.models import resnet
-from fedlas.training import bench as bench_module
-from fedlas.training.accelerators import descent, norms, products, stem, tallies
-from fedlas.training.accelerators.blocks import BLOCK, TILE, Narrowing
-from fedlas.training.accelerators.fused import _Beside, _Narrow, _Room
-from fedlas.training.bench import Bench
-from fedlas.training.optim import build_optimizer
+from fedlas.training import session as session_module
+from fedlas.training.accelerators import batch_norm, conv1x1, metric_sums, optimizer_step, stem
+from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, Narrowing
+from fedlas.training.accelerators.resnet import _Beside, _Narrow, _Room
+from fedlas.training.optimizer import build_optimizer
 from fedlas.training.recipe import Recipe
+from fedlas.training.session import Bench
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton that has tuples")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return found_by("descent_case.py", tmp_path_factory)
+    return found_by("optimizer_step_case.py", tmp_path_factory)
 
 
 @pytest.mark.campaign
@@ -72,11 +72,11 @@ def test_narrow_gradients_give_the_bits_of_wide_ones(found):
     assert all(one["equal"])
 
 
-def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> descent.Descent:
+def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_step.Descent:
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     loss = nn.Identity() if loss is None else loss
     optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), CPU)
-    return descent.Descent(recipe, loss, optimizer, rates)
+    return optimizer_step.Descent(recipe, loss, optimizer, rates)
 
 
 def test_gradients_lie_side_by_side_as_their_parameters_do():
@@ -238,14 +238,14 @@ def not_aligned(net: nn.Linear) -> nn.Module:
     ],
 )
 def test_what_the_kernels_are_not_made_for_is_left_to_torch(change, changes, expected, monkeypatch):
-    monkeypatch.setattr(norms, "why_not", lambda _: None)
+    monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
-    assert descent.fits(recipe, optimizer, CPU) == expected
+    assert optimizer_step.fits(recipe, optimizer, CPU) == expected
     if expected:
-        monkeypatch.setattr(norms, "why_not", lambda _: "no compiler")
+        monkeypatch.setattr(batch_norm, "why_not", lambda _: "no compiler")
         with pytest.warns(UserWarning, match="no compiler"):
-            assert not descent.fits(recipe, optimizer, CPU)
+            assert not optimizer_step.fits(recipe, optimizer, CPU)
 
 
 @pytest.fixture
@@ -258,8 +258,8 @@ def thin(monkeypatch):
 def test_a_bench_has_them_where_it_compiles(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     assert Bench(recipe, CPU).step.parts.descent is None
-    monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))
-    monkeypatch.setattr(norms, "why_not", lambda _: None)
+    monkeypatch.setattr(session_module.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     ours = Bench(recipe, CPU)
     descends = ours.step.parts.descent
@@ -267,8 +267,8 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     with ours.step._slots():
         assert ours.net.model.gradient_slots is descends.slots
     assert not ours.net.model.gradient_slots
-    assert ours.step.meter.tally is tallies.tally
-    assert ours.step.watch.tally is tallies.watch
+    assert ours.step.meter.tally is metric_sums.tally
+    assert ours.step.watch.tally is metric_sums.watch
     other = Bench(recipe.replace(seed=5), CPU, before=ours)
     assert other.step.parts.descent is descends
     addresses = [parameter.data_ptr() for parameter in descends.slots]
@@ -283,8 +283,8 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
 @pytest.mark.usefixtures("thin")
 def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
-    monkeypatch.setattr(bench_module.Bench, "compiled", property(lambda self: self.recipe.compile))
-    monkeypatch.setattr(norms, "why_not", lambda _: None)
+    monkeypatch.setattr(session_module.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     ours = Bench(recipe, CPU)
     one, weight = ours.step.parts.descent, ours.net.model.layer1[0].conv1.weight
@@ -301,8 +301,8 @@ def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monke
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
 def test_what_cannot_be_made_is_left_to_others_with_a_word():
     nowhere = torch.device("cuda")
-    for made in (stem._can_be_made, products._can_be_made, products._can_be_made_back):
+    for made in (stem._can_be_made, conv1x1._can_be_made, conv1x1._can_be_made_back):
         with pytest.warns(UserWarning, match="cuDNN"):
             assert not made.__wrapped__(nowhere)
         assert made(CPU)
-    assert descent._why_not(Recipe(data="digits", model="small_cnn", loss="ce"), nowhere)
+    assert optimizer_step._why_not(Recipe(data="digits", model="small_cnn", loss="ce"), nowhere)

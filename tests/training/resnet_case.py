@@ -1,6 +1,6 @@
 """Compares fused residual networks with plain ones; run by itself with TRITON_INTERPRET=1, or on a GPU.
 
-    python tests/training/fused_case.py cpu
+    python tests/training/resnet_case.py cpu
 
 Prints one line of JSON: for each network, how far gradients, logits and buffers in float32 are from float64, once for
 torch's layers and once for the fused ones.
@@ -19,9 +19,9 @@ from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.models import WithFeatures
-from fedlas.training.accelerators import norms
-from fedlas.training.accelerators.blocks import Narrowing
-from fedlas.training.accelerators.fused import fuse
+from fedlas.training.accelerators import batch_norm
+from fedlas.training.accelerators.parameter_blocks import Narrowing
+from fedlas.training.accelerators.resnet import fuse
 
 BLOCKS = {"basic": BasicBlock, "bottleneck": Bottleneck}
 
@@ -126,8 +126,8 @@ def far_from_zero(device: str) -> dict[str, float]:
     """Give how wrong the statistics of numbers are whose mean is far larger than their spread, at the first step."""
     y = 300 + torch.randn(4, 64, 5, 5, device=device).to(memory_format=torch.channels_last)
     weight, bias, mean, var = torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64)
-    norm = norms.Affine(*(one.to(device) for one in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
-    found = norms.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
+    norm = batch_norm.Affine(*(one.to(device) for one in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
+    found = batch_norm.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
     right = y.double().var((0, 2, 3), unbiased=False).add(1e-5).rsqrt()
     return {"rstd": ((found.rstd.double() - right) / right).abs().max().item()}
 
@@ -147,10 +147,10 @@ def narrowed(device: str) -> dict[str, bool]:
     """Say whether narrow copies are exactly those of torch, and what becomes of tensors that move or are odd."""
     torch.manual_seed(0)
     shapes = (64, 64, 3, 3), (64, 3, 3, 3), (128, 64, 1, 1), (2,), (4,)
-    spread = 25 if norms.INTERPRETED else 100  # the former has wrong numbers for the smallest of bfloat16
+    spread = 25 if batch_norm.INTERPRETED else 100  # the former has wrong numbers for the smallest of bfloat16
     wide = [(torch.randn(shape, device=device) * spread).exp2() for shape in shapes]
     wide[0][0, 0, 0] = torch.tensor([math.nan, -0.0, 1 + 2**-8], device=device)
-    if norms.INTERPRETED:  # it cuts off what bfloat16 has no room for
+    if batch_norm.INTERPRETED:  # it cuts off what bfloat16 has no room for
         wide = [one.bfloat16().float() for one in wide]
     wide[:3] = [one.to(memory_format=torch.channels_last) for one in wide[:3]]
     kept = [one for one in wide if one.numel() % 4 == 0]

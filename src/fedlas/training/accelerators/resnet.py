@@ -27,10 +27,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedlas.training.accelerators import norms, products, stem, windows
-from fedlas.training.accelerators.blocks import Narrowing
+from fedlas.training.accelerators import batch_norm, conv1x1, conv3x3, stem
+from fedlas.training.accelerators.parameter_blocks import Narrowing
 
-Convolved = tuple[Tensor, norms.Normed | None]  # and what was found out about it already
+Convolved = tuple[Tensor, batch_norm.Normed | None]  # and what was found out about it already
 Leave = Callable[[Tensor, Tensor], None]  # takes the gradient of a convolution and its weight
 HEAD = ("avgpool", "fc")  # what computes as it always did
 BESIDE = 4  # gradients of weights that may be under way on the second stream; each keeps what it reads
@@ -47,24 +47,24 @@ class Owed:
         two_norms: whether what another norm gave was added to the images.
     """
 
-    product: products.Product | None = None
-    apart: norms.Apart | None = None
+    product: conv1x1.Product | None = None
+    apart: batch_norm.Apart | None = None
 
     def __init__(self, *, two_norms: bool = False) -> None:
         self.two_norms = two_norms
 
     def leave_product(self, gradient: Tensor, weight: Tensor) -> None:
         """Leave what the gradient of the images is the product, or the convolution, of."""
-        self.product = products.Product(gradient, weight)
+        self.product = conv1x1.Product(gradient, weight)
 
     def leave_apart(self, every: int, gradient: Tensor, weight: Tensor) -> None:
         """Leave the gradient of the pixels that a convolution of 1 x 1 looked at, every so-many-th."""
-        looked_at = norms.new_images(gradient, weight.shape[1])  # only its shape is asked for
+        looked_at = batch_norm.new_images(gradient, weight.shape[1])  # only its shape is asked for
         about = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
         found: Tensor = torch.ops.aten.convolution_backward(gradient, looked_at, weight, *about)[0]
-        self.apart = norms.Apart(found.contiguous(memory_format=torch.channels_last), every)
+        self.apart = batch_norm.Apart(found.contiguous(memory_format=torch.channels_last), every)
 
-    def taken(self) -> tuple[products.Product | None, norms.Apart | None]:
+    def taken(self) -> tuple[conv1x1.Product | None, batch_norm.Apart | None]:
         """Give what was left, once."""
         left, self.product, self.apart = (self.product, self.apart), None, None
         return left
@@ -133,7 +133,7 @@ def _is_watched(layer: nn.Module) -> bool:
 
 
 def _is_usual_norm(norm: Any) -> bool:
-    if type(norm) is not nn.BatchNorm2d or norm.num_features % norms.NARROWEST:
+    if type(norm) is not nn.BatchNorm2d or norm.num_features % batch_norm.NARROWEST:
         return False
     return norm.affine and norm.track_running_stats and norm.momentum is not None
 
@@ -181,7 +181,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
 
     def _fused_now(self, x: Tensor) -> bool:
         """Say whether the kernels may stand for the layers: in training alone, and where nobody looks at a layer."""
-        if not (torch.is_grad_enabled() and (x.is_cuda or norms.INTERPRETED)):
+        if not (torch.is_grad_enabled() and (x.is_cuda or batch_norm.INTERPRETED)):
             return False
         body = [layer for part, layer in self.named_modules() if part.partition(".")[0] not in ("", *HEAD)]
         return self.training and all(layer.training and not _is_watched(layer) for layer in body)
@@ -277,13 +277,13 @@ def _convolve(
     about = layer.stride, layer.padding, layer.dilation, layer.groups
     narrow = images.to(layer.narrow.dtype)
     is_product = about == ((1, 1), (0, 0), (1, 1), 1)
-    is_window = about == ((1, 1), (1, 1), (1, 1), 1) and windows.fits(narrow, layer.narrow)
-    looks = norm if is_window or (is_product and products.fits(narrow, layer.narrow)) else None
+    is_window = about == ((1, 1), (1, 1), (1, 1), 1) and conv3x3.fits(narrow, layer.narrow)
+    looks = norm if is_window or (is_product and conv1x1.fits(narrow, layer.narrow)) else None
     leave: Leave | None = None
     if owed is not None and first:
         # On a second stream the gradient of the weight would begin first, and have the matrix units.
         window_can = is_window and not owed.two_norms and layer.beside.stream is None
-        if window_can or (is_product and products.fits_back(narrow, layer.narrow)):
+        if window_can or (is_product and conv1x1.fits_back(narrow, layer.narrow)):
             leave = owed.leave_product
     elif owed is not None and (every := _every(about, layer.narrow)) > 1:
         leave = partial(owed.leave_apart, every)
@@ -292,8 +292,8 @@ def _convolve(
 
 
 def _norm(
-    y: Tensor, about: norms.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
-    skip_about: norms.Normed | None = None, skip_norm: nn.BatchNorm2d | None = None,
+    y: Tensor, about: batch_norm.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
+    skip_about: batch_norm.Normed | None = None, skip_norm: nn.BatchNorm2d | None = None,
 ) -> Given:  # fmt: skip
     """Normalise, add what skipped the layers, cut off what is negative; give the result twice, for two uses."""
     other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
@@ -391,8 +391,8 @@ class _Convolution(torch.autograd.Function):
         if norm is None:
             return functional.conv2d(images, weight, None, *about), None
         if _is_product(weight):
-            return products.multiply(images, weight, _affine(norm), _counter(norm))
-        return windows.convolve(images, weight, _affine(norm))
+            return conv1x1.multiply(images, weight, _affine(norm), _counter(norm))
+        return conv3x3.convolve(images, weight, _affine(norm))
 
     @staticmethod
     @once_differentiable
@@ -429,15 +429,15 @@ class _NormAddReLU(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor, skip: Tensor | None, skip_weight: Tensor | None,
         skip_bias: Tensor | None, norm: nn.BatchNorm2d, skip_norm: nn.BatchNorm2d | None,
-        abouts: tuple[norms.Normed | None, norms.Normed | None], owed: Owed,
+        abouts: tuple[batch_norm.Normed | None, batch_norm.Normed | None], owed: Owed,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         del weight, bias, skip_weight, skip_bias  # they are the norms' own
         about, other = abouts
         if about is None:
-            about = norms.statistics(y, _affine(norm), _counter(norm))
+            about = batch_norm.statistics(y, _affine(norm), _counter(norm))
         if other is None and skip is not None and skip_norm is not None:
-            other = norms.statistics(skip, _affine(skip_norm), _counter(skip_norm))
-        z, bits = norms.activation(y, about, skip, other)
+            other = batch_norm.statistics(skip, _affine(skip_norm), _counter(skip_norm))
+        z, bits = batch_norm.activation(y, about, skip, other)
         ctx.save_for_backward(y, bits, skip if other is not None else None)
         ctx.about, ctx.other, ctx.norm, ctx.owed, ctx.has_skip = about, other, norm, owed, skip is not None
         ctx.set_materialize_grads(False)
@@ -448,7 +448,7 @@ class _NormAddReLU(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         y, bits, skip = ctx.saved_tensors
         sums = _gradient_sums(ctx.owed, given, y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
-        found = norms.gradients(sums, y, ctx.about, skip, ctx.other)
+        found = batch_norm.gradients(sums, y, ctx.about, skip, ctx.other)
         of_skip = found.skip if ctx.has_skip else None
         nothing = None, None, None, None
         if ctx.other is not None:
@@ -468,7 +468,7 @@ class _Mean(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         height, width = ctx.size
-        return norms.spread(gradient, height, width)
+        return batch_norm.spread(gradient, height, width)
 
 
 class _Stem(torch.autograd.Function):
@@ -480,7 +480,7 @@ class _Stem(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         del weight, bias  # they are the norm's own
         y, about = stem.convolve(images, filters, _affine(norm), _counter(norm))
-        z, bits = norms.activation(y, about, None, None)
+        z, bits = batch_norm.activation(y, about, None, None)
         ctx.save_for_backward(images, filters, y, bits)
         ctx.about, ctx.norm, ctx.owed = about, norm, owed
         ctx.set_materialize_grads(False)
@@ -497,20 +497,20 @@ class _Stem(torch.autograd.Function):
         return None, of_filters, sums.weight, sums.bias, None, None
 
 
-def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) -> norms.GradientSums:
+def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) -> batch_norm.GradientSums:
     """Do the first pass back through a norm, from the gradients of z that there are, one or two."""
     product, apart = owed.taken()
     there = [one.contiguous(memory_format=torch.channels_last) for one in given if one is not None]
     if product is None:
-        return norms.gradient_sums(there[0], there[1] if len(there) > 1 else apart, *about)
+        return batch_norm.gradient_sums(there[0], there[1] if len(there) > 1 else apart, *about)
     second = there[0] if there else apart
     if _is_product(product.weight):
-        return products.gradient_sums(product, second, *about)
+        return conv1x1.gradient_sums(product, second, *about)
     y, bits, normed, _, *other = about
     if any(one is not None for one in other):
         raise ValueError("a convolution of 3 x 3 cannot sum for two norms")  # see Owed.two_norms
-    whole = second.whole(y) if isinstance(second, norms.Apart) else second
-    return windows.gradient_sums(product.gradient, product.weight, whole, y, bits, normed)
+    whole = second.whole(y) if isinstance(second, batch_norm.Apart) else second
+    return conv3x3.gradient_sums(product.gradient, product.weight, whole, y, bits, normed)
 
 
 def _is_product(weight: Tensor) -> bool:
@@ -524,14 +524,14 @@ def _every(about: tuple[Any, ...], weight: Tensor) -> int:
     return down if down == across and _is_product(weight) and rest == [(0, 0), (1, 1), 1] else 1
 
 
-def _affine(norm: Any) -> norms.Affine:
-    return norms.Affine(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum)
+def _affine(norm: Any) -> batch_norm.Affine:
+    return batch_norm.Affine(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum)
 
 
 def _counter(norm: Any) -> Tensor:
     """Give the zeros by which programs find out who is the last; kept, because they are zeros again afterwards."""
     if not hasattr(norm, "counter") or norm.counter.device != norm.weight.device:
-        blocks = norm.num_features // norms.NARROWEST
+        blocks = norm.num_features // batch_norm.NARROWEST
         norm.counter = torch.zeros(blocks, dtype=torch.int32, device=norm.weight.device)
     counter: Tensor = norm.counter
     return counter

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedlas.training.accelerators.launching import launch
-from fedlas.training.accelerators.norms import (
+from fedlas.training.accelerators.batch_norm import (
     NARROW_TYPES,
     Affine,
     GradientSums,
@@ -33,6 +32,7 @@ from fedlas.training.accelerators.norms import (
     shape_of,
     tried,
 )
+from fedlas.training.accelerators.precompile import launch
 
 try:
     from triton.experimental.gluon import language as gl

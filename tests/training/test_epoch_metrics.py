@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlas.training.meters import EDGES, GateWatch
+from fedlas.training.epoch_metrics import EDGES, GateWatch
 
 
 def test_the_gate_is_watched_sample_by_sample():

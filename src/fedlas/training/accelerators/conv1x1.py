@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedlas.training.accelerators.launching import launch
-from fedlas.training.accelerators.norms import (
+from fedlas.training.accelerators.batch_norm import (
     NARROW_TYPES,
     NARROWEST,
     Affine,
@@ -42,6 +41,7 @@ from fedlas.training.accelerators.norms import (
     shape_of,
     tried,
 )
+from fedlas.training.accelerators.precompile import launch
 
 MULTIPROCESSORS = 132  # of an H200, on which tiles, and where all this pays, were found
 MANY = 1 << 15  # rows from which on it pays

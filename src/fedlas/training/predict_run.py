@@ -20,12 +20,12 @@ from fedlas.files import held_at, same_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.training import checkpoint
-from fedlas.training.bench import chosen_device
 from fedlas.training.callbacks import downloads
 from fedlas.training.precision import machine
-from fedlas.training.predict import evaluation_source, predictions_of
+from fedlas.training.prediction import evaluation_source, predictions_of
 from fedlas.training.recipe import Plain, Recipe
-from fedlas.training.runs import ELSEWHERE, RESUME, STATES, WRITE_TO, Run, RunError, locked
+from fedlas.training.run_folder import ELSEWHERE, RESUME, STATES, WRITE_TO, Run, RunError, locked
+from fedlas.training.session import chosen_device
 
 
 def predict_with(

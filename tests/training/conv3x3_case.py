@@ -1,6 +1,6 @@
 """Compares steps with convolutions of `windows` with steps without; run by itself with TRITON_INTERPRET=1.
 
-    python tests/training/windows_case.py cpu
+    python tests/training/conv3x3_case.py cpu
 
 Kernels for GPUs of one kind cannot be interpreted: torch stands for these two here, and everything around them is what
 it is. Prints one line of JSON: how far a step in float16 and another in float32 are from float64, with and without,
@@ -16,13 +16,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fused_case import distance, network, outcome, smaller
+from resnet_case import distance, network, outcome, smaller
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlas.training.accelerators import norms, windows
-from fedlas.training.accelerators.fused import fuse
-from fedlas.training.accelerators.launching import launch
+from fedlas.training.accelerators import batch_norm, conv3x3
+from fedlas.training.accelerators.precompile import launch
+from fedlas.training.accelerators.resnet import fuse
 
 
 def described(tensor: Tensor, *_: Any) -> SimpleNamespace:
@@ -39,7 +39,7 @@ def images_of(descriptor: Any) -> Tensor:
 def weight_of(descriptor: Any) -> Tensor:
     """Give the weight that a kernel was told of."""
     flat: Tensor = descriptor.base
-    return flat.view(windows.CHANNELS, 3, 3, windows.CHANNELS).permute(0, 3, 1, 2)
+    return flat.view(conv3x3.CHANNELS, 3, 3, conv3x3.CHANNELS).permute(0, 3, 1, 2)
 
 
 def leave(partial: Tensor, *sums: Tensor, together: int) -> None:
@@ -75,7 +75,7 @@ def back_lines(*given: Any, **about: Any) -> None:
 
 def started(kernel: Any, grid: tuple[int, ...], *given: Any, **about: Any) -> None:
     """Start a kernel, or torch in its place."""
-    others = {windows.hopper.lines_kernel: lines, windows.hopper.back_lines_kernel: back_lines}
+    others = {conv3x3.hopper.lines_kernel: lines, conv3x3.hopper.back_lines_kernel: back_lines}
     if kernel in others:
         others[kernel](*given, **about)
     else:
@@ -84,7 +84,7 @@ def started(kernel: Any, grid: tuple[int, ...], *given: Any, **about: Any) -> No
 
 def usable(images: Tensor, weight: Tensor) -> bool:
     """Say whether images and weight have the right shape, whatever they are on."""
-    return weight.shape == (64, 64, 3, 3) and windows.ROWS % images.shape[3] == 0
+    return weight.shape == (64, 64, 3, 3) and conv3x3.ROWS % images.shape[3] == 0
 
 
 def beside_a_norm(device: str) -> tuple[Any, Tensor, Tensor, Any]:
@@ -110,13 +110,13 @@ def step(
     with ExitStack() as patched:
         patched.enter_context(torch.autocast(device, dtype, enabled=dtype != torch.float32))
         usual = outcome(plain, images, labels)
-        patched.enter_context(patch.object(windows, "fits", usable))
-        patched.enter_context(patch.object(windows, "ROWS", 8))  # of two images, so that there are three programs
-        patched.enter_context(patch.object(windows, "launch", started))
-        patched.enter_context(patch.object(windows.TensorDescriptor, "from_tensor", described))
-        there = patched.enter_context(patch.object(windows, "convolve", wraps=windows.convolve))
-        back = patched.enter_context(patch.object(windows, "gradient_sums", wraps=windows.gradient_sums))
-        summed = patched.enter_context(patch.object(norms, "statistics", wraps=norms.statistics))
+        patched.enter_context(patch.object(conv3x3, "fits", usable))
+        patched.enter_context(patch.object(conv3x3, "ROWS", 8))  # of two images, so that there are three programs
+        patched.enter_context(patch.object(conv3x3, "launch", started))
+        patched.enter_context(patch.object(conv3x3.TensorDescriptor, "from_tensor", described))
+        there = patched.enter_context(patch.object(conv3x3, "convolve", wraps=conv3x3.convolve))
+        back = patched.enter_context(patch.object(conv3x3, "gradient_sums", wraps=conv3x3.gradient_sums))
+        summed = patched.enter_context(patch.object(batch_norm, "statistics", wraps=batch_norm.statistics))
         ours = outcome(model, images, labels)
     weights = {one.weight.data_ptr(): name for name, one in model.named_modules() if hasattr(one, "counter")}
     return {

@@ -30,13 +30,13 @@ from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import WithFeatures, WithLoss, build_model
 from fedlas.predictions import check_distinct
 from fedlas.training.checkpoint import UNFIT, restore_module
-from fedlas.training.meters import GateWatch
-from fedlas.training.mixing import Mixer
-from fedlas.training.optim import Rates, build_optimizer, clear_memory, lr_table, memory_of, restore_memory
+from fedlas.training.epoch_metrics import GateWatch
+from fedlas.training.mixup import Mixer
+from fedlas.training.optimizer import Rates, build_optimizer, clear_memory, lr_table, memory_of, restore_memory
 from fedlas.training.precision import seed_everything
-from fedlas.training.predict import Source, evaluation_source, images_dtype, rank
+from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
 from fedlas.training.recipe import PUBLISHED, Recipe
-from fedlas.training.runs import RunError
+from fedlas.training.run_folder import RunError
 from fedlas.training.step import Parts, TrainStep
 from fedlas.training.validation import feedback_samples, with_first_half
 
@@ -377,22 +377,22 @@ class Feed(nn.Module):
 def _fused(model: nn.Module, device: torch.device) -> bool:
     """Let a residual network train with kernels of our own, if it is one; it then needs no compiler."""
     try:
-        from fedlas.training.accelerators import fused, norms  # noqa: PLC0415
+        from fedlas.training.accelerators import batch_norm, resnet  # noqa: PLC0415
     except ImportError:  # no Triton, or no torchvision
         return False
-    if not fused.fits(model):
+    if not resnet.fits(model):
         return False
-    reason = norms.why_not(device)
+    reason = batch_norm.why_not(device)
     if reason is not None:
         warnings.warn(f"kernels of our own cannot be used, torch's compiler has to do: {reason}", stacklevel=2)
         return False
-    return fused.fuse(model)
+    return resnet.fuse(model)
 
 
 def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
     """Make kernels of our own for the end of a step, if they fit."""
     try:
-        from fedlas.training.accelerators.descent import Descent, fits  # noqa: PLC0415
+        from fedlas.training.accelerators.optimizer_step import Descent, fits  # noqa: PLC0415
     except ImportError:  # no Triton
         return None
     return Descent(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None
@@ -401,12 +401,12 @@ def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, 
 def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
     """Give that in which the kernels of a network are compiled side by side, if it has any of our own."""
     try:
-        from fedlas.training.accelerators import fused, launching  # noqa: PLC0415
+        from fedlas.training.accelerators import precompile, resnet  # noqa: PLC0415
     except ImportError:  # no Triton, or no torchvision
         return None
     # The compiler, whose turn comes after the network's, takes seconds to be loaded.
     compiler = partial(import_module, "torch._inductor.compile_fx")
-    return partial(launching.rehearsal, device, compiler) if isinstance(model, fused.FusedResNet) else None
+    return partial(precompile.rehearsal, device, compiler) if isinstance(model, resnet.FusedResNet) else None
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

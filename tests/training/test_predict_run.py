@@ -13,8 +13,8 @@ import fedlas
 from fedlas.predictions import Predictions
 from fedlas.storage import CHECKSUM
 from fedlas.training import Run, RunError, StoppedError, fit
-from fedlas.training.runs import locked
-from fedlas.training.trained import predict_with
+from fedlas.training.predict_run import predict_with
+from fedlas.training.run_folder import locked
 
 CLASSES = [str(number) for number in range(10)]
 
@@ -178,7 +178,7 @@ def test_what_is_about_other_samples_is_refused_before_the_network_is_built(digi
         "no labels": fedlas.Predictions(held.logits, **about),
     }
     others[fault].save(tmp_path / "held.safetensors")
-    monkeypatch.setattr("fedlas.training.trained._network", None)
+    monkeypatch.setattr("fedlas.training.predict_run._network", None)
     with pytest.raises(RunError, match=r"held\.safetensors.*predictions"):
         predict_with(digits.folder, "digits", out=tmp_path / "held.safetensors")
 
@@ -187,7 +187,7 @@ def test_no_predictions_in_a_run_is_refused_before_anything_is_computed(digits, 
     path = digits.predictions_file("best-train")
     before = path.read_bytes() if path.exists() else None
     path.write_bytes(b"mine")
-    monkeypatch.setattr("fedlas.training.trained._network", None)
+    monkeypatch.setattr("fedlas.training.predict_run._network", None)
     try:
         with pytest.raises(RunError, match=r"best-train.*predictions"):
             predict_with(digits.folder, "digits", split="train")

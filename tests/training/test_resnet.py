@@ -9,16 +9,16 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedlas.models import build_model, resnet
-from fedlas.training import bench, recipe_for
+from fedlas.training import recipe_for
 
 pytest.importorskip("triton")
-from fedlas.training.accelerators import norms, products, windows
-from fedlas.training.accelerators.fused import FusedResNet, Owed, _Beside, _Convolution, _every, _gradient_sums, fuse
+from fedlas.training.accelerators import batch_norm, conv1x1, conv3x3
+from fedlas.training.accelerators.resnet import FusedResNet, Owed, _Beside, _Convolution, _every, _gradient_sums, fuse
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return found_by("fused_case.py", tmp_path_factory)
+    return found_by("resnet_case.py", tmp_path_factory)
 
 
 @pytest.mark.campaign
@@ -196,13 +196,13 @@ def test_names_and_weights_stay():
 def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
     """Give the network that a bench prepares where there is a GPU, and whether torch's compiler was asked for it."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
-    monkeypatch.setattr(bench.Bench, "compiled", property(lambda self: self.recipe.compile))
-    monkeypatch.setattr(norms, "why_not", lambda _: reason)
+    monkeypatch.setattr(session.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(batch_norm, "why_not", lambda _: reason)
     asked = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: asked.append(type(self).__name__))
     options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
     recipe = recipe_for("digits", loss="ce").replace(model="resnet18_cifar", **options)
-    made = bench.Bench(recipe, torch.device("cpu"))
+    made = session.Bench(recipe, torch.device("cpu"))
     return isinstance(made.net.model, FusedResNet), "WithFeatures" in asked
 
 
@@ -220,7 +220,7 @@ def test_where_no_kernel_can_be_made_the_compiler_is_asked(monkeypatch):
 
 
 def test_why_not_gives_the_reason():
-    reason = norms.why_not(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
+    reason = batch_norm.why_not(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
     assert reason is not None
     assert "\n" not in reason
 
@@ -248,7 +248,7 @@ def test_a_weight_that_does_not_learn_leaves_nothing_under_way(learns):
 
 
 def test_few_numbers_are_summed_by_fewer_programs():
-    few, many = norms.tile_for_sums(norms.FEW), norms.tile_for_sums(norms.FEW + 1)
+    few, many = batch_norm.tile_for_sums(batch_norm.FEW), batch_norm.tile_for_sums(batch_norm.FEW + 1)
     assert few.programs < many.programs
     assert few.blocks(10**6, 64) == few.programs
 
@@ -284,10 +284,10 @@ def test_every_pixel_counts_where_a_convolution_is_of_another_kind():
 def test_a_gradient_of_some_pixels_is_spread_for_a_kernel_that_wants_all(monkeypatch):
     given, owed = [], Owed()
     y = torch.zeros(1, 64, 5, 5).contiguous(memory_format=torch.channels_last)
-    found = norms.GradientSums(y, "none", *torch.zeros(8, 64).unbind())
-    monkeypatch.setattr(windows, "gradient_sums", lambda *about: given.append(about) or found)
-    owed.product = products.Product(y, torch.zeros(64, 64, 3, 3))
-    owed.apart = norms.Apart(torch.ones(1, 64, 3, 3), 2)
+    found = batch_norm.GradientSums(y, "none", *torch.zeros(8, 64).unbind())
+    monkeypatch.setattr(conv3x3, "gradient_sums", lambda *about: given.append(about) or found)
+    owed.product = conv1x1.Product(y, torch.zeros(64, 64, 3, 3))
+    owed.apart = batch_norm.Apart(torch.ones(1, 64, 3, 3), 2)
     _gradient_sums(owed, (None, None), y, torch.zeros(0), None, None)
     whole = given[0][2]
     assert whole.shape == y.shape

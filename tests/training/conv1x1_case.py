@@ -1,6 +1,6 @@
 """Compares 1 x 1 convolutions that sum for norms with torch's layers; run by itself with TRITON_INTERPRET=1.
 
-    python tests/training/products_case.py cpu
+    python tests/training/conv1x1_case.py cpu
 
 Prints one line of JSON: how far the kernels are from float64, for some shapes and types; what they take; how far a
 network's step with them, and without them, is, and for which layers they were used.
@@ -14,10 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from fused_case import distance, outcome, smaller
+from resnet_case import distance, outcome, smaller
 from torch.nn import functional
 
-from fedlas.training.accelerators import norms, products
+from fedlas.training.accelerators import batch_norm, conv1x1
 
 # Images, height, width, channels before and after: a part of a tile, tiles that end with the last row, more tiles than
 # programs.
@@ -81,9 +81,9 @@ def by_kernels(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Do the same with the kernel; z is computed here, of its scale and shift."""
     given = {name: one.clone() for name, one in given.items()}
     statistics = given["running_mean"], given["running_var"]
-    norm = norms.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
+    norm = batch_norm.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
     counter = torch.zeros(len(given["weight"]) // 64, dtype=torch.int32, device=given["weight"].device)
-    y, about = products.multiply(given["images"], given["factors"], norm, counter)
+    y, about = conv1x1.multiply(given["images"], given["factors"], norm, counter)
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert not counter.any()
     scale, shift = (one.double()[None, :, None, None] for one in (about.scale, about.shift))
@@ -129,21 +129,21 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, every: int) -> d
     y, skip, channels = given["y"], given["skip"], given["y"].shape[1]
     counter = torch.zeros(channels // 64, dtype=torch.int32, device=y.device)
 
-    def looked(images: torch.Tensor, norm: str) -> norms.Normed:
+    def looked(images: torch.Tensor, norm: str) -> batch_norm.Normed:
         statistics = torch.zeros(2, channels, device=y.device).unbind()
-        affine = norms.Affine(given[f"{norm}weight"], given[f"{norm}bias"], *statistics, eps=1e-5, momentum=0.1)
-        return norms.statistics(images, affine, counter)
+        affine = batch_norm.Affine(given[f"{norm}weight"], given[f"{norm}bias"], *statistics, eps=1e-5, momentum=0.1)
+        return batch_norm.statistics(images, affine, counter)
 
     about, other = looked(y, ""), (skip, looked(skip, "skip ")) if added == "norm" else ()
-    _, bits = norms.activation(y, about, None if added == "nothing" else skip, other[1] if other else None)
-    owed = products.Product(given["gradient"], given["factors"])
-    second: torch.Tensor | norms.Apart | None = given["second"] if every else None
+    _, bits = batch_norm.activation(y, about, None if added == "nothing" else skip, other[1] if other else None)
+    owed = conv1x1.Product(given["gradient"], given["factors"])
+    second: torch.Tensor | batch_norm.Apart | None = given["second"] if every else None
     if every > 1:
         looked_at = given["second"][:, :, ::every, ::every].contiguous(memory_format=torch.channels_last)
-        second = norms.Apart(looked_at, every)
-    sums = products.gradient_sums(owed, second, y, bits, about, counter, *other)
+        second = batch_norm.Apart(looked_at, every)
+    sums = conv1x1.gradient_sums(owed, second, y, bits, about, counter, *other)
     assert not counter.any()
-    found = norms.gradients(sums, y, about, *other)
+    found = batch_norm.gradients(sums, y, about, *other)
     parts = {"y": found.y, "weight": found.weight, "bias": found.bias}
     if added == "skip":
         parts["skip"] = found.skip
@@ -156,18 +156,18 @@ def back_compared(name: str, device: str, dtype: torch.dtype) -> dict[str, float
     shape, added, every = BACK[name]
     given = narrowed(block(shape, device), dtype)
     right = back_by_torch({name: one.double() for name, one in given.items()}, added, every)
-    with patch.object(products, "BACK", products.BACK._replace(programs=4)):
+    with patch.object(conv1x1, "BACK", conv1x1.BACK._replace(programs=4)):
         ours, again = (back_by_kernels(given, added, every) for _ in range(2))
     assert all(torch.equal(ours[part], again[part]) for part in ours)
     return {part: distance({"": ours[part]}, {"": right[part]}) for part in right}
 
 
-def few(inputs: int) -> norms.Tile:
+def few(inputs: int) -> batch_norm.Tile:
     """Choose a tile as usual, with few programs."""
     return CHOSEN(inputs)._replace(programs=4)
 
 
-CHOSEN = products.tile_for
+CHOSEN = conv1x1.tile_for
 
 
 def compared(shape: tuple[int, ...], device: str, dtype: torch.dtype, mean: float = 1.0) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def compared(shape: tuple[int, ...], device: str, dtype: torch.dtype, mean: floa
     given = narrowed(layer(shape, device, mean), dtype)
     wide = {name: one.double() for name, one in given.items()}
     right = by_torch(wide, None if dtype == torch.float32 else dtype)
-    with patch.object(products, "tile_for", few):
+    with patch.object(conv1x1, "tile_for", few):
         ours, again = by_kernels(given), by_kernels(given)
     assert all(torch.equal(ours[part], again[part]) for part in ours)
     usual = by_torch(given)
@@ -200,10 +200,10 @@ def takes(device: str) -> dict[str, bool]:
         layout = about.get("layout", torch.channels_last)
         images = torch.zeros(2, inputs, 3, 3, dtype=dtype, device=device).contiguous(memory_format=layout)
         weight = torch.zeros(outputs, inputs, side, side, dtype=dtype, device=device)
-        return (products.fits_back if about.get("back") else products.fits)(images, weight)
+        return (conv1x1.fits_back if about.get("back") else conv1x1.fits)(images, weight)
 
     few = asked(), asked(256, 64, back=True)
-    with patch.object(products, "MANY", 0), patch.object(products, "MANY_BACK", 0):
+    with patch.object(conv1x1, "MANY", 0), patch.object(conv1x1, "MANY_BACK", 0):
         return {"few rows": few[0], "back, few rows": few[1], **_takes(asked)}
 
 
@@ -240,20 +240,22 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     model = copy.deepcopy(plain)
     with (
         torch.autocast(device, dtype, enabled=dtype != torch.float32),
-        patch.object(products, "MANY", 0),
-        patch.object(products, "MANY_BACK", 0),
-        patch.object(products, "NARROW_TYPES", (*norms.NARROW_TYPES, torch.float32)),
-        patch.object(products, "multiply", wraps=products.multiply) as multiplied,
-        patch.object(norms, "statistics", wraps=norms.statistics) as summed,
-        patch.object(products, "gradient_sums", wraps=products.gradient_sums) as left,
-        patch.object(norms, "gradient_sums", wraps=norms.gradient_sums) as summed_back,
+        patch.object(conv1x1, "MANY", 0),
+        patch.object(conv1x1, "MANY_BACK", 0),
+        patch.object(conv1x1, "NARROW_TYPES", (*batch_norm.NARROW_TYPES, torch.float32)),
+        patch.object(conv1x1, "multiply", wraps=conv1x1.multiply) as multiplied,
+        patch.object(batch_norm, "statistics", wraps=batch_norm.statistics) as summed,
+        patch.object(conv1x1, "gradient_sums", wraps=conv1x1.gradient_sums) as left,
+        patch.object(batch_norm, "gradient_sums", wraps=batch_norm.gradient_sums) as summed_back,
     ):
         ours = outcome(model, images, labels)
         asked = [[call.args[-1].data_ptr() for call in some.mock_calls] for some in (multiplied, summed)]
         back = left.mock_calls, summed_back.mock_calls
         asked += [[call.args[5].data_ptr() for call in some] for some in back]
-        asked += [[call.args[5].data_ptr() for some in back for call in some if isinstance(call.args[1], norms.Apart)]]
-        with patch.object(products, "fits", lambda *_: False), patch.object(products, "fits_back", lambda *_: False):
+        asked += [
+            [call.args[5].data_ptr() for some in back for call in some if isinstance(call.args[1], batch_norm.Apart)]
+        ]
+        with patch.object(conv1x1, "fits", lambda *_: False), patch.object(conv1x1, "fits_back", lambda *_: False):
             usual = ours if dtype == torch.float32 else outcome(plain, images, labels)
     names = {layer.counter.data_ptr(): name for name, layer in model.named_modules() if hasattr(layer, "counter")}
     far = {part: [distance(found[part], right[part]) for found in (ours, usual)] for part in right}

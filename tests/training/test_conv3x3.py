@@ -11,18 +11,18 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fedlas.training.accelerators import windows
+from fedlas.training.accelerators import conv3x3
 
 MOST_SHARED = 227 * 1024  # bytes that a program may have on a GPU of the kind
-LINES = {"HEIGHT": 32, "WIDTH": 32, "IMAGES": 4, "C": 64, "SLOTS": windows.SLOTS, "EVEN": True}
-needs_gluon = pytest.mark.skipif(windows.hopper is None, reason="needs a Triton with Gluon")
+LINES = {"HEIGHT": 32, "WIDTH": 32, "IMAGES": 4, "C": 64, "SLOTS": conv3x3.SLOTS, "EVEN": True}
+needs_gluon = pytest.mark.skipif(conv3x3.hopper is None, reason="needs a Triton with Gluon")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    if windows.hopper is None:
+    if conv3x3.hopper is None:
         pytest.skip("needs a Triton with Gluon")
-    return found_by("windows_case.py", tmp_path_factory)
+    return found_by("conv3x3_case.py", tmp_path_factory)
 
 
 @pytest.mark.campaign
@@ -98,10 +98,10 @@ def test_takes_what_keeps_a_gpu_of_the_kind_busy_alone(changes, taken, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
     about = SimpleNamespace(multi_processor_count=changes.get("multiprocessors", 132))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
-    monkeypatch.setattr(windows, "hopper", changes.get("hopper", windows.hopper))
-    monkeypatch.setattr(windows, "_can_be_made", lambda _: changes.get("works", True))
+    monkeypatch.setattr(conv3x3, "hopper", changes.get("hopper", conv3x3.hopper))
+    monkeypatch.setattr(conv3x3, "_can_be_made", lambda _: changes.get("works", True))
     filters = torch.empty(weight, dtype=dtype, device="meta").contiguous(memory_format=layout)
-    assert windows.fits(images, filters) == taken
+    assert conv3x3.fits(images, filters) == taken
 
 
 def compiled(kernel: Any, **about: Any) -> Any:
@@ -119,17 +119,17 @@ def compiled(kernel: Any, **about: Any) -> Any:
     places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
     aligned = {places[name]: [["tt.divisibility", 16]] for name, kind in kinds.items() if kind.startswith("*")}
     source = GluonASTSource(kernel, kinds, {places[name]: value for name, value in about.items()}, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": windows.WARPS})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": conv3x3.WARPS})
 
 
 @needs_gluon
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("back", [{}, {"HAS_SECOND": True, "MASK": "bits"}])
-def test_products_of_a_line_are_under_way_at_once(back, tmp_path, monkeypatch):
+def test_conv1x1_of_a_line_are_under_way_at_once(back, tmp_path, monkeypatch):
     """As compiled for the GPUs they are for; where registers are read too early, ptxas lets each wait for the last."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    kernel = windows.hopper.back_lines_kernel if back else windows.hopper.lines_kernel
+    kernel = conv3x3.hopper.back_lines_kernel if back else conv3x3.hopper.lines_kernel
     made = compiled(kernel, **LINES, **back)
     assert made.metadata.shared <= MOST_SHARED
     assert made.asm["ptx"].count("wgmma.mma_async") == 3 * 9 * 4  # three lines, nine products, 64 channels

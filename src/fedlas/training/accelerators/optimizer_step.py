@@ -22,11 +22,20 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from fedlas.training.accelerators import norms, tallies
-from fedlas.training.accelerators.blocks import ALIGNED, BLOCK, EVEN, TILE, Layout, is_plain, laid_out, table_of
-from fedlas.training.accelerators.launching import launch, rehearsal
-from fedlas.training.accelerators.norms import finished
-from fedlas.training.optim import SKIP, Rates, build_optimizer, parameters_of
+from fedlas.training.accelerators import batch_norm, metric_sums
+from fedlas.training.accelerators.batch_norm import finished
+from fedlas.training.accelerators.parameter_blocks import (
+    ALIGNED,
+    BLOCK,
+    EVEN,
+    TILE,
+    Layout,
+    is_plain,
+    laid_out,
+    table_of,
+)
+from fedlas.training.accelerators.precompile import launch, rehearsal
+from fedlas.training.optimizer import SKIP, Rates, build_optimizer, parameters_of
 from fedlas.training.recipe import Recipe
 
 BYTES = tl.constexpr(ALIGNED // 2)  # of narrow gradients that are read together: as many as of wide ones
@@ -151,7 +160,7 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
         both = parameter, optimizer.state[parameter].get("momentum_buffer", parameter)
         if both[0].stride() != both[1].stride() or not all(is_plain(one) for one in both):
             return False
-    reason = norms.why_not(device) or (_why_not(recipe, device) if device.type == "cuda" else None)
+    reason = batch_norm.why_not(device) or (_why_not(recipe, device) if device.type == "cuda" else None)
     if reason is not None:
         warnings.warn(f"kernels of our own cannot end a step, torch's optimizer has to do: {reason}", stacklevel=2)
     return reason is None
@@ -169,17 +178,17 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
         steps, lengths, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
         Descent(recipe, nn.Identity(), optimizer, rates).step(count == 0, count, first_bad, steps, lengths)
         labels = torch.zeros(64, dtype=torch.int64, device=device)
-        tallies.tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
+        metric_sums.tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
         psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
         sums = torch.zeros(4, dtype=torch.float64, device=device)
-        tallies.watch(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
+        metric_sums.watch(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
 
     def rehearsed() -> None:
         with rehearsal(device) as one, one.going_on():
             work()
         work()
 
-    return norms.reason_against(rehearsed)
+    return batch_norm.reason_against(rehearsed)
 
 
 class Descent:
@@ -218,7 +227,7 @@ class Descent:
         self.captures = False
         self.late: list[int] = []
 
-    tally, watch = staticmethod(tallies.tally), staticmethod(tallies.watch)
+    tally, watch = staticmethod(metric_sums.tally), staticmethod(metric_sums.watch)
 
     def _memory(self) -> list[Tensor]:
         """List what the optimizer remembers of each parameter; itself, where that is nothing."""

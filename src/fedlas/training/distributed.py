@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fedlas import ranks
-from fedlas.training.predict import rank
-from fedlas.training.runs import RunError
+from fedlas.training.prediction import rank
+from fedlas.training.run_folder import RunError
 
 Value = TypeVar("Value")
 PATIENCE = timedelta(minutes=30)
