@@ -253,7 +253,7 @@ def training(epochs: int, **options: Any) -> list[dict[str, float]]:
         def __init__(self) -> None:
             self.seen: list[dict[str, float]] = []
 
-        def epoch_ended(self, record: Any) -> None:
+        def on_epoch_end(self, record: Any) -> None:
             ctypes.CDLL(None).malloc_trim(0)  # what is free is not held
             text = Path("/proc/self/status").read_text(encoding="ascii")
             held = int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmRSS"))) / 1024

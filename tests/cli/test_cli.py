@@ -43,7 +43,7 @@ def test_training_leaves_a_finished_run(run):
 
 
 def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
-    monkeypatch.setattr("fedlas.training.loop.Bench", lambda *_, **__: pytest.fail("it was trained again"))
+    monkeypatch.setattr("fedlas.training.loop.Session", lambda *_, **__: pytest.fail("it was trained again"))
     done = call("train", "--data", "digits", "--loss", "fedlas_ls", *SHORT, "--out", str(run), "--resume")
     assert done.exit_code == 0
     assert "test split" in done.stdout

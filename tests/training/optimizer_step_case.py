@@ -21,13 +21,13 @@ from fedlas.training import recipe_for
 from fedlas.training.accelerators import optimizer_step
 from fedlas.training.accelerators.metric_sums import SAMPLES, WIDEST, tally, watch
 from fedlas.training.accelerators.optimizer_step import SUMS
-from fedlas.training.epoch_metrics import GateWatch, Meter
-from fedlas.training.optimizer import build_optimizer, memory_of, parameters_of
+from fedlas.training.epoch_metrics import EpochMetrics, GateStatistics
+from fedlas.training.optimizer import build_optimizer, optimizer_state, parameters_of
 from fedlas.training.precision import machine
-from fedlas.training.session import Bench
+from fedlas.training.session import Session
 
 FEW = 2  # sums of tiles that are added at a time, so that there are several of these in a small network
-Change = Callable[[Bench, int], object]
+Change = Callable[[Session, int], object]
 SMALL = {
     "epochs": 2,
     "batch_size": 50,
@@ -39,33 +39,33 @@ SMALL = {
 }
 
 
-def nothing(bench: Bench, step: int) -> None:
+def nothing(session: Session, step: int) -> None:
     """Leave everything as it is."""
 
 
-def spoiled_images(bench: Bench, step: int) -> None:
+def spoiled_images(session: Session, step: int) -> None:
     """Let the loss of the third step be no number."""
-    scale, shift = bench.train._constants
+    scale, shift = session.train._constants
     if step == 2:
-        bench.before = scale
-    bench.train._constants = {2: scale * math.nan, 3: getattr(bench, "before", scale)}.get(step, scale), shift
+        session.before = scale
+    session.train._constants = {2: scale * math.nan, 3: getattr(session, "before", scale)}.get(step, scale), shift
 
 
 def spoiled(value: float, part: str) -> Change:
     """Let one gradient of the third step and the fourth be infinite, or so; the first of them is remembered."""
 
-    def change(bench: Bench, step: int) -> None:
+    def change(session: Session, step: int) -> None:
         if step == 0:
-            last = list(getattr(bench, part).parameters())[-1]
-            last.register_hook(lambda gradient: gradient * bench.factor)
-        bench.factor = value if step >= 2 else 1.0
+            last = list(getattr(session, part).parameters())[-1]
+            last.register_hook(lambda gradient: gradient * session.factor)
+        session.factor = value if step >= 2 else 1.0
 
     return change
 
 
-def without_one_gradient(bench: Bench, step: int) -> None:
+def without_one_gradient(session: Session, step: int) -> None:
     """Let a parameter have no gradient in the second and the third step: torch leaves it alone."""
-    next(bench.net.parameters()).requires_grad_(step not in {1, 2})
+    next(session.net.parameters()).requires_grad_(step not in {1, 2})
 
 
 CASES: dict[str, tuple[dict[str, Any], Change]] = {
@@ -85,48 +85,48 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
 }
 
 
-def left_to_torch(bench: Bench) -> None:
+def left_to_torch(session: Session) -> None:
     """Do without kernels of our own."""
-    bench.step.parts.descent = bench.step.meter.tally = bench.step.watch.tally = None
+    session.step.parts.descent = session.step.meter.tally = session.step.watch.tally = None
 
 
-def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Bench:
+def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Session:
     """Take some steps with a network of odd sizes."""
     recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
     with machine(recipe, torch.device(device)):
-        bench: Any = Bench(recipe, torch.device(device), capture=False)
+        session: Any = Session(recipe, torch.device(device), capture=False)
         if not ours:
-            left_to_torch(bench)
-        bench.ready = []
-        bench.net.train()
-        for step, inputs in enumerate([*bench.batches(0), *bench.batches(1)][:count]):
-            change(bench, step)
-            bench.step(*inputs)
-            bench.ready.append(ours and bench.step.parts.descent.ready)
-    return bench
+            left_to_torch(session)
+        session.ready = []
+        session.net.train()
+        for step, inputs in enumerate([*session.batches(0), *session.batches(1)][:count]):
+            change(session, step)
+            session.step(*inputs)
+            session.ready.append(ours and session.step.parts.descent.ready)
+    return session
 
 
-def numbers(bench: Bench) -> dict[str, list[torch.Tensor]]:
+def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
     """List what steps have changed."""
-    optimizer = bench.step.parts.optimizer
+    optimizer = session.step.parts.optimizer
     return {
         "weights": list(parameters_of(optimizer)),
-        "memory": [value for one in memory_of(optimizer) for value in one.values()],
-        "sums": [bench.step.meter.sums[name] for name in sorted(bench.step.meter.sums)],
-        "gate": [bench.step.watch.sums, bench.step.watch.history.now],
-        "rates": [bench.step.parts.rates.now],
+        "memory": [value for one in optimizer_state(optimizer) for value in one.values()],
+        "sums": [session.step.meter.sums[name] for name in sorted(session.step.meter.sums)],
+        "gate": [session.step.watch.sums, session.step.watch.history.now],
+        "rates": [session.step.parts.rates.now],
     }
 
 
-def flags(bench: Bench) -> dict[str, Any]:
+def flags(session: Session) -> dict[str, Any]:
     """Say what steps have counted and decided."""
     return {
-        "count": int(bench.step.count),
-        "first bad": int(bench.step.first_bad),
-        "skips": float(bench.step.parts.optimizer.found_inf),
-        "correct": float(bench.step.meter.sums["correct"]),
-        "samples": float(bench.step.meter.sums["samples"]),
-        "steps": float(bench.step.meter.sums["steps"]),
+        "count": int(session.step.count),
+        "first bad": int(session.step.first_bad),
+        "skips": float(session.step.parts.optimizer.found_inf),
+        "correct": float(session.step.meter.sums["correct"]),
+        "samples": float(session.step.meter.sums["samples"]),
+        "steps": float(session.step.meter.sums["steps"]),
     }
 
 
@@ -147,7 +147,7 @@ def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]
     count = count or (2 if change is nothing else 4)
     with (
         patch.object(optimizer_step, "SUMS", FEW if case == "few sums" else SUMS),
-        patch.object(Bench, "compiled", property(lambda bench: bench.recipe.compile)),
+        patch.object(Session, "compiled", property(lambda session: session.recipe.compile)),
         patch.object(nn.Module, "compile", lambda *_, **__: None),
     ):
         ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
@@ -182,7 +182,7 @@ def answers(device: str) -> list[list[bool]]:
             used.append(tally(*given))
             return used[-1]
 
-        ours, torchs = Meter(torch.device(device), watched), Meter(torch.device(device))
+        ours, torchs = EpochMetrics(torch.device(device), watched), EpochMetrics(torch.device(device))
         for meter in (ours, torchs):
             for _ in range(2):
                 value = torch.tensor(0.7, device=device)
@@ -213,7 +213,7 @@ def watched(device: str) -> list[list[bool]]:
         for one in (loss.psi, loss.gamma, loss.alpha_i):
             one[3::7] = math.nan
         places = torch.randperm(3 * rows)[: 2 * rows]
-        ours, torchs = (GateWatch(loss, 3 * rows, torch.device(device), tally) for tally in (watch, None))
+        ours, torchs = (GateStatistics(loss, 3 * rows, torch.device(device), tally) for tally in (watch, None))
         for gate in (ours, torchs):
             for index in places.split(rows):
                 gate.add(index.to(device))
@@ -238,7 +238,7 @@ def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
     for takes in (True, False):
         net, loss = layers(device), nn.Linear(9, 8).to(device)
         optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), torch.device(device))
-        one = optimizer_step.Descent(recipe, loss, optimizer, rates)
+        one = optimizer_step.FusedOptimizerStep(recipe, loss, optimizer, rates)
         fine, count = torch.tensor([1, 0], device=device).unbind()
         first_bad = torch.full_like(count, -1)
         sums = torch.zeros(2, dtype=torch.float64, device=device).unbind()
@@ -252,7 +252,9 @@ def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
                     if parameter not in one.narrow:
                         parameter.grad = narrow.float()
                 one.step(fine != 0, count, first_bad, *sums)
-        left.append([*parameters_of(optimizer), *(b for m in memory_of(optimizer) for b in m.values()), *sums, count])
+        left.append(
+            [*parameters_of(optimizer), *(b for m in optimizer_state(optimizer) for b in m.values()), *sums, count]
+        )
     return {"taken": taken, "equal": [torch.equal(*pair) for pair in zip(*left, strict=True)]}
 
 

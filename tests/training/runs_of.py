@@ -52,7 +52,9 @@ class SignalAt(AbstractCallback):
     def __init__(self, step: int, number: int, wait_for: Path | None = None) -> None:
         self.step, self.number, self.wait_for = step, number, wait_for
 
-    def stepped(self, bench: Any, step: int) -> None:
+    sees_steps = True
+
+    def on_step_end(self, session: Any, step: int) -> None:
         if step == self.step:
             if self.wait_for is not None:
                 until(self.wait_for.exists)

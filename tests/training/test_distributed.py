@@ -41,7 +41,9 @@ from fedlas.__main__ import main
 from fedlas.training import AbstractCallback, RunError, StoppedError, fit, recipe_for
 
 class Signals(AbstractCallback):
-    def stepped(self, bench, step):
+    sees_steps = True
+
+    def on_step_end(self, session, step):
         if step == 10:
             say(f"while it trains {'more' if threads() > before else 'no more'} threads")
             # torchrun passes on to all what the terminal has sent to all

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlas.training.epoch_metrics import EDGES, GateWatch
+from fedlas.training.epoch_metrics import EDGES, GateStatistics
 
 
 def test_the_gate_is_watched_sample_by_sample():
@@ -19,7 +19,7 @@ def test_the_gate_is_watched_sample_by_sample():
     loss.gamma = torch.tensor([-0.75, 2.0, -9.0, nan, 0.25])
     loss.alpha_i = torch.tensor([0.02, 0.04, 0.05, nan, 0.07])
     loss.smoothing = SimpleNamespace(alpha=0.05)
-    watch = GateWatch(loss, 8, torch.device("cpu"))
+    watch = GateStatistics(loss, 8, torch.device("cpu"))
     watch.add(torch.tensor([7, 0, 2, 3, 5]))
     assert watch.history.now.tolist() == [-1, 0, -1, 0, 0, 1, 0, 1]
     seen = watch.read()
@@ -34,7 +34,7 @@ def test_the_gate_is_watched_sample_by_sample():
 
 
 def test_a_reset_forgets_finished_epochs_too():
-    watch = GateWatch(nn.Module(), 3, torch.device("cpu"))
+    watch = GateStatistics(nn.Module(), 3, torch.device("cpu"))
     watch.history.epochs.append(SimpleNamespace())
     watch.reset()
     assert watch.history.epochs == []

@@ -20,7 +20,7 @@ from fedlas.training import AbstractCallback, DivergedError, Engine, Run, RunErr
 from fedlas.training.callbacks import downloads
 from fedlas.training.checkpoint import Writer
 from fedlas.training.run_folder import locked
-from fedlas.training.session import Bench, chosen_device
+from fedlas.training.session import Session, select_device
 from fedlas.training.validation import halves
 
 NAMES = [record.name for record in fedlas.list_losses()]
@@ -232,7 +232,7 @@ def test_a_loss_never_learns_from_test_labels(tmp_path, monkeypatch):
 def test_a_device_that_nobody_has_is_one_line():
     for device in ("gpu", "cuda:99", "meta"):
         with pytest.raises(RunError, match=f"{device}|GPU"):
-            chosen_device(device)
+            select_device(device)
 
 
 def test_a_bar_for_files_that_are_fetched(capsys, monkeypatch):
@@ -241,9 +241,9 @@ def test_a_bar_for_files_that_are_fetched(capsys, monkeypatch):
     with downloads(progress=True) as shown:
         for have in (0, 1_000_000, 2_000_000):
             shown("cifar-10-binary.tar.gz", have, 2_000_000)
-        bench = Bench(short("ce"), torch.device("cpu"), progress=shown)
-        assert bench.data.progress is shown
-        assert bench.foreign_data("svhn").progress is shown
+        session = Session(short("ce"), torch.device("cpu"), progress=shown)
+        assert session.data.progress is shown
+        assert session.foreign_data("svhn").progress is shown
     assert "cifar-10-binary.tar.gz" in capsys.readouterr().out
     with downloads() as shown:  # where there is no terminal
         assert shown is None
@@ -262,13 +262,13 @@ def test_many_recipes_in_one_process_equal_single_runs(tmp_path):
 def test_a_shared_bench_keeps_network_and_step(tmp_path):
     engine = Engine()
     engine.fit(short("ls", epochs=1), out=tmp_path / "1")
-    first = engine._bench
+    first = engine._session
     engine.fit(short("ls", epochs=1, seed=2), out=tmp_path / "2")
-    second = engine._bench
+    second = engine._session
     assert second.step is first.step
     engine.fit(short("ce", epochs=1), out=tmp_path / "3")
-    assert engine._bench.net is first.net
-    assert engine._bench.step is not first.step
+    assert engine._session.net is first.net
+    assert engine._session.step is not first.step
 
 
 def test_foreign_data_gets_predictions_without_labels(tmp_path):
@@ -282,7 +282,7 @@ def test_predictions_of_the_data_at_hand_are_there_before_foreign_data_fails(tmp
     def fail(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(Bench, "foreign", fail)
+    monkeypatch.setattr(Session, "foreign", fail)
     with pytest.raises(OSError, match="the disk is gone"):
         fit(short("ce", epochs=1, ood=("digits",)), out=tmp_path)
     assert len(prediction_bytes(Run(tmp_path))) == 4
@@ -321,14 +321,16 @@ class Collect(AbstractCallback):
     def __init__(self):
         self.steps, self.epochs, self.ends = [], [], 0
 
-    def stepped(self, bench, step):
-        assert all(p.grad is not None for p in bench.net.parameters())
+    sees_steps = True
+
+    def on_step_end(self, session, step):
+        assert all(p.grad is not None for p in session.net.parameters())
         self.steps.append(step)
 
-    def epoch_ended(self, record):
+    def on_epoch_end(self, record):
         self.epochs.append(record["epoch"])
 
-    def ended(self, run):
+    def on_train_end(self, run):
         self.ends += 1
 
 
@@ -395,10 +397,12 @@ class Poison(AbstractCallback):
     def __init__(self, step):
         self.step = step
 
-    def stepped(self, bench, step):
+    sees_steps = True
+
+    def on_step_end(self, session, step):
         if step == self.step:
             with torch.no_grad():
-                next(bench.net.parameters()).fill_(math.nan)
+                next(session.net.parameters()).fill_(math.nan)
 
 
 def test_the_last_good_checkpoint_is_named_and_can_be_resumed(tmp_path, finished, monkeypatch):
@@ -420,9 +424,11 @@ class PoisonGate(AbstractCallback):
     def __init__(self, step):
         self.step = step
 
-    def stepped(self, bench, step):
+    sees_steps = True
+
+    def on_step_end(self, session, step):
         if step == self.step:
-            next(bench.loss.parameters()).register_hook(lambda gradient: gradient * math.nan)
+            next(session.loss.parameters()).register_hook(lambda gradient: gradient * math.nan)
 
 
 def test_the_last_good_checkpoint_is_good_where_the_gate_breaks(tmp_path):

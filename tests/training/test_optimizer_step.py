@@ -20,7 +20,7 @@ from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, Narrowing
 from fedlas.training.accelerators.resnet import _Beside, _Narrow, _Room
 from fedlas.training.optimizer import build_optimizer
 from fedlas.training.recipe import Recipe
-from fedlas.training.session import Bench
+from fedlas.training.session import Session
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not hasattr(tl, "tuple"), reason="needs a Triton that has tuples")
@@ -72,11 +72,11 @@ def test_narrow_gradients_give_the_bits_of_wide_ones(found):
     assert all(one["equal"])
 
 
-def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_step.Descent:
+def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_step.FusedOptimizerStep:
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     loss = nn.Identity() if loss is None else loss
     optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), CPU)
-    return optimizer_step.Descent(recipe, loss, optimizer, rates)
+    return optimizer_step.FusedOptimizerStep(recipe, loss, optimizer, rates)
 
 
 def test_gradients_lie_side_by_side_as_their_parameters_do():
@@ -257,11 +257,11 @@ def thin(monkeypatch):
 @pytest.mark.usefixtures("thin")
 def test_a_bench_has_them_where_it_compiles(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
-    assert Bench(recipe, CPU).step.parts.descent is None
-    monkeypatch.setattr(session_module.Bench, "compiled", property(lambda self: self.recipe.compile))
+    assert Session(recipe, CPU).step.parts.descent is None
+    monkeypatch.setattr(session_module.Session, "compiled", property(lambda self: self.recipe.compile))
     monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
-    ours = Bench(recipe, CPU)
+    ours = Session(recipe, CPU)
     descends = ours.step.parts.descent
     assert not ours.net.model.gradient_slots  # but for a step
     with ours.step._slots():
@@ -269,24 +269,24 @@ def test_a_bench_has_them_where_it_compiles(monkeypatch):
     assert not ours.net.model.gradient_slots
     assert ours.step.meter.tally is metric_sums.tally
     assert ours.step.watch.tally is metric_sums.watch
-    other = Bench(recipe.replace(seed=5), CPU, before=ours)
+    other = Session(recipe.replace(seed=5), CPU, before=ours)
     assert other.step.parts.descent is descends
     addresses = [parameter.data_ptr() for parameter in descends.slots]
     assert addresses == descends.addresses[: len(addresses)]
     copy.deepcopy(ours.net)  # a callback may keep one
-    with_adam = Bench(recipe.replace(optimizer="adamw", lr=0.001), CPU, before=ours)
+    with_adam = Session(recipe.replace(optimizer="adamw", lr=0.001), CPU, before=ours)
     assert with_adam.net is ours.net
     assert with_adam.step.parts.descent is None
-    assert Bench(recipe.replace(compile=False), CPU).step.parts.descent is None
+    assert Session(recipe.replace(compile=False), CPU).step.parts.descent is None
 
 
 @pytest.mark.usefixtures("thin")
 def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
-    monkeypatch.setattr(session_module.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(session_module.Session, "compiled", property(lambda self: self.recipe.compile))
     monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
-    ours = Bench(recipe, CPU)
+    ours = Session(recipe, CPU)
     one, weight = ours.step.parts.descent, ours.net.model.layer1[0].conv1.weight
     narrow, before = torch.ones_like(weight, dtype=torch.bfloat16), weight.detach().clone()
     with ours.step._taking():

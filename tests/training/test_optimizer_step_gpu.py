@@ -14,7 +14,7 @@ from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 from fedlas.training.accelerators import stem
 from fedlas.training.accelerators.resnet import FusedResNet
 from fedlas.training.precision import machine
-from fedlas.training.session import Bench, chosen_device
+from fedlas.training.session import Session, select_device
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
 RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": True, "precision": "bf16"}
@@ -48,7 +48,7 @@ def test_what_the_gate_did_is_what_torch_says():
     assert all(all(one) for one in watched("cuda"))
 
 
-def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Bench:
+def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
     captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
     assert captured.step._graphs, "nothing was captured"
     assert captured.step.parts.descent is not None
@@ -85,9 +85,9 @@ def test_narrow_gradients_give_the_bits_of_wide_ones(changes):
     assert all(found["equal"])
 
 
-def convolutions(bench: Bench) -> list[Any]:
-    assert isinstance(bench.net.model, FusedResNet)
-    return [layer.weight for layer in bench.net.model.modules() if isinstance(layer, nn.Conv2d)]
+def convolutions(session: Session) -> list[Any]:
+    assert isinstance(session.net.model, FusedResNet)
+    return [layer.weight for layer in session.net.model.modules() if isinstance(layer, nn.Conv2d)]
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -97,37 +97,37 @@ def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
 
     The smaller ones come once an epoch, the first three of them uncaptured.
     """
-    bench = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
-    assert len(bench.step.parts.descent.captured) == len(bench.step._graphs) == 2
-    assert all(addresses.count_nonzero() for addresses in bench.step.parts.descent.captured)
-    assert all(weight.grad is None for weight in convolutions(bench))
+    session = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
+    assert len(session.step.parts.descent.captured) == len(session.step._graphs) == 2
+    assert all(addresses.count_nonzero() for addresses in session.step.parts.descent.captured)
+    assert all(weight.grad is None for weight in convolutions(session))
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_gradients_of_two_parts_of_a_batch_need_no_copy():
     """The second part is added to the first one's gradient, which lies in the slot."""
-    bench = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
-    slots = bench.step.parts.descent.slots
-    assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(bench))
+    session = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
+    slots = session.step.parts.descent.slots
+    assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(session))
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_captured_step_does_not_mind_what_else_uses_the_memory():
     recipe = short("ce", compile=True, drop_last=True, **RESIDUAL)
-    device, left = chosen_device("cuda"), []
+    device, left = select_device("cuda"), []
     for capture in (True, False):
         with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
-            bench = Bench(recipe, device, capture=capture)
-            bench.net.train()
+            session = Session(recipe, device, capture=capture)
+            session.net.train()
             for epoch in range(3):
-                for inputs in bench.batches(epoch):
-                    bench.step(*inputs)
+                for inputs in session.batches(epoch):
+                    session.step(*inputs)
                     others = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
                     pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
                     del others, pinned
             torch.cuda.synchronize()
-        assert bool(bench.step._graphs) == capture
-        left.append(tensors(bench))
+        assert bool(session.step._graphs) == capture
+        left.append(tensors(session))
     for name, value in left[1].items():
         assert torch.equal(value, left[0][name]), name
 
@@ -137,19 +137,19 @@ def test_a_captured_step_does_not_mind_what_else_uses_the_memory():
 def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
     """Four million numbers and more: each program of the norm looks at several tiles."""
     recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
-    device, benches = chosen_device("cuda"), []
+    device, sessions = select_device("cuda"), []
     for ours in (True, False):
         with machine(recipe, device):
-            bench = Bench(recipe, device, capture=False)
+            session = Session(recipe, device, capture=False)
             if not ours:
-                left_to_torch(bench)
-            bench.net.train()
-            bench.step(*next(iter(bench.batches(0))))
-        benches.append(bench)
-    mine, theirs = (tensors(bench) for bench in benches)
+                left_to_torch(session)
+            session.net.train()
+            session.step(*next(iter(session.batches(0))))
+        sessions.append(session)
+    mine, theirs = (tensors(session) for session in sessions)
     for name, value in theirs.items():
         torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7, msg=name)
-    found, right = (bench.step.meter.read() for bench in benches)
+    found, right = (session.step.meter.read() for session in sessions)
     assert found == pytest.approx(right, rel=1e-6)
 
 
@@ -171,22 +171,22 @@ def compiled(*modules: Any) -> list[Any]:
 def test_after_a_rehearsal_a_step_has_little_to_compile(model, monkeypatch):
     """Some kinds are left: those of tensors that start at odd places."""
     recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
-    device, modules = chosen_device("cuda"), (batch_norm, stem, conv1x1, parameter_blocks, optimizer_step, metric_sums)
+    device, modules = select_device("cuda"), (batch_norm, stem, conv1x1, parameter_blocks, optimizer_step, metric_sums)
     with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
-        bench = Bench(recipe, device)
-        bench.net.train()
-        inputs = next(iter(bench.batches(0)))
+        session = Session(recipe, device)
+        session.net.train()
+        inputs = next(iter(session.batches(0)))
         for module in modules:
             for name, one in vars(module).items():
                 if name.endswith("_kernel"):
                     one.device_caches.clear()
-        rehearse, ended = bench.step._rehearse, []
-        monkeypatch.setattr(bench.step, "_rehearse", lambda given: ended.append(rehearse(given)))
-        with bench.step._rehearsed(inputs):
+        rehearse, ended = session.step._rehearse, []
+        monkeypatch.setattr(session.step, "_rehearse", lambda given: ended.append(rehearse(given)))
+        with session.step._rehearsed(inputs):
             pass
         assert len(ended) == 1  # nothing went wrong, and nothing warned
         rehearsed = compiled(*modules)
         assert len(rehearsed) >= 10
         assert all(one.module is not None for one in rehearsed)  # loaded: it can start at once
-        bench.step(*inputs)
+        session.step(*inputs)
         assert len(compiled(*modules)) <= len(rehearsed) + 4

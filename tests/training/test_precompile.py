@@ -1,4 +1,4 @@
-"""A rehearsal compiles kernels and runs none; a step that is rehearsed first is the same step."""
+"""A precompilation compiles kernels and runs none; a step that is rehearsed first is the same step."""
 
 import threading
 import time
@@ -18,9 +18,9 @@ from fedlas.models import build_model
 from fedlas.training import session as session_module
 from fedlas.training.accelerators import precompile
 from fedlas.training.accelerators.batch_norm import asked
-from fedlas.training.accelerators.precompile import launch, rehearsal, rehearsing
+from fedlas.training.accelerators.precompile import launch, precompilation, precompiling
 from fedlas.training.accelerators.resnet import fuse
-from fedlas.training.session import Bench
+from fedlas.training.session import Session
 from fedlas.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -53,8 +53,8 @@ def anywhere(monkeypatch):
 @pytest.mark.usefixtures("anywhere")
 def test_kernels_are_compiled_once_for_each_kind_and_not_run():
     kernel, numbers = Kernel(), torch.zeros(3)
-    with rehearsal(CPU) as one, one.going_on():
-        assert rehearsing() is one
+    with precompilation(CPU) as one, one.going_on():
+        assert precompiling() is one
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
         launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
         launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
@@ -62,7 +62,7 @@ def test_kernels_are_compiled_once_for_each_kind_and_not_run():
         launch(kernel, (7,), numbers.half(), 48, (numbers.double(),), WIDTH=2)
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
         assert kernel.ready == 0  # nothing is loaded while cuDNN measures
-    assert not rehearsing()
+    assert not precompiling()
     assert not kernel.ran
     assert len(kernel.compiled) == kernel.ready == 5
     assert threading.get_ident() not in {thread for *_, thread in kernel.compiled}
@@ -84,7 +84,7 @@ def test_what_describes_a_tensor_keeps_none_and_tells_kinds_apart():
         return tools.TensorDescriptor.from_tensor(torch.zeros(rows, 64, dtype=dtype), [block, 64], layout)
 
     kernel, numbers = Kernel(), torch.zeros(3)
-    with rehearsal(CPU) as one, one.going_on():
+    with precompilation(CPU) as one, one.going_on():
         for given in (described(16), described(32), described(16, torch.bfloat16), described(16, block=16)):
             launch(kernel, (7,), given, numbers)
     found = [given[0] for _, given, *_ in kernel.compiled]
@@ -106,13 +106,13 @@ def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
             return self.warmup  # what runs is compiled first
 
     broken = Broken()
-    with rehearsal(CPU) as one, one.going_on():
+    with precompilation(CPU) as one, one.going_on():
         launch(broken, (1,))
     with pytest.raises(RuntimeError, match="no"):
         launch(broken, (1,))
-    with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
+    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.going_on():
         raise ZeroDivisionError
-    assert not rehearsing()
+    assert not precompiling()
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -132,7 +132,7 @@ def test_what_cannot_be_loaded_is_loaded_when_it_is_to_run():
             return self._run
 
     kernel = Heavy()
-    with rehearsal(CPU) as one, one.going_on():
+    with precompilation(CPU) as one, one.going_on():
         launch(kernel, (1,))
     assert not kernel.loaded
     assert kernel.run == "started"
@@ -150,7 +150,7 @@ def test_what_happens_beside_a_rehearsal_is_waited_for_and_may_fail(fails):
         if fails:
             raise RuntimeError("no")
 
-    with rehearsal(CPU, meanwhile) as one, one.going_on():
+    with precompilation(CPU, meanwhile) as one, one.going_on():
         launch(kernel, (1,))
     assert len(threads) == len(kernel.compiled) == 1
     assert threads != [threading.get_ident()]
@@ -159,13 +159,16 @@ def test_what_happens_beside_a_rehearsal_is_waited_for_and_may_fail(fails):
 @pytest.mark.usefixtures("anywhere")
 def test_other_devices_and_later_launches_are_not_part_of_a_rehearsal():
     kernel = Kernel()
-    with rehearsal(CPU) as one:
+    with precompilation(CPU) as one:
         with one.going_on():
             launch(kernel, (1,), torch.zeros(1, device="meta"))
         launch(kernel, (1,), torch.zeros(1))
     assert len(kernel.ran) == 2
     assert not kernel.compiled
-    any_gpu, second = precompile.Rehearsal(torch.device("cuda")), precompile.Rehearsal(torch.device("cuda", 1))
+    any_gpu, second = (
+        precompile.Precompilation(torch.device("cuda")),
+        precompile.Precompilation(torch.device("cuda", 1)),
+    )
     assert any_gpu.concerns(())
     assert not any_gpu.concerns((torch.zeros(1),))
     assert not second.concerns((3, torch.zeros(1)))
@@ -190,7 +193,7 @@ def test_what_is_still_to_be_compiled_is_left_where_something_fails():
         threading.Timer(0.2, end.set).start()
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), rehearsal(CPU) as one, one.going_on():
+    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.going_on():
         fails()
     assert 1 <= len(kernel.compiled) <= precompile._processors()
 
@@ -205,7 +208,7 @@ def test_what_is_tried_in_a_rehearsal_is_compiled_and_tried_again():
         launch(kernel, (1,))
         return False
 
-    with rehearsal(CPU) as one, one.going_on():
+    with precompilation(CPU) as one, one.going_on():
         assert asked(trial, CPU)
         assert asked(trial, CPU)
     assert len(kernel.compiled) == len(times) == 1
@@ -216,10 +219,10 @@ def test_what_is_tried_in_a_rehearsal_is_compiled_and_tried_again():
     assert len(kernel.ran) == 1
 
 
-def state(bench: Bench) -> dict[str, torch.Tensor]:
-    everything = bench.state()
+def state(session: Session) -> dict[str, torch.Tensor]:
+    everything = session.state()
     memory = {f"{n} {name}": value for n, one in enumerate(everything["optimizer"]) for name, value in one.items()}
-    sums = {f"sum {name}": value for name, value in bench.step.meter.sums.items()}
+    sums = {f"sum {name}": value for name, value in session.step.meter.sums.items()}
     return everything["model"] | {f"loss {k}": v for k, v in everything["loss"].items()} | memory | sums
 
 
@@ -234,7 +237,7 @@ def state(bench: Bench) -> dict[str, torch.Tensor]:
     ],
 )
 def test_a_rehearsed_step_is_the_same_step(loss, changes, monkeypatch):
-    """Here the rehearsal really computes, which is more than a rehearsal does, and is taken back all the same."""
+    """This pre-compilation computes, which a real one does not; its effects are undone all the same."""
     rehearsed, found = [], []
     computing = nullcontext(SimpleNamespace(going_on=nullcontext))
 
@@ -245,13 +248,13 @@ def test_a_rehearsed_step_is_the_same_step(loss, changes, monkeypatch):
 
     monkeypatch.setattr(TrainStep, "_rehearse", watched)
     for rehearses in (True, False):
-        bench = Bench(short(loss, **changes), CPU)
-        bench.step.parts.rehearsal = (lambda: computing) if rehearses else None
-        bench.net.train()
-        for number, inputs in enumerate(bench.batches(0)):
+        session = Session(short(loss, **changes), CPU)
+        session.step.parts.precompilation = (lambda: computing) if rehearses else None
+        session.net.train()
+        for number, inputs in enumerate(session.batches(0)):
             if number < 2:
-                bench.step(*inputs)
-        found.append(state(bench))
+                session.step(*inputs)
+        found.append(state(session))
     assert rehearsed == [True]  # to its end, through network and loss
     assert found[0].keys() == found[1].keys()
     for name, value in found[1].items():
@@ -262,15 +265,15 @@ def test_a_rehearsal_that_fails_costs_nothing():
     def broken():
         raise RuntimeError("no")
 
-    bench = Bench(short("ce"), CPU)
-    bench.step.parts.rehearsal = broken
-    bench.net.train()
-    bench.step(*next(iter(bench.batches(0))))
-    assert int(bench.step.count) == 1
+    session = Session(short("ce"), CPU)
+    session.step.parts.precompilation = broken
+    session.net.train()
+    session.step(*next(iter(session.batches(0))))
+    assert int(session.step.count) == 1
 
 
 def test_a_bench_rehearses_where_the_network_has_kernels_of_its_own(monkeypatch):
-    assert Bench(short("ce"), CPU).step.parts.rehearsal is None
+    assert Session(short("ce"), CPU).step.parts.precompilation is None
     model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
     assert session_module._rehearsal(model, CPU) is None
     assert fuse(model)
@@ -279,5 +282,5 @@ def test_a_bench_rehearses_where_the_network_has_kernels_of_its_own(monkeypatch)
     begin = session_module._rehearsal(model, CPU)
     assert begin is not None
     with begin() as one:
-        assert isinstance(one, precompile.Rehearsal)
+        assert isinstance(one, precompile.Precompilation)
     assert loaded == ["torch._inductor.compile_fx"]

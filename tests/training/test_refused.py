@@ -18,7 +18,7 @@ from fedlas.storage import write_whole
 from fedlas.training import AbstractCallback, Recipe, Run, RunError, checkpoint, fit, fit_many
 from fedlas.training.callbacks import HOOKS, write_board
 from fedlas.training.predict_run import predict_with
-from fedlas.training.session import Bench
+from fedlas.training.session import Session
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_a_network_for_other_images_is_refused_before_training(model, options, m
     if model.startswith("timm"):
         pytest.importorskip("timm")
     with pytest.raises(RunError, match=message):
-        Bench(Recipe(data="digits", model=model, loss="ce", model_options=options), CPU)
+        Session(Recipe(data="digits", model=model, loss="ce", model_options=options), CPU)
 
 
 def test_two_classes_of_one_name_are_refused_before_training(monkeypatch):
@@ -51,13 +51,13 @@ def test_two_classes_of_one_name_are_refused_before_training(monkeypatch):
     kind = type(fedlas.build_data("digits"))
     monkeypatch.setattr(kind, "class_names", property(lambda _self: ("0", "0", *"23456789")))
     with pytest.raises(RunError, match="'0'"):
-        Bench(recipe, CPU)
+        Session(recipe, CPU)
 
 
 def test_the_option_for_the_size_of_images_is_named(tmp_path):
     recipe = large(photographs(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
     with pytest.raises(RunError, match=r"3 x 16 x 16.*data_options\.image_size"):
-        Bench(recipe, CPU)
+        Session(recipe, CPU)
 
 
 def test_a_network_with_two_heads_takes_the_one_that_is_named(tmp_path):
@@ -68,7 +68,7 @@ def test_a_network_with_two_heads_takes_the_one_that_is_named(tmp_path):
         model="timm:deit_tiny_distilled_patch16_224", model_options=small
     )
     with pytest.raises(RunError, match=r"deit_tiny_.*head=.*head=PATH"):
-        Bench(recipe, CPU)
+        Session(recipe, CPU)
     run = fit(recipe.with_settings({"head": "head"}), out=tmp_path / "run")
     made = predict_with(run.folder, "digits", out=tmp_path / "test.safetensors")
     assert torch.equal(fedlas.Predictions.load(made).logits, run.predictions("best-test").logits)
@@ -78,7 +78,7 @@ def test_the_trial_changes_nothing():
     recipe = Recipe(data="digits", model="small_cnn", loss="ce")
     torch.manual_seed(recipe.seed)
     alone = fedlas.build_model("small_cnn", 10).state_dict()
-    made = Bench(recipe, CPU).net
+    made = Session(recipe, CPU).net
     assert made.training
     for name, value in made.model.state_dict().items():
         assert torch.equal(value, alone[name]), name
@@ -87,7 +87,7 @@ def test_the_trial_changes_nothing():
 def test_one_class_is_nothing_to_tell_apart(tmp_path):
     folder = photographs(tmp_path, 20)
     with pytest.raises(RunError, match="'cat'"):
-        Bench(large(folder / "cat"), CPU)
+        Session(large(folder / "cat"), CPU)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_what_cannot_be_built_leaves_no_folder_behind(tmp_path, monkeypatch, cha
 class Misnamed(AbstractCallback):
     """Waits for something that nobody tells."""
 
-    def on_epoch_end(self, record: Any) -> None:
+    def on_epoch_ended(self, record: Any) -> None:
         """Never called."""
 
 
@@ -157,7 +157,7 @@ class Whole(AbstractCallback):
     def last(self) -> int:
         return self.seen
 
-    def advanced(self, step: int) -> None:
+    def on_step_dispatched(self, step: int) -> None:
         self._count(step)
 
     def _count(self, step: int) -> None:
@@ -165,9 +165,16 @@ class Whole(AbstractCallback):
 
 
 def test_a_misnamed_hook_is_never_called_and_so_refused(tmp_path):
-    with pytest.raises(TypeError, match=rf"Misnamed\.on_epoch_end.*{', '.join(HOOKS)}"):
+    with pytest.raises(TypeError, match=rf"Misnamed\.on_epoch_ended.*{', '.join(HOOKS)}"):
         fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
-    assert HOOKS == ("begun", "advanced", "stepped", "epoch_ended", "ended")
+    assert HOOKS == ("on_train_start", "on_step_dispatched", "on_step_end", "on_epoch_end", "on_train_end")
+
+    class Blind(AbstractCallback):
+        def on_step_end(self, session, step):
+            pass
+
+    with pytest.raises(TypeError, match=r"Blind\.on_step_end.*sees_steps = True"):
+        fit(short(), out=tmp_path / "other", callbacks=[Blind()])
     watch = Whole()
     fit(short("ce", epochs=1, data_options={"train_samples": 50}), out=tmp_path, callbacks=[watch])
     assert watch.last == 1
@@ -217,9 +224,9 @@ def test_a_damaged_checkpoint_does_not_advise_to_unpickle(tmp_path):
 
 def test_a_checkpoint_of_other_data_is_told_whole(finished, tmp_path):
     state = checkpoint.load(finished.checkpoint)
-    bench = Bench(finished.recipe.replace(model_options={"norm": "group"}), CPU)
+    session = Session(finished.recipe.replace(model_options={"norm": "group"}), CPU)
     with pytest.raises(RunError, match=r"data.*key"):
-        bench.restore(state)
+        session.restore(state)
 
 
 @pytest.mark.parametrize("changes", [{"seed": 7}, {"loss": "fedlas_mbls"}])

@@ -194,15 +194,15 @@ def test_names_and_weights_stay():
 
 
 def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
-    """Give the network that a bench prepares where there is a GPU, and whether torch's compiler was asked for it."""
+    """Give the network that a session prepares where there is a GPU, and whether torch's compiler was asked for it."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
-    monkeypatch.setattr(session.Bench, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(session.Session, "compiled", property(lambda self: self.recipe.compile))
     monkeypatch.setattr(batch_norm, "why_not", lambda _: reason)
     asked = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: asked.append(type(self).__name__))
     options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
     recipe = recipe_for("digits", loss="ce").replace(model="resnet18_cifar", **options)
-    made = session.Bench(recipe, torch.device("cpu"))
+    made = session.Session(recipe, torch.device("cpu"))
     return isinstance(made.net.model, FusedResNet), "WithFeatures" in asked
 
 

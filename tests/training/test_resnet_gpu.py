@@ -240,8 +240,8 @@ def test_a_captured_step_equals_one_that_is_not_bit_for_bit(changes):
     same = {"deterministic": True, "channels_last": True, "compile": True, "precision": "bf16"} | changes
     recipe = short("ce", model="resnet18_cifar", model_options={}, epochs=2, **same)
     captured, eager = trained(recipe, capture=True), trained(recipe, capture=False)
-    for bench in (captured, eager):
-        assert isinstance(bench.net.model, FusedResNet)
+    for session in (captured, eager):
+        assert isinstance(session.net.model, FusedResNet)
     assert captured.step._graphs, "nothing was captured"
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name

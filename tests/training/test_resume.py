@@ -85,7 +85,9 @@ class Crash(AbstractCallback):
     def __init__(self, step: int, checkpoint: Path) -> None:
         self.step, self.checkpoint = step, checkpoint
 
-    def stepped(self, bench: Any, step: int) -> None:
+    sees_steps = True
+
+    def on_step_end(self, session: Any, step: int) -> None:
         if step == self.step:
             until(self.checkpoint.exists)
             raise ZeroDivisionError
@@ -181,7 +183,7 @@ class SignalAfterEpoch(AbstractCallback):
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def epoch_ended(self, record: Any) -> None:
+    def on_epoch_end(self, record: Any) -> None:
         if record["epoch"] == self.epoch:
             signal.raise_signal(signal.SIGTERM)
 
@@ -380,8 +382,10 @@ class SlowDisk(AbstractCallback):
         self._write = checkpoint._write
         monkeypatch.setattr(checkpoint, "_write", self._slowly)
 
-    def stepped(self, bench: Any, step: int) -> None:
-        if step > 2 * bench.steps_per_epoch:
+    sees_steps = True
+
+    def on_step_end(self, session: Any, step: int) -> None:
+        if step > 2 * session.steps_per_epoch:
             self._third_epoch.set()
 
     def _slowly(self, path: Path, content: dict[str, Any]) -> None:

@@ -13,24 +13,24 @@ from fedlas.training.mixup import Mixer, _rectangle
 from fedlas.training.optimizer import build_optimizer, lr_factor, lr_table, row_of
 from fedlas.training.precision import Scale
 from fedlas.training.recipe import Recipe
-from fedlas.training.session import Bench
+from fedlas.training.session import Session
 from fedlas.training.step import without_collector
 
 CPU = torch.device("cpu")
 PLAIN = Recipe(data="digits", model="small_cnn", loss="ce")
 
 
-def steps(bench: Bench, count: int, epoch: int = 0) -> None:
-    bench.net.train()
-    for _, inputs in zip(range(count), bench.batches(epoch), strict=False):
-        bench.step(*inputs)
+def steps(session: Session, count: int, epoch: int = 0) -> None:
+    session.net.train()
+    for _, inputs in zip(range(count), session.batches(epoch), strict=False):
+        session.step(*inputs)
 
 
 @pytest.mark.parametrize("changes", [{}, {"nesterov": False, "clip": None}, {"optimizer": "adamw", "lr": 0.003}])
 @pytest.mark.parametrize("loss", ["ce", "fedlas_ls"])
 def test_the_step_is_the_loop_that_one_would_write(loss, changes):
     recipe = short(loss, **changes)
-    ours, theirs = Bench(recipe, CPU), Bench(recipe, CPU)
+    ours, theirs = Session(recipe, CPU), Session(recipe, CPU)
     steps(ours, 5)
 
     net, criterion = theirs.net, theirs.loss
@@ -56,7 +56,7 @@ def test_the_step_is_the_loop_that_one_would_write(loss, changes):
 
 def test_accumulated_parts_equal_the_whole_batch():
     recipe = short("ls", model_options={"norm": "group"})
-    whole, parts = Bench(recipe, CPU), Bench(recipe.replace(accumulate=5), CPU)
+    whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
     steps(whole, 7)
     steps(parts, 7)  # the last batch of 30 too
     for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
@@ -67,7 +67,7 @@ def test_accumulated_parts_equal_the_whole_batch():
 def test_accumulated_parts_of_a_sum_are_not_averaged():
     """Each part's sum used to be multiplied by its share of the batch, which made a fifth of loss and gradient."""
     recipe = short("mbls", model_options={"norm": "group"}, loss_options={"reduction": "sum"}, lr=1e-4, clip=None)
-    whole, parts = Bench(recipe, CPU), Bench(recipe.replace(accumulate=5), CPU)
+    whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
     steps(whole, 7)
     steps(parts, 7)
     for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
@@ -77,64 +77,64 @@ def test_accumulated_parts_of_a_sum_are_not_averaged():
 
 def test_the_gate_can_have_a_rate_of_its_own():
     recipe = short("fedlas_ls", gate_lr_factor=0.0, gate_weight_decay=0.0)
-    bench = Bench(recipe, CPU)
-    gate = [p.clone() for p in bench.loss.parameters()]
-    steps(bench, 3)
-    assert all(torch.equal(p, q) for p, q in zip(gate, bench.loss.parameters(), strict=True))
-    rates = bench.step.parts.rates
+    session = Session(recipe, CPU)
+    gate = [p.clone() for p in session.loss.parameters()]
+    steps(session, 3)
+    assert all(torch.equal(p, q) for p, q in zip(gate, session.loss.parameters(), strict=True))
+    rates = session.step.parts.rates
     assert [float(group) for group in rates.groups] == [pytest.approx(recipe.lr * lr_factor(recipe, 2, 7)), 0.0]
 
 
 def test_clipping_may_include_the_gate():
     for clip_loss in (False, True):
-        bench = Bench(short("fedlas_ls", clip=1e-6, clip_loss=clip_loss), CPU)
-        steps(bench, 1)
-        gate = torch.cat([p.grad.flatten() for p in bench.loss.parameters()]).norm()
-        net = torch.cat([p.grad.flatten() for p in bench.net.parameters()]).norm()
+        session = Session(short("fedlas_ls", clip=1e-6, clip_loss=clip_loss), CPU)
+        steps(session, 1)
+        gate = torch.cat([p.grad.flatten() for p in session.loss.parameters()]).norm()
+        net = torch.cat([p.grad.flatten() for p in session.net.parameters()]).norm()
         assert net <= 1.01e-6
         assert (gate <= 1.01e-6) == clip_loss
 
 
 def test_a_bad_step_is_remembered_and_freezes_the_weights():
-    bench = Bench(short("fedlas_ls"), CPU)
-    steps(bench, 2)
-    assert bench.step.bad_step() is None
-    before = [p.clone() for p in bench.net.parameters()]
-    memory = [m["momentum_buffer"].clone() for m in bench.state()["optimizer"]]
-    bench.train.labels.fill_(0)
-    original = bench.train._constants
-    bench.train._constants = (original[0] * math.nan, original[1])
-    steps(bench, 2)
-    bench.train._constants = original
-    steps(bench, 3)
-    assert bench.step.bad_step() == 2  # the third
-    assert all(torch.equal(p, q) for p, q in zip(before, bench.net.parameters(), strict=True))
-    assert all(torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, bench.state()["optimizer"], strict=True))
+    session = Session(short("fedlas_ls"), CPU)
+    steps(session, 2)
+    assert session.step.bad_step() is None
+    before = [p.clone() for p in session.net.parameters()]
+    memory = [m["momentum_buffer"].clone() for m in session.state()["optimizer"]]
+    session.train.labels.fill_(0)
+    original = session.train._constants
+    session.train._constants = (original[0] * math.nan, original[1])
+    steps(session, 2)
+    session.train._constants = original
+    steps(session, 3)
+    assert session.step.bad_step() == 2  # the third
+    assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
+    assert all(torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, session.state()["optimizer"], strict=True))
 
 
 def test_a_bad_gradient_of_the_loss_alone_is_seen_in_its_step():
     """Clipping looks at the network only; the flag must not."""
-    bench = Bench(short("fedlas_ls"), CPU)
-    steps(bench, 2)
-    gate = next(bench.loss.parameters())
-    before = [p.clone() for p in [*bench.net.parameters(), *bench.loss.parameters()]]
+    session = Session(short("fedlas_ls"), CPU)
+    steps(session, 2)
+    gate = next(session.loss.parameters())
+    before = [p.clone() for p in [*session.net.parameters(), *session.loss.parameters()]]
     hook = gate.register_hook(lambda gradient: gradient * math.nan)
-    steps(bench, 1)
+    steps(session, 1)
     hook.remove()
-    steps(bench, 2)
-    assert bench.step.bad_step() == 2  # the third
-    after = [*bench.net.parameters(), *bench.loss.parameters()]
+    steps(session, 2)
+    assert session.step.bad_step() == 2  # the third
+    after = [*session.net.parameters(), *session.loss.parameters()]
     assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
 
 
 def test_gradients_that_stay_bad_in_float16_are_no_overflow():
-    bench = Bench(short("ce", precision="fp16", epochs=30, batch_size=2, data_options={"train_samples": 4}), CPU)
-    next(bench.net.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    session = Session(short("ce", precision="fp16", epochs=30, batch_size=2, data_options={"train_samples": 4}), CPU)
+    next(session.net.parameters()).register_hook(lambda gradient: gradient * math.nan)
     for epoch in range(10):
-        steps(bench, 2, epoch)
+        steps(session, 2, epoch)
     # The scale falls from 2^16 to 1 in as many steps, and the next one is of no use.
-    assert float(bench.step.scale.value) <= 1
-    assert bench.step.bad_step() == 16
+    assert float(session.step.scale.value) <= 1
+    assert session.step.bad_step() == 16
 
 
 def test_the_loss_scale_falls_after_an_overflow_and_grows_after_many_good_steps():
@@ -151,13 +151,13 @@ def test_the_loss_scale_falls_after_an_overflow_and_grows_after_many_good_steps(
 
 
 def test_an_overflow_in_float16_skips_a_step_and_goes_on():
-    bench = Bench(short("ce", precision="fp16", data_options={"train_samples": 100}), CPU)
-    bench.step.scale.value.fill_(1e30)
-    before = [p.clone() for p in bench.net.parameters()]
-    steps(bench, 1)
-    assert bench.step.bad_step() is None
-    assert float(bench.step.scale.value) == pytest.approx(5e29)
-    assert all(torch.equal(p, q) for p, q in zip(before, bench.net.parameters(), strict=True))
+    session = Session(short("ce", precision="fp16", data_options={"train_samples": 100}), CPU)
+    session.step.scale.value.fill_(1e30)
+    before = [p.clone() for p in session.net.parameters()]
+    steps(session, 1)
+    assert session.step.bad_step() is None
+    assert float(session.step.scale.value) == pytest.approx(5e29)
+    assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
 
 
 def test_schedules_equal_those_of_torch():
@@ -235,9 +235,9 @@ def test_draws_of_mixing_depend_on_the_seed_alone():
     assert 0 < one[:, 1].mean() < 1
 
 
-def fails_once(bench, error, *, backward):
+def fails_once(session, error, *, backward):
     """Make the compiled network fail in its first forward or backward pass."""
-    plain, failed = bench.net._call_impl, []
+    plain, failed = session.net._call_impl, []
 
     def refuse(*_):
         failed.append(True)
@@ -251,21 +251,21 @@ def fails_once(bench, error, *, backward):
             refuse()
         return output
 
-    bench.net._compiled_call_impl = compiled
+    session.net._compiled_call_impl = compiled
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
     recipe = short("fedlas_ls", accumulate=2)
-    plain, broken = Bench(recipe, CPU), Bench(recipe, CPU)
+    plain, broken = Session(recipe, CPU), Session(recipe, CPU)
     error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this network\nand more")
     fails_once(broken, error, backward=backward)
     with pytest.warns(UserWarning, match=r"no graph for this network$"):
         steps(broken, 1)
     assert broken.net._compiled_call_impl is None
     steps(plain, 1)
-    for bench in (plain, broken):
-        steps(bench, 2, epoch=1)
+    for session in (plain, broken):
+        steps(session, 2, epoch=1)
     for mine, other in zip((broken.net, broken.loss), (plain.net, plain.loss), strict=True):
         for name, value in other.state_dict().items():
             assert torch.equal(value, mine.state_dict()[name]), name
@@ -274,7 +274,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
 
 
 def test_a_batch_that_cannot_be_compiled_takes_nothing_with_it():
-    plain, broken = Bench(short("ce"), CPU), Bench(short("ce"), CPU)
+    plain, broken = Session(short("ce"), CPU), Session(short("ce"), CPU)
     for module in (broken.net, broken.loss):
         module.compile(fullgraph=True, dynamic=False, backend="eager")
 
@@ -295,10 +295,10 @@ def test_a_lack_of_memory_is_no_fault_of_the_compiler():
     wrapped = dynamo.TorchDynamoException("while compiling")
     wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
     for error in (torch.OutOfMemoryError("no memory left"), wrapped, RuntimeError("a bug of one's own")):
-        bench = Bench(short("ce"), CPU)
-        fails_once(bench, error, backward=False)
+        session = Session(short("ce"), CPU)
+        fails_once(session, error, backward=False)
         with pytest.raises(type(error)):
-            steps(bench, 1)
+            steps(session, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*attribute of a Tensor that is not a leaf")
@@ -313,11 +313,11 @@ def test_a_lack_of_memory_is_no_fault_of_the_compiler():
 def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     """Traced whole, as on a GPU, but carried out by torch's own kernels."""
     recipe = short(loss)
-    plain, compiled = Bench(recipe, CPU), Bench(recipe, CPU)
+    plain, compiled = Session(recipe, CPU), Session(recipe, CPU)
     for module in (compiled.net, compiled.loss):
         module.compile(fullgraph=True, dynamic=False, backend=backend)
-    for bench in (plain, compiled):
-        steps(bench, count)
+    for session in (plain, compiled):
+        steps(session, count)
     assert compiled.net._compiled_call_impl is not None
     mine, theirs = compiled.step.meter.read(), plain.step.meter.read()
     assert mine == pytest.approx(theirs, rel=1e-3)
@@ -326,7 +326,7 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     assert gate.keys() == expected.keys()
     for name in ("positive", "alpha_ratio") if gate else ():
         assert gate[name] == pytest.approx(expected[name], rel=0.05)
-    other = Bench(short("ls"), CPU, before=compiled)
+    other = Session(short("ls"), CPU, before=compiled)
     assert other.net is compiled.net
     steps(other, 2)
 

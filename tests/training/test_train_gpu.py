@@ -14,8 +14,8 @@ from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
 from fedlas.training import AbstractCallback, Engine, Run, StoppedError, fit
-from fedlas.training.precision import machine, many_compilations
-from fedlas.training.session import Bench, chosen_device
+from fedlas.training.precision import machine, raise_compile_limit
+from fedlas.training.session import Session, select_device
 from fedlas.training.step import WARM
 from waiting import no_waiting
 
@@ -34,21 +34,21 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is 
 NAMES = [record.name for record in fedlas.list_losses()]
 
 
-def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Bench:
-    device = chosen_device("cuda")
+def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
+    device = select_device("cuda")
     stream = torch.cuda.Stream(device)
-    with machine(recipe, device), many_compilations(recipe, device), torch.cuda.stream(stream):
-        bench = Bench(recipe, device, capture=capture)
-        bench.net.train()
+    with machine(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
+        session = Session(recipe, device, capture=capture)
+        session.net.train()
         for epoch in range(epochs):
-            for inputs in bench.batches(epoch):
-                bench.step(*inputs)
+            for inputs in session.batches(epoch):
+                session.step(*inputs)
         torch.cuda.synchronize()
-    return bench
+    return session
 
 
-def tensors(bench: Bench) -> dict[str, Any]:
-    state = bench.state()
+def tensors(session: Session) -> dict[str, Any]:
+    state = session.state()
     memory = {f"{n} {name}": value for n, one in enumerate(state["optimizer"]) for name, value in one.items()}
     return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | memory
 
@@ -101,20 +101,20 @@ def test_compiled_capture_is_close_to_eager(loss):
 
 
 def assert_never_waits(recipe, *, capture):
-    device = chosen_device("cuda")
+    device = select_device("cuda")
     stream = torch.cuda.Stream(device)
-    with machine(recipe, device), many_compilations(recipe, device), torch.cuda.stream(stream):
-        bench = Bench(recipe, device, capture=capture)
-        bench.net.train()
-        batches = list(bench.batches(0))
+    with machine(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
+        session = Session(recipe, device, capture=capture)
+        session.net.train()
+        batches = list(session.batches(0))
         for inputs in batches[: WARM + 2]:  # the capture itself may wait
-            bench.step(*inputs)
+            session.step(*inputs)
         with no_waiting():
             for inputs in batches[: WARM + 2]:
-                bench.step(*inputs)
+                session.step(*inputs)
         torch.cuda.synchronize()
-    assert bool(bench.step._graphs) == capture
-    return bench
+    assert bool(session.step._graphs) == capture
+    return session
 
 
 @pytest.mark.parametrize("capture", [False, True])
@@ -129,7 +129,7 @@ class StopAt(AbstractCallback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def advanced(self, step: int) -> None:
+    def on_step_dispatched(self, step: int) -> None:
         if step == self.step:
             signal.raise_signal(signal.SIGTERM)
 
@@ -177,25 +177,25 @@ def test_a_second_seed_replays_the_captured_step(tmp_path):
 
 
 def test_a_bad_gradient_of_the_gate_alone_is_found_in_a_captured_run():
-    device = chosen_device("cuda")
+    device = select_device("cuda")
     recipe = short("fedlas_ls", compile=False, drop_last=True)
     with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
-        bench = Bench(recipe, device)
-        bench.net.train()
+        session = Session(recipe, device)
+        session.net.train()
         factor = torch.ones((), device=device)
-        next(bench.loss.parameters()).register_hook(lambda gradient: gradient * factor)
+        next(session.loss.parameters()).register_hook(lambda gradient: gradient * factor)
         for epoch in range(2):
-            for number, inputs in enumerate(bench.batches(epoch)):
+            for number, inputs in enumerate(session.batches(epoch)):
                 if (epoch, number) == (1, 2):
                     factor.fill_(math.nan)
-                bench.step(*inputs)
-        assert bench.step._graphs
-        assert bench.step.bad_step() == bench.steps_per_epoch + 2
-        assert all(value.isfinite().all() for value in bench.loss.parameters())
+                session.step(*inputs)
+        assert session.step._graphs
+        assert session.step.bad_step() == session.steps_per_epoch + 2
+        assert all(value.isfinite().all() for value in session.loss.parameters())
 
 
 def test_a_bad_step_in_a_captured_run_is_found():
     recipe = short("ce", lr=1e30, clip=None, schedule="constant", compile=False, drop_last=True)
-    bench = trained(recipe, capture=True)
-    assert bench.step.bad_step() is not None
-    assert bench.step.bad_step() < 18
+    session = trained(recipe, capture=True)
+    assert session.step.bad_step() is not None
+    assert session.step.bad_step() < 18

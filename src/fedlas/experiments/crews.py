@@ -68,7 +68,7 @@ class _StopWhen(AbstractCallback):
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self.wanted = wanted
 
-    def advanced(self, step: int) -> None:
+    def on_step_dispatched(self, step: int) -> None:
         if not self.wanted():
             return
         if threading.current_thread() is not threading.main_thread():

@@ -177,12 +177,12 @@ def search(
         direction="maximize" if metric == "accuracy" else "minimize",
         sampler=optuna.samplers.TPESampler(seed=sampler_seed),
     )
-    bench, done = Engine(**engine), []
+    session, done = Engine(**engine), []
     for number in range(1, trials + 1):
         asked = study.ask()
         options = {one.name: one.suggested(asked) for one in ranges}
         varied = recipe.replace(loss_options={**recipe.loss_options, **options}, splits=("val",), ood=())
-        trial = _tried(bench, [varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder)
+        trial = _tried(session, [varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder)
         done.append(trial)
         if trial.mean is None:
             study.tell(asked, state=optuna.trial.TrialState.FAIL)

@@ -17,7 +17,7 @@ from fedlas.report.figures import save_with_data, smoothing_data, smoothing_figu
 from fedlas.report.tables import Table
 from fedlas.training.precision import machine
 from fedlas.training.protocols import loss_options, recipe_for
-from fedlas.training.session import Bench
+from fedlas.training.session import Session
 
 LOSS, PUBLISHED_FOR = "fedlas_ls", "cifar10"
 BETAS = (0.0, 0.5, 1.0, 4.0)  # plain label smoothing, and the published ones
@@ -61,7 +61,7 @@ def alpha_of(nci: Float[Tensor, " n"], *, alpha: float, beta: float, mode: str) 
     options = {"alpha": alpha, "beta": beta, "gate": mode, "source": "max_logit", "normalise": "none"}
     recipe, cpu = recipe_for("digits", loss=LOSS, protocol="small", loss_options=options), torch.device("cpu")
     with machine(recipe, cpu), torch.no_grad():
-        # A bench is the way to a loss from here.
-        loss: Any = Bench(recipe, cpu, capture=False).loss.eval()
+        # A session is the way to a loss from here.
+        loss: Any = Session(recipe, cpu, capture=False).loss.eval()
         loss.smoothing(nci[:, None].expand(-1, loss.num_classes))
     return loss.gamma, loss.alpha_i

@@ -1,4 +1,4 @@
-"""Onlookers of a run: bars in the terminal, TensorBoard, or code of one's own."""
+"""Callbacks of a run: progress bars, TensorBoard, or user-defined ones."""
 
 import inspect
 import sys
@@ -6,7 +6,7 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedlas.catalog import nearest
 from fedlas.extras import optional_module
@@ -14,51 +14,57 @@ from fedlas.records import Board
 from fedlas.training.run_folder import Run
 
 if TYPE_CHECKING:
-    from fedlas.training.session import Bench
+    from fedlas.training.session import Session
 
 
-class AbstractCallback(ABC):  # noqa: B024 (every method may be left as it is)
-    """Is told how a run goes on; write the methods that you need."""
+class AbstractCallback(ABC):  # noqa: B024 (every method has a default)
+    """Follows a run; override the methods that you need.
 
-    def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: B027
-        """Tell that the run begins, or continues, with an epoch that counts from 0."""
+    Attributes:
+        sees_steps: call `on_step_end` after each step. Steps are then not captured in a CUDA graph.
+    """
 
-    def advanced(self, step: int) -> None:  # noqa: B027
-        """Tell that a step was handed to the device, which may not have done it yet; do not wait for it here."""
+    sees_steps: ClassVar[bool] = False
 
-    def stepped(self, bench: "Bench", step: int) -> None:  # noqa: B027
-        """Show network, gradients and loss after a step; whoever writes this method has no captured steps."""
+    def on_train_start(self, run: Run, session: "Session", epoch: int) -> None:  # noqa: B027
+        """Handle the start of a run, or its continuation, at an epoch counted from 0."""
 
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:  # noqa: B027
-        """Show the line of the log."""
+    def on_step_dispatched(self, step: int) -> None:  # noqa: B027
+        """Handle a step that was dispatched to the device, which may not have finished it; do not wait for it here."""
 
-    def ended(self, run: Run) -> None:  # noqa: B027
-        """Tell that the run is over, or stops."""
+    def on_step_end(self, session: "Session", step: int) -> None:  # noqa: B027
+        """Handle the end of a step, with network, gradients and loss; needs `sees_steps = True`."""
+
+    def on_epoch_end(self, record: Mapping[str, Any]) -> None:  # noqa: B027
+        """Handle the end of an epoch, with its line of the log."""
+
+    def on_train_end(self, run: Run) -> None:  # noqa: B027
+        """Handle the end of a run, finished or stopped."""
 
 
-HOOKS = tuple(name for name in vars(AbstractCallback) if not name.startswith("_"))
+HOOKS = tuple(name for name in vars(AbstractCallback) if name.startswith("on_"))
 
 
-def checked_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCallback, ...]:
-    """Refuse what is no list of onlookers, and an onlooker with a public method that nobody would ever call."""
+def check_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCallback, ...]:
+    """Return the callbacks; raise if one is no callback or has a public method that would never be called."""
     if isinstance(callbacks, (AbstractCallback, type)) or not isinstance(callbacks, Iterable):
         raise TypeError(f"callbacks takes a list, such as callbacks=[Watch()], not {callbacks!r}")
     found = tuple(callbacks)
-    for one in found:
-        if isinstance(one, type):
-            raise TypeError(f"callbacks takes objects, not classes: {one.__name__}() instead of {one.__name__}")
-        if not isinstance(one, AbstractCallback):
-            raise TypeError(f"callbacks takes objects of classes that derive from AbstractCallback, not {one!r}")
-        for name in dir(type(one)):
-            if not name.startswith("_") and name not in HOOKS and inspect.isroutine(getattr(type(one), name)):
+    for callback in found:
+        kind = type(callback)
+        if isinstance(callback, type):
+            raise TypeError(
+                f"callbacks takes objects, not classes: {callback.__name__}() instead of {callback.__name__}"
+            )
+        if not isinstance(callback, AbstractCallback):
+            raise TypeError(f"callbacks takes objects of classes that derive from AbstractCallback, not {callback!r}")
+        for name in dir(kind):
+            if not name.startswith("_") and name not in HOOKS and inspect.isroutine(getattr(kind, name)):
                 hint = nearest(name, list(HOOKS))
-                raise TypeError(f"{type(one).__name__}.{name} would never be called; {hint} Begin other names with _.")
+                raise TypeError(f"{kind.__name__}.{name} would never be called; {hint} Begin other names with _.")
+        if kind.on_step_end is not AbstractCallback.on_step_end and not callback.sees_steps:
+            raise TypeError(f"{kind.__name__}.on_step_end would never be called; set sees_steps = True in the class")
     return found
-
-
-def looks_at_steps(callback: AbstractCallback) -> bool:
-    """Say whether a callback wants to see the device after each step."""
-    return type(callback).stepped is not AbstractCallback.stepped
 
 
 class ProgressBar(AbstractCallback):
@@ -68,27 +74,27 @@ class ProgressBar(AbstractCallback):
         self._bar: Any = None
         self._task: Any = None
 
-    def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
+    def on_train_start(self, run: Run, session: "Session", epoch: int) -> None:  # noqa: ARG002
         rich = optional_module("rich.progress", "train")
         columns = ("[progress.description]{task.description}", rich.BarColumn(), "{task.completed}/{task.total}")
         # A console of its own: the one that rich shares may have been made for another terminal.
         console = optional_module("rich.console", "train").Console()
         left = rich.TimeRemainingColumn()
         self._bar = rich.Progress(*columns, left, "{task.fields[shown]}", transient=True, console=console)
-        total = bench.recipe.epochs * bench.steps_per_epoch
-        done = epoch * bench.steps_per_epoch
-        self._task = self._bar.add_task(bench.recipe.loss, total=total, completed=done, shown="")
+        total = session.recipe.epochs * session.steps_per_epoch
+        done = epoch * session.steps_per_epoch
+        self._task = self._bar.add_task(session.recipe.loss, total=total, completed=done, shown="")
         self._bar.start()
 
-    def advanced(self, step: int) -> None:
+    def on_step_dispatched(self, step: int) -> None:
         self._bar.update(self._task, completed=step)
 
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:
+    def on_epoch_end(self, record: Mapping[str, Any]) -> None:
         val = record["val"]
         shown = f"epoch {record['epoch']}: accuracy {100 * val['accuracy']:.2f} %, ECE {100 * val['ece']:.2f} %"
         self._bar.update(self._task, shown=shown)
 
-    def ended(self, run: Run) -> None:  # noqa: ARG002
+    def on_train_end(self, run: Run) -> None:  # noqa: ARG002
         if self._bar is not None:
             self._bar.stop()
 
@@ -99,14 +105,14 @@ class TensorBoard(AbstractCallback):
     def __init__(self) -> None:
         self._board: Board | None = None
 
-    def begun(self, run: Run, bench: "Bench", epoch: int) -> None:  # noqa: ARG002
+    def on_train_start(self, run: Run, session: "Session", epoch: int) -> None:  # noqa: ARG002
         self._board = Board(_board_folder(run), first=epoch + 1)
 
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:
+    def on_epoch_end(self, record: Mapping[str, Any]) -> None:
         assert self._board is not None
         self._board.record(record)
 
-    def ended(self, run: Run) -> None:  # noqa: ARG002
+    def on_train_end(self, run: Run) -> None:  # noqa: ARG002
         if self._board is not None:
             self._board.close()
 
@@ -126,7 +132,7 @@ def _board_folder(run: Run) -> Path:
 
 
 def usual(tensorboard: bool, progress: bool | None) -> list[AbstractCallback]:
-    """Give the onlookers that a run has by itself."""
+    """Give the callbacks that a run has by itself."""
     found: list[AbstractCallback] = [TensorBoard()] if tensorboard else []
     if _shown(progress):
         found.append(ProgressBar())

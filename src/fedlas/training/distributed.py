@@ -71,7 +71,7 @@ def _meeting_room() -> tuple[Any, int, int]:
     return dist.PrefixStore(f"run {next(_runs)}", store), here, world  # type: ignore[attr-defined]
 
 
-def is_first() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process is the one that writes."""
     return rank() == 0
 
@@ -79,7 +79,7 @@ def is_first() -> bool:
 def agreed(decide: Callable[[], Value]) -> Value:
     """Let the first process decide for all; where it fails, all fail with its error."""
     answer: list[Any] = [None, None]
-    if is_first():
+    if is_rank_zero():
         try:
             answer[0] = decide()
         except (RunError, OSError) as error:
@@ -94,7 +94,7 @@ def agreed(decide: Callable[[], Value]) -> Value:
     return decided
 
 
-def of_all(value: Value) -> list[Value]:
+def gather_objects(value: Value) -> list[Value]:
     """Collect a value from all processes."""
     if ranks.count() == 1:
         return [value]
@@ -104,7 +104,7 @@ def of_all(value: Value) -> list[Value]:
 
 
 @torch.no_grad()
-def share_buffers(module: nn.Module) -> None:
+def broadcast_buffers(module: nn.Module) -> None:
     """Give all processes the first one's buffers: batch norms of each have seen samples of their own in the last step.
 
     While it trains, DistributedDataParallel does the same at the beginning of every step.

@@ -20,7 +20,7 @@ from fedlas.losses.gate_history import GateHistory
 EDGES = tuple(-4 + 0.5 * n for n in range(17))  # of the histogram of gamma; what lies outside is counted too
 
 
-class Meter:
+class EpochMetrics:
     """Mean loss, mean of each of its terms, accuracy and gradient norm of an epoch.
 
     Args:
@@ -93,7 +93,7 @@ class Meter:
             self.add(name, value.to(self.device) * first)
 
 
-class GateWatch:
+class GateStatistics:
     """What the gate of a loss did in an epoch; silent about losses without one.
 
     Args:

@@ -23,23 +23,23 @@ from torch import Tensor
 from fedlas import ranks
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
-from fedlas.training.callbacks import AbstractCallback, checked_callbacks, downloads, looks_at_steps, usual, write_board
+from fedlas.training.callbacks import AbstractCallback, check_callbacks, downloads, usual, write_board
 from fedlas.training.checkpoint import StoppedError, StopSignals
-from fedlas.training.distributed import agreed, any_signal, is_first, joined, of_all, share_buffers
+from fedlas.training.distributed import agreed, any_signal, broadcast_buffers, gather_objects, is_rank_zero, joined
 from fedlas.training.optimizer import lr_factor
 from fedlas.training.precision import (
+    enable_cudnn_benchmark,
     machine,
-    many_compilations,
     on_stream,
+    raise_compile_limit,
     random_state,
     restore_random_state,
-    try_all_convolutions,
 )
 from fedlas.training.prediction import Source, predictions_of, rank
 from fedlas.training.protocols import check_parts
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
-from fedlas.training.session import Bench, chosen_device
+from fedlas.training.session import Session, select_device
 from fedlas.training.validation import halves, judged
 
 LEARNED = ("train", "val")  # splits from which a run learns, and by which it chooses
@@ -76,7 +76,7 @@ def fit(
         recipe: what to do.
         out: the run's folder; by default `runs/<data>-<model>-<loss>-<key>`.
         resume: continue what is there; where nothing is there, start.
-        callbacks: onlookers of one's own.
+        callbacks: callbacks of one's own.
         device: where to train; by default a GPU if there is one.
         data_root: where data lies; by default `$FEDLAS_DATA`, or the user's cache.
         progress: whether to show a bar; by default in a terminal.
@@ -103,7 +103,7 @@ def fit_many(
         recipes: what to do, one after the other; neighbours that are alike share most.
         folder: every run gets a folder in it.
         resume: continue runs that stand still.
-        callbacks: onlookers of all runs.
+        callbacks: callbacks of all runs.
         progress: whether to show a bar for each; by default in a terminal.
         options: device and data_root, as for `fit`.
     """
@@ -125,8 +125,8 @@ class Engine:
     """
 
     def __init__(self, *, device: str | torch.device | None = None, data_root: str | Path | None = None) -> None:
-        self.device, self.data_root = chosen_device(device), data_root
-        self._bench: Bench | None = None
+        self.device, self.data_root = select_device(device), data_root
+        self._session: Session | None = None
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def fit(
@@ -141,35 +141,37 @@ class Engine:
         """Train by a recipe; see the function `fit`."""
         if not isinstance(recipe, Recipe):
             raise TypeError(f"fit takes a Recipe, such as fedlas.recipe_for gives, not a {type(recipe).__name__}")
-        callbacks = checked_callbacks(callbacks)
+        callbacks = check_callbacks(callbacks)
         run = run_in("runs", recipe) if out is None else Run(Path(out))
         with ExitStack() as stack:
             stack.enter_context(joined(self.device))
             if agreed(lambda: run.holds(recipe)):  # without a lock: the folder may be one that can only be read
-                if recipe.tensorboard and is_first():
+                if recipe.tensorboard and is_rank_zero():
                     write_board(run)
                 return run
             check_parts(recipe)  # what nobody can train leaves no folder behind; every process sees it alike
             agreed(lambda: _enter(stack, run))
             if agreed(lambda: _prepared(run, recipe, resume, self.device)) == "finished":
                 return run
-            if is_first():
+            if is_rank_zero():
                 _warn(recipe, self.device)
             stack.enter_context(machine(recipe, self.device))
             stack.enter_context(on_stream(self._stream))
-            stack.enter_context(many_compilations(recipe, self.device))
+            stack.enter_context(raise_compile_limit(recipe, self.device))
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)  # the log tells of this run
-            capture = not any(looks_at_steps(one) for one in callbacks)
+            capture = not any(one.sees_steps for one in callbacks)
             with downloads(progress) as shown:
-                bench = Bench(recipe, self.device, self.data_root, capture=capture, before=self._bench, progress=shown)
-                stack.callback(bench.close)
-                bench.check()
-            if bench.data.resident and self.device.type == "cuda":
-                try_all_convolutions()
-            self._bench = bench
-            onlookers = [*callbacks, *(usual(recipe.tensorboard, progress) if is_first() else [])]
-            _Training(run, bench, onlookers, resume=resume).go()
+                session = Session(
+                    recipe, self.device, self.data_root, capture=capture, before=self._session, progress=shown
+                )
+                stack.callback(session.close)
+                session.check()
+            if session.data.resident and self.device.type == "cuda":
+                enable_cudnn_benchmark()
+            self._session = session
+            callbacks = [*callbacks, *(usual(recipe.tensorboard, progress) if is_rank_zero() else [])]
+            _Training(run, session, callbacks, resume=resume).go()
         return run
 
 
@@ -200,16 +202,16 @@ def _prepared(run: Run, recipe: Recipe, resume: bool, device: torch.device) -> s
 class _Training:
     """One run, from where it stands to its end."""
 
-    def __init__(self, run: Run, bench: Bench, onlookers: Sequence[AbstractCallback], *, resume: bool) -> None:
-        self.run, self.bench, self.recipe, self.onlookers = run, bench, bench.recipe, onlookers
+    def __init__(self, run: Run, session: Session, callbacks: Sequence[AbstractCallback], *, resume: bool) -> None:
+        self.run, self.session, self.recipe, self.callbacks = run, session, session.recipe, callbacks
         self.to_go_on = "start the same command again to go on" if resume else f"continue with {RESUME}"
         self.writer = checkpoint.Writer()
         self.signals = StopSignals(patient=ranks.count() > 1)
         self.best: dict[str, Tensor] = {}
         self.best_epoch, self.best_accuracy = 0, -1.0
-        self.validation_source = bench.evaluation("val")
+        self.validation_source = session.evaluation("val")
         if self.recipe.feedback == "train":
-            self.feedback_source = bench.feedback()
+            self.feedback_source = session.feedback()
 
     def go(self) -> None:
         """Train, then predict."""
@@ -217,8 +219,8 @@ class _Training:
             with self.signals.listening():
                 agreed(self._know_data)
                 epoch, start = self._stand()
-                for onlooker in self.onlookers:
-                    onlooker.begun(self.run, self.bench, epoch)
+                for callback in self.callbacks:
+                    callback.on_train_start(self.run, self.session, epoch)
                 while epoch < self.recipe.epochs:
                     self._epoch(epoch, start)
                     epoch, start = epoch + 1, 0
@@ -226,23 +228,23 @@ class _Training:
                 self._predict_everything()
             self._stop(self.signals.caught, "at its end")  # who trains many runs is to begin no other
         finally:
-            for onlooker in self.onlookers:
-                onlooker.ended(self.run)
+            for callback in self.callbacks:
+                callback.on_train_end(self.run)
             self.writer.close()
-            if is_first() and self.run.finished_for(self.recipe):  # also where a signal came with the last file
+            if is_rank_zero() and self.run.finished_for(self.recipe):  # also where a signal came with the last file
                 self.run.checkpoint_before.unlink(missing_ok=True)
 
     def _epoch(self, epoch: int, start: int) -> None:
         began = time.perf_counter()
-        loss = self.bench.loss.train()
-        self.bench.net.train()
-        step = epoch * self.bench.steps_per_epoch + start
-        for inputs in self.bench.batches(epoch, start):
-            self.bench.step(*inputs)  # the one line for all losses
+        loss = self.session.loss.train()
+        self.session.net.train()
+        step = epoch * self.session.steps_per_epoch + start
+        for inputs in self.session.batches(epoch, start):
+            self.session.step(*inputs)  # the one line for all losses
             step += 1
             self._after_step(epoch, step)
-        share_buffers(self.bench.net)
-        trained = self.bench.step.meter.read()
+        broadcast_buffers(self.session.net)
+        trained = self.session.step.meter.read()
         self._stop_if_diverged()
         seconds = time.perf_counter() - began
         validation = self._predict(self.validation_source, "val")
@@ -250,26 +252,26 @@ class _Training:
             validation = halves(validation)[1 if self.recipe.train_on_v1 else 0]
         loss.end_epoch(self._feedback(validation))
         record = self._record(epoch, trained, validation)
-        images = (self.bench.steps_per_epoch - start) * self.recipe.batch_size
+        images = (self.session.steps_per_epoch - start) * self.recipe.batch_size
         record[MACHINE] = {
             "seconds": time.perf_counter() - began,
-            "images_per_second": min(images, self.bench.samples) / max(seconds, 1e-9),
-            "memory_mib": _memory(self.bench.device),
+            "images_per_second": min(images, self.session.samples) / max(seconds, 1e-9),
+            "memory_mib": _memory(self.session.device),
             "continued_at_step": start or None,
         }
-        self.bench.step.meter.reset()
-        if is_first():
+        self.session.step.meter.reset()
+        if is_rank_zero():
             self.run.append_log(record)
-        for onlooker in self.onlookers:
-            onlooker.epoch_ended(record)
-        number = any_signal(self.signals.caught, 0, self.bench.device)
+        for callback in self.callbacks:
+            callback.on_epoch_end(record)
+        number = any_signal(self.signals.caught, 0, self.session.device)
         if number is not None or epoch + 1 == self.recipe.epochs or self._is_due(step):
             self._save(epoch + 1, 0)
         self._stop(number, f"after epoch {epoch + 1} of {self.recipe.epochs}")
 
     def _feedback(self, validation: Predictions) -> Predictions | None:
         """Return the predictions that the loss learns from; never those of the test split, which may select epochs."""
-        if self.bench.validates_on_test:
+        if self.session.validates_on_test:
             return None
         if self.recipe.feedback == "validation":
             return validation
@@ -277,18 +279,18 @@ class _Training:
 
     def _after_step(self, epoch: int, step: int) -> None:
         """Do what happens between two steps; none of it waits for a GPU unless something is to be written."""
-        for onlooker in self.onlookers:
-            onlooker.stepped(self.bench, step)
-            onlooker.advanced(step)
-        if self.bench.device.type == "cpu":
+        for callback in self.callbacks:
+            callback.on_step_end(self.session, step)
+            callback.on_step_dispatched(step)
+        if self.session.device.type == "cpu":
             self._stop_if_diverged()
-        position = step - epoch * self.bench.steps_per_epoch
-        number = any_signal(self.signals.caught, step, self.bench.device)
+        position = step - epoch * self.session.steps_per_epoch
+        number = any_signal(self.signals.caught, step, self.session.device)
         every = self.recipe.checkpoint_every
-        if number is not None or (every and step % every == 0 and position < self.bench.steps_per_epoch):
+        if number is not None or (every and step % every == 0 and position < self.session.steps_per_epoch):
             self._stop_if_diverged()
             self._save(epoch, position)
-        self._stop(number, f"after step {position} of {self.bench.steps_per_epoch} in epoch {epoch + 1}")
+        self._stop(number, f"after step {position} of {self.session.steps_per_epoch} in epoch {epoch + 1}")
 
     def _is_due(self, step: int) -> bool:
         """Say whether an epoch that ends is to have a checkpoint; unless asked to, nobody waits for a slow disk.
@@ -307,7 +309,7 @@ class _Training:
 
     def _record(self, epoch: int, trained: dict[str, float], validation: Predictions) -> dict[str, Any]:
         """Make the line of the log, and remember the weights of the best epoch."""
-        steps = self.bench.steps_per_epoch
+        steps = self.session.steps_per_epoch
         last = (epoch + 1) * steps - 1
         found = judged(validation)
         if found["accuracy"] > self.best_accuracy:
@@ -319,13 +321,13 @@ class _Training:
             "lr": self.recipe.lr * lr_factor(self.recipe, last, steps),
             "train": _finite(trained),
             "val": found,
-            "gate": self.bench.step.watch.read(),
+            "gate": self.session.step.watch.read(),
             "best_epoch": self.best_epoch,
-        } | ({"loss_state": state} if (state := self.bench.loss.epoch_state()) else {})
+        } | ({"loss_state": state} if (state := self.session.loss.epoch_state()) else {})
 
     @torch.no_grad()
     def _keep_best(self) -> None:
-        for name, value in self.bench.net.model.state_dict().items():
+        for name, value in self.session.net.model.state_dict().items():
             if name in self.best:
                 self.best[name].copy_(value)
             else:
@@ -333,8 +335,8 @@ class _Training:
 
     def _save(self, epoch: int, position: int) -> None:
         """Write down where the run stands: so many epochs, and so many steps of the next."""
-        generators, state = of_all(random_state(self.bench.device)), self.bench.state()
-        if not is_first():
+        generators, state = gather_objects(random_state(self.session.device)), self.session.state()
+        if not is_rank_zero():
             return
         content = state | {
             "recipe": self.recipe.key,
@@ -355,22 +357,22 @@ class _Training:
         path = self.run.checkpoint
         saved = checkpoint.load(path)
         checkpoint.check_recipe(saved, path, self.recipe)
-        self.bench.restore(saved, path)
-        checkpoint.check_stand(saved, path, self.recipe.epochs, self.bench.steps_per_epoch)
-        self.best = {name: value.to(self.bench.device) for name, value in saved["best"].items()}
+        self.session.restore(saved, path)
+        checkpoint.check_stand(saved, path, self.recipe.epochs, self.session.steps_per_epoch)
+        self.best = {name: value.to(self.session.device) for name, value in saved["best"].items()}
         self.best_epoch, self.best_accuracy = saved["best_epoch"], saved["best_accuracy"]
         epoch, position = saved["epoch"], saved["position"]
         agreed(lambda: self.run.keep_log(epoch))
         if rank() < len(saved["random"]):
             try:
-                restore_random_state(saved["random"][rank()], self.bench.device)
+                restore_random_state(saved["random"][rank()], self.session.device)
             except checkpoint.UNFIT as error:
                 raise checkpoint.refused(path, f"its generators of random numbers: {error}") from error
         return epoch, position
 
     def _know_data(self) -> None:
         """Write down on what a run learns; one that continues has to find what it learned from before."""
-        found = {name: self.bench.data.split(name).checksum() for name in LEARNED}
+        found = {name: self.session.data.split(name).checksum() for name in LEARNED}
         known = self.run.environment.get("data", {}) if self.run.checkpoint.exists() else {}
         others = [name for name in LEARNED if known.get(name, found[name]) != found[name]]
         if others:
@@ -381,14 +383,14 @@ class _Training:
         self.run.note({"data": known | found})
 
     def _stop_if_diverged(self) -> None:
-        step = self.bench.step.bad_step()
+        step = self.session.step.bad_step()
         if step is None:
             return
-        epoch, position = divmod(step, self.bench.steps_per_epoch)
-        index = self.bench.batches_of_places(epoch)[position].tolist()
+        epoch, position = divmod(step, self.session.steps_per_epoch)
+        index = self.session.batches_of_places(epoch)[position].tolist()
         self.writer.wait()
         kept = str(self.run.checkpoint) if self.run.checkpoint.exists() else None
-        if is_first():
+        if is_rank_zero():
             about = {"step": step + 1, "index": index, "checkpoint": kept}
             self.run.append_log({"epoch": epoch + 1, "diverged": about})
         place = f"step {step + 1} (epoch {epoch + 1}, batch {position + 1})"
@@ -403,38 +405,38 @@ class _Training:
         )
 
     def _predict(self, source: Source, split: str, *, labelled: bool = True) -> Predictions:
-        names = self.bench.data.class_names
+        names = self.session.data.class_names
         return predictions_of(
-            self.bench.net, source, self.recipe, device=self.bench.device, split=split, class_names=names,
+            self.session.net, source, self.recipe, device=self.session.device, split=split, class_names=names,
             labelled=labelled,
         )  # fmt: skip
 
     def _predict_everything(self) -> None:
         """Write the predictions of the last weights and of the best, and on what data; foreign data comes last."""
-        if is_first():
+        if is_rank_zero():
             looked_at = dict.fromkeys(name.partition("-")[0] for name in self.recipe.splits)
-            foreign = {data.name: data for data in map(self.bench.foreign_data, self.recipe.ood)}
+            foreign = {data.name: data for data in map(self.session.foreign_data, self.recipe.ood)}
             sums = dict(self.run.environment["data"])
-            sums |= {name: self.bench.data.split(name).checksum() for name in looked_at if name not in LEARNED}
+            sums |= {name: self.session.data.split(name).checksum() for name in looked_at if name not in LEARNED}
             sums |= {f"ood-{name}": data.split("test").checksum() for name, data in foreign.items()}
             self.run.note({"data": sums, "titles": {name: data.title for name, data in foreign.items()}})
-        states = {"last": {name: value.clone() for name, value in self.bench.net.model.state_dict().items()}}
+        states = {"last": {name: value.clone() for name, value in self.session.net.model.state_dict().items()}}
         states["best"] = self.best
-        self._predict_all(states, {name: self.bench.evaluation(name) for name in self.recipe.splits})
-        sources = {f"ood-{name}": self.bench.foreign(name) for name in self.recipe.ood}
+        self._predict_all(states, {name: self.session.evaluation(name) for name in self.recipe.splits})
+        sources = {f"ood-{name}": self.session.foreign(name) for name in self.recipe.ood}
         self._predict_all(states, sources, labelled=False)
-        of_all(0)  # nobody leaves before the files are there
+        gather_objects(0)  # nobody leaves before the files are there
 
     def _predict_all(
         self, states: dict[str, dict[str, Tensor]], sources: dict[str, Source], *, labelled: bool = True
     ) -> None:
         for state, weights in states.items() if sources else ():
-            checkpoint.restore_module(self.bench.net.model, weights)
+            checkpoint.restore_module(self.session.net.model, weights)
             for split, source in sources.items():
                 made = self._predict(source, split, labelled=labelled)
-                if is_first():
+                if is_rank_zero():
                     made.save(self.run.predictions_file(f"{state}-{split}"))
-            self._stop(any_signal(self.signals.caught, 0, self.bench.device), "after training")
+            self._stop(any_signal(self.signals.caught, 0, self.session.device), "after training")
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:

@@ -60,7 +60,7 @@ def lr_table(recipe: Recipe, steps_per_epoch: int) -> Float[Tensor, " steps"]:
     return torch.tensor(rates, dtype=torch.float32)
 
 
-class Rates:
+class LearningRates:
     """The learning rates of all parameter groups, moved along a table by a counter on the device.
 
     Args:
@@ -88,10 +88,10 @@ def row_of(table: Float[Tensor, "steps *rest"], step: Int[Tensor, ""]) -> Float[
 
 def build_optimizer(
     recipe: Recipe, net: nn.Module, loss: nn.Module, table: Float[Tensor, " steps"], device: torch.device
-) -> tuple[torch.optim.Optimizer, Rates]:
+) -> tuple[torch.optim.Optimizer, LearningRates]:
     """Build the optimizer of network and loss, its memory filled with zeros, and the rates that it reads."""
     groups = _groups(recipe, net, loss)
-    rates = Rates(table, [group.pop("factor") for group in groups], device)
+    rates = LearningRates(table, [group.pop("factor") for group in groups], device)
     for group, rate in zip(groups, rates.groups, strict=True):
         group["lr"] = rate
     optimizer: torch.optim.Optimizer
@@ -145,12 +145,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
         yield from group["params"]
 
 
-def memory_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+def optimizer_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
     """Give what an optimizer remembers, one dictionary for each parameter."""
     return [dict(optimizer.state[parameter]) for parameter in parameters_of(optimizer)]
 
 
-def restore_memory(optimizer: torch.optim.Optimizer, memory: list[dict[str, Tensor]]) -> None:
+def load_optimizer_state(optimizer: torch.optim.Optimizer, memory: list[dict[str, Tensor]]) -> None:
     """Put back what an optimizer remembered, in place: a captured step holds the addresses."""
     for parameter, saved in zip(parameters_of(optimizer), memory, strict=True):
         mine = optimizer.state[parameter]
@@ -160,9 +160,9 @@ def restore_memory(optimizer: torch.optim.Optimizer, memory: list[dict[str, Tens
             mine[name].copy_(value)
 
 
-def clear_memory(optimizer: torch.optim.Optimizer) -> None:
+def reset_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer forget everything, in place."""
-    for memory in memory_of(optimizer):
+    for memory in optimizer_state(optimizer):
         for value in memory.values():
             value.zero_()
 

@@ -117,7 +117,7 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 @contextmanager
-def many_compilations(recipe: Recipe, device: torch.device) -> Iterator[None]:
+def raise_compile_limit(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """Let one process compile more variants of a function than torch allows by default."""
     if not recipe.compile or device.type != "cuda":
         yield
@@ -131,7 +131,7 @@ def many_compilations(recipe: Recipe, device: torch.device) -> Iterator[None]:
         yield
 
 
-def try_all_convolutions() -> None:
+def enable_cudnn_benchmark() -> None:
     """Let cuDNN time all of its ways to convolve and not ten, until `machine` ends; of small images, seconds."""
     if torch.backends.cudnn.benchmark_limit is not None:
         torch.backends.cudnn.benchmark_limit = 0

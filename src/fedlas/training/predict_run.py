@@ -25,7 +25,7 @@ from fedlas.training.precision import machine
 from fedlas.training.prediction import evaluation_source, predictions_of
 from fedlas.training.recipe import Plain, Recipe
 from fedlas.training.run_folder import ELSEWHERE, RESUME, STATES, WRITE_TO, Run, RunError, locked
-from fedlas.training.session import chosen_device
+from fedlas.training.session import select_device
 
 
 def predict_with(
@@ -92,7 +92,7 @@ def predict_with(
         labelled = found.class_names == home.class_names
         if held is not None and not _about(held, found, home.class_names, name=name, labelled=labelled):
             raise _others(path)
-        net = _network(recipe, home, run, saved["best" if state == "best" else "model"], chosen_device(device))
+        net = _network(recipe, home, run, saved["best" if state == "best" else "model"], select_device(device))
         _tell_of_labels(home, other)
         made = _predictions(net, recipe, home, found, name=name, resident=other.resident, labelled=labelled)
         if held is not None and not same_predictions(made, held):

@@ -156,11 +156,11 @@ class Run:
 
     def holds(self, recipe: Recipe) -> bool:
         """Say whether a recipe was carried out here, to its end."""
-        known = self.recipe_file.exists() and self.begun and not differences(self.recipe, recipe)
+        known = self.recipe_file.exists() and self.started and not differences(self.recipe, recipe)
         return known and self.finished_for(recipe)
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether anything was trained here; a recipe that was not, or diverged at once, can be replaced by another."""
         predictions = self.predictions_file("any").parent
         trained = self.checkpoint.exists() or any("diverged" not in record for record in self.log)
@@ -172,7 +172,7 @@ class Run:
         Another recipe in the folder is an error, and so is a run that stands still and nobody asked to continue.
         """
         self._asked(recipe)  # an error about a link comes before all training
-        if self.recipe_file.exists() and self.begun:
+        if self.recipe_file.exists() and self.started:
             others = differences(self.recipe, recipe)
             if others:
                 raise RunError(f"{self.folder} holds a run of another recipe ({'; '.join(others)}); {ELSEWHERE}")
@@ -200,7 +200,7 @@ class Run:
 
     def _note_environment(self, now: Mapping[str, Any]) -> None:
         """Write down who works here now, and keep those who trained the epochs before."""
-        known = self.environment if self.begun else {}
+        known = self.environment if self.started else {}
         before = {name: known[name] for name in now if name in known}
         if before and before != now:
             known["earlier"] = [*known.get("earlier", []), before]

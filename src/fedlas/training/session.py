@@ -1,7 +1,7 @@
-"""The workbench of a run: data, network, loss, optimizer and step of one recipe, on the device.
+"""Session of a run: data, network, loss, optimizer and step of one recipe, on the device.
 
-A bench can be cleared for another recipe. What fits is kept: a compiled network gets other weights in place, and where
-only the seed changes, even the captured step goes on with other data, weights and rates at the same addresses.
+The next session can reuse a compiled network, whose weights are replaced in place. If only the seed changes, it reuses
+the captured step too, with new data, weights and learning rates at the same addresses.
 """
 
 import os
@@ -30,9 +30,16 @@ from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import WithFeatures, WithLoss, build_model
 from fedlas.predictions import check_distinct
 from fedlas.training.checkpoint import UNFIT, restore_module
-from fedlas.training.epoch_metrics import GateWatch
+from fedlas.training.epoch_metrics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import Rates, build_optimizer, clear_memory, lr_table, memory_of, restore_memory
+from fedlas.training.optimizer import (
+    LearningRates,
+    build_optimizer,
+    load_optimizer_state,
+    lr_table,
+    optimizer_state,
+    reset_optimizer_state,
+)
 from fedlas.training.precision import seed_everything
 from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
 from fedlas.training.recipe import PUBLISHED, Recipe
@@ -55,7 +62,7 @@ NETWORK = (
 )
 
 
-class Bench:
+class Session:
     """Everything that a recipe needs on the device.
 
     Args:
@@ -63,7 +70,7 @@ class Bench:
         device: where to train.
         data_root: where data lies.
         capture: whether the step may be captured.
-        before: the bench of the recipe before, of which this one takes over what fits.
+        before: the session of the recipe before, of which this one takes over what fits.
         progress: told about files of the data that are fetched.
     """
 
@@ -74,7 +81,7 @@ class Bench:
         data_root: str | Path | None = None,
         *,
         capture: bool = True,
-        before: "Bench | None" = None,
+        before: "Session | None" = None,
         progress: Progress | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
@@ -134,12 +141,12 @@ class Bench:
             ) from error
         model.train(was_training)
 
-    def _network_fits(self, before: "Bench") -> bool:
+    def _network_fits(self, before: "Session") -> bool:
         same = all(getattr(before.recipe, name) == getattr(self.recipe, name) for name in (*NETWORK, "head"))
         return same and self.world == 1 and before.data.num_classes == self.data.num_classes
 
-    def _step_fits(self, before: "Bench") -> bool:
-        """Say whether the step of a bench can go on with this one's data; not with several processes.
+    def _step_fits(self, before: "Session") -> bool:
+        """Say whether the step of a session can go on with this one's data; not with several processes.
 
         DistributedDataParallel is wrapped around one network for good.
         """
@@ -182,27 +189,27 @@ class Bench:
         table = lr_table(self.recipe, self.steps_per_epoch)
         optimizer, rates = build_optimizer(self.recipe, self.net, self.loss, table, self.device)
         mixer = Mixer(self.recipe, len(table), self.data.num_classes, self.device)
-        feed = Feed(self.train)
+        feed = BatchAssembly(self.train)
         if self.compiled and isinstance(self.train, Resident):
             feed.compile(fullgraph=True, dynamic=False)
         alone = self.compiled and self.world == 1 and self.recipe.custom_kernels
         descent = _descent(self.recipe, self.loss, optimizer, rates) if alone else None
-        rehearsal = _rehearsal(self.net.model, self.device) if alone else None
-        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent, rehearsal)
-        watch = GateWatch(self.loss, self.samples, self.device, None if descent is None else descent.watch)
+        precompilation = _rehearsal(self.net.model, self.device) if alone else None
+        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent, precompilation)
+        watch = GateStatistics(self.loss, self.samples, self.device, None if descent is None else descent.watch)
         self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
 
-    def _take_over(self, before: "Bench", loss: AbstractLoss) -> None:
+    def _take_over(self, before: "Session", loss: AbstractLoss) -> None:
         """Go on with the step of a recipe that differs in its seed only."""
         self.loss, self.step = before.loss, before.step
         restore_module(self.loss, loss.state_dict())
-        clear_memory(self.step.parts.optimizer)
+        reset_optimizer_state(self.step.parts.optimizer)
         mixer = Mixer(self.recipe, len(before.step.parts.rates.table), self.data.num_classes, self.device)
         self.step.parts.mixer.table.copy_(mixer.table)
         self.step.recipe = self.recipe
         self.step.reset()
 
-    def _place_training_data(self, split: Split, before: "Bench | None") -> None:
+    def _place_training_data(self, split: Split, before: "Session | None") -> None:
         recipe = self.recipe
         _check_shares(recipe, self.samples, self.world)
         transform = self.data.transform_for("train")
@@ -337,7 +344,7 @@ class Bench:
         return {
             "model": self.net.model.state_dict(),
             "loss": self.loss.state_dict(),
-            "optimizer": memory_of(self.step.parts.optimizer),
+            "optimizer": optimizer_state(self.step.parts.optimizer),
             "step": self.step.state(),
         }
 
@@ -346,7 +353,7 @@ class Bench:
         try:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
-            restore_memory(self.step.parts.optimizer, state["optimizer"])
+            load_optimizer_state(self.step.parts.optimizer, state["optimizer"])
             self.step.restore(state["step"], first=rank() == 0)
         except UNFIT as error:
             name, reason = path or "the checkpoint", " ".join(str(error).split())
@@ -355,8 +362,8 @@ class Bench:
             ) from error
 
 
-class Feed(nn.Module):
-    """Makes a batch of what `Bench.batches` gives; for images that live on the device this is part of the step.
+class BatchAssembly(nn.Module):
+    """Makes a batch of what `Session.batches` gives; for images that live on the device this is part of the step.
 
     Args:
         source: of the training data.
@@ -389,13 +396,13 @@ def _fused(model: nn.Module, device: torch.device) -> bool:
     return resnet.fuse(model)
 
 
-def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: Rates) -> Any:
+def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: LearningRates) -> Any:
     """Make kernels of our own for the end of a step, if they fit."""
     try:
-        from fedlas.training.accelerators.optimizer_step import Descent, fits  # noqa: PLC0415
+        from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits  # noqa: PLC0415
     except ImportError:  # no Triton
         return None
-    return Descent(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None
+    return FusedOptimizerStep(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None
 
 
 def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
@@ -406,7 +413,7 @@ def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractC
         return None
     # The compiler, whose turn comes after the network's, takes seconds to be loaded.
     compiler = partial(import_module, "torch._inductor.compile_fx")
-    return partial(precompile.rehearsal, device, compiler) if isinstance(model, resnet.FusedResNet) else None
+    return partial(precompile.precompilation, device, compiler) if isinstance(model, resnet.FusedResNet) else None
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:
@@ -431,7 +438,7 @@ def _check_shares(recipe: Recipe, samples: int, world: int) -> None:
         raise RunError(f"{parts} cannot share the last batch of an epoch, {last} samples, evenly; set drop_last=true")
 
 
-def chosen_device(device: str | torch.device | None = None) -> torch.device:
+def select_device(device: str | torch.device | None = None) -> torch.device:
     """Take the device that was asked for, else a GPU if there is one; with several processes each has its own."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

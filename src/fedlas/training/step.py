@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from fedlas import ranks
 from fedlas.data.base import Sample
-from fedlas.training.epoch_metrics import GateWatch, Meter
+from fedlas.training.epoch_metrics import EpochMetrics, GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import SKIP, Rates, gradient_norm, scale_gradients
+from fedlas.training.optimizer import SKIP, LearningRates, gradient_norm, scale_gradients
 from fedlas.training.precision import Scale, autocast, random_state, restore_random_state
 from fedlas.training.recipe import Recipe
 
@@ -58,18 +58,18 @@ class Parts:
         feed: makes a batch of the inputs of a step.
         mixer: mixup and CutMix.
         descent: kernels of our own for the end of a step (`kernels.descent`), where they can be used.
-        rehearsal: in which kernels of our own are compiled and not run (`kernels.launching`), where there are any.
+        precompilation: in which kernels of our own are compiled and not run (`kernels.launching`), where there are any.
     """
 
     task: nn.Module
     net: nn.Module
     loss: nn.Module
     optimizer: torch.optim.Optimizer
-    rates: Rates
+    rates: LearningRates
     feed: nn.Module
     mixer: Mixer
     descent: Any = None
-    rehearsal: Callable[[], AbstractContextManager[Any]] | None = None
+    precompilation: Callable[[], AbstractContextManager[Any]] | None = None
 
 
 class TrainStep:
@@ -84,10 +84,10 @@ class TrainStep:
     """
 
     def __init__(
-        self, recipe: Recipe, parts: Parts, watch: GateWatch, device: torch.device, *, capture: bool = True
+        self, recipe: Recipe, parts: Parts, watch: GateStatistics, device: torch.device, *, capture: bool = True
     ) -> None:
         self.recipe, self.parts, self.watch, self.device = recipe, parts, watch, device
-        self.meter = Meter(device, None if parts.descent is None else parts.descent.tally)
+        self.meter = EpochMetrics(device, None if parts.descent is None else parts.descent.tally)
         self.scale = Scale(recipe.precision, device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=device)
@@ -134,13 +134,13 @@ class TrainStep:
     @contextmanager
     def _rehearsed(self, inputs: Inputs) -> Iterator[None]:
         """Let kernels be compiled side by side, and beside what happens meanwhile; buffers are left as they were."""
-        if self.parts.rehearsal is None:
+        if self.parts.precompilation is None:
             yield
             return
         put_back = self._remembered()
         with ExitStack() as wait:
             # Whatever goes wrong, the step itself will say it.
-            with suppress(Exception), wait.enter_context(self.parts.rehearsal()).going_on():
+            with suppress(Exception), wait.enter_context(self.parts.precompilation()).going_on():
                 self._rehearse(tuple(value.chunk(self.recipe.accumulate)[0] for value in inputs))
             self.parts.optimizer.zero_grad(set_to_none=True)
             put_back()

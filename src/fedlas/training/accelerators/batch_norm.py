@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedlas.training.accelerators.precompile import launch, rehearsing
+from fedlas.training.accelerators.precompile import launch, precompiling
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
 AT_A_TIME = tl.constexpr(8)  # loads of what blocks of rows left
@@ -653,8 +653,8 @@ def tried(device: torch.device, what: str, work: Callable[[], object]) -> bool:
 
 
 def asked(trial: Callable[[torch.device], bool], device: torch.device) -> bool:
-    """Ask a trial that remembers its answer; in a rehearsal its kernels are compiled, and it knows nothing yet."""
-    now = rehearsing()
+    """Ask a trial that remembers its answer; in a precompilation its kernels are compiled, and it knows nothing yet."""
+    now = precompiling()
     if now is None:
         return trial(device)
     if trial not in now.tried:

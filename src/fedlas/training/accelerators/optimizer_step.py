@@ -34,8 +34,8 @@ from fedlas.training.accelerators.parameter_blocks import (
     laid_out,
     table_of,
 )
-from fedlas.training.accelerators.precompile import launch, rehearsal
-from fedlas.training.optimizer import SKIP, Rates, build_optimizer, parameters_of
+from fedlas.training.accelerators.precompile import launch, precompilation
+from fedlas.training.optimizer import SKIP, LearningRates, build_optimizer, parameters_of
 from fedlas.training.recipe import Recipe
 
 BYTES = tl.constexpr(ALIGNED // 2)  # of narrow gradients that are read together: as many as of wide ones
@@ -176,7 +176,7 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
             parameter.grad = torch.ones_like(parameter)
         count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
         steps, lengths, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
-        Descent(recipe, nn.Identity(), optimizer, rates).step(count == 0, count, first_bad, steps, lengths)
+        FusedOptimizerStep(recipe, nn.Identity(), optimizer, rates).step(count == 0, count, first_bad, steps, lengths)
         labels = torch.zeros(64, dtype=torch.int64, device=device)
         metric_sums.tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
         psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
@@ -184,14 +184,14 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
         metric_sums.watch(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
 
     def rehearsed() -> None:
-        with rehearsal(device) as one, one.going_on():
+        with precompilation(device) as one, one.going_on():
             work()
         work()
 
     return batch_norm.reason_against(rehearsed)
 
 
-class Descent:
+class FusedOptimizerStep:
     """The steps of one optimizer.
 
     It remembers addresses: of parameters, of what the optimizer remembers of them, and of rates. All of these are only
@@ -204,7 +204,7 @@ class Descent:
         rates: learning rates.
     """
 
-    def __init__(self, recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: Rates) -> None:
+    def __init__(self, recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: LearningRates) -> None:
         self.recipe, self.rates = recipe, rates
         groups, of_loss = optimizer.param_groups, set(loss.parameters())
         self.groups_of_net = sum(group["params"][0] not in of_loss for group in groups)

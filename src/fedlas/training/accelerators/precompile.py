@@ -1,11 +1,11 @@
-"""How kernels are started: at once, or, in a rehearsal, not at all but compiled, many of them side by side.
+"""How kernels are started: at once, or, in a precompilation, not at all but compiled, many of them side by side.
 
 The first step of a network asks for some thirty kernels one after the other, and each is compiled before it runs. In a
-rehearsal the network is gone through with numbers that nobody has computed, and each kernel is only compiled, in a
+precompilation the network is gone through with numbers that nobody has computed, and each kernel is only compiled, in a
 thread of its own; meanwhile cuDNN tries its ways, and torch's compiler compiles the loss. Kernels are loaded
 afterwards, so that it does not disturb cuDNN, which measures; meanwhile the compiler compiles what makes batches.
 
-A rehearsal holds for all threads, because a backward pass has its own: no other may train on its device meanwhile.
+A precompilation holds for all threads, because a backward pass has its own: no other may train on its device meanwhile.
 """
 
 import os
@@ -22,7 +22,7 @@ from triton.runtime.jit import MockTensor
 TOGETHER = 16  # numbers that are a multiple of this one get a kernel of their own, as 1 does; so Triton has it
 
 
-class Rehearsal:
+class Precompilation:
     """Compiles kernels side by side, each kind once.
 
     Args:
@@ -76,32 +76,32 @@ class Rehearsal:
             raise
 
 
-_now: list[Rehearsal] = []  # the last one counts
+_now: list[Precompilation] = []  # the last one counts
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **about: Any) -> None:
-    """Start a kernel, or, in a rehearsal, let it be compiled."""
-    now = rehearsing()
+    """Start a kernel, or, in a precompilation, let it be compiled."""
+    now = precompiling()
     if now is None or not now.concerns(given):
         kernel[grid](*given, **about)
     else:
         now.compile(kernel, grid, given, about)
 
 
-def rehearsing() -> Rehearsal | None:
-    """Give the rehearsal that is going on, in which nothing can be tried."""
+def precompiling() -> Precompilation | None:
+    """Give the precompilation that is going on, in which nothing can be tried."""
     return _now[-1] if _now else None
 
 
 @contextmanager
-def rehearsal(device: torch.device, meanwhile: Callable[[], object] | None = None) -> Iterator[Rehearsal]:
-    """Give a rehearsal, which can go on for a while, and in the end wait for what is being compiled and loaded.
+def precompilation(device: torch.device, meanwhile: Callable[[], object] | None = None) -> Iterator[Precompilation]:
+    """Give a precompilation, which can go on for a while, and in the end wait for what is being compiled and loaded.
 
     Args:
         device: whose kernels are compiled.
         meanwhile: what else may happen beside, and may fail.
     """
-    made = Rehearsal(device)
+    made = Precompilation(device)
     if meanwhile is not None:
         made.pool.submit(meanwhile)
     try:
