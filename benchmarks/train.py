@@ -45,7 +45,7 @@ from fedlas.data.base.images import CIFAR, Transform
 from fedlas.models import build_model
 from fedlas.predictions import Predictions
 from fedlas.training import Recipe, recipe_for
-from fedlas.training.precision import enable_cudnn_benchmark, machine
+from fedlas.training.backend_flags import enable_cudnn_benchmark, machine
 from fedlas.training.prediction import predictions_of
 from fedlas.training.session import Session, select_device
 

@@ -21,9 +21,10 @@ from fedlas.training import recipe_for
 from fedlas.training.accelerators import optimizer_step
 from fedlas.training.accelerators.metric_sums import SAMPLES, WIDEST, tally, watch
 from fedlas.training.accelerators.optimizer_step import SUMS
-from fedlas.training.epoch_metrics import EpochMetrics, GateStatistics
+from fedlas.training.backend_flags import machine
+from fedlas.training.epoch_metrics import EpochMetrics
+from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.optimizer import build_optimizer, optimizer_state, parameters_of
-from fedlas.training.precision import machine
 from fedlas.training.session import Session
 
 FEW = 2  # sums of tiles that are added at a time, so that there are several of these in a small network

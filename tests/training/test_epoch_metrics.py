@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlas.training.epoch_metrics import EDGES, GateStatistics
+from fedlas.training.gate_statistics import EDGES, GateStatistics
 
 
 def test_the_gate_is_watched_sample_by_sample():

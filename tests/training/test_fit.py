@@ -17,8 +17,8 @@ from fedlas.data import DamagedFileError, build_data
 from fedlas.data.digits import Digits
 from fedlas.losses.closed_loop import ClosedLoop
 from fedlas.training import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many, precision
-from fedlas.training.callbacks import downloads
 from fedlas.training.checkpoint import Writer
+from fedlas.training.progress import downloads
 from fedlas.training.run_folder import locked
 from fedlas.training.session import Session, select_device
 from fedlas.training.validation import halves

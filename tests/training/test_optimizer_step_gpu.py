@@ -13,7 +13,7 @@ from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
 from fedlas.training.accelerators import stem
 from fedlas.training.accelerators.resnet import FusedResNet
-from fedlas.training.precision import machine
+from fedlas.training.backend_flags import machine
 from fedlas.training.session import Session, select_device
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself

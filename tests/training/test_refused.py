@@ -16,8 +16,9 @@ import fedlas
 from fedlas.experiments.launch import launched
 from fedlas.storage import write_whole
 from fedlas.training import AbstractCallback, Recipe, Run, RunError, checkpoint, fit, fit_many
-from fedlas.training.callbacks import HOOKS, write_board
+from fedlas.training.callbacks import HOOKS
 from fedlas.training.predict_run import predict_with
+from fedlas.training.progress import write_board
 from fedlas.training.session import Session
 
 CPU = torch.device("cpu")

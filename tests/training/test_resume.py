@@ -16,7 +16,7 @@ from runs_of import SignalAt, assert_same, log_without_times, prediction_bytes, 
 
 from fedlas.predictions import Predictions
 from fedlas.training import AbstractCallback, Run, RunError, StoppedError, checkpoint, fit, fit_many
-from fedlas.training.checkpoint import StopSignals
+from fedlas.training.signals import StopSignals
 from waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp16 is very slow")

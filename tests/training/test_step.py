@@ -10,9 +10,10 @@ from runs_of import short
 from torch import nn
 
 from fedlas.training.mixup import Mixer, _rectangle
-from fedlas.training.optimizer import build_optimizer, lr_factor, lr_table, row_of
+from fedlas.training.optimizer import build_optimizer
 from fedlas.training.precision import Scale
 from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import lr_factor, lr_table, row_of
 from fedlas.training.session import Session
 from fedlas.training.step import without_collector
 

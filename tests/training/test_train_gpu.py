@@ -14,7 +14,7 @@ from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
 from fedlas.training import AbstractCallback, Engine, Run, StoppedError, fit
-from fedlas.training.precision import machine, raise_compile_limit
+from fedlas.training.backend_flags import machine, raise_compile_limit
 from fedlas.training.session import Session, select_device
 from fedlas.training.step import WARM
 from waiting import no_waiting

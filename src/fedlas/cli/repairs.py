@@ -31,7 +31,7 @@ def calibrate_fit(
         from fedlas.metrics import nll as loss_of
         from fedlas.posthoc import build_calibrator, load_calibrator
         from fedlas.posthoc.base import DoubtfulFit
-        from fedlas.training.recipe import value_of
+        from fedlas.training.recipe_text import value_of
 
         if out.suffix.lower() != ".safetensors":
             raise ValueError(f"--out {out}: a calibrator is kept in a .safetensors file")

@@ -56,7 +56,7 @@ def predict_run(
     """Write the predictions of a trained run on any data."""
     with one_line_errors():
         from fedlas.training.predict_run import predict_with
-        from fedlas.training.recipe import value_of
+        from fedlas.training.recipe_text import value_of
 
         check_places([out])
         options = {name: value_of(text) for name, text in parsed(settings).items()}

@@ -45,8 +45,9 @@ from fedlas.report.figures import (
     theorem_figure,
 )
 from fedlas.report.tables import Table
+from fedlas.training.backend_flags import machine
 from fedlas.training.checkpoint import check_recipe, load, restore_module
-from fedlas.training.precision import autocast, machine
+from fedlas.training.precision import autocast
 from fedlas.training.protocols import list_recipes, recipe_for
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import Run, RunError

@@ -15,7 +15,7 @@ from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
 from fedlas.experiments.ledger import Ledger
 from fedlas.report.figures import save_with_data, smoothing_data, smoothing_figure
 from fedlas.report.tables import Table
-from fedlas.training.precision import machine
+from fedlas.training.backend_flags import machine
 from fedlas.training.protocols import loss_options, recipe_for
 from fedlas.training.session import Session
 

@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedlas.training.callbacks import AbstractCallback as AbstractCallback
-    from fedlas.training.checkpoint import StoppedError as StoppedError
-    from fedlas.training.checkpoint import StopSignals as StopSignals
     from fedlas.training.loop import DivergedError as DivergedError
     from fedlas.training.loop import Engine as Engine
     from fedlas.training.loop import fit as fit
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
     from fedlas.training.recipe import Recipe as Recipe
     from fedlas.training.run_folder import Run as Run
     from fedlas.training.run_folder import RunError as RunError
+    from fedlas.training.signals import StoppedError as StoppedError
+    from fedlas.training.signals import StopSignals as StopSignals
 
 # Loaded when first used: a recipe can be made, and a run folder read, without data sets and networks.
 _HOMES = {
@@ -29,8 +29,8 @@ _HOMES = {
     "Recipe": "recipe",
     "Run": "run_folder",
     "RunError": "run_folder",
-    "StopSignals": "checkpoint",
-    "StoppedError": "checkpoint",
+    "StopSignals": "signals",
+    "StoppedError": "signals",
     "check_parts": "protocols",
     "fit": "loop",
     "fit_many": "loop",

@@ -23,23 +23,18 @@ from torch import Tensor
 from fedlas import ranks
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
-from fedlas.training.callbacks import AbstractCallback, check_callbacks, downloads, usual, write_board
-from fedlas.training.checkpoint import StoppedError, StopSignals
+from fedlas.training.backend_flags import enable_cudnn_benchmark, machine, on_stream, raise_compile_limit
+from fedlas.training.callbacks import AbstractCallback, check_callbacks
 from fedlas.training.distributed import agreed, any_signal, broadcast_buffers, gather_objects, is_rank_zero, joined
-from fedlas.training.optimizer import lr_factor
-from fedlas.training.precision import (
-    enable_cudnn_benchmark,
-    machine,
-    on_stream,
-    raise_compile_limit,
-    random_state,
-    restore_random_state,
-)
 from fedlas.training.prediction import Source, predictions_of, rank
+from fedlas.training.progress import default_callbacks, downloads, write_board
 from fedlas.training.protocols import check_parts
+from fedlas.training.random_state import random_state, restore_random_state
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
+from fedlas.training.schedule import lr_factor
 from fedlas.training.session import Session, select_device
+from fedlas.training.signals import StoppedError, StopSignals
 from fedlas.training.validation import halves, judged
 
 LEARNED = ("train", "val")  # splits from which a run learns, and by which it chooses
@@ -170,7 +165,7 @@ class Engine:
             if session.data.resident and self.device.type == "cuda":
                 enable_cudnn_benchmark()
             self._session = session
-            callbacks = [*callbacks, *(usual(recipe.tensorboard, progress) if is_rank_zero() else [])]
+            callbacks = [*callbacks, *(default_callbacks(recipe.tensorboard, progress) if is_rank_zero() else [])]
             _Training(run, session, callbacks, resume=resume).go()
         return run
 

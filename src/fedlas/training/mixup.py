@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.training.optimizer import row_of
 from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import row_of
 
 
 class Mixer:

@@ -20,10 +20,11 @@ from fedlas.files import held_at, same_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.training import checkpoint
-from fedlas.training.callbacks import downloads
-from fedlas.training.precision import machine
+from fedlas.training.backend_flags import machine
 from fedlas.training.prediction import evaluation_source, predictions_of
-from fedlas.training.recipe import Plain, Recipe
+from fedlas.training.progress import downloads
+from fedlas.training.recipe import Recipe
+from fedlas.training.recipe_text import Plain
 from fedlas.training.run_folder import ELSEWHERE, RESUME, STATES, WRITE_TO, Run, RunError, locked
 from fedlas.training.session import select_device
 

@@ -26,7 +26,8 @@ from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import build_loss
 from fedlas.models import CATALOG as MODELS
 from fedlas.models import AbstractNetwork, check_model
-from fedlas.training.recipe import PUBLISHED, Plain, Recipe
+from fedlas.training.recipe import PUBLISHED, Recipe
+from fedlas.training.recipe_text import Plain
 
 Values = dict[str, Plain]
 

@@ -6,19 +6,25 @@ out, not what comes out of it; they are marked `carried_out` and are no part of 
 """
 
 import hashlib
-import json
-import math
-import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from dataclasses import replace as dataclass_replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, get_type_hints
 
 from fedlas.catalog import Catalog, keywords, nearest
+from fedlas.training.recipe_text import (
+    Plain,
+    check_field,
+    check_finite,
+    convert,
+    parse_field,
+    to_canonical_json,
+    to_plain,
+    value_of,
+)
 
-Plain: TypeAlias = Any  # what JSON knows: None, bool, int, float, str, list, dict
 Optimizer: TypeAlias = Literal["sgd", "adamw"]
 Schedule: TypeAlias = Literal["constant", "multi_step", "cosine", "one_cycle", "triangle"]
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -171,19 +177,21 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():
-            object.__setattr__(self, name, _fitting(name, kind, getattr(self, name)))
+            object.__setattr__(self, name, convert(name, kind, getattr(self, name)))
         self._check_numbers()
         self._check_options()
-        _check(self.batch_size % self.accumulate == 0, "accumulate", self.accumulate, "a divisor of batch_size")
-        _check(bool(self.splits), "splits", self.splits, f"at least one of {', '.join(SPLITS)}")
+        check_field(self.batch_size % self.accumulate == 0, "accumulate", self.accumulate, "a divisor of batch_size")
+        check_field(bool(self.splits), "splits", self.splits, f"at least one of {', '.join(SPLITS)}")
         for name in self.splits:
-            _check(name in SPLITS, "splits", name, f"of {', '.join(SPLITS)}")
+            check_field(name in SPLITS, "splits", name, f"of {', '.join(SPLITS)}")
         for name in _idle(vars(self)):
             other, _ = ACTS_WITH[name]
             raise ValueError(f"{name} does nothing with {other}={getattr(self, other)}; leave it out")
-        _check(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
-        _check(self.halve_validation or not self.train_on_v1, "train_on_v1", True, "false without halve_validation")
-        _check(self.clip is not None or not self.clip_loss, "clip_loss", True, "false where clip is none")
+        check_field(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
+        check_field(
+            self.halve_validation or not self.train_on_v1, "train_on_v1", True, "false without halve_validation"
+        )
+        check_field(self.clip is not None or not self.clip_loss, "clip_loss", True, "false where clip is none")
         if self.halve_validation and self.data_options.get("selection") == "official":
             raise ValueError(
                 "halve_validation needs a validation split, and data_options.selection=official selects on test data; "
@@ -193,20 +201,20 @@ class Recipe:
     def _check_numbers(self) -> None:
         """Refuse numbers that no run can mean."""
         for name in ("epochs", "batch_size", "accumulate", "eval_batch_size"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-            _check(getattr(self, name) <= MOST, name, getattr(self, name), f"at most {MOST}")
+            check_field(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            check_field(getattr(self, name) <= MOST, name, getattr(self, name), f"at most {MOST}")
         for name in ("lr", "weight_decay", "warmup", "mixup", "cutmix", "checkpoint_every", "seed", "gate_lr_factor"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            check_field(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("gate_weight_decay", "workers"):
             value = getattr(self, name)
-            _check(value is None or value >= 0, name, value, "at least 0, or none")
+            check_field(value is None or value >= 0, name, value, "at least 0, or none")
         for name in ("momentum", "beta1", "beta2"):
-            _check(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+            check_field(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
         for name in ("peak_at", "start_factor", "end_factor", "decay"):
-            _check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
-        _check(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")
+            check_field(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
+        check_field(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")
         rising = all(before < after for before, after in pairwise((0, *self.milestones)))
-        _check(rising, "milestones", self.milestones, "epochs from 1 on, each later than the one before")
+        check_field(rising, "milestones", self.milestones, "epochs from 1 on, each later than the one before")
 
     def _check_options(self) -> None:
         """Refuse keywords that the run fills in by itself, and those of a loss that no run can use."""
@@ -217,7 +225,7 @@ class Recipe:
             for word, decides in FILLED_IN[name].items():
                 if word in options:
                     raise ValueError(f"{name} has {word!r}, which is decided by {decides}; leave it out")
-            _check_finite(name, options)
+            check_finite(name, options)
         if self.loss_options.get("reduction", "mean") in ("none", None):  # None is what "none" means on a command line
             raise ValueError('loss_options has reduction="none", but a step needs one number: take "mean" or "sum"')
         if self.accumulate > 1:
@@ -235,7 +243,7 @@ class Recipe:
     @property
     def key(self) -> str:
         """A short name that no other recipe has."""
-        return hashlib.sha256(_json(self.deciding())).hexdigest()[:10]
+        return hashlib.sha256(to_canonical_json(self.deciding())).hexdigest()[:10]
 
     @property
     def name(self) -> str:
@@ -263,7 +271,7 @@ class Recipe:
                 changes[first] = {**changes.get(first, getattr(self, first)), option: value_of(text)}
                 continue
             self._check_field(name)
-            changes[name] = _parsed(name, _types()[name], text)
+            changes[name] = parse_field(name, _types()[name], text)
         return self.replace(**changes)
 
     def _check_field(self, name: str) -> None:
@@ -290,11 +298,11 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Plain]:
         """Give every field as a value that JSON knows."""
-        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+        return {one.name: to_plain(getattr(self, one.name)) for one in fields(self)}
 
     def to_json(self) -> str:
         """Write the recipe in the one way there is."""
-        return _json(self.to_dict()).decode()
+        return to_canonical_json(self.to_dict()).decode()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Plain]) -> "Recipe":
@@ -335,114 +343,3 @@ def _types() -> dict[str, Any]:
 
 def _default(one: Any) -> Plain:
     return one.default_factory() if one.default_factory is not MISSING else one.default
-
-
-def _check(good: bool, name: str, value: Plain, wanted: str) -> None:
-    if not good:
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
-
-
-def _check_finite(name: str, value: Plain) -> None:
-    """Refuse a number in a keyword that is none; JSON would not hold it."""
-    if isinstance(value, Mapping):
-        for word, one in value.items():
-            _check_finite(f"{name}.{word}", one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            _check_finite(name, one)
-    elif isinstance(value, float):
-        _check(math.isfinite(value), name, value, "finite")
-
-
-def _fitting(name: str, kind: Any, value: Plain) -> Plain:
-    """Bring a value to its field's type without changing what it says, or refuse it."""
-    if get_origin(kind) in (Union, types.UnionType):
-        if value is None:
-            return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
-        return value
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
-            raise TypeError(f"{name} must be a list, not {value!r}")
-        return tuple(_fitting(name, inner, one) for one in value)
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        _check(math.isfinite(value), name, value, "finite")
-        return float(value)
-    if isinstance(kind, type):
-        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not right:
-            raise TypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
-        return value
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dictionary, not {value!r}")
-    return _plain(value)
-
-
-def _parsed(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one for each type)
-    """Read the text of one setting by the type of its field."""
-    if get_origin(kind) in (Union, types.UnionType):
-        if text.lower() in ("none", ""):
-            return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    if get_origin(kind) is tuple:
-        parts = [part.strip() for part in text.strip("[]()").split(",")]
-        return tuple(_parsed(name, get_args(kind)[0], part) for part in parts if part)
-    if kind is bool:
-        words = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
-        if text.lower() not in words:
-            raise ValueError(f"{name} must be true or false, not {text!r}")
-        return words[text.lower()]
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name} must be {wanted}, not {text!r}") from None
-    if get_origin(kind) is Literal:
-        return _fitting(name, kind, text)
-    if kind is str:
-        return text
-    value = value_of(text)
-    if not isinstance(value, dict):
-        raise TypeError(f'{name} must be JSON such as {{"word": 1}}, or set one keyword: {name}.word=1; not {text!r}')
-    return value
-
-
-def value_of(text: str) -> Plain:
-    """Read a value whose type nobody knows: JSON where it is JSON, otherwise the text itself."""
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _plain(value: Plain) -> Plain:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(value[name]) for name in sorted(value)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if value is not None and not isinstance(value, (bool, int, float, str)):
-        if hasattr(value, "__fspath__"):
-            return str(value)
-        raise TypeError(f"a recipe holds plain values, not {value!r}")
-    return value
-
-
-def _json(value: Plain) -> bytes:
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -30,20 +30,14 @@ from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import WithFeatures, WithLoss, build_model
 from fedlas.predictions import check_distinct
 from fedlas.training.checkpoint import UNFIT, restore_module
-from fedlas.training.epoch_metrics import GateStatistics
+from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import (
-    LearningRates,
-    build_optimizer,
-    load_optimizer_state,
-    lr_table,
-    optimizer_state,
-    reset_optimizer_state,
-)
-from fedlas.training.precision import seed_everything
+from fedlas.training.optimizer import build_optimizer, load_optimizer_state, optimizer_state, reset_optimizer_state
 from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
+from fedlas.training.random_state import seed_everything
 from fedlas.training.recipe import PUBLISHED, Recipe
 from fedlas.training.run_folder import RunError
+from fedlas.training.schedule import LearningRates, lr_table
 from fedlas.training.step import Parts, TrainStep
 from fedlas.training.validation import feedback_samples, with_first_half
 

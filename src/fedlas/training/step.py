@@ -34,11 +34,14 @@ from torch import Tensor, nn
 
 from fedlas import ranks
 from fedlas.data.base import Sample
-from fedlas.training.epoch_metrics import EpochMetrics, GateStatistics
+from fedlas.training.epoch_metrics import EpochMetrics
+from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import SKIP, LearningRates, gradient_norm, scale_gradients
-from fedlas.training.precision import Scale, autocast, random_state, restore_random_state
+from fedlas.training.optimizer import SKIP, gradient_norm, scale_gradients
+from fedlas.training.precision import Scale, autocast
+from fedlas.training.random_state import random_state, restore_random_state
 from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import LearningRates
 
 DIVERGED = 1e4  # times the loss of guessing: a network that is so wrong does not come back
 WARM = 3  # eager steps before a capture: enough for compilation, autotuning and allocation

@@ -35,8 +35,9 @@ from fedlas.training.accelerators.parameter_blocks import (
     table_of,
 )
 from fedlas.training.accelerators.precompile import launch, precompilation
-from fedlas.training.optimizer import SKIP, LearningRates, build_optimizer, parameters_of
+from fedlas.training.optimizer import SKIP, build_optimizer, parameters_of
 from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import LearningRates
 
 BYTES = tl.constexpr(ALIGNED // 2)  # of narrow gradients that are read together: as many as of wide ones
 SUMS = 2048  # of programs that the last one adds at a time

@@ -1,0 +1,123 @@
+"""Values of recipe fields: types, checks, and parsing from text such as the command line's."""
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
+
+Plain: TypeAlias = Any  # what JSON knows: None, bool, int, float, str, list, dict
+
+
+def check_field(good: bool, name: str, value: Plain, wanted: str) -> None:
+    """Raise an error that names a field, its value and what is wanted, unless it is good."""
+    if not good:
+        raise ValueError(f"{name} must be {wanted}, not {value!r}")
+
+
+def check_finite(name: str, value: Plain) -> None:
+    """Raise if a number is NaN or infinite, also inside of lists and mappings; JSON has none."""
+    if isinstance(value, Mapping):
+        for word, one in value.items():
+            check_finite(f"{name}.{word}", one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            check_finite(name, one)
+    elif isinstance(value, float):
+        check_field(math.isfinite(value), name, value, "finite")
+
+
+def convert(name: str, kind: Any, value: Plain) -> Plain:
+    """Convert a value to the type of its field without loss, or raise."""
+    if get_origin(kind) in (Union, types.UnionType):
+        if value is None:
+            return None
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
+        return value
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            raise TypeError(f"{name} must be a list, not {value!r}")
+        return tuple(convert(name, inner, one) for one in value)
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        check_field(math.isfinite(value), name, value, "finite")
+        return float(value)
+    if isinstance(kind, type):
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not right:
+            raise TypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dictionary, not {value!r}")
+    return to_plain(value)
+
+
+def parse_field(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one for each type)
+    """Parse the text of a setting by the type of its field."""
+    if get_origin(kind) in (Union, types.UnionType):
+        if text.lower() in ("none", ""):
+            return None
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is tuple:
+        parts = [part.strip() for part in text.strip("[]()").split(",")]
+        return tuple(parse_field(name, get_args(kind)[0], part) for part in parts if part)
+    if kind is bool:
+        words = {
+            "true": True,
+            "yes": True,
+            "on": True,
+            "1": True,
+            "false": False,
+            "no": False,
+            "off": False,
+            "0": False,
+        }
+        if text.lower() not in words:
+            raise ValueError(f"{name} must be true or false, not {text!r}")
+        return words[text.lower()]
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{name} must be {wanted}, not {text!r}") from None
+    if get_origin(kind) is Literal:
+        return convert(name, kind, text)
+    if kind is str:
+        return text
+    value = value_of(text)
+    if not isinstance(value, dict):
+        raise TypeError(f'{name} must be JSON such as {{"word": 1}}, or set one keyword: {name}.word=1; not {text!r}')
+    return value
+
+
+def value_of(text: str) -> Plain:
+    """Parse a value of unknown type: JSON if it is JSON, otherwise the text itself."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def to_plain(value: Plain) -> Plain:
+    """Convert to values that JSON knows, keys sorted."""
+    if isinstance(value, Mapping):
+        return {str(name): to_plain(value[name]) for name in sorted(value)}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(one) for one in value]
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        if hasattr(value, "__fspath__"):
+            return str(value)
+        raise TypeError(f"a recipe holds plain values, not {value!r}")
+    return value
+
+
+def to_canonical_json(value: Plain) -> bytes:
+    """Write JSON with sorted keys and without spaces, so that equal values have equal bytes."""
+    return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
