@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from fedlas.cli.commands import app
-from fedlas.column_names import LABEL_NAMES
+from fedlas.column_names import LABEL_NAMES, UNDECLARED
 from fedlas.files import labelled, read_predictions
 from fedlas.predictions import Predictions, TopLabelPredictions
 
@@ -100,12 +100,29 @@ def test_arrays_under_the_names_of_other_tools(tmp_path, key):
     np.savez(tmp_path / "q.npz", **{key: LOGITS, "ground_truth": LABELS})
     with pytest.raises(ValueError, match=r"q\.npz.*--logits"):  # never guessed from values
         read_predictions(tmp_path / "q.npz")
-    is_read(read_predictions(tmp_path / "q.npz", logits=True), logits=True)
+    if key.casefold() not in UNDECLARED:
+        with pytest.raises(ValueError, match=rf"q\.npz.*--logits.*{key}.*--prob-columns"):
+            read_predictions(tmp_path / "q.npz", logits=True)
+    chosen = {} if key.casefold() in UNDECLARED else {"prob_columns": key}
+    is_read(read_predictions(tmp_path / "q.npz", logits=True, **chosen), logits=True)
+
+
+def test_class_columns_of_probabilities_are_not_read_as_logits(tmp_path):
+    path = write_table(tmp_path / "p.csv", family("prob_") | {"label": WORDS})
+    with pytest.raises(ValueError, match=r"p\.csv.*--logits.*prob_cat.*--prob-columns"):
+        read_predictions(path, logits=True)
 
 
 def test_arrays_of_hugging_face_are_logits(tmp_path):
-    np.savez(tmp_path / "p.npz", predictions=LOGITS, label_ids=LABELS)
+    np.savez(tmp_path / "p.npz", predictions=LOGITS, label_ids=LABELS, metrics={"accuracy": 0.5})
     is_read(read_predictions(tmp_path / "p.npz"), logits=True)
+
+
+def test_numbers_and_settings_beside_arrays_are_not_read(tmp_path):
+    torch.save(
+        {"epoch": 3, "config": {}, "logits": torch.from_numpy(LOGITS), "y": torch.from_numpy(LABELS)}, tmp_path / "p.pt"
+    )
+    is_read(read_predictions(tmp_path / "p.pt"), logits=True)
 
 
 @pytest.mark.parametrize("confidence", ["confidence", "Conf", "max_prob", "prob"])
@@ -152,6 +169,22 @@ def test_options_name_columns_of_any_name(tmp_path):
     assert read_predictions(path, confidence_column="sure", correct_column="ok").correct.all()
     with pytest.raises(ValueError, match=r"--label-column.*'truth'.*species"):
         read_predictions(path, label_column="truth", prob_columns="s.*")
+
+
+def test_a_class_without_samples_at_the_end_is_named_with_the_option(tmp_path):
+    path = write_table(tmp_path / "p.csv", {"note": WORDS} | family("") | {"label": ["cat", "dog"] * 6})
+    with pytest.raises(ValueError, match=r"p\.csv.*line 2.*eel.*--prob-columns") as raised:
+        read_predictions(path)
+    assert "note" not in str(raised.value)
+    assert read_predictions(path, prob_columns="cat, dog,eel").class_names == NAMES
+
+
+def test_labels_under_an_unknown_name_beside_class_names_or_confidences(tmp_path):
+    with pytest.raises(ValueError, match=r"p\.csv.*--label-column.*art"):
+        read_predictions(write_table(tmp_path / "p.csv", family("") | {"art": WORDS}))
+    columns = {"confidence": PROBS.max(1), "prediction": WORDS, "wahrheit": WORDS}
+    with pytest.raises(ValueError, match=r"q\.csv.*wahrheit.*--label-column"):
+        read_predictions(write_table(tmp_path / "q.csv", columns))
 
 
 def test_columns_that_are_not_understood_are_named(tmp_path):
@@ -207,6 +240,71 @@ def test_arrays_and_labels_in_files_of_their_own(tmp_path):
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
     with pytest.raises(ValueError, match=r"objects\.npy.*Python objects"):
         read_predictions(tmp_path / "objects.npy")
+
+
+def test_class_names_alone_are_found_by_labels_from_another_file(tmp_path):
+    path = write_table(tmp_path / "p.csv", {"size": range(12)} | family(""))
+    (tmp_path / "y.txt").write_text("\n".join(WORDS))
+    for labels in (tmp_path / "y.txt", np.array(WORDS)):
+        found = read_predictions(path, labels=labels)
+        is_read(found)
+        assert found.columns.unread == ["size"]
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table(family("")), tmp_path / "p.parquet")
+    is_read(read_predictions(tmp_path / "p.parquet", labels=tmp_path / "y.txt"))
+
+
+@pytest.mark.parametrize("labels", [LABELS, WORDS, [f"{label:.3e}" for label in LABELS]])
+@pytest.mark.parametrize("header", ["", "0\n", "species\n", ",0\n"])
+def test_the_number_of_lines_says_whether_a_file_of_labels_has_a_header(tmp_path, labels, header):
+    path = write_table(tmp_path / "p.csv", family("prob_"))
+    rows = [f"{row},{label}" if "," in header else str(label) for row, label in enumerate(labels)]
+    (tmp_path / "y.csv").write_text(header + "\n".join(rows))
+    is_read(read_predictions(path, labels=tmp_path / "y.csv"))
+    (tmp_path / "y.csv").write_text(header + "\n".join(rows[:-2]))
+    with pytest.raises(ValueError, match=r"y\.csv.*1[01] labels.*12 samples"):
+        read_predictions(path, labels=tmp_path / "y.csv")
+
+
+def test_errors_about_labels_from_another_file_name_that_file(tmp_path):
+    path = write_table(tmp_path / "p.csv", family("prob_"))
+    for word, said in (("9", "9"), ("cow", "cow")):
+        (tmp_path / "y.txt").write_text("\n".join([*(NAMES[0:1] if word == "cow" else "0") * 11, word]))
+        with pytest.raises(ValueError, match=rf"y\.txt.*row 11.*{said}") as raised:
+            read_predictions(path, labels=tmp_path / "y.txt")
+        assert str(raised.value).index("y.txt") < str(raised.value).index("p.csv")
+    np.save(tmp_path / "probs.npy", PROBS)
+    (tmp_path / "y.txt").write_text("\n".join(WORDS))
+    with pytest.raises(ValueError, match=r"^\S*y\.txt.*class_names"):
+        read_predictions(tmp_path / "probs.npy", labels=tmp_path / "y.txt")
+    (tmp_path / "x.csv").write_text("1,1\n0,0\n")
+    with pytest.raises(ValueError, match=r"^\S*x\.csv.*2 columns.*'1'"):
+        read_predictions(tmp_path / "probs.npy", labels=tmp_path / "x.csv")
+    (tmp_path / "z.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"^\S*z\.csv.*--label-column.*a, b"):
+        read_predictions(tmp_path / "probs.npy", labels=tmp_path / "z.csv")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
+@pytest.mark.parametrize("names", [("0", "1"), ("1",), ("cat", "dog"), ("True", "False")])
+def test_labels_that_are_true_or_false(tmp_path, kind, names):
+    columns = family("prob_", np.array([[0.7, 0.3], [0.2, 0.8]]), names) | {"label": [False, True]}
+    path = tmp_path / f"p.{kind}"
+    if kind == "csv":
+        write_table(path, columns)
+    elif kind == "json":
+        path.write_text(json.dumps({name: list(column) for name, column in columns.items()}))
+    else:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.table({name: list(column) for name, column in columns.items()}), path)
+    assert read_predictions(path).labels.tolist() == ([1, 0] if names[0] == "True" else [0, 1])
+
+
+def test_labels_in_scientific_notation(tmp_path):
+    labels = [f"{label + 1:.3e}" for label in LABELS]
+    is_read(read_predictions(write_table(tmp_path / "p.csv", family("prob_", names=("1", "2", "3")) | {"y": labels})))
+    columns = {"conf": PROBS.max(1), "pred": LABELS, "y": [f"{label:.18e}" for label in LABELS]}
+    assert read_predictions(write_table(tmp_path / "q.csv", columns)).correct.all()
 
 
 def test_an_array_that_announces_more_than_its_file_holds_takes_no_memory(tmp_path):
@@ -288,10 +386,38 @@ def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
     assert out.exists()
 
 
+def test_compare_has_the_options_about_columns(tmp_path):
+    paths = [write_table(tmp_path / f"{name}.csv", family("s") | {"species": WORDS}) for name in "ab"]
+    command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50", "--prob-columns", "s*"]
+    done = CliRunner().invoke(app, [*command, "--label-column", "species"])
+    assert done.exit_code == 0, done.output
+
+
+def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):
+    for name in ("test", "val"):
+        np.save(tmp_path / f"{name}.npy", LOGITS + (name == "val") * make.normal(size=LOGITS.shape))
+        np.save(tmp_path / f"{name}_y.npy", LABELS)
+    files = [f"{tmp_path}/test.npy", "--labels", f"{tmp_path}/test_y.npy", "--calibrate-on", f"{tmp_path}/val.npy"]
+    command = ["evaluate", *files, "--logits", "--resamples", "50", "--posthoc", "histogram_binning"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    assert "val.npy" in refused.output
+    done = CliRunner().invoke(app, [*command, "--calibrate-labels", f"{tmp_path}/val_y.npy"])
+    assert done.exit_code == 0, done.output
+
+
 def test_listed_columns_are_classes_in_the_order_of_the_list(tmp_path):
     path = write_table(tmp_path / "p.csv", {"score_1": [0.9, 0.2], "score_0": [0.1, 0.8], "label": [1, 0]})
     assert read_predictions(path, prob_columns=["score_0", "score_1"]).correct.tolist() == [True, True]
     assert read_predictions(path, prob_columns=["score_1", "score_0"]).correct.tolist() == [False, False]
+
+
+@pytest.mark.parametrize("listed", [["Prob_cat", "Prob_dog", "Prob_eel"], "Prob_cat, Prob_dog,Prob_eel"])
+def test_listed_columns_lose_the_prefix_of_class_columns(tmp_path, listed):
+    path = write_table(tmp_path / "p.csv", family("Prob_") | {"Prob_mean": LABELS, "label": WORDS})
+    found = read_predictions(path, prob_columns=listed)
+    is_read(found)
+    assert found.class_names == NAMES
 
 
 def test_a_chosen_confidence_is_joined_by_the_prediction(tmp_path):

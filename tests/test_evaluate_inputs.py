@@ -162,3 +162,49 @@ def test_folds_may_differ_in_what_their_calibrator_learns():
         warnings.simplefilter("ignore")
         found = evaluate((probs / probs.sum(1, keepdims=True)).round(3), labels, posthoc="temperature", intervals=False)
     assert "temperature" in found.after
+
+
+@pytest.mark.parametrize("seed", [10**23, -1])
+def test_a_seed_that_generators_do_not_take_is_named(seed):
+    with pytest.raises(ValueError, match=f"seed is {seed}"):
+        evaluate(PROBS, TRUTH, seed=seed)
+
+
+def test_options_that_do_not_apply_are_named():
+    output = PredictionOutput(PROBS.log().numpy(), TRUTH.numpy(), {})
+    for options in ({"normalize": True}, {"label_column": "species"}):
+        with pytest.raises(TypeError, match=rf"{next(iter(options))}.*PredictionOutput"):
+            evaluate(output, **options, **QUICK)
+    with pytest.raises(TypeError, match=r"normalize.*logits"):
+        evaluate(logits=PROBS.log(), labels=TRUTH, normalize=True, **QUICK)
+
+
+def test_names_as_labels_of_an_array_are_an_error_that_names_class_names():
+    words = np.array(["cat", "dog"])[TRUTH]
+    with pytest.raises(TypeError, match=r"labels.*class_names"):
+        evaluate(PROBS, words, **QUICK)
+    evaluate({"probs": PROBS, "labels": words, "class_names": ["cat", "dog"]}, **QUICK)
+
+
+def test_a_calibration_file_is_read_with_the_same_columns(tmp_path):
+    rows = "\n".join(f"{a},{b},{label}" for (a, b), label in zip(PROBS.tolist(), TRUTH.tolist(), strict=True))
+    for name in ("test", "val"):
+        (tmp_path / f"{name}.csv").write_text(f"prob_0,prob_1,species\n{rows}")
+    with pytest.warns(UserWarning, match="same|very"):
+        found = evaluate(
+            tmp_path / "test.csv",
+            calibration=tmp_path / "val.csv",
+            posthoc="temperature",
+            label_column="species",
+            **QUICK,
+        )
+    assert "temperature" in found.after
+
+
+def test_columns_of_pandas_may_have_any_index():
+    pd = pytest.importorskip("pandas")
+    rows = range(7, 7 + len(TRUTH))
+    texts = pd.Series([f"{number:.1f}" for number in PROBS[:, 1].tolist()], index=rows, dtype=object)
+    scores = {name: PROBS[:, place].double() for place, name in enumerate(("cat", "dog"))}
+    found = evaluate({"note": texts, **scores, "y": np.array(["cat", "dog"])[TRUTH]}, **QUICK)
+    assert found.classes == 2

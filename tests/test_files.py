@@ -346,7 +346,7 @@ def test_semicolons_and_decimal_commas(tmp_path, comma):
 
 def test_many_columns_are_not_all_listed(tmp_path):
     (tmp_path / "p.csv").write_text(",".join(f"c{i}" for i in range(1_000)) + "\n")
-    with pytest.raises(ValueError, match=r"c0, c1, .*, c19, .*\b980\b"):
+    with pytest.raises(ValueError, match=r"c0, c1, .*, c18, .*c999.*1,000"):
         read_predictions(tmp_path / "p.csv")
 
 

@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "web": set(),
     "records": {"extras"},
     "losses": {"predictions", "catalog", "ranks", "metrics.bins"},
-    "metrics": {"extras", "columns", "predictions", "ranks"},
+    "metrics": {"extras", "column_names", "predictions", "ranks"},
     "posthoc": {"extras", "storage", "predictions", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
     "evaluation": {

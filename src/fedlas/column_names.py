@@ -7,8 +7,9 @@ the caller says that they are logits. `predictions` with `label_ids` are logits:
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
@@ -23,6 +24,8 @@ LOGIT_PREFIXES = ("logit_", "logits_")
 LOGIT_TABLES = {"logits", "logit"}
 BINARY = {"probs", "proba", "probabilities", "probability", "y_prob", "y_proba", "y_score"}  # one number a sample
 PROB_TABLES = BINARY | {"prob", "softmax", "predictions", "prediction", "preds", "y_pred", "outputs", "output"}
+# Tables that hold probabilities or logits; the names of all others decide.
+UNDECLARED = {"predictions", "prediction", "preds", "y_pred", "outputs", "output", "y_score"}
 CONFIDENCES = {"confidence", "confidences", "conf", "max_prob", "prob"}
 PREDICTIONS = {
     "prediction", "predictions", "pred", "preds", "predicted", "y_pred", "pred_label", "predicted_label",
@@ -32,6 +35,8 @@ CORRECT = {"correct", "hit", "is_correct"}
 CLASS_NAMES = {"class_names", "classes", "classes_"}
 # Columns that are read by their exact names, or that say nothing about predictions.
 OTHERS = {"index", "id", "ids", "path", "paths", "class_names", "features", "split", "format"}
+UNUSED = {"metrics"}  # of a PredictionOutput of Hugging Face: a dictionary, which is not read
+SCORES = ("logit_", "prob_", "logits", "probs", "confidence")  # roles of columns that hold scores
 ROW_NAMES = {"", "unnamed: 0"}  # the row numbers that pandas and R write
 
 
@@ -75,6 +80,20 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise TypeError(f"unknown keyword {name!r}; those about columns are {', '.join(ReadOptions.__annotations__)}")
 
 
+class LabelFile(NamedTuple):
+    """Labels from a file of their own.
+
+    Attributes:
+        path: the file.
+        values: the labels, in the order of the samples.
+        may_have_header: whether the first value may be a header: the only column of a text file.
+    """
+
+    path: Path
+    values: Any
+    may_have_header: bool = False
+
+
 class Roles(NamedTuple):
     """Meaning of the columns of a table.
 
@@ -89,8 +108,7 @@ class Roles(NamedTuple):
     @property
     def has_scores(self) -> bool:
         """Whether scores of all classes, or confidences, were found."""
-        kinds = ("logit_", "prob_", "logits", "probs", "confidence")
-        return any(name.startswith(kinds) for name in self.names.values())
+        return any(name.startswith(SCORES) for name in self.names.values())
 
     def __str__(self) -> str:
         words = {
@@ -105,20 +123,31 @@ class Roles(NamedTuple):
         for word, kinds in words.items():
             columns = [column for column, name in self.names.items() if name.startswith(kinds)]
             if columns:
-                parts.append(f"{word} from {short_list(columns)}")
+                parts.append(f"{word} from {short_list(columns, 6)}")
         if self.unread:
-            parts.append(f"not read: {short_list(self.unread)}")
+            parts.append(f"not read: {short_list(self.unread, 6)}")
         return "; ".join(parts)
 
 
 class Family(NamedTuple):
-    """Columns that hold scores: one for each class, or one table."""
+    """Columns that hold scores: one for each class, or one table.
 
-    logits: bool
-    names: Mapping[str, str]  # class names by column; of a table an empty one
+    Attributes:
+        logits: whether the names say that they are logits (True) or probabilities (False); None where they do not.
+        names: class names by column; of a table an empty one.
+    """
 
-    def roles(self, options: ReadOptions) -> dict[str, str]:
+    logits: bool | None
+    names: Mapping[str, str]
+
+    def roles(self, options: ReadOptions, path: object) -> dict[str, str]:
         """Return the names that fedlas uses for the columns."""
+        if self.logits is False and options.get("logits"):
+            listed = short_list(self.names, 6)
+            raise ValueError(
+                f"{path}: --logits (logits=True) contradicts the names of {listed}, which are probabilities; leave it "
+                f"out, or, if they are logits, name them with {option('prob_columns')}, too"
+            )
         kind = "logit" if self.logits or options.get("logits") else "prob"
         return {column: f"{kind}_{name}" if name else f"{kind}s" for column, name in self.names.items()}
 
@@ -133,9 +162,7 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
     """
     if not options.get("header", True):
         return _by_position(columns, options, path)
-    names = _chosen(columns, options, path)
-    if "label" not in names.values() and options.get("labels") is None:
-        names |= _label(columns, names, path)
+    names = label_names(columns, options, path)
     if any(_ndim(values) == 2 for values in columns.values()):
         names |= {name: "class_names" for name in columns if name.casefold() in CLASS_NAMES}
     roles = set(names.values())
@@ -148,11 +175,20 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
     return Roles({name: role for name, role in names.items() if name in columns}, unread)
 
 
-def short_list(names: Sequence[str], most: int = 6) -> str:
-    """List names; of many the first and the last."""
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{names[0]}, {names[1]}, ..., {names[-1]} ({len(names):,} columns)"
+def label_names(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
+    """Return the roles of the columns that the caller names, and of the labels; values are not needed for these."""
+    names = _chosen(columns, options, path)
+    if "label" not in names.values() and options.get("labels") is None:
+        names |= _label(columns, names, path)
+    return names
+
+
+def short_list(names: Iterable[str], most: int = 20) -> str:
+    """List names; of many the first ones, the last and their number."""
+    listed = list(names)
+    if len(listed) <= most:
+        return ", ".join(listed)
+    return f"{', '.join(listed[: most - 1])}, ..., {listed[-1]} ({len(listed):,} in all)"
 
 
 def table_kind(name: str) -> str | None:
@@ -176,11 +212,15 @@ def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> d
     wanted = options.get("prob_columns")
     if wanted is None:
         return names
-    given = [wanted] if isinstance(wanted, str) else [str(name) for name in wanted]
+    if isinstance(wanted, str):
+        wanted = [wanted] if wanted in columns else [name.strip() for name in wanted.split(",")]
+    given = [str(name) for name in wanted]
+    prefixes = (prefix for prefix in LOGIT_PREFIXES + PROB_PREFIXES if all(_has_prefix(name, prefix) for name in given))
+    shared = len(next(prefixes, ""))
     classes: dict[str, str] = {}
     for name in given:
         if name in columns or "*" not in name:
-            classes[_there(name, columns, "prob_columns", path)] = name
+            classes[_there(name, columns, "prob_columns", path)] = name[shared:]
             continue
         pattern = re.compile("(.*)".join(map(re.escape, name.split("*"))))
         found = {column: match for column in columns if column not in names and (match := pattern.fullmatch(column))}
@@ -189,12 +229,16 @@ def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> d
         classes |= {column: "".join(match.groups()) or column for column, match in found.items()}
     if len(classes) == 1:  # a table, or the probability of class 1
         classes = dict.fromkeys(classes, "")
-    return names | Family(False, classes).roles(options)
+    return names | Family(None, classes).roles(options, path)
+
+
+def _has_prefix(name: str, prefix: str) -> bool:
+    return name.casefold().startswith(prefix) and len(name) > len(prefix)
 
 
 def _there(name: str, columns: Mapping[str, Any], chosen: str, path: object) -> str:
     if name not in columns:
-        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(list(columns), 20)}")
+        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}")
     return name
 
 
@@ -207,7 +251,7 @@ def _by_position(columns: Mapping[str, Any], options: ReadOptions, path: object)
     else:
         scores, rest = rest, []
     classes = {name: str(place) if len(scores) > 1 else "" for place, name in enumerate(scores)}
-    return Roles(names | Family(False, classes).roles(options), rest)
+    return Roles(names | Family(None, classes).roles(options, path), rest)
 
 
 def _label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
@@ -228,21 +272,21 @@ def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadO
     @cache
     def labels() -> set[str]:
         soft = {name.removeprefix("label_") for name in columns if name.startswith("label_")}
-        return soft | _label_values(columns, taken)
+        return soft | _label_values(columns, taken, options)
 
     for find in (_exact, _families, _bare):
         if find is _families and {"confidence", "prediction"} <= {*free, *taken.values()}:
             return _top_label(free, taken, path)
         candidates = find(free, labels)
         if len(candidates) > 1:
-            listed = "; ".join(short_list(list(one.names)) for one in candidates)
+            listed = "; ".join(short_list(one.names, 6) for one in candidates)
             raise ValueError(
                 f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
                 f"--logits (logits=True) for logits"
             )
         if candidates:
             hugging_face = "label_ids" in columns and set(candidates[0].names) == {"predictions"}
-            return (candidates[0]._replace(logits=True) if hugging_face else candidates[0]).roles(options)
+            return (candidates[0]._replace(logits=True) if hugging_face else candidates[0]).roles(options, path)
     return _top_label(free, taken, path)
 
 
@@ -261,13 +305,13 @@ def _families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> lis
     found = []
     for name, values in columns.items():
         bare = name.casefold()
-        if bare in LOGIT_TABLES | PROB_TABLES and (_ndim(values) == 2 or (bare in BINARY and _is_number(values))):
-            found.append(Family(bare in LOGIT_TABLES, {name: ""}))
+        if bare in LOGIT_TABLES | PROB_TABLES and (_ndim(values) == 2 or (bare in BINARY and is_number(values))):
+            found.append(Family(None if bare in UNDECLARED else bare in LOGIT_TABLES, {name: ""}))
     for prefix in LOGIT_PREFIXES + PROB_PREFIXES:
         members = {
             name: name[len(prefix) :]
             for name in columns
-            if name.casefold().startswith(prefix) and name.casefold() not in PREDICTIONS and len(name) > len(prefix)
+            if _has_prefix(name, prefix) and name.casefold() not in PREDICTIONS
         }
         numbers = {name: word for name, word in members.items() if word.isdecimal()}
         if _are_consecutive(list(numbers.values())):
@@ -285,15 +329,15 @@ def _bare(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[Fa
 
     Between two of the latter, columns of other names are classes without samples.
     """
-    numbers = {name: name for name in columns if name.isdecimal() and _is_number(columns[name])}
+    numbers = {name: name for name in columns if name.isdecimal() and is_number(columns[name])}
     if _are_consecutive(list(numbers)):
-        return [Family(False, numbers)]
-    order = [name for name, values in columns.items() if _is_number(values)]
+        return [Family(None, numbers)]
+    order = [name for name, values in columns.items() if is_number(values)]
     places = [place for place, name in enumerate(order) if name.strip() in labels()] if len(order) > 1 else []
     if len(places) < 2:
         return []
     run = order[places[0] : places[-1] + 1]
-    return [Family(False, {name: name for name in run if not name.startswith("label_")})]
+    return [Family(None, {name: name for name in run if not name.startswith("label_")})]
 
 
 def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
@@ -314,18 +358,23 @@ def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: objec
     return found if "confidence" in roles and roles & {"prediction", "correct"} else {}
 
 
-def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str]) -> set[str]:
+def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions) -> set[str]:
+    given = options.get("labels")
     column = next((name for name, role in taken.items() if role == "label"), None)
-    if column is None or _ndim(columns[column]) != 1:
+    values = given.values if isinstance(given, LabelFile) else columns[column] if column is not None else given
+    if values is None or _ndim(values) != 1:
         return set()
-    values = columns[column]
     return {str(value).strip() for value in (values.tolist() if hasattr(values, "tolist") else values)}
 
 
 def _ndim(values: Any) -> int:
     """Return the number of dimensions; numpy would copy a list of words into fixed widths to tell."""
     found = getattr(values, "ndim", None)
-    return found if found is not None else 2 if len(values) and isinstance(values[0], list | tuple) else 1
+    if found is not None:
+        return int(found)
+    if isinstance(values, Mapping | str) or not hasattr(values, "__len__"):
+        return 0  # a number of epochs, or settings, beside the arrays
+    return 2 if len(values) and isinstance(values[0], list | tuple) else 1
 
 
 def _are_consecutive(words: Sequence[str]) -> bool:
@@ -336,7 +385,7 @@ def _are_consecutive(words: Sequence[str]) -> bool:
     return numbers[0] in {0, 1} and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-def _is_number(values: Any) -> bool:
+def is_number(values: Any) -> bool:
     """Return whether a column holds one number a sample, by its type or by its first value."""
     if _ndim(values) != 1 or not len(values):
         return False
@@ -345,12 +394,13 @@ def _is_number(values: Any) -> bool:
     kind = getattr(getattr(values, "dtype", None), "kind", "O")
     if kind != "O":
         return kind in "fiu"
-    return next(_floats(values[:1]), None) is not None
+    return parses(str(next(iter(values))).replace(",", "."))
 
 
-def _floats(values: Any) -> Iterator[float]:
-    for value in values:
-        try:
-            yield float(str(value).replace(",", "."))
-        except ValueError:
-            return
+def parses(word: str) -> bool:
+    """Return whether a text is a number."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -11,9 +11,10 @@ import sys
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.column_names import LABELS, ReadOptions, Roles, find_roles, option
+from fedlas.column_names import (
+    LABELS,
+    ROW_NAMES,
+    UNUSED,
+    LabelFile,
+    ReadOptions,
+    Roles,
+    find_roles,
+    label_names,
+    option,
+    parses,
+    short_list,
+)
 from fedlas.extras import optional_module
 from fedlas.storage import (
     ObjectsError,
@@ -40,6 +53,8 @@ FEWEST = 20  # confidences of two classes of which one is below a half
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")  # of a class that is called by one
 LONGEST_WHOLE = 40  # digits of a number with leading zeros
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}  # whether one is correct
+TRUTH = {"false": 0, "true": 1}  # labels of two classes
+SCIENTIFIC = re.compile(r"[+-]?\d+\.\d*[eE][+-]?\d{1,2}")  # a number as numpy.savetxt and R write it
 WHOLE = re.compile(r"[+-]?\d+")  # a number as text
 MOST_WARNINGS = 5  # about class names that are spelled almost alike
 AT_ONCE = 2**16  # cells of a text file that are converted together
@@ -88,41 +103,79 @@ def read_npz(path: str | Path) -> dict[str, Any]:
         name, count = Counter(file.zip.namelist()).most_common(1)[0] if file.files else ("", 0)
         if count > 1:
             raise ValueError(f"{count} of its arrays are called {name.removesuffix('.npy')!r}")
-        check_arrays(file.zip)
-        return dict(file)
+        check_arrays(file.zip, unused=UNUSED)
+        return {name: file[name] for name in file.files if name not in UNUSED}
 
 
 def read_csv(
     path: str | Path, watch: Callable[[float], None] | None = None, options: ReadOptions | None = None
 ) -> Text:
     """Read a table of text, its columns separated by commas, semicolons, tabs or blanks."""
+    with _opened(path, watch, header=(options or {}).get("header", True)) as (table, mark):
+        return _read_text(table, path, mark, options)
+
+
+@contextmanager
+def _opened(
+    path: str | Path, watch: Callable[[float], None] | None = None, *, header: bool
+) -> Iterator[tuple["Table", str]]:
+    """Open a table of text; return it in cells, with the mark between them."""
     check_file(path)
     with open_text(path, newline="") as file:
         batches = read_batches(file, path, watch)
         first = next(batches, [""])
         # Programs of countries that write 0,5 separate columns by semicolons.
-        marks = (",", ";", "\t") if (options or {}).get("header", True) else (";", ",", "\t")
+        marks = (",", ";", "\t") if header else (";", ",", "\t")
         blanks = ".txt" in Path(path).suffixes and not any(mark in first[0] for mark in marks)
         mark = " " if blanks else next((mark for mark in marks if mark in first[0]), ",")
         given: Iterator[list[str]] = chain([first], batches)
         if blanks:
             given = ([line.strip(" ") for line in lines] for lines in given)
-        return _read_text(_split(given, path, mark, header=(options or {}).get("header", True)), path, mark, options)
+        yield _split(given, path, mark, header=header), mark
 
 
-def read_parquet(path: str | Path) -> dict[str, Any]:
-    """Read the columns of a parquet table."""
-    with readable(path):
-        parquet = optional_module("pyarrow.parquet")
-        about = parquet.read_metadata(str(path))
-        check_unpacked(path, 8 * _arrow_count(about))
-        check_unpacked(path, _arrow_size(about))
-        # Equal texts are read once: a small file may name a long one in every row.
-        file = parquet.ParquetFile(str(path), read_dictionary=_arrow_texts(about))
-        columns = _arrow_numbers(file)
-        rest = file.read([name for name in file.schema_arrow.names if name not in columns])
-    columns |= {name: _arrow_column(rest[name], name, path) for name in rest.column_names}
-    return {name: columns[name] for name in file.schema_arrow.names}
+def read_parquet(path: str | Path, options: ReadOptions | None = None) -> dict[str, Any]:
+    """Read the columns of a parquet table that have a role; the others become examples of their type."""
+    table, options = _Parquet(path), options or {}
+    columns = dict(table.examples)
+    labels = [name for name, role in label_names(columns, options, path).items() if role == "label"]
+    columns |= table.read(labels)  # they may name the columns of the classes
+    left_out = {*labels, *find_roles(columns, options, path).unread}
+    return columns | table.read([name for name in columns if name not in left_out and name.casefold() not in ROW_NAMES])
+
+
+class _Parquet:
+    """A parquet table, of which columns are read by their names.
+
+    Attributes:
+        examples: for each column a value of its type; none of a type that is not read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        with readable(path):
+            parquet = optional_module("pyarrow.parquet")
+            about = parquet.read_metadata(str(path))
+            check_unpacked(path, 8 * _arrow_count(about))
+            check_unpacked(path, _arrow_size(about))
+            # Equal texts are read once: a small file may name a long one in every row.
+            self._file = parquet.ParquetFile(str(path), read_dictionary=_arrow_texts(about))
+        self.examples = {field.name: _arrow_example(field.type) for field in self._file.schema_arrow}
+
+    def read(self, names: Iterable[str]) -> dict[str, Any]:
+        """Read columns; raise an error about a type that is neither numbers, texts nor lists of numbers."""
+        wanted = dict.fromkeys(names)
+        for field in self._file.schema_arrow:
+            # A name also selects columns that have it and a dot as a prefix.
+            selected = any(start in wanted for start in accumulate(field.name.split("."), "{}.{}".format))
+            if selected and not len(_arrow_example(field.type)):
+                raise ValueError(
+                    f"{self._path}: {field.name} holds {field.type}; numbers, texts or lists of numbers are read"
+                )
+        with readable(self._path):
+            columns = _arrow_numbers(self._file, wanted)
+            rest = self._file.read([name for name in wanted if name not in columns])
+        return columns | {name: _arrow_column(rest[name], name, self._path) for name in wanted if name not in columns}
 
 
 def read_npy(path: str | Path) -> NDArray[Any]:
@@ -146,12 +199,22 @@ def frame_columns(frame: Any) -> dict[str, Any]:
     return columns
 
 
-def no_scores(columns: Mapping[str, Any], path: str | Path) -> ValueError:
+def no_scores(columns: Mapping[str, Any], roles: Roles, options: ReadOptions, path: str | Path) -> ValueError:
     """Return the error about a table in which no scores were found."""
     wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
     way = f"name the columns of the classes with {option('prob_columns')}"
-    held = f"its columns are {some_of(columns)}" if columns else "it is empty"
+    if "label" not in roles.names.values() and options.get("labels") is None:
+        way += f", or, if these are called by class names alone, that of the labels with {option('label_column')}"
+    held = f"its columns are {short_list(columns)}" if columns else "it is empty"
     return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
+
+
+def no_labels(roles: Roles | None, path: object) -> ValueError:
+    """Return the error about a table in which no labels were found."""
+    unread = () if roles is None else roles.unread
+    there = f"; these columns are not understood: {short_list(unread)}" if unread else ""
+    way = f"name their column with {option('label_column')}, or give them with {option('labels')}"
+    return ValueError(f"{path}: no labels were found{there}; {way}")
 
 
 def renamed(columns: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
@@ -160,40 +223,78 @@ def renamed(columns: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     return {role: columns[name] for name, role in roles.names.items()} | others
 
 
-def labels_of(options: ReadOptions) -> Any:
-    """Return the labels that are given beside a table: an array, or the content of a file."""
+def with_labels(options: ReadOptions) -> ReadOptions:
+    """Replace the name of a file of labels by its content."""
     labels = options.get("labels")
-    return read_labels(labels, options) if isinstance(labels, str | Path) else labels
+    return {**options, "labels": read_labels(labels, options)} if isinstance(labels, str | Path) else options
 
 
-def read_labels(path: str | Path, options: ReadOptions) -> Any:
+def read_labels(path: str | Path, options: ReadOptions) -> LabelFile:
     """Read labels from a file of their own: an array, a table with a column of labels, or one value in each line."""
     path = Path(path)
     kind = path.suffix.lower() if path.suffix.lower() != ".gz" else Path(path.stem).suffix.lower()
     if kind == ".npy":
-        return read_npy(path)
-    readers: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {".npz": read_npz, ".parquet": read_parquet}
-    if kind not in {*readers, ".csv", ".tsv", ".txt"}:
+        return LabelFile(path, read_npy(path))
+    if kind not in {".npz", ".csv", ".tsv", ".txt", ".parquet"}:
         raise ValueError(f"{path}: labels are read from .npy, .npz, .csv, .tsv, .txt and .parquet files")
     header: ReadOptions = {"header": options.get("header", True)}
-    columns = dict(readers[kind](path) if kind in readers else read_csv(path, options=header).columns)
+    table = _Parquet(path) if kind == ".parquet" else None
+    if table is not None:
+        columns = dict(table.examples)
+    else:
+        columns = read_npz(path) if kind == ".npz" else _read_cells(path, header=header["header"])
     chosen = options.get("label_column")
-    roles = {} if chosen in columns else find_roles(columns, header, path).names
-    names = [str(chosen)] if chosen in columns else [name for name, role in roles.items() if role == "label"]
-    names = names or (list(columns) if len(columns) == 1 else [])
+    known = {} if chosen in columns else label_names(columns, {}, path)
+    rest = [name for name in columns if name.casefold() not in ROW_NAMES]
+    names = [str(chosen)] if chosen in columns else list(known) or (rest if len(rest) == 1 else [])
     if not names:
-        raise ValueError(f"{path}: no column is called label; name it with {option('label_column')}")
-    values = columns[names[0]]
-    if kind in {".csv", ".tsv", ".txt"}:
-        if len(columns) == 1 and _is_number(names[0]) and options.get("header", True):
-            values = [names[0], *values]  # numbers alone have no header
-        if all(map(_is_number, values)) and all(float(value).is_integer() for value in values):
-            return np.asarray([int(float(value)) for value in values], dtype=np.int64)
-    return values
+        raise ValueError(
+            f"{path}: no column is called label; name it with {option('label_column')}; its columns are "
+            f"{short_list(columns)}"
+        )
+    values = columns[names[0]] if table is None else table.read(names)[names[0]]
+    single = len(columns) == 1 and kind not in {".npz", ".parquet"}
+    if single and header["header"]:
+        values = [names[0], *values]
+    return LabelFile(path, values, may_have_header=single)
 
 
-def understood(columns: Mapping[str, Any], path: str | Path) -> Understood:
-    """Find scores, labels and the rest among named columns."""
+def _read_cells(path: Path, *, header: bool) -> dict[str, Any]:
+    """Read all cells of a table of text as text."""
+    with _opened(path, header=header) as (table, _):
+        _check_names(table.names, path)
+        columns: dict[str, list[str]] = {name: [] for name in table.names}
+        for batch in table.batches:
+            for column, cells in zip(columns.values(), batch.columns, strict=True):
+                column.extend(map(sys.intern, cells))
+    return dict(columns)
+
+
+def labels_for(given: LabelFile, n: int, source: str) -> Any:
+    """Return as many labels as there are samples; with one line more in a text of one column, the first is a header."""
+    values = given.values
+    if given.may_have_header and len(values) == n + 1:
+        values = values[1:]
+    if len(values) != n:
+        raise ValueError(f"{source}: {len(values):,} labels for {n:,} samples")
+    if not isinstance(values, list):
+        return values
+    words = [_word(value) for value in values]
+    return np.asarray(list(map(int, words)), dtype=np.int64) if all(map(_is_place, words)) else texts(words)
+
+
+def _is_place(word: str) -> bool:
+    return _as_whole(word) is not None
+
+
+def understood(columns: Mapping[str, Any], path: str | Path, source: str | None = None) -> Understood:
+    """Find scores, labels and the rest among named columns.
+
+    Args:
+        columns: values by the names that fedlas uses.
+        path: the file, for errors.
+        source: where the labels come from, if from another file.
+    """
     found = [kind for kind in ("logits", "probs") if kind in columns]
     found += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
     if not found and "confidence" in columns and columns.keys() & {"prediction", "correct"}:
@@ -216,7 +317,16 @@ def understood(columns: Mapping[str, Any], path: str | Path) -> Understood:
     if soft and any(name in columns for name in LABELS):
         raise ValueError(f"{path}: it has both a column of labels and label_NAME; leave one of them out")
     by_column = kind.endswith("_")
-    labels = _numbers(columns, "label_", names or (), path) if soft else _classes(columns, names, path, by_column)
+    try:
+        labels = (
+            _numbers(columns, "label_", names or (), path)
+            if soft
+            else _classes(columns, names, source or path, by_column=by_column, classes=classes)
+        )
+    except RowError as error:
+        if source is None:
+            raise
+        raise ValueError(str(error)) from error  # the lines of the predictions are not those of the labels
     wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
     features = _numbers(columns, "feature_", wide, path) if wide else columns.get("features")
     rest = {"features": features, "class_names": names, **_about_samples(columns, path)}
@@ -245,7 +355,7 @@ def _top_label(columns: Mapping[str, Any], path: str | Path) -> Understood:
         number = {name: i for i, name in enumerate(names or ())}
         for word in mentioned:
             if word not in number:
-                raise ValueError(f"{path}: {word!r} is none of class_names: {some_of(number)}")
+                raise ValueError(f"{path}: {word!r} is none of class_names: {short_list(number)}")
         found = {word: np.array([number[one] for one in some])[held[word].rows] for word, some in words.items()}
     else:
         found = {word: _whole(columns[name], word) for word, name in called.items()}
@@ -308,13 +418,11 @@ def _distinct(column: Any) -> Distinct:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         values, places, rows = np.unique(column, return_index=True, return_inverse=True)
         return Distinct(values.tolist(), places.tolist(), rows.reshape(-1))
-    place: dict[Any, int] = {}
-    first: list[int] = []
-    for row, value in enumerate(column):
-        if value not in place:
-            place[value] = len(place)
-            first.append(row)
-    return Distinct(list(place), first, np.fromiter(map(place.__getitem__, column), np.int64, len(column)))
+    place = {value: i for i, value in enumerate(dict.fromkeys(column))}
+    rows = np.fromiter(map(place.__getitem__, column), np.int64, len(column))
+    first = np.empty(len(place), dtype=np.int64)
+    first[rows[::-1]] = np.arange(len(rows))[::-1]  # of equal places, the last assignment counts
+    return Distinct(list(place), first.tolist(), rows)
 
 
 def _about_samples(columns: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
@@ -336,7 +444,7 @@ def _one_of(columns: Mapping[str, Any], names: Sequence[str], path: str | Path) 
 def _label(columns: Mapping[str, Any], path: str | Path) -> str:
     there = [name for name in LABELS if name in columns]
     if len(there) != 1:
-        raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {some_of(columns)}")
+        raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {short_list(columns)}")
     return there[0]
 
 
@@ -411,13 +519,14 @@ def _split_plain(batches: Iterator[list[str]], width: int, path: str | Path, mar
     """Split many lines at once, as long as there are no quotation marks."""
     start = 2
     for lines in batches:
-        if any('"' in line for line in lines):
+        joined = "".join(lines)
+        if '"' in joined:
             yield from _grouped(
                 _quoted_rows(chain(lines, chain.from_iterable(batches)), path, mark, start), width, path
             )
             return
-        text = "".join(lines).replace("\r\n", "\n").removesuffix("\n")
-        if width > 1 and {line.count(mark) for line in lines} == {width - 1} and "\r" not in text:
+        text = joined.replace("\r\n", "\n").removesuffix("\n")
+        if width > 1 and set(map(str.count, lines, repeat(mark))) == {width - 1} and "\r" not in text:
             cells = text.replace("\n", mark).split(mark)
             yield Batch(range(start, start + len(lines)), [cells[i::width] for i in range(width)])
         else:
@@ -453,22 +562,22 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
     What rounding explains of the sum of a row is found from its digits, and only where the sum is not one.
     """
     header, options = table.names, options or {}
-    name, count = next(iter(Counter(header).most_common(1)), ("", 0))
-    if count > 1:
-        raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
+    _check_names(header, path)
     row = table.first if len(table.first) == len(header) else ["0"] * len(header)
     number, classes, maybe = _numeric_columns(header, row, options, path)
     text = sorted(set(range(len(header))) - set(number))
     values, rounding, lines = array("d"), array("d"), array("q")
     non_numeric: set[str] = set()
     words: list[list[str]] = [[] for _ in text]
+    # Equal texts share their memory.
+    pools: list[dict[str, str] | None] = [None if header[i] in MOSTLY_UNIQUE else {} for i in text]
     for begins, by_column in table.batches:
         lines.extend(begins)
         cells = [by_column[i] if mark != ";" else [cell.replace(",", ".") for cell in by_column[i]] for i in number]
         for place, i in enumerate(number) if maybe else ():
-            if i in maybe and not all(map(_is_number, cells[place])):
+            if i in maybe and not all(map(parses, cells[place])):
                 non_numeric.add(header[i])
-                cells[place] = [cell if _is_number(cell) else "nan" for cell in cells[place]]
+                cells[place] = [cell if parses(cell) else "nan" for cell in cells[place]]
         try:
             part = np.array([list(map(float, column)) for column in cells]).T.reshape(len(begins), len(number))
         except ValueError as error:
@@ -479,15 +588,20 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
             for place in np.flatnonzero(np.abs(part[:, :classes].sum(1) - 1) > 1e-7).tolist():
                 limits[place] = _rounding([column[place] for column in cells[:classes]])
             rounding.frombytes(limits.tobytes())
-        for column, i in zip(words, text, strict=True):
-            # Equal texts share their memory.
-            column.extend(by_column[i] if header[i] in MOSTLY_UNIQUE else map(sys.intern, by_column[i]))
+        for column, i, pool in zip(words, text, pools, strict=True):
+            column.extend(by_column[i] if pool is None else map(pool.setdefault, by_column[i], by_column[i]))
     values_of = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(number))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: values_of[:, j] for j, i in enumerate(number)}
     columns |= {header[i]: texts(column) for i, column in zip(text, words, strict=True)}
     columns |= dict.fromkeys(non_numeric, ())
     return Text(columns, np.frombuffer(rounding, dtype=np.float64).reshape(-1, 3), lines)
+
+
+def _check_names(header: Sequence[str], path: str | Path) -> None:
+    name, count = next(iter(Counter(header).most_common(1)), ("", 0))
+    if count > 1:
+        raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
 
 
 def _numeric_columns(
@@ -502,7 +616,7 @@ def _numeric_columns(
     unread = set(roles.unread)
     canonical = ["" if name in unread else roles.names.get(name, name) for name in header]
     # Without scores, classes may stand alone as the names of columns; which of them do, the labels say later.
-    maybe = {i for i, name in enumerate(header) if name in unread and _is_number(row[i].replace(",", "."))}
+    maybe = {i for i, name in enumerate(header) if name in unread and parses(row[i].replace(",", "."))}
     maybe = set() if roles.has_scores else maybe
     soft = {f"label_{name.partition('_')[2]}" for name in canonical if name.startswith(("prob_", "logit_"))}
     kinds = ("prob_", "logit_", "probs", "logits", "confidence", "feature_")
@@ -513,11 +627,26 @@ def _numeric_columns(
     return number, classes, maybe
 
 
-def _arrow_numbers(file: Any) -> dict[str, Any]:
+def _arrow_example(kind: Any) -> Any:
+    """Return a value of a type; none of types that are not read: their values may be large, or Python objects."""
+    types = optional_module("pyarrow").types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        numbers = types.is_floating(kind.value_type) or types.is_integer(kind.value_type)
+        return np.zeros((1, 1)) if numbers or types.is_boolean(kind.value_type) else ()
+    if types.is_floating(kind) or types.is_integer(kind) or types.is_decimal(kind):
+        return np.zeros(1)
+    if types.is_dictionary(kind):
+        return _arrow_example(kind.value_type)
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)
+    return texts([""]) if is_text or types.is_boolean(kind) else ()
+
+
+def _arrow_numbers(file: Any, wanted: Container[str]) -> dict[str, Any]:
     """Read the columns of a parquet file that make a table of one floating-point type, one by one into one table."""
     types = optional_module("pyarrow").types
     schema = file.schema_arrow
-    names = [one.name for one in schema if one.name.startswith(NUMBERS) and types.is_floating(one.type)]
+    fields = [one for one in schema if one.name in wanted]
+    names = [one.name for one in fields if one.name.startswith(NUMBERS) and types.is_floating(one.type)]
     names.sort(key=lambda name: name.partition("_")[0])  # columns of one kind stand together
     kinds = {schema.field(name).type for name in names}
     if len(kinds) != 1 or len(set(schema.names)) < len(schema.names):
@@ -557,7 +686,7 @@ def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
         for row in np.flatnonzero(length != length[:1])[:1]:
             raise ValueError(f"{path}: row {row} of {name} has {length[row]} entries, row 0 has {length[0]}")
         return lists.flatten().to_numpy(zero_copy_only=False).reshape(len(lists), -1)
-    if types.is_integer(column.type) or types.is_floating(column.type):
+    if types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type):
         return column.to_numpy()
     if types.is_dictionary(column.type):
         column = column.unify_dictionaries().combine_chunks()
@@ -573,19 +702,22 @@ def texts(values: Sequence[Any]) -> NDArray[np.object_]:
     return found
 
 
-def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path, by_column: bool) -> Any:
+def _classes(
+    columns: Mapping[str, Any], names: Sequence[str] | None, path: str | Path, *, by_column: bool, classes: int
+) -> Any:
     """Find the class number of every label.
 
     Beside columns that are named after classes, a label is such a name if any label is, whatever type it has: the
-    columns may stand in any order. Beside a table, whole numbers are places in it.
+    columns may stand in any order. Beside a table, whole numbers are places in it. Of two classes that have other
+    names, true and false are the second and the first.
     """
     if not any(name.startswith("label") for name in columns):
         return None
     labels = columns[_label(columns, path)]
     if getattr(labels, "ndim", 1) == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
-    if not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind == "b":
-        labels = np.asarray(labels).astype(np.int64)
+    if isinstance(labels, np.ndarray) and labels.dtype.kind == "b" and not by_column:
+        labels = labels.astype(np.int64)
     if (_are_whole(labels) and not by_column) or np.ndim(labels) == 2:
         return labels
     number = {name: i for i, name in enumerate(names or ())}
@@ -598,10 +730,13 @@ def _classes(columns: Mapping[str, Any], names: Sequence[str] | None, path: str 
     if not named:
         _check_spelling(words, list(number), path)
         found = [_as_whole(word.strip()) for word in words]
+        flags = [TRUTH.get(word.strip().casefold()) for word in words]
+        found = flags if classes <= 2 and None not in flags else found
     bad = {int(first[i]): words[i].strip() for i, place in enumerate(found) if place is None}
-    if names is None and len(bad) == len(words) and not any(map(_is_number, bad.values())):
+    if names is None and len(bad) == len(words) and not any(map(parses, bad.values())):
         reason = "labels are names, and nothing says which class each name is"
-        raise ValueError(f"{path}: class_names is missing: {reason}")
+        way = "give class numbers, or name the columns of the classes as labels do"
+        raise ValueError(f"{path}: class_names is missing: {reason}; {way}")
     for row in sorted(bad)[:1]:
         raise RowError(
             f"{path}: ", row, f" has label {bad[row][:80]!r}, expected {_expected(bad[row], names or (), named)}"
@@ -613,18 +748,10 @@ def _expected(label: str, names: Sequence[str], named: bool) -> str:
     """Say which labels are known, and which of them may be meant by one that is not."""
     if not names:
         return "a whole number"
-    known = some_of(names)
+    known = short_list(names)
     words = f"one of the classes {known}" if named else f"a class name or a whole number; the classes are {known}"
     meant = next((name for name in names if _spelled(name) == _spelled(label)), None)
     return words if meant is None else f"{words}; did you mean {meant!r}?"
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:
@@ -677,7 +804,7 @@ def _check_spelling(labels: Sequence[str], names: Sequence[str], path: str | Pat
         if name is not None and NUMBER.fullmatch(label):
             raise ValueError(
                 f"{path}: is the label {label!r} the class {name!r}, or the place {label} among the columns, counted "
-                f"from 0? Write labels as the classes are called: {some_of(names)}"
+                f"from 0? Write labels as the classes are called: {short_list(names)}"
             )
 
 
@@ -708,20 +835,15 @@ def _as_whole(word: str) -> int | None:
 
 
 def _word(value: Any, *, strip: bool = True) -> str:
-    """Take a label as a word; 3.0, which a table makes of 3 where another row is empty, is 3."""
+    """Take a label as a word; 3.0, which a table makes of 3 where another row is empty, and 3.00e+00 are 3."""
     word = str(value.item() if isinstance(value, Tensor | np.generic) else value)
     bare = word.strip()
     whole, point, rest = bare.partition(".")
     if point and WHOLE.fullmatch(whole) and not rest.strip("0"):
         return whole
+    if SCIENTIFIC.fullmatch(bare) and float(bare).is_integer():
+        return str(int(float(bare)))
     return bare if strip else word
-
-
-def some_of(columns: Iterable[str], most: int = 20) -> str:
-    """List names; of many only the first."""
-    names = list(columns)
-    more = f", ... and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _no_number(names: Sequence[str], columns: Sequence[Sequence[str]], lines: Sequence[int]) -> str:

@@ -307,7 +307,8 @@ def evaluate(
     """
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
-    calibration = as_predictions(calibration) if isinstance(calibration, str | Path) else calibration
+    if isinstance(calibration, str | Path):
+        calibration = as_predictions(calibration, logits=logits if isinstance(logits, bool) else None, **columns)
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:
         if not isinstance(one, str | AbstractCalibrator):
@@ -318,6 +319,8 @@ def evaluate(
         raise ValueError(f"bins is {bins}; a number from 1 to {MOST_BINS:,} is needed")
     if folds < 2:
         raise ValueError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
     way = Intervals(level, resamples, seed) if intervals else None
     dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]

@@ -30,8 +30,17 @@ from typing import Any, NoReturn, Unpack
 import numpy as np
 import torch
 
-from fedlas.column_names import ColumnOptions, ReadOptions, check_options, option, table_kind
-from fedlas.columns import NUMBERS, frame_columns, labels_of, read_npy, some_of, texts
+from fedlas.column_names import ColumnOptions, ReadOptions, check_options, short_list, table_kind
+from fedlas.columns import (
+    NUMBERS,
+    frame_columns,
+    labels_for,
+    no_labels,
+    read_labels,
+    read_npy,
+    texts,
+    with_labels,
+)
 from fedlas.extras import optional_module
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import (
@@ -67,7 +76,7 @@ def read_predictions(
     path = Path(path)
     if path.is_dir():
         inside = sorted(file for folder in (path, path / "predictions") for file in folder.glob("*.safetensors"))
-        there = f"such as {some_of(map(str, inside), 4)}" if inside else ", ".join(READERS)
+        there = f"such as {short_list(map(str, inside), 4)}" if inside else ", ".join(READERS)
         raise IsADirectoryError(f"{path} is a folder; a file of predictions is needed ({there})")
     check_file(path)
     packed = path.suffix.lower() == ".gz"
@@ -76,6 +85,7 @@ def read_predictions(
     if reader is None:
         known = ", ".join([*READERS, *(f"{text}.gz" for text in PACKED)])
         raise ValueError(f"{path}: predictions are read from {known}, not from {path.suffix or 'this'}")
+    options = with_labels(options)
     with named(path):
         return reader(path, split, watch, options)
 
@@ -111,13 +121,17 @@ def as_predictions(
         return labelled(
             Predictions.from_columns({str(name): one for name, one in table.items()}, kind, **options), kind
         )
-    labels = labels_of({"labels": labels})
-    if hasattr(given, "predictions") and hasattr(given, "label_ids"):
-        outputs = given.predictions
-        scores = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
-        return Predictions(scores, given.label_ids if labels is None else labels)
-    if columns.keys() - {"normalize"}:
-        raise TypeError(f"an array has no columns, so {', '.join(columns)} cannot be used with it")
+    given_options = [name for name, value in columns.items() if value]
+    output = hasattr(given, "predictions") and hasattr(given, "label_ids")
+    if set(given_options) - ({"normalize"} if not logits and not output else set()):
+        what = "a PredictionOutput of logits" if output else "an array of logits" if logits else "an array"
+        raise TypeError(f"{', '.join(given_options)} cannot be used with {what}")
+    if output:
+        labels = given.label_ids if labels is None else labels
+        outputs, logits = given.predictions, True
+        given = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
+    if isinstance(labels, str | Path):
+        labels = labels_for(read_labels(labels, {}), len(given), str(labels))
     normalize = columns.get("normalize", False)
     return Predictions(given, labels) if logits else Predictions.from_probs(given, labels, normalize=normalize)
 
@@ -125,10 +139,7 @@ def as_predictions(
 def labelled(found: AnyPredictions, path: str | Path) -> AnyPredictions:
     """Refuse a file without labels, by its name."""
     if isinstance(found, Predictions) and found.given_labels is None:
-        unread = () if found.columns is None else found.columns.unread
-        there = f"; these columns are not understood: {some_of(unread)}" if unread else ""
-        way = f"name their column with {option('label_column')}, or give them with {option('labels')}"
-        raise ValueError(f"{path}: no labels were found{there}; {way}")
+        raise no_labels(found.columns, path)
     return found
 
 
@@ -263,10 +274,7 @@ def _torch(path: Path, split: str | None, _: Watch | None, options: ReadOptions)
         except (MemoryError, FileNotFoundError, PermissionError):
             raise
         except Exception as error:
-            # torch's own advice is to load it without a check, which runs whatever the file says.
-            reason = error if type(error) is ValueError else "it holds more than tensors, numbers and words"
-            advice = "save a dictionary of tensors: torch.save({'logits': ...})"
-            raise ValueError(f"{reason}; {advice}") from error
+            raise ValueError(f"{error}; save a dictionary of tensors: torch.save({{'logits': ...}})") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
     # A tensor may be longer than what is stored of it, by a stride of zero.
@@ -305,7 +313,7 @@ def _columns(records: Iterable[tuple[int, Any]], path: Path, word: str) -> tuple
             columns = {name: _Column(name, value, word) for name, value in flat.items()}
         numbers.append(number)
         if flat.keys() != columns.keys():
-            odd = some_of(sorted(flat.keys() ^ columns.keys()))
+            odd = short_list(sorted(flat.keys() ^ columns.keys()))
             raise ValueError(f"{path}: {word} {number} and the first one do not have the same names: {odd}")
         for name, value in flat.items():
             columns[name].add(value, number, path)

@@ -22,7 +22,8 @@ import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +36,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.column_names import ReadOptions, Roles
+from fedlas.column_names import SCORES, LabelFile, ReadOptions, Roles, find_roles, is_number, option, short_list
 
 Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
 Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
@@ -45,7 +46,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torc
 # How many logits are made probabilities at a time: on a CPU 16 MiB, elsewhere a gigabyte. Smaller parts would fit a
 # cache, but all threads wait for each other after each, which takes far longer where other programs run.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
-MOST_CLASSES = 2**31 - 1  # a class number is at most this where classes have no names
+CLASS_LIMIT = 2**31 - 1  # class numbers are below this where classes have no names
 ENOUGH = 20  # rows that are not all distributions by chance
 INCOMPLETE = 2e-2  # a row of rounded probabilities whose sum is further from one is normalized
 # What rows of logits sum to that are none, and what to do then.
@@ -377,8 +378,9 @@ class Predictions:
             watch: called now and then with the share of the file that has been read.
             options: which columns hold what, as in `ReadOptions`.
         """
-        from fedlas.columns import read_csv
+        from fedlas.columns import read_csv, with_labels
 
+        options = with_labels(options)
         table = read_csv(path, watch, options)
         limits = RowLimits(*torch.from_numpy(table.rounding).T) if len(table.rounding) else None
         return cls.from_columns(table.columns, path, split, limits=limits, lines=table.lines, **options)
@@ -388,9 +390,10 @@ class Predictions:
         cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]
     ) -> "AnyPredictions":
         """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
-        from fedlas.columns import read_parquet
+        from fedlas.columns import read_parquet, with_labels
 
-        return cls.from_columns(read_parquet(path), path, split, **options)
+        options = with_labels(options)
+        return cls.from_columns(read_parquet(path, options), path, split, **options)
 
     @classmethod
     def from_columns(
@@ -415,20 +418,29 @@ class Predictions:
             lines: of a text file, the line of each row, for errors.
             options: which columns hold what, as in `ReadOptions`.
         """
-        from fedlas.column_names import find_roles
-        from fedlas.columns import labels_of, no_scores, renamed, understood
+        from fedlas.columns import labels_for, no_labels, no_scores, renamed, understood, with_labels
         from fedlas.storage import named
 
+        options = with_labels(options)
+        labels, source = options.get("labels"), None
         with named(path, lines):
             roles = find_roles(columns, options, path)
             if not roles.has_scores:
-                raise no_scores(columns, path)
+                raise no_scores(columns, roles, options, path)
             held = renamed(columns, roles)
-            if options.get("labels") is not None:
-                held["label"] = labels_of(options)
-                if isinstance(options["labels"], str | Path):
-                    roles = roles._replace(names={**roles.names, Path(options["labels"]).name: "label"})
-            found = understood(held, path)
+            if "confidence" in held and labels is None and not held.keys() & {"label", "labels", "correct"}:
+                raise no_labels(roles, path)
+            if isinstance(labels, LabelFile):
+                n = len(held[next(role for role in roles.names.values() if role.startswith(SCORES))])
+                source = f"{labels.path} (labels of {path})"
+                held["label"] = labels_for(labels, n, source)
+                roles = roles._replace(names={**roles.names, labels.path.name: "label"})
+            elif labels is not None:
+                held["label"] = labels
+            found = understood(held, path, source)
+            if source is not None and found.top is None:
+                with named(source):
+                    check_labels(as_tensor(found.labels, "labels"), n, max(2, *np.shape(found.scores)[1:], 0))
             rest = {**found.rest, "split": split}
             if found.are_logits:
                 made: AnyPredictions = cls(found.scores, found.labels, **rest)
@@ -436,9 +448,27 @@ class Predictions:
                 made = TopLabelPredictions(found.scores, labels=found.labels, **found.top, **rest)
             else:
                 how: dict[str, Any] = {"normalize": options.get("normalize", False), "limits": limits}
-                made = cls.from_probs(found.scores, found.labels, **how, **rest)
+                with _naming_unread(columns, roles.unread, found.scores):
+                    made = cls.from_probs(found.scores, found.labels, **how, **rest)
             object.__setattr__(made, "columns", roles)
             return made
+
+
+@contextmanager
+def _naming_unread(columns: Mapping[str, Any], unread: Sequence[str], scores: Any) -> Iterator[None]:
+    """Name the columns of numbers that were not read, where the sum of a row is too small: they may be classes."""
+    from fedlas.storage import RowError
+
+    try:
+        yield
+    except RowError as error:
+        numbers = [name for name in unread if is_number(columns[name])]
+        total = float(scores[error.row].sum()) if np.ndim(scores) == 2 else 1.0
+        if error.before != "probs: " or not numbers or not total < 1:
+            raise
+        way = f"if they are classes, name the columns of all classes with {option('prob_columns')}"
+        after = f" sums to {total:.6g}, and columns of numbers were not read: {short_list(numbers)}; {way}"
+        raise RowError(error.before, error.row, after) from error
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -601,7 +631,7 @@ def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None
     given = _class_numbers(given)
     if given.is_floating_point() or given.shape != (n,):
         raise ValueError(f"{name} is {given.dtype} of shape {tuple(given.shape)}; expected {n} integers")
-    most = MOST_CLASSES if names is None else len(names)
+    most = CLASS_LIMIT if names is None else len(names)
     check_rows(name, given, (given >= 0) & (given < most), f"is outside 0..{most - 1}")
     return given.long()
 
@@ -661,7 +691,9 @@ def as_tensor(values: Array, name: str) -> Tensor:
     if array.dtype == np.longdouble and array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     if array.dtype.kind not in "fiub":
-        raise TypeError(f"{name} holds {array.dtype}, not numbers")
+        names = "; names of classes go with a table that has a column for each class, or with class_names, such as "
+        names += '{"probs": ..., "labels": ..., "class_names": [...]}'
+        raise TypeError(f"{name} holds {array.dtype}, not numbers{names if name == 'labels' else ''}")
     plain = array.dtype.isnative and all(stride >= 0 for stride in array.strides)  # what torch can share
     # Not ascontiguousarray: one number that is read backwards counts as contiguous and would stay as it is.
     array = array if plain else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)

@@ -16,11 +16,12 @@ import stat
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +35,7 @@ from fedlas.extras import optional_module
 CHECKSUM = "fedlas.crc32"
 ALLOCATOR = "DefaultCPUAllocator: "  # who in torch says that there is no memory
 FROM_FILE: ContextVar[bool] = ContextVar("from_file", default=False)  # whether arrays come from a file that is read
+MORE_THAN_TENSORS = "it holds more than tensors, numbers and words, which is never loaded"
 LEGACY = 0x1950A86A20F9469CFC6C  # begins a file that torch before 1.6 wrote
 BATCH = 2**16  # bytes of a text file that are read together
 PART = ".part"  # ends the name of a file that is being written
@@ -169,14 +171,15 @@ def check_unpacked(path: str | Path, size: int) -> None:
         raise ValueError(f"its {there:,} bytes would unpack to {size:,}, which no predictions do")
 
 
-def check_arrays(folder: zipfile.ZipFile) -> None:
+def check_arrays(folder: zipfile.ZipFile, unused: Container[str] = ()) -> None:
     """Refuse arrays of Python objects, and those that announce more numbers than are there.
 
     Objects would have to be unpickled, and numpy takes the memory before it looks how many numbers there are.
     """
     for entry in folder.infolist():
+        name = entry.filename.removesuffix(".npy")
         with folder.open(entry) as file:
-            if file.read(6) != np.lib.format.MAGIC_PREFIX:
+            if name in unused or file.read(6) != np.lib.format.MAGIC_PREFIX:
                 continue
             file.seek(0)
             version = np.lib.format.read_magic(file)
@@ -185,7 +188,6 @@ def check_arrays(folder: zipfile.ZipFile) -> None:
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, kind = read(file)
             if kind.hasobject:
-                name = entry.filename.removesuffix(".npy")
                 label = name in {"label", "labels"}
                 way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
                 raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
@@ -268,11 +270,20 @@ def read_torch(path: str | Path, content: bytes | None = None, stand_ins: Mappin
     """
     size = Path(path).stat().st_size if content is None else len(content)
     with Path(path).open("rb") if content is None else io.BytesIO(content) as file:
-        _check_torch(file, size, stand_ins or {})
+        try:
+            _check_torch(file, size, stand_ins or {})
+        except (ValueError, OSError, MemoryError):
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            raise ValueError("it is truncated, or torch.save did not write it") from error
         file.seek(0)
         names: list[Any] = [(one, name) for name, one in (stand_ins or {}).items()]
-        with torch.serialization.safe_globals(names):
-            return torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            with torch.serialization.safe_globals(names):
+                return torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            # Not torch's own words: they advise to unpickle whatever is in there.
+            raise ValueError(MORE_THAN_TENSORS) from error
 
 
 def _check_torch(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
@@ -303,15 +314,17 @@ def _check_torch(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
 
 def _check_legacy(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
     """Check a file as torch wrote them before version 1.6: several pickles, then the numbers."""
-    if _Sizes(file, {}).load() != LEGACY:
+    # A pickle may announce a text of any length, and a file allocates it before it is read.
+    bounded = SimpleNamespace(read=lambda count: file.read(min(count, size)), readline=file.readline)
+    if _Sizes(bounded, {}).load() != LEGACY:
         raise ValueError("torch.save did not write it")
     for _ in range(2):  # the version of the format, and properties of the machine
-        _Sizes(file, {}).load()
-    unpickler = _Sizes(file, stand_ins)
+        _Sizes(bounded, {}).load()
+    unpickler = _Sizes(bounded, stand_ins)
     unpickler.load()
-    needed = sum(unpickler.storages.values())
-    if needed > size:
-        raise ValueError(f"its tensors need {needed:,} bytes, and it has {size:,}")
+    needed, left = sum(unpickler.storages.values()), size - file.tell()
+    if needed > left:
+        raise ValueError(f"it is truncated: its tensors need {needed:,} bytes, and {left:,} are stored")
 
 
 class _Sizes(pickle._Unpickler):
@@ -331,19 +344,27 @@ class _Sizes(pickle._Unpickler):
         """Leave out the state of an object: setting it could change a class."""
         self.stack.pop()  # type: ignore[attr-defined]
 
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    def refuse(self) -> None:
+        """Refuse an operation that torch does not write: this one allocates any number of bytes."""
+        raise ValueError("it holds a bytearray, which torch.save does not write")
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: load_build,
+        pickle.BYTEARRAY8[0]: refuse,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a global of the pickle."""
         if module in {"torch", "torch.storage"} and name.removesuffix("Storage") in WIDTHS:
             return WIDTHS[name.removesuffix("Storage")]
         if f"{module}.{name}" not in self._known:
-            raise ValueError("it holds more than tensors, numbers and words, which is never loaded")
+            raise ValueError(MORE_THAN_TENSORS)
         return self._known[f"{module}.{name}"]
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the number of elements of a storage, and their size."""
-        kind, width, key, _, count = pid[:5]
+        kind, width, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) > 4 else [None] * 5
         if kind != "storage" or type(width) is not int or type(count) is not int or count < 0:
             raise ValueError("a storage has no size")
         self.storages[str(key)] = max(self.storages.get(str(key), 0), count * width)

@@ -161,13 +161,33 @@ def test_flipped_bits_in_a_torch_file_are_found(tmp_path):
 
 
 @pytest.mark.parametrize("opened", [read_predictions, read_weights, read_official])
-def test_a_truncated_torch_file_is_named(tmp_path, opened):
-    torch.save({"logits": torch.randn(50, 4), "labels": torch.zeros(50, dtype=torch.long)}, tmp_path / "p.pt")
+@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}])
+def test_a_truncated_torch_file_is_called_that(tmp_path, opened, options):
+    content = {"logits": torch.randn(50, 4), "labels": torch.zeros(50, dtype=torch.long)}
+    torch.save(content, tmp_path / "p.pt", **options)
     content = (tmp_path / "p.pt").read_bytes()
-    for length in (0, 3, 100, len(content) // 2, len(content) - 30):
+    for length in (0, 12, 100, len(content) // 2, len(content) - 30):
         (tmp_path / "p.pt").write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"p\.pt"):
+        with pytest.raises(ValueError, match=r"p\.pt.*(truncated|EOF)"):
             opened(tmp_path / "p.pt")
+
+
+ANNOUNCED = {
+    "binbytes8": b"\x80\x04\x8e",
+    "unicode8": b"\x80\x04\x8d",
+    "frame": b"\x80\x04\x95",
+    "bytearray8": b"\x80\x05\x96",
+}
+
+
+@pytest.mark.parametrize("operation", ANNOUNCED)
+@pytest.mark.parametrize("made", [zipped, Path.write_bytes])
+def test_a_pickle_that_announces_a_long_text_takes_no_memory(tmp_path, operation, made):
+    path = tmp_path / "p.pt"
+    made(path, ANNOUNCED[operation] + (2**62).to_bytes(8, "little"))
+    for opened in (read_predictions, read_weights, read_official):
+        with pytest.raises(ValueError, match=r"p\.pt.*(truncated|bytearray)"):
+            opened(path)
 
 
 def test_the_check_of_a_torch_file_changes_no_class_and_copies_nothing(tmp_path):
@@ -218,6 +238,35 @@ def test_a_very_long_label_is_not_copied_into_every_row(tmp_path, ending):
     assert peak < 50 * 2**20  # 1,200 MB before
 
 
+def repeated_parquet(path: Path, name: str, kind: str, rows: int) -> Path:
+    """Write a parquet table with a column of one value of 200 bytes in every row, which is stored once."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    types = {"fixed": arrow.binary(200), "lists": arrow.list_(arrow.string())}
+    value = b"a" * 200 if kind == "fixed" else ["a" * 200]
+    column = arrow.array([value], type=types[kind]).take(arrow.array(np.zeros(rows, dtype=np.int64)))
+    columns = {"prob_b": np.full(rows, 0.5), "label": np.zeros(rows, dtype=np.int64)} | {name: column}
+    parquet.write_table(arrow.table(columns), path, compression="zstd")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["fixed", "lists"])
+def test_columns_of_a_parquet_file_are_decoded_only_where_they_are_needed(tmp_path, kind):
+    arrow = pytest.importorskip("pyarrow")
+    pool = arrow.default_memory_pool()
+    counted = arrow.proxy_memory_pool(pool)
+    unread = repeated_parquet(tmp_path / "unread.parquet", "comment", kind, 50_000)
+    needed = [repeated_parquet(tmp_path / f"{name}.parquet", name, kind, 50_000) for name in ("label", "id", "label.x")]
+    arrow.set_memory_pool(counted)
+    try:
+        assert read_predictions(unread).columns.unread == ["comment"]
+        for path in needed:
+            with pytest.raises(ValueError, match=rf"{path.name}.*{path.stem} holds"):
+                read_predictions(path)
+    finally:
+        arrow.set_memory_pool(pool)
+    assert counted.max_memory() < 5e6  # 10 MB for each such column
+
+
 def test_a_very_long_name_is_not_written_into_every_row_of_an_npz_file(tmp_path):
     names, n = ("a" * LONG, "b"), 2_000
     given = fedlas.Predictions(
@@ -264,9 +313,10 @@ def test_hostile_files_are_read_within_half_a_gigabyte(tmp_path, monkeypatch):
     """Each took 9 GB or more."""
     monkeypatch.setattr(sys.modules[__name__], "ROWS", 30_000)
     files = [long_label(tmp_path, ending) for ending in (".csv", ".jsonl", ".parquet")]
+    files += [repeated_parquet(tmp_path / f"{kind}.parquet", "label", kind, 3_000_000) for kind in ("fixed", "lists")]
     files += [made(tmp_path / f"{made.__name__}.pt") for made in (a_function_call, a_stretched_storage, a_legacy_file)]
     (tmp_path / "top.csv").write_text("confidence,prediction,label\n" + "0.9,0,0\n" * 300_000 + "0.001,1,1\n")
     command = [sys.executable, "-c", LIMITED, *map(str, files), str(tmp_path / "top.csv")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["refused"] * 6 + ["300001"]
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["refused"] * 8 + ["300001"]

@@ -209,7 +209,7 @@ def test_a_header_of_many_columns_takes_no_time(tmp_path):
     """Each of n names was looked for among all of them: a million columns took hours."""
     path = tmp_path / "p.csv"
     path.write_text(",".join(f"w{i}" for i in range(100_000)) + "\n")
-    with pytest.raises(ValueError, match=r"99,980"):
+    with pytest.raises(ValueError, match=r"w99999.*100,000"):
         fedlas.read_predictions(path)
     path.write_text(",".join(["logit_a"] * 100_000) + "\n")
     with pytest.raises(ValueError, match=r"100000.*'logit_a'"):

@@ -713,3 +713,18 @@ def test_the_noise_floor_of_soft_labels_is_that_of_several_annotators():
     probs, labels = (torch.from_numpy(np.stack([one, 1 - one], 2)) for one in (confidence, votes))
     shown = np.mean([float(ece(*pair)) for pair in zip(probs, labels, strict=True)])
     assert float(noise_floor(probs[0], labels[0])) == pytest.approx(shown, rel=0.15)
+
+
+def test_metrics_of_the_same_pairs_are_resampled_once(monkeypatch):
+    """Five metrics drew the same resamples, each for itself."""
+    confidence = torch.rand(500, generator=torch.Generator().manual_seed(1)) * 0.5 + 0.5
+    correct = torch.rand(500, generator=torch.Generator().manual_seed(2)) < confidence
+    calls = []
+    monkeypatch.setattr(resampling, "cell_deviations", lambda *given: calls.append(given) or cell_deviations(*given))
+    found = pairs(confidence, correct, "confidence")
+    options: dict[str, Any] = {"scope": "confidence", "resamples": 100}
+    ways = (ece, over_under, rms_error, aece, debiased_l2)
+    shared = [bootstrap(metric, found, **options) for metric in ways]
+    assert len(calls) == 2  # for bins of equal width, and of equal mass
+    for metric, one in zip(ways, shared, strict=True):
+        assert bootstrap(metric, pairs(confidence, correct, "confidence"), **options) == one

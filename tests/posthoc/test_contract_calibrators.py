@@ -150,6 +150,20 @@ def test_it_is_saved_and_loaded_without_pickle(name: str, tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_numbers_that_are_not_finite_are_not_loaded(name: str, tmp_path: Path):
+    calibrator = fitted(name)
+    held = calibrator.learned
+    try:
+        for word in [word for word, value in held.items() if value.is_floating_point()]:
+            calibrator.learned = held | {word: torch.full_like(held[word], -torch.inf)}
+            calibrator.save(tmp_path / "c.safetensors")
+            with pytest.raises(ValueError, match=rf"c\.safetensors.*{word}"):
+                posthoc.load_calibrator(tmp_path / "c.safetensors")
+    finally:
+        calibrator.learned = held
+
+
 def test_a_file_of_another_calibrator_is_refused(tmp_path: Path):
     fitted("temperature").save(tmp_path / "one")
     with pytest.raises(ValueError, match=r"'temperature'.*'platt'"):

@@ -43,6 +43,9 @@ def evaluate_files(
         list[str] | None,
         typer.Option(help="Other predictions of the model, to fit calibrators on: FILE, or MODEL=FILE of several."),
     ] = None,
+    calibrate_labels: Annotated[
+        Path | None, typer.Option(help="Labels of the files of --calibrate-on, such as val_labels.npy.")
+    ] = None,
     ood: Annotated[
         list[str] | None, typer.Option(help="Foreign data: NAME=FILE, or MODEL/NAME=FILE of several models.")
     ] = None,
@@ -87,7 +90,8 @@ def evaluate_files(
         with progress() as watch:
             given = {name: run_model(path, images, watch) if path.is_dir() else path for name, path in named.items()}
             answer = judge_files(
-                given, calibrate_on=calibrate_on or (), ood=ood or (), posthoc=tried, bins=bins, level=level,
+                given, calibrate_on=calibrate_on or (), calibrate_labels=calibrate_labels, ood=ood or (),
+                posthoc=tried, bins=bins, level=level,
                 folds=FOLDS if folds is None else folds, resamples=resamples, seed=seed, images=images, watch=watch,
                 **columns,
             )  # fmt: skip

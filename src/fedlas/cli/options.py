@@ -98,8 +98,6 @@ def with_columns(command: Callable[..., None]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         chosen = {name: options.pop(name) for name in COLUMNS}
         columns = {name: value for name, value in chosen.items() if value and name != "no_header"}
-        if "prob_columns" in columns:
-            columns["prob_columns"] = [name.strip() for name in columns["prob_columns"].split(",")]
         if chosen["no_header"]:
             columns["header"] = False
         command(**options, columns=columns)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlas.cli.endings import one_line_errors
-from fedlas.cli.options import LARGEST_SEED, Device, Level, Root, Settings, numbers, parsed, words
+from fedlas.cli.options import LARGEST_SEED, Device, Level, Root, Settings, numbers, parsed, with_columns, words
 from fedlas.cli.places import (
     check_places,
     has_format,
@@ -59,7 +59,7 @@ def reproduce_experiment(
     data: Annotated[str | None, typer.Option(help="Data sets, separated by commas; by default all of it.")] = None,
     model: Annotated[str | None, typer.Option(help="Networks, separated by commas; by default the protocol's.")] = None,
     losses: Annotated[str | None, typer.Option(help="Rows, separated by commas; by default all.")] = None,
-    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "1,2,3",
+    seeds: Annotated[str | None, typer.Option(help="Separated by commas; default: those of the experiment.")] = None,
     protocol: Annotated[str, typer.Option(help="paper, official, fast, small or standard.")] = "paper",
     split: Annotated[str, typer.Option(help="test, or test-published: normalised as in the published code.")] = "test",
     settings: Settings = None,
@@ -98,7 +98,7 @@ def reproduce_experiment(
         refuse_other_figures(out, chosen.file_names)
         choice = Choice(
             data=words(data), models=words(model), losses=words(losses), protocol=protocol, changes=parsed(settings),
-            seeds=numbers(seeds), split=split, data_root=data_root,
+            seeds=chosen.seeds if seeds is None else numbers(seeds), split=split, data_root=data_root,
         )  # fmt: skip
         book = Ledger(ledger)
         plan = planned(chosen, choice, book, only, None if out is None or dry_run else runs)
@@ -129,6 +129,7 @@ def reproduce_experiment(
                 raise typer.Exit(0 if dry_run or limit_minutes is not None else 1)
 
 
+@with_columns
 def compare_models(
     first: Annotated[str, typer.Argument(help="A run folder, a file of predictions, or ledger rows: data/method.")],
     second: Annotated[str, typer.Argument(help="The same, on the same test samples.")],
@@ -141,6 +142,8 @@ def compare_models(
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random numbers of intervals.")] = 0,
     ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
+    *,
+    columns: Any,
 ) -> None:
     """Say whether one model is better than another on the same samples, and how sure that is."""
     with one_line_errors():
@@ -153,7 +156,7 @@ def compare_models(
         refuse_other_kind(kept, "answer of `fedlas compare`", partial(has_format, COMPARISON))
         book, asked = Ledger(ledger), words(metrics)
         options = {"level": level, "resamples": resamples, "seed": seed}
-        ours, theirs = side(first, book), side(second, book)
+        ours, theirs = side(first, book, **columns), side(second, book, **columns)
         found = versus(ours, theirs, asked, **options)
         show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
         seeds = any(one.standard_error is not None for one in found)

@@ -132,6 +132,7 @@ class AbstractExperiment(ABC):
     """One table or figure of the paper, or one of our own."""
 
     name: ClassVar[str]
+    seeds: ClassVar[tuple[int, ...]] = (1, 2, 3)  # by default
     needs_runs: ClassVar[bool] = True
     draws_runs: ClassVar[bool] = False  # whether figures need the networks themselves, not only what they said
 

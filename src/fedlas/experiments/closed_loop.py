@@ -28,6 +28,7 @@ class ClosedLoopEvaluation(AbstractExperiment):
     """`closed_loop`, CE and PS-KD with equal search, raw and after temperature scaling; standard protocol."""
 
     name = "closed_loop"
+    seeds = (1, 2, 3, 4, 5)
 
     def plan(self, choice: Choice, ledger: Ledger) -> list[Wanted]:
         """List the runs of the search and, for each method whose search is complete, all others."""

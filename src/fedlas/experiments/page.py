@@ -105,7 +105,7 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
             splits.setdefault(line.split, set()).add(line.recipe.data)
     written = []
     for protocol, (split, data) in product(protocols, splits.items()):
-        choice = Choice(protocol=protocol, split=split)
+        choice = Choice(protocol=protocol, split=split, seeds=experiment.seeds)
         if split != TEST and isinstance(experiment, AbstractGrid):
             foreign = {one for one in known if experiment.sees_otherwise(one, choice)}
             choice = replace(choice, data=tuple(sorted(data | foreign)))

@@ -161,15 +161,15 @@ def _shown(one: Comparison) -> list[str]:
     ]
 
 
-def side(text: str, ledger: Ledger) -> Side:
-    """Find what a side stands for."""
+def side(text: str, ledger: Ledger, **columns: Any) -> Side:
+    """Find what a side stands for; `columns` are the options of `read_predictions` for files."""
     path = Path(text)
     if path.is_dir():
         run = Run(path)
         seed = run.recipe.seed
         return Side(text, {seed: run.predictions(f"{run.recipe.evaluated}-test")}, recipes={seed: run.recipe})
     if path.is_file():
-        return Side(text, {None: labelled(read_predictions(path), path)})
+        return Side(text, {None: labelled(read_predictions(path, **columns), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else lines_of(text, ledger)
     if not lines:
         held = ", ".join(_known(ledger)) or "it is empty, or not there: --ledger says where it lies"

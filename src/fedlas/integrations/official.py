@@ -19,7 +19,6 @@ bare state_dict is read too, as is one under another state_dict, and names may b
 Nothing is unpickled but tensors and plain values: the numpy number is read by a stand-in for numpy's own function.
 """
 
-import pickle
 import re
 import struct
 from collections.abc import Mapping
@@ -58,11 +57,7 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     with readable(path):
-        try:
-            content = read_torch(path, stand_ins=_STAND_INS)
-        except pickle.UnpicklingError:
-            # Not torch's own words: they advise to unpickle whatever is in there.
-            raise ValueError("it holds more than tensors and plain values, which is never loaded") from None
+        content = read_torch(path, stand_ins=_STAND_INS)
     outer = content if isinstance(content, Mapping) else {}
     weights, depth = content, 0
     while isinstance(weights, Mapping) and isinstance(weights.get(PLACE), Mapping):

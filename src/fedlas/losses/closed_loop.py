@@ -94,7 +94,7 @@ class ClosedLoop(AbstractSelfDistillation):
         target: Target = "past",
         indicator: Indicator = "confidence",
         bins: int = 10,
-        step: float = 1.5,
+        step: float = 3.0,
         alpha_min: float = 0.0,
         alpha_max: float = 0.9,
         start: float = 0.2,

@@ -80,7 +80,8 @@ def histogram_of(found: Pairs | Rows, way: Binning) -> Histogram:
     """Sort samples that are already checked into bins."""
     if isinstance(found, Rows):
         return Histogram(way.fill_classes(found.probs, found.labels), way.define(found.about))
-    return Histogram(way.fill(found.confidence, found.correct), way.define(found.about))
+    filled = found.once(("bins", way), lambda: way.fill(found.confidence, found.correct))
+    return Histogram(filled, way.define(found.about))
 
 
 def ece(probs: Given, labels: Array | None = None, bins: int = 15, **options: Unpack[Common]) -> Result:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from fedlas.columns import some_of
+from fedlas.column_names import short_list
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
 from fedlas.metrics.interval import BOUNDS, Metric, brier_values, check_level, check_mean, gaps_of, nll_values
@@ -299,7 +299,7 @@ def _check_classes(first: AnyPredictions, second: AnyPredictions) -> None:
     ours, theirs = _class_names(first), _class_names(second)
     if ours is not None and theirs is not None and ours != theirs:
         alone = {"first": sorted(set(ours) - set(theirs)), "second": sorted(set(theirs) - set(ours))}
-        said = [f"{some_of(map(repr, names), 5)} in the {which} alone" for which, names in alone.items() if names]
+        said = [f"{short_list(map(repr, names), 5)} in the {which} alone" for which, names in alone.items() if names]
         raise ValueError(f"the models know other classes: {'; '.join(said)}")
     if first.num_classes != second.num_classes:
         raise ValueError(f"the first model has {first.num_classes} classes, the second {second.num_classes}")

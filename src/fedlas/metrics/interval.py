@@ -94,7 +94,7 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     if isinstance(found, tuple):
         gaps = gaps_of(metric, probs, labels, **options)
-        world = gaps.resample(resamples, rng)
+        world = _resampled(gaps, probs, resamples, seed)
         over, under = (_inverted(gaps, world, part, level) for part in PARTS)
         return found[0].with_interval(over), found[1].with_interval(under)
     if metric is scoring.accuracy:
@@ -107,10 +107,20 @@ def bootstrap(
         measured = mean_with_interval(found, values, level, resamples, rng)
         return within_one(measured) if metric in AREAS else measured
     gaps = gaps_of(metric, probs, labels, **options)
-    world = gaps.resample(resamples, rng)
+    world = _resampled(gaps, probs, resamples, seed)
     if metric in ROOTS:
         return _one(found, _inverted(gaps, world, "rms", level))
     return _one(found, _inverted(gaps, world, "both", level), noise_floor=gaps.noise_floor())
+
+
+def _resampled(gaps: AbstractGaps, probs: Given, resamples: int | None, seed: int) -> World:
+    """Resample gaps; once for all metrics of the same pairs that have the same gaps."""
+
+    def resample() -> World:
+        return gaps.resample(resamples, np.random.default_rng(seed))
+
+    # The gaps of pairs are computed once, too, and kept as long as the pairs: no other gaps get their id.
+    return probs.once((id(gaps), resamples, seed), resample) if isinstance(probs, Pairs) else resample()
 
 
 def within_one(found: Result) -> Result:
@@ -231,11 +241,15 @@ def gaps_of(
             raise ValueError("no interval with known coverage exists for the root of class-wise squares")
         return _class_gaps(probs, labels, way, scope, ignore_index)
     found = pairs(probs, labels, scope, ignore_index)
+    return found.once(("gaps", way), lambda: _pair_gaps(found, way))
+
+
+def _pair_gaps(found: Pairs, way: Binning) -> Gaps:
     index = way.index(found.confidence)
     confidence, correct = exact(found.confidence), exact(found.correct)
     # Where a device has no float64, the values are on the CPU by now, but the index is not.
     index = index.to(confidence.device)
-    filled = bins + (way.rule == EdgeRule.LEFT_OPEN)
+    filled = way.bins + (way.rule == EdgeRule.LEFT_OPEN)
     outside = (index < 0) | (index >= filled)
     confidence, correct = confidence.masked_fill(outside, 0), correct.masked_fill(outside, 0)
     # Floats of 0 and 1 alone are hard labels; how much those vary follows from their rate.

@@ -396,7 +396,9 @@ def mean_interval(
     normal = NormalDist()
     share = float(np.clip((np.sum(means < mean) + np.sum(means <= mean)) / (2 * resamples), 1e-4, 1 - 1e-4))
     shift = normal.inv_cdf(share)
-    acceleration = float((centred**3).sum()) / (6 * spread**1.5)
+    acceleration = float((centred * centred * centred).sum()) / (
+        6 * spread**1.5
+    )  # numpy's cube takes ten times as long
     ends = []
     for tail in ((1 - level) / 2, (1 + level) / 2):
         z = shift + normal.inv_cdf(tail)

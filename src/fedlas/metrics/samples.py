@@ -13,10 +13,10 @@ row on that class. Maps `(n, classes, height, width)` with labels `(n, height, w
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -47,6 +47,8 @@ MOST_CLASSES = 2**15  # that fit into the registers of one program
 
 Scope = Literal["top-label", "class-wise", "positive", "confidence", "multi-label"]
 
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -76,6 +78,17 @@ class Pairs:
         ranked, order = self.uncertainty_rank.sort()
         new = torch.cat([torch.zeros_like(ranked[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
         return order, new.long().cumsum(0)
+
+    def once(self, key: Hashable, compute: Callable[[], Value]) -> Value:
+        """Return what several metrics of these pairs need, computed for the first of them."""
+        if key not in self._computed:
+            self._computed[key] = compute()
+        found: Value = self._computed[key]
+        return found
+
+    @cached_property
+    def _computed(self) -> dict[Hashable, Any]:
+        return {}
 
 
 Counted = TypeVar("Counted", Predictions, TopLabelPredictions)

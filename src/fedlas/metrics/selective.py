@@ -59,6 +59,10 @@ def risk_coverage(
 
 def curve(found: Pairs) -> RiskCoverage:
     """Trace the risk over coverage of samples that are already checked."""
+    return found.once("risk-coverage curve", lambda: _curve(found))
+
+
+def _curve(found: Pairs) -> RiskCoverage:
     order, group = found.ranking
     wrong = 1 - exact(found.correct[order.to(found.correct.device)])
     n, group = len(wrong), group.to(wrong.device)

@@ -75,6 +75,10 @@ def _hard(found: Pairs) -> Pairs:
 
 
 def _walk(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
+    return found.once("calibration walk", lambda: _walked(found))
+
+
+def _walked(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
     c, order = exact(found.confidence).sort()
     correct = exact(found.correct)[order]
     sums = torch.cumsum(correct - c, 0) / len(c)

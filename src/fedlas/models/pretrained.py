@@ -132,9 +132,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # each format has errors of its own, none of which names the file
-        # torch's own advice is to load it without a check, which runs whatever the file says.
-        said = "which is never loaded" if "weights_only" in str(error) else error
-        raise ValueError(f"{path} is damaged, or holds more than tensors: {said}") from error
+        raise ValueError(f"{path} is damaged, or holds more than tensors: {error}") from error
     weights = next((content[place] for place in _PLACES if _is_mapping(content, place)), content)
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise ValueError(f"{path} holds no state_dict, neither itself nor under {', '.join(_PLACES)}")

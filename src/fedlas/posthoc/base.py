@@ -46,6 +46,8 @@ from fedlas.predictions import (
 from fedlas.storage import check_file, read_safetensors, readable, to_safetensors, write_whole
 
 FORMAT = "fedlas.calibrator/1"
+# What is not finite in a calibrator where samples did not determine it: a standard error, the value of an empty bin.
+UNKNOWN: Mapping[str, Callable[[Tensor], Tensor]] = {"standard_error": torch.isposinf, "values": torch.isnan}
 KIND = "a calibrator is a .safetensors file that `fedlas calibrate fit` or its own save() wrote"
 CHECKSUM = "sha256"  # of the numbers, among the words of a file; `to_safetensors` adds one of the words too
 Kind = TypeVar("Kind", bound="AbstractCalibrator")
@@ -291,8 +293,12 @@ class AbstractCalibrator(ABC):
     def restore(cls: type[Kind], about: Mapping[str, Any], tensors: dict[str, Tensor]) -> Kind:
         """Make a fitted calibrator of what a file says."""
         for name, value in tensors.items():
-            if name == "temperature" and not bool(((value > 0) & value.isfinite()).all()):
-                raise ValueError(f"{name} is {float(value.flatten()[0]):g}; it must be finite and above 0")
+            known = value.isfinite() | UNKNOWN[name](value) if name in UNKNOWN else value.isfinite()
+            if name == "temperature":
+                known &= value > 0
+            if not bool(known.all()):
+                above = " and above 0" if name == "temperature" else ""
+                raise ValueError(f"{name} is {float(value[~known].flatten()[0]):g}; it must be finite{above}")
         made = cls(**about["options"])
         made.learned, made.fitted = tensors, Fit.from_dict(about["fitted"])
         return made

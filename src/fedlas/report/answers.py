@@ -253,6 +253,7 @@ def judge_files(
     files: File | Sequence[File] | Mapping[str, File | Model],
     *,
     calibrate_on: Files = (),
+    calibrate_labels: File | None = None,
     ood: Files = (),
     posthoc: str | Sequence[Any] = ("temperature",),
     folds: int = FOLDS,
@@ -270,6 +271,7 @@ def judge_files(
         files: one for each model: FILE or NAME=FILE; or, by their names, files or what is already known of models.
         calibrate_on: predictions of the same models on other samples, which calibrators are fitted on: FILE for a
             single model, MODEL=FILE or {MODEL: FILE} for several. Without it calibrators are cross-fitted.
+        calibrate_labels: a file of the labels of these samples, where they are not in `calibrate_on`.
         ood: predictions on foreign data: NAME=FILE or {NAME: FILE} for a single model, MODEL/NAME in place of NAME for
             one of several.
         posthoc: the calibrators to try.
@@ -286,6 +288,8 @@ def judge_files(
     if not named:
         raise ValueError("no file of predictions is given")
     others = _of_models(calibrate_on, list(named))
+    if calibrate_labels is not None and not others:
+        raise ValueError(f"{calibrate_labels} holds labels of no file: give it with --calibrate-on (calibrate_on=)")
     foreign = _foreign(ood, list(named))
     sources = {name: one.source if isinstance(one, Model) else Path(one) for name, one in named.items()}
     for name, path in others.items():
@@ -300,7 +304,9 @@ def judge_files(
     for name, one in named.items():
         held = one if isinstance(one, Model) else _model(Path(one), images, watch, columns)
         if held.report is None:
-            held = _completed(held, name, others.get(name), foreign.get(name, {}), watch, columns=columns)
+            held = _completed(
+                held, name, others.get(name), foreign.get(name, {}), watch, columns=columns, labels=calibrate_labels
+            )
             why = _no_calibrator(held, folds)
             if why and tried:
                 notes.append(f"{name}: no calibrator is tried: {why}")
@@ -348,14 +354,15 @@ def _completed(
     watch: Watch | None,
     *,
     columns: ReadOptions,
+    labels: File | None,
 ) -> Model:
     """Add what was asked for beside the predictions."""
     if held.predictions is None:
         raise ValueError(f"{name} has neither predictions nor a report")
     given = held.predictions
-    # Labels of other samples are in the files themselves, and out-of-distribution samples have none.
-    others: Any = {word: value for word, value in columns.items() if word != "labels"}
-    unlabelled: Any = {word: value for word, value in others.items() if word != "label_column"}
+    # Labels of other samples are given apart, and out-of-distribution samples have none.
+    unlabelled: Any = {word: value for word, value in columns.items() if word not in {"labels", "label_column"}}
+    others: Any = {**columns, "labels": labels}
     read = {word: _like(_read(path, watch, unlabelled), given, path) for word, path in foreign.items()}
     other = held.calibration if calibration is None else _like(_truth(calibration, watch, others), given, calibration)
     return replace(held, calibration=other, ood={**held.ood, **read})

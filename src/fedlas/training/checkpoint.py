@@ -10,7 +10,6 @@ is kept, until the run is finished, for the day on which the newest one is damag
 
 import hashlib
 import io
-import pickle
 import warnings
 import zipfile
 import zlib
@@ -153,8 +152,7 @@ def load(path: Path) -> dict[str, Any]:
         with warnings.catch_warnings(), memory_errors():
             warnings.simplefilter("ignore")  # about files that no checkpoint of ours can be
             content: dict[str, Any] = read_torch(path, written)
-    except (*UNFIT, EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        # Not torch's own words: they advise to unpickle whatever is in there.
+    except (*UNFIT, OSError) as error:
         raise RunError(damaged) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f"{path} is not a checkpoint that fedlas wrote")
