@@ -38,7 +38,10 @@ faulthandler.dump_traceback_later(120, repeat=True)  # where it hangs, should it
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/.."]
 from runs_of import large
 from fedlas.__main__ import main
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from fedlas.training import AbstractCallback, RunError, StoppedError, fit, recipe_for
+from fedlas.training.distributed import decide_on_rank_zero, process_group
 
 class Signals(AbstractCallback):
     sees_steps = True
@@ -80,6 +83,27 @@ for wrong, name in ((sync, "sync"), (other, "unbroken"), (recipe, "unbroken/log.
         fit(wrong, out=folder / name)
     except (RunError, NotADirectoryError) as error:
         say(error)
+class Reductions(AbstractCallback):
+    def on_train_start(self, run, session, epoch):
+        session.step.parts.task.register_comm_hook(self, count)
+        self.number, self.steps = 0, 0
+
+    def on_step_dispatched(self, step):
+        self.steps = step
+
+def count(counter, bucket):
+    counter.number += 1
+    return default_hooks.allreduce_hook(None, bucket)
+
+for parts in (1, 2):
+    counted = Reductions()
+    fit(recipe.replace(epochs=1, batch_size=60, accumulate=parts), out=folder / f"parts{parts}", callbacks=[counted])
+    say(f"{parts} parts: {counted.number / counted.steps:g} reductions in a step")
+with process_group(torch.device("cpu")):
+    try:
+        decide_on_rank_zero(lambda: {}["missing"])
+    except (KeyError, RuntimeError) as error:
+        say(f"rank {os.environ['RANK']}: {error!r}")
 say(f"in the end {threads() - before} threads are left")
 """
 
@@ -221,6 +245,18 @@ def test_two_processes_stop_go_on_bit_for_bit_and_read_images(made):
         mine, theirs = two.predictions(name), one.predictions(name)
         assert torch.equal(mine.index, theirs.index)  # none is seen twice
         torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_of_an_accumulated_step_are_reduced_once(made):
+    _, said, _ = made
+    for parts in (1, 2):
+        assert said.count(f"{parts} parts: 1 reductions in a step") == 2, said
+
+
+def test_every_rank_raises_if_rank_zero_fails(made):
+    _, said, _ = made
+    assert "rank 0: KeyError('missing')" in said
+    assert "rank 1: RuntimeError" in said
 
 
 def test_statistics_of_batchnorm_can_be_shared():

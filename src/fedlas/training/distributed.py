@@ -29,8 +29,8 @@ LOOK_EVERY = 10  # steps between two looks at the other ranks' signals, where a 
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[None]:
-    """Join the other processes that torchrun has started, if it has."""
+def process_group(device: torch.device) -> Iterator[None]:
+    """Join the process group of a run that torchrun has started; without torchrun do nothing."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized()
     if alone:
         yield
@@ -76,18 +76,22 @@ def is_rank_zero() -> bool:
     return rank() == 0
 
 
-def agreed(decide: Callable[[], Value]) -> Value:
-    """Let the first process decide for all; where it fails, all fail with its error."""
+def decide_on_rank_zero(decide: Callable[[], Value]) -> Value:
+    """Return what rank 0 decides, on all ranks; if it fails there, every rank raises."""
+    if ranks.count() == 1:
+        return decide()
     answer: list[Any] = [None, None]
+    own_error: Exception | None = None
     if is_rank_zero():
         try:
             answer[0] = decide()
-        except (RunError, OSError) as error:
-            if ranks.count() == 1:
-                raise
-            answer[1] = error
-    if ranks.count() > 1:
-        dist.broadcast_object_list(answer)
+        except Exception as error:
+            own_error = error
+            portable = isinstance(error, RunError | OSError)
+            answer[1] = error if portable else RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+    dist.broadcast_object_list(answer)
+    if own_error is not None:
+        raise own_error
     if answer[1] is not None:
         raise answer[1]
     decided: Value = answer[0]

@@ -12,8 +12,9 @@ import math
 import resource
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import enable_cudnn_benchmark, machine, on_stream, raise_compile_limit
 from fedlas.training.callbacks import AbstractCallback, check_callbacks
-from fedlas.training.distributed import agreed, any_signal, broadcast_buffers, gather_objects, is_rank_zero, joined
+from fedlas.training.distributed import (
+    any_signal,
+    broadcast_buffers,
+    decide_on_rank_zero,
+    gather_objects,
+    is_rank_zero,
+    process_group,
+)
 from fedlas.training.prediction import Source, predictions_of, rank
 from fedlas.training.progress import default_callbacks, downloads, write_board
 from fedlas.training.protocols import check_parts
@@ -139,14 +147,14 @@ class Engine:
         callbacks = check_callbacks(callbacks)
         run = run_in("runs", recipe) if out is None else Run(Path(out))
         with ExitStack() as stack:
-            stack.enter_context(joined(self.device))
-            if agreed(lambda: run.holds(recipe)):  # without a lock: the folder may be one that can only be read
+            stack.enter_context(process_group(self.device))
+            if decide_on_rank_zero(lambda: run.holds(recipe)):  # no lock: the folder may be read-only
                 if recipe.tensorboard and is_rank_zero():
                     write_board(run)
                 return run
             check_parts(recipe)  # what nobody can train leaves no folder behind; every process sees it alike
-            agreed(lambda: _enter(stack, run))
-            if agreed(lambda: _prepared(run, recipe, resume, self.device)) == "finished":
+            decide_on_rank_zero(lambda: _enter(stack, run))
+            if decide_on_rank_zero(lambda: _prepared(run, recipe, resume, self.device)) == "finished":
                 return run
             if is_rank_zero():
                 _warn(recipe, self.device)
@@ -212,7 +220,7 @@ class _Training:
         """Train, then predict."""
         try:
             with self.signals.listening():
-                agreed(self._know_data)
+                decide_on_rank_zero(self._know_data)
                 epoch, start = self._stand()
                 for callback in self.callbacks:
                     callback.on_train_start(self.run, self.session, epoch)
@@ -223,11 +231,22 @@ class _Training:
                 self._predict_everything()
             self._stop(self.signals.caught, "at its end")  # who trains many runs is to begin no other
         finally:
-            for callback in self.callbacks:
-                callback.on_train_end(self.run)
-            self.writer.close()
-            if is_rank_zero() and self.run.finished_for(self.recipe):  # also where a signal came with the last file
-                self.run.checkpoint_before.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        """Close callbacks and checkpoint writer, whatever fails; then raise the first error."""
+        closing: list[Callable[[], object]] = [partial(one.on_train_end, self.run) for one in self.callbacks]
+        closing.append(self.writer.close)
+        if is_rank_zero() and self.run.finished_for(self.recipe):  # also if a signal came with the last file
+            closing.append(partial(self.run.checkpoint_before.unlink, missing_ok=True))
+        errors: list[Exception] = []
+        for close in closing:
+            try:
+                close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _epoch(self, epoch: int, start: int) -> None:
         began = time.perf_counter()
@@ -346,8 +365,8 @@ class _Training:
 
     def _stand(self) -> tuple[int, int]:
         """Find out where the run stands, and put everything there."""
-        if not agreed(lambda: checkpoint.last_good(self.run)):
-            agreed(lambda: self.run.keep_log(0))
+        if not decide_on_rank_zero(lambda: checkpoint.last_good(self.run)):
+            decide_on_rank_zero(lambda: self.run.keep_log(0))
             return 0, 0
         path = self.run.checkpoint
         saved = checkpoint.load(path)
@@ -357,7 +376,7 @@ class _Training:
         self.best = {name: value.to(self.session.device) for name, value in saved["best"].items()}
         self.best_epoch, self.best_accuracy = saved["best_epoch"], saved["best_accuracy"]
         epoch, position = saved["epoch"], saved["position"]
-        agreed(lambda: self.run.keep_log(epoch))
+        decide_on_rank_zero(lambda: self.run.keep_log(epoch))
         if rank() < len(saved["random"]):
             try:
                 restore_random_state(saved["random"][rank()], self.session.device)

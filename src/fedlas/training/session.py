@@ -379,7 +379,8 @@ def _fused(model: nn.Module, device: torch.device) -> bool:
     """Let a residual network train with kernels of our own, if it is one; it then needs no compiler."""
     try:
         from fedlas.training.accelerators import batch_norm, resnet  # noqa: PLC0415
-    except ImportError:  # no Triton, or no torchvision
+    except ModuleNotFoundError as error:
+        _check_optional(error)
         return False
     if not resnet.fits(model):
         return False
@@ -394,7 +395,8 @@ def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, 
     """Make kernels of our own for the end of a step, if they fit."""
     try:
         from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits  # noqa: PLC0415
-    except ImportError:  # no Triton
+    except ModuleNotFoundError as error:
+        _check_optional(error)
         return None
     return FusedOptimizerStep(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None
 
@@ -403,11 +405,18 @@ def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractC
     """Give that in which the kernels of a network are compiled side by side, if it has any of our own."""
     try:
         from fedlas.training.accelerators import precompile, resnet  # noqa: PLC0415
-    except ImportError:  # no Triton, or no torchvision
+    except ModuleNotFoundError as error:
+        _check_optional(error)
         return None
     # The compiler, whose turn comes after the network's, takes seconds to be loaded.
     compiler = partial(import_module, "torch._inductor.compile_fx")
     return partial(precompile.precompilation, device, compiler) if isinstance(model, resnet.FusedResNet) else None
+
+
+def _check_optional(error: ModuleNotFoundError) -> None:
+    """Raise an import error of the custom kernels unless they, Triton or torchvision are not installed."""
+    if (error.name or "") not in ("triton", "torchvision", "fedlas.training.accelerators"):
+        raise error
 
 
 def _with_shared_statistics(model: nn.Module, device: torch.device) -> nn.Module:

@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fedlas import ranks
 from fedlas.data.base import Sample
@@ -142,9 +143,14 @@ class TrainStep:
             return
         put_back = self._remembered()
         with ExitStack() as wait:
-            # Whatever goes wrong, the step itself will say it.
-            with suppress(Exception), wait.enter_context(self.parts.precompilation()).going_on():
-                self._rehearse(tuple(value.chunk(self.recipe.accumulate)[0] for value in inputs))
+            try:
+                with wait.enter_context(self.parts.precompilation()).going_on():
+                    self._rehearse(tuple(value.chunk(self.recipe.accumulate)[0] for value in inputs))
+            except Exception as error:
+                if _ran_out_of_memory(error):
+                    raise
+                # Without pre-compilation kernels are compiled one by one when they first run.
+                warnings.warn(f"kernels were not pre-compiled: {_first_line(error)}", UserWarning, stacklevel=4)
             self.parts.optimizer.zero_grad(set_to_none=True)
             put_back()
             yield
@@ -198,10 +204,21 @@ class TrainStep:
     def eager(self, *inputs: Tensor) -> None:
         """Do one step; nothing in here may wait for the device."""
         self.parts.optimizer.zero_grad(set_to_none=True)
-        pieces = zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True)
+        pieces = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
+        fine = []
         with self._slots():
-            fine = [self._learn(piece, len(piece[0]) / len(inputs[0])) for piece in pieces]
+            for number, piece in enumerate(pieces, start=1):
+                with self._reduced_once(last=number == len(pieces)):
+                    fine.append(self._learn(piece, len(piece[0]) / len(inputs[0])))
         self._end(reduce(torch.logical_and, fine))
+
+    def _reduced_once(self, *, last: bool) -> AbstractContextManager[None]:
+        """Reduce gradients across ranks only with the last part of an accumulated step."""
+        task = self.parts.task
+        if last or not isinstance(task, DistributedDataParallel):
+            return nullcontext()
+        deferred: AbstractContextManager[None] = task.no_sync()
+        return deferred
 
     @contextmanager
     def _slots(self) -> Iterator[None]:
@@ -286,7 +303,7 @@ class TrainStep:
             scale_gradients(spared, 1 / self.scale.value)
 
     def _capture(self, kind: tuple[Any, ...], inputs: Inputs) -> None:
-        """Record a step without doing it; where that is impossible, all steps stay eager."""
+        """Record a step without executing it; if it cannot be captured, all steps stay eager."""
         places = tuple(value.clone() for value in inputs)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.device)
@@ -296,6 +313,8 @@ class TrainStep:
             with without_collector(), self._taking(), recording:
                 self.eager(*places)
         except RuntimeError as error:
+            if _ran_out_of_memory(error):
+                raise
             self.capture = False
             warnings.warn(f"not captured: {_first_line(error)}", UserWarning, stacklevel=3)
         else:
@@ -368,9 +387,15 @@ def _compiler_errors() -> tuple[type[BaseException], ...]:
 
 
 def _ran_out_of_memory(error: BaseException) -> bool:
-    """Say whether the compiler only passes on that there was no memory; without it there would be even less."""
-    reasons = (getattr(error, "inner_exception", None), error.__cause__)
-    return any(isinstance(reason, torch.OutOfMemoryError) for reason in reasons)
+    """Return whether an error is, or was caused by, a lack of device memory."""
+    reasons: list[BaseException | None] = [error]
+    while reasons:
+        reason = reasons.pop()
+        if isinstance(reason, torch.OutOfMemoryError):
+            return True
+        if reason is not None:
+            reasons += [getattr(reason, "inner_exception", None), reason.__cause__, reason.__context__]
+    return False
 
 
 def _first_line(error: BaseException) -> str:

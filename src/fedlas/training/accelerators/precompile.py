@@ -9,6 +9,7 @@ A precompilation holds for all threads, because a backward pass has its own: no 
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ class Precompilation:
         self.known: set[tuple[Any, ...]] = set()
         self.tried: set[Any] = set()
         self.making: list[Future[Any]] = []
+        self.loading: list[Future[Any]] = []
         self.pool = ThreadPoolExecutor(_processors())
 
     @contextmanager
@@ -44,8 +46,8 @@ class Precompilation:
             yield
         finally:
             _now.pop()
-            while self.making:
-                self.pool.submit(self._load, self.making.pop(0))
+            self.loading += [self.pool.submit(self._load, one) for one in self.making]
+            self.making.clear()
 
     def concerns(self, given: tuple[Any, ...]) -> bool:
         """Say whether a kernel with these arguments is one of the device."""
@@ -110,6 +112,9 @@ def precompilation(device: torch.device, meanwhile: Callable[[], object] | None 
         made.pool.shutdown(cancel_futures=True)
         raise
     made.pool.shutdown()
+    failed = [error for one in made.loading if (error := one.exception()) is not None]
+    if failed:  # each is compiled again when it first runs, and then raises
+        warnings.warn(f"{len(failed)} kernels were not pre-compiled: {failed[0]!r}", stacklevel=3)
 
 
 def _processors() -> int:
