@@ -45,7 +45,7 @@ from fedlas.data.base.images import CIFAR, Transform
 from fedlas.models import build_model
 from fedlas.predictions import Predictions
 from fedlas.training import Recipe, recipe_for
-from fedlas.training.backend_flags import enable_cudnn_benchmark, machine
+from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark
 from fedlas.training.prediction import predictions_of
 from fedlas.training.session import Session, select_device
 
@@ -119,7 +119,7 @@ def steps(session: Session, count: int) -> None:
     for number, inputs in enumerate(session.batches(0)):
         if number == count:
             return
-        session.step(*inputs)
+        session.execute(*inputs)
 
 
 def epoch(session: Session, number: int, validation: Predictions | None = None) -> float:
@@ -128,8 +128,8 @@ def epoch(session: Session, number: int, validation: Predictions | None = None) 
     synchronize(session.device)
     start = time.perf_counter()
     for inputs in session.batches(number):
-        session.step(*inputs)
-    session.step.meter.read()
+        session.execute(*inputs)
+    session.step.metrics.read()
     if validation is not None:
         session.loss.end_epoch(validation)
         synchronize(session.device)
@@ -219,7 +219,7 @@ def validation_seconds(session: Session) -> float:
 
 def first_step(data: str, model: str, rows: int, device: torch.device, root: str | None) -> None:
     """Do one step in this process and say when; the process that started this one holds the watch."""
-    with machine(chosen := recipe(data, model, rows, "fedlas_ls", "graph"), device), on_stream(device):
+    with backend_flags(chosen := recipe(data, model, rows, "fedlas_ls", "graph"), device), on_stream(device):
         enable_cudnn_benchmark()
         steps(Session(chosen, device, root), 1)
         synchronize(device)
@@ -297,11 +297,11 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
         found["first_step_seconds"] = first_step_seconds(options, model, rows)
         print(f"{model} b{rows}  first step of a cold process after {found['first_step_seconds']:.1f} s", flush=True)
     if "reference" in options.rungs:
-        with machine(recipe(data, model, rows, "ce", "resident"), device):
+        with backend_flags(recipe(data, model, rows, "ce", "resident"), device):
             dataset = CATALOG.build(data, **({"root": options.data_root} if options.data_root else {}))
             told("reference", "", reference(dataset, model, rows, device, options.epochs))
     for rung in [one for one in RUNGS if one in options.rungs]:
-        with machine(recipe(data, model, rows, "ce", rung), device), on_stream(device):
+        with backend_flags(recipe(data, model, rows, "ce", rung), device), on_stream(device):
             session = Session(recipe(data, model, rows, "ce", rung), device, options.data_root)
             if rung == "graph":
                 enable_cudnn_benchmark()  # as `fit` does

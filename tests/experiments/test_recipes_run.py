@@ -78,7 +78,7 @@ def two_steps(recipe: Recipe) -> Iterator[torch.Tensor]:
     yield last.detach().clone()
     steps = 0
     for inputs in session.batches(0):
-        session.step(*inputs)
+        session.execute(*inputs)
         steps += 1
     assert steps == 2
     assert session.step.bad_step() is None

@@ -21,7 +21,7 @@ from fedlas.training import recipe_for
 from fedlas.training.accelerators import optimizer_step
 from fedlas.training.accelerators.metric_sums import SAMPLES, WIDEST, tally, watch
 from fedlas.training.accelerators.optimizer_step import SUMS
-from fedlas.training.backend_flags import machine
+from fedlas.training.backend_flags import backend_flags
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.optimizer import build_optimizer, optimizer_state, parameters_of
@@ -88,13 +88,13 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
 
 def left_to_torch(session: Session) -> None:
     """Do without kernels of our own."""
-    session.step.parts.descent = session.step.meter.tally = session.step.watch.tally = None
+    session.step.parts.fused_step = session.step.metrics.tally = session.step.gate.tally = None
 
 
 def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Session:
     """Take some steps with a network of odd sizes."""
     recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
-    with machine(recipe, torch.device(device)):
+    with backend_flags(recipe, torch.device(device)):
         session: Any = Session(recipe, torch.device(device), capture=False)
         if not ours:
             left_to_torch(session)
@@ -102,8 +102,8 @@ def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool,
         session.net.train()
         for step, inputs in enumerate([*session.batches(0), *session.batches(1)][:count]):
             change(session, step)
-            session.step(*inputs)
-            session.ready.append(ours and session.step.parts.descent.ready)
+            session.execute(*inputs)
+            session.ready.append(ours and session.step.parts.fused_step.ready)
     return session
 
 
@@ -113,8 +113,8 @@ def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
     return {
         "weights": list(parameters_of(optimizer)),
         "memory": [value for one in optimizer_state(optimizer) for value in one.values()],
-        "sums": [session.step.meter.sums[name] for name in sorted(session.step.meter.sums)],
-        "gate": [session.step.watch.sums, session.step.watch.history.now],
+        "sums": [session.step.metrics.sums[name] for name in sorted(session.step.metrics.sums)],
+        "gate": [session.step.gate.sums, session.step.gate.history.now],
         "rates": [session.step.parts.rates.now],
     }
 
@@ -125,9 +125,9 @@ def flags(session: Session) -> dict[str, Any]:
         "count": int(session.step.count),
         "first bad": int(session.step.first_bad),
         "skips": float(session.step.parts.optimizer.found_inf),
-        "correct": float(session.step.meter.sums["correct"]),
-        "samples": float(session.step.meter.sums["samples"]),
-        "steps": float(session.step.meter.sums["steps"]),
+        "correct": float(session.step.metrics.sums["correct"]),
+        "samples": float(session.step.metrics.sums["samples"]),
+        "steps": float(session.step.metrics.sums["steps"]),
     }
 
 
@@ -154,7 +154,7 @@ def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]
         ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
     mine, theirs = numbers(ours), numbers(torchs)
     return {
-        "taken": ours.step.parts.descent is not None,
+        "taken": ours.step.parts.fused_step is not None,
         "steps": ours.ready,
         "distance": {part: distance(mine[part], theirs[part]) for part in mine if theirs[part]},
         "flags": flags(ours),

@@ -453,7 +453,7 @@ def test_bfloat16_without_onednn_from_the_first_step_where_torch_would_drop_it(m
     """Dropped in the middle of a step, a run that was stopped would go on with other last digits."""
     monkeypatch.setattr(precision, "_stumbles_over_bf16", lambda: stumbles)
     for kind, there in {"bf16": not stumbles, "fp32": True}.items():
-        with precision.machine(short(precision=kind), torch.device("cpu")):
+        with precision.backend_flags(short(precision=kind), torch.device("cpu")):
             assert torch.backends.mkldnn.enabled is there
             torch.backends.mkldnn.enabled = False  # as torch does
         assert torch.backends.mkldnn.enabled

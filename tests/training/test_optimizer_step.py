@@ -257,27 +257,27 @@ def thin(monkeypatch):
 @pytest.mark.usefixtures("thin")
 def test_a_bench_has_them_where_it_compiles(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
-    assert Session(recipe, CPU).step.parts.descent is None
+    assert Session(recipe, CPU).step.parts.fused_step is None
     monkeypatch.setattr(session_module.Session, "compiled", property(lambda self: self.recipe.compile))
     monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     ours = Session(recipe, CPU)
-    descends = ours.step.parts.descent
+    descends = ours.step.parts.fused_step
     assert not ours.net.model.gradient_slots  # but for a step
-    with ours.step._slots():
+    with ours.step.gradient_slots():
         assert ours.net.model.gradient_slots is descends.slots
     assert not ours.net.model.gradient_slots
-    assert ours.step.meter.tally is metric_sums.tally
-    assert ours.step.watch.tally is metric_sums.watch
+    assert ours.step.metrics.tally is metric_sums.tally
+    assert ours.step.gate.tally is metric_sums.watch
     other = Session(recipe.replace(seed=5), CPU, before=ours)
-    assert other.step.parts.descent is descends
+    assert other.step.parts.fused_step is descends
     addresses = [parameter.data_ptr() for parameter in descends.slots]
     assert addresses == descends.addresses[: len(addresses)]
     copy.deepcopy(ours.net)  # a callback may keep one
     with_adam = Session(recipe.replace(optimizer="adamw", lr=0.001), CPU, before=ours)
     assert with_adam.net is ours.net
-    assert with_adam.step.parts.descent is None
-    assert Session(recipe.replace(compile=False), CPU).step.parts.descent is None
+    assert with_adam.step.parts.fused_step is None
+    assert Session(recipe.replace(compile=False), CPU).step.parts.fused_step is None
 
 
 @pytest.mark.usefixtures("thin")
@@ -287,9 +287,9 @@ def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monke
     monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
     ours = Session(recipe, CPU)
-    one, weight = ours.step.parts.descent, ours.net.model.layer1[0].conv1.weight
+    one, weight = ours.step.parts.fused_step, ours.net.model.layer1[0].conv1.weight
     narrow, before = torch.ones_like(weight, dtype=torch.bfloat16), weight.detach().clone()
-    with ours.step._taking():
+    with ours.execute.low_precision_gradients():
         assert one.take(weight, narrow)
         assert not one.ready  # others have none
         ours.step._end(torch.tensor(True))

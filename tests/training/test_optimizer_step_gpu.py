@@ -11,9 +11,10 @@ pytest.importorskip("triton")
 from optimizer_step_case import CASES, answers, compared, handed_over, left_to_torch, watched
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
-from fedlas.training.accelerators import stem
+from fedlas.training import compilation
+from fedlas.training.accelerators import batch_norm, conv1x1, metric_sums, optimizer_step, parameter_blocks, stem
 from fedlas.training.accelerators.resnet import FusedResNet
-from fedlas.training.backend_flags import machine
+from fedlas.training.backend_flags import backend_flags
 from fedlas.training.session import Session, select_device
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
@@ -50,12 +51,12 @@ def test_what_the_gate_did_is_what_torch_says():
 
 def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
     captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
-    assert captured.step._graphs, "nothing was captured"
-    assert captured.step.parts.descent is not None
-    assert eager.step.parts.descent.ready
+    assert captured.execute.graphs, "nothing was captured"
+    assert captured.step.parts.fused_step is not None
+    assert eager.step.parts.fused_step.ready
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name
-    assert captured.step.meter.read() == eager.step.meter.read()
+    assert captured.step.metrics.read() == eager.step.metrics.read()
     assert int(captured.step.count) == int(eager.step.count) == 7 * epochs
     return captured
 
@@ -98,8 +99,8 @@ def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
     The smaller ones come once an epoch, the first three of them uncaptured.
     """
     session = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
-    assert len(session.step.parts.descent.captured) == len(session.step._graphs) == 2
-    assert all(addresses.count_nonzero() for addresses in session.step.parts.descent.captured)
+    assert len(session.step.parts.fused_step.captured) == len(session.execute.graphs) == 2
+    assert all(addresses.count_nonzero() for addresses in session.step.parts.fused_step.captured)
     assert all(weight.grad is None for weight in convolutions(session))
 
 
@@ -107,7 +108,7 @@ def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
 def test_gradients_of_two_parts_of_a_batch_need_no_copy():
     """The second part is added to the first one's gradient, which lies in the slot."""
     session = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
-    slots = session.step.parts.descent.slots
+    slots = session.step.parts.fused_step.slots
     assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(session))
 
 
@@ -116,17 +117,17 @@ def test_a_captured_step_does_not_mind_what_else_uses_the_memory():
     recipe = short("ce", compile=True, drop_last=True, **RESIDUAL)
     device, left = select_device("cuda"), []
     for capture in (True, False):
-        with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+        with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
             session = Session(recipe, device, capture=capture)
             session.net.train()
             for epoch in range(3):
                 for inputs in session.batches(epoch):
-                    session.step(*inputs)
+                    session.execute(*inputs)
                     others = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
                     pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
                     del others, pinned
             torch.cuda.synchronize()
-        assert bool(session.step._graphs) == capture
+        assert bool(session.execute.graphs) == capture
         left.append(tensors(session))
     for name, value in left[1].items():
         assert torch.equal(value, left[0][name]), name
@@ -139,17 +140,17 @@ def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
     recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
     device, sessions = select_device("cuda"), []
     for ours in (True, False):
-        with machine(recipe, device):
+        with backend_flags(recipe, device):
             session = Session(recipe, device, capture=False)
             if not ours:
                 left_to_torch(session)
             session.net.train()
-            session.step(*next(iter(session.batches(0))))
+            session.execute(*next(iter(session.batches(0))))
         sessions.append(session)
     mine, theirs = (tensors(session) for session in sessions)
     for name, value in theirs.items():
         torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7, msg=name)
-    found, right = (session.step.meter.read() for session in sessions)
+    found, right = (session.step.metrics.read() for session in sessions)
     assert found == pytest.approx(right, rel=1e-6)
 
 
@@ -157,7 +158,7 @@ def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_step_never_waits(capture):
     recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
-    assert assert_never_waits(recipe, capture=capture).step.parts.descent is not None
+    assert assert_never_waits(recipe, capture=capture).step.parts.fused_step is not None
 
 
 def compiled(*modules: Any) -> list[Any]:
@@ -172,7 +173,7 @@ def test_after_a_rehearsal_a_step_has_little_to_compile(model, monkeypatch):
     """Some kinds are left: those of tensors that start at odd places."""
     recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
     device, modules = select_device("cuda"), (batch_norm, stem, conv1x1, parameter_blocks, optimizer_step, metric_sums)
-    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
         session = Session(recipe, device)
         session.net.train()
         inputs = next(iter(session.batches(0)))
@@ -180,13 +181,13 @@ def test_after_a_rehearsal_a_step_has_little_to_compile(model, monkeypatch):
             for name, one in vars(module).items():
                 if name.endswith("_kernel"):
                     one.device_caches.clear()
-        rehearse, ended = session.step._rehearse, []
-        monkeypatch.setattr(session.step, "_rehearse", lambda given: ended.append(rehearse(given)))
-        with session.step._rehearsed(inputs):
+        trace, ended = compilation.trace, []
+        monkeypatch.setattr(compilation, "trace", lambda step, given, trace=trace: ended.append(trace(step, given)))
+        with compilation.precompiled(session.step, inputs):
             pass
         assert len(ended) == 1  # nothing went wrong, and nothing warned
         rehearsed = compiled(*modules)
         assert len(rehearsed) >= 10
         assert all(one.module is not None for one in rehearsed)  # loaded: it can start at once
-        session.step(*inputs)
+        session.execute(*inputs)
         assert len(compiled(*modules)) <= len(rehearsed) + 4

@@ -15,13 +15,13 @@ from triton.runtime.jit import MockTensor
 
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.models import build_model
+from fedlas.training import compilation
 from fedlas.training import session as session_module
 from fedlas.training.accelerators import precompile
 from fedlas.training.accelerators.batch_norm import asked
 from fedlas.training.accelerators.precompile import launch, precompilation, precompiling
 from fedlas.training.accelerators.resnet import fuse
 from fedlas.training.session import Session
-from fedlas.training.step import TrainStep
 
 CPU = torch.device("cpu")
 QUICK = {"adafocal", "crl", "fedlas_mbls"}
@@ -97,7 +97,7 @@ def test_what_describes_a_tensor_keeps_none_and_tells_kinds_apart():
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
+def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
     class Broken(Kernel):
         def warmup(self, *given, **about):
             raise RuntimeError("no")
@@ -106,7 +106,7 @@ def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
             return self.warmup  # what runs is compiled first
 
     broken = Broken()
-    with precompilation(CPU) as one, one.going_on():
+    with pytest.warns(UserWarning, match="1 kernels.*no"), precompilation(CPU) as one, one.going_on():
         launch(broken, (1,))
     with pytest.raises(RuntimeError, match="no"):
         launch(broken, (1,))
@@ -116,7 +116,7 @@ def test_what_cannot_be_compiled_is_told_when_it_is_to_run():
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_what_cannot_be_loaded_is_loaded_when_it_is_to_run():
+def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
     class Heavy(Kernel):
         """As Triton has it: what starts a kernel is there before the kernel is."""
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_loaded_is_loaded_when_it_is_to_run():
             return self._run
 
     kernel = Heavy()
-    with precompilation(CPU) as one, one.going_on():
+    with pytest.warns(UserWarning, match="MemoryError"), precompilation(CPU) as one, one.going_on():
         launch(kernel, (1,))
     assert not kernel.loaded
     assert kernel.run == "started"
@@ -141,7 +141,7 @@ def test_what_cannot_be_loaded_is_loaded_when_it_is_to_run():
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_happens_beside_a_rehearsal_is_waited_for_and_may_fail(fails):
+def test_work_beside_the_pre_compilation_is_waited_for_and_may_fail(fails):
     kernel, threads = Kernel(), []
 
     def meanwhile():
@@ -157,7 +157,7 @@ def test_what_happens_beside_a_rehearsal_is_waited_for_and_may_fail(fails):
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_other_devices_and_later_launches_are_not_part_of_a_rehearsal():
+def test_other_devices_and_later_launches_are_not_part_of_a_precompilation():
     kernel = Kernel()
     with precompilation(CPU) as one:
         with one.going_on():
@@ -222,7 +222,7 @@ def test_what_is_tried_in_a_rehearsal_is_compiled_and_tried_again():
 def state(session: Session) -> dict[str, torch.Tensor]:
     everything = session.state()
     memory = {f"{n} {name}": value for n, one in enumerate(everything["optimizer"]) for name, value in one.items()}
-    sums = {f"sum {name}": value for name, value in session.step.meter.sums.items()}
+    sums = {f"sum {name}": value for name, value in session.step.metrics.sums.items()}
     return everything["model"] | {f"loss {k}": v for k, v in everything["loss"].items()} | memory | sums
 
 
@@ -236,50 +236,61 @@ def state(session: Session) -> dict[str, torch.Tensor]:
         *(pytest.param(loss, {}, marks=pytest.mark.campaign) for loss in LOSSES.entries if loss not in QUICK),
     ],
 )
-def test_a_rehearsed_step_is_the_same_step(loss, changes, monkeypatch):
+def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
     """This pre-compilation computes, which a real one does not; its effects are undone all the same."""
-    rehearsed, found = [], []
+    traced, found = [], []
     computing = nullcontext(SimpleNamespace(going_on=nullcontext))
 
-    def watched(step, inputs, rehearse=TrainStep._rehearse):
-        rehearse(step, inputs)
+    def watched(step, inputs, trace=compilation.trace):
+        trace(step, inputs)
         grown = [one.grad is not None for one in (*step.parts.net.parameters(), *step.parts.loss.parameters())]
-        rehearsed.append(all(grown) and len(grown) > 0)
+        traced.append(all(grown) and len(grown) > 0)
 
-    monkeypatch.setattr(TrainStep, "_rehearse", watched)
-    for rehearses in (True, False):
+    monkeypatch.setattr(compilation, "trace", watched)
+    for precompiles in (True, False):
         session = Session(short(loss, **changes), CPU)
-        session.step.parts.precompilation = (lambda: computing) if rehearses else None
+        session.step.parts.precompilation = (lambda: computing) if precompiles else None
         session.net.train()
         for number, inputs in enumerate(session.batches(0)):
             if number < 2:
-                session.step(*inputs)
+                session.execute(*inputs)
         found.append(state(session))
-    assert rehearsed == [True]  # to its end, through network and loss
+    assert traced == [True]  # to its end, through network and loss
     assert found[0].keys() == found[1].keys()
     for name, value in found[1].items():
         assert torch.equal(value, found[0][name]), name
 
 
-def test_a_rehearsal_that_fails_costs_nothing():
+def test_a_failed_pre_compilation_is_a_warning():
     def broken():
         raise RuntimeError("no")
 
     session = Session(short("ce"), CPU)
     session.step.parts.precompilation = broken
     session.net.train()
-    session.step(*next(iter(session.batches(0))))
+    with pytest.warns(UserWarning, match="pre-compiled: no"):
+        session.execute(*next(iter(session.batches(0))))
     assert int(session.step.count) == 1
 
 
-def test_a_bench_rehearses_where_the_network_has_kernels_of_its_own(monkeypatch):
+def test_a_lack_of_memory_is_raised():
+    def full():
+        raise torch.OutOfMemoryError("full")
+
+    session = Session(short("ce"), CPU)
+    session.step.parts.precompilation = full
+    with pytest.raises(torch.OutOfMemoryError):
+        session.execute(*next(iter(session.batches(0))))
+
+
+def test_networks_with_custom_kernels_are_pre_compiled(monkeypatch):
     assert Session(short("ce"), CPU).step.parts.precompilation is None
     model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
-    assert session_module._rehearsal(model, CPU) is None
+    assert session_module._precompilation(model, CPU) is None
     assert fuse(model)
     loaded = []
     monkeypatch.setattr(session_module, "import_module", loaded.append)
-    begin = session_module._rehearsal(model, CPU)
+    begin = session_module._precompilation(model, CPU)
     assert begin is not None
     with begin() as one:
         assert isinstance(one, precompile.Precompilation)

@@ -242,6 +242,6 @@ def test_a_captured_step_equals_one_that_is_not_bit_for_bit(changes):
     captured, eager = trained(recipe, capture=True), trained(recipe, capture=False)
     for session in (captured, eager):
         assert isinstance(session.net.model, FusedResNet)
-    assert captured.step._graphs, "nothing was captured"
+    assert captured.execute.graphs, "nothing was captured"
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name

@@ -9,13 +9,13 @@ import torch
 from runs_of import short
 from torch import nn
 
+from fedlas.training.capture import without_collector
 from fedlas.training.mixup import Mixer, _rectangle
 from fedlas.training.optimizer import build_optimizer
 from fedlas.training.precision import Scale
 from fedlas.training.recipe import Recipe
 from fedlas.training.schedule import lr_factor, lr_table, row_of
 from fedlas.training.session import Session
-from fedlas.training.step import without_collector
 
 CPU = torch.device("cpu")
 PLAIN = Recipe(data="digits", model="small_cnn", loss="ce")
@@ -24,7 +24,7 @@ PLAIN = Recipe(data="digits", model="small_cnn", loss="ce")
 def steps(session: Session, count: int, epoch: int = 0) -> None:
     session.net.train()
     for _, inputs in zip(range(count), session.batches(epoch), strict=False):
-        session.step(*inputs)
+        session.execute(*inputs)
 
 
 @pytest.mark.parametrize("changes", [{}, {"nesterov": False, "clip": None}, {"optimizer": "adamw", "lr": 0.003}])
@@ -62,7 +62,7 @@ def test_accumulated_parts_equal_the_whole_batch():
     steps(parts, 7)  # the last batch of 30 too
     for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
-    assert whole.step.meter.read()["loss"] == pytest.approx(parts.step.meter.read()["loss"], rel=1e-4)
+    assert whole.step.metrics.read()["loss"] == pytest.approx(parts.step.metrics.read()["loss"], rel=1e-4)
 
 
 def test_accumulated_parts_of_a_sum_are_not_averaged():
@@ -73,7 +73,7 @@ def test_accumulated_parts_of_a_sum_are_not_averaged():
     steps(parts, 7)
     for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
-    assert whole.step.meter.read() == pytest.approx(parts.step.meter.read(), rel=1e-3)
+    assert whole.step.metrics.read() == pytest.approx(parts.step.metrics.read(), rel=1e-3)
 
 
 def test_the_gate_can_have_a_rate_of_its_own():
@@ -270,8 +270,8 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
     for mine, other in zip((broken.net, broken.loss), (plain.net, plain.loss), strict=True):
         for name, value in other.state_dict().items():
             assert torch.equal(value, mine.state_dict()[name]), name
-    assert broken.step.meter.read() == plain.step.meter.read()
-    assert broken.step.watch.read() == plain.step.watch.read()
+    assert broken.step.metrics.read() == plain.step.metrics.read()
+    assert broken.step.gate.read() == plain.step.gate.read()
 
 
 def test_a_batch_that_cannot_be_compiled_takes_nothing_with_it():
@@ -288,7 +288,7 @@ def test_a_batch_that_cannot_be_compiled_takes_nothing_with_it():
     assert broken.step.parts.feed._compiled_call_impl is None
     assert broken.net._compiled_call_impl is not None
     steps(plain, 2)
-    assert broken.step.meter.read() == pytest.approx(plain.step.meter.read())
+    assert broken.step.metrics.read() == pytest.approx(plain.step.metrics.read())
 
 
 def test_a_lack_of_memory_is_no_fault_of_the_compiler():
@@ -320,10 +320,10 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     for session in (plain, compiled):
         steps(session, count)
     assert compiled.net._compiled_call_impl is not None
-    mine, theirs = compiled.step.meter.read(), plain.step.meter.read()
+    mine, theirs = compiled.step.metrics.read(), plain.step.metrics.read()
     assert mine == pytest.approx(theirs, rel=1e-3)
     assert mine.keys() == theirs.keys()
-    gate, expected = compiled.step.watch.read(), plain.step.watch.read()
+    gate, expected = compiled.step.gate.read(), plain.step.gate.read()
     assert gate.keys() == expected.keys()
     for name in ("positive", "alpha_ratio") if gate else ():
         assert gate[name] == pytest.approx(expected[name], rel=0.05)

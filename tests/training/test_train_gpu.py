@@ -14,9 +14,9 @@ from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
 from fedlas.training import AbstractCallback, Engine, Run, StoppedError, fit
-from fedlas.training.backend_flags import machine, raise_compile_limit
+from fedlas.training.backend_flags import backend_flags, raise_compile_limit
+from fedlas.training.capture import WARM
 from fedlas.training.session import Session, select_device
-from fedlas.training.step import WARM
 from waiting import no_waiting
 
 pytestmark = [
@@ -37,12 +37,12 @@ NAMES = [record.name for record in fedlas.list_losses()]
 def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
     device = select_device("cuda")
     stream = torch.cuda.Stream(device)
-    with machine(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
+    with backend_flags(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
         session = Session(recipe, device, capture=capture)
         session.net.train()
         for epoch in range(epochs):
             for inputs in session.batches(epoch):
-                session.step(*inputs)
+                session.execute(*inputs)
         torch.cuda.synchronize()
     return session
 
@@ -57,12 +57,12 @@ def tensors(session: Session) -> dict[str, Any]:
 def test_capture_equals_eager_bit_for_bit(loss):
     recipe = short(loss, compile=False, epochs=3)
     eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
-    assert captured.step._graphs, "nothing was captured"
-    assert captured.step.capture
+    assert captured.execute.graphs, "nothing was captured"
+    assert captured.execute.capture
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name
-    assert captured.step.meter.read() == eager.step.meter.read()
-    assert captured.step.watch.read() == eager.step.watch.read()
+    assert captured.step.metrics.read() == eager.step.metrics.read()
+    assert captured.step.gate.read() == eager.step.gate.read()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_capture_equals_eager_bit_for_bit(loss):
 def test_every_kind_of_step_can_be_captured(changes):
     recipe = short("fedlas_ls", compile=False, **changes)
     eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
-    assert captured.step._graphs
+    assert captured.execute.graphs
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name
     torch.testing.assert_close(captured.step.scale.value, eager.step.scale.value)
@@ -92,28 +92,28 @@ def test_compiled_capture_is_close_to_eager(loss):
     recipe = short(loss, drop_last=True, lr=0.02)
     eager = trained(recipe.replace(compile=False), capture=False, epochs=2)
     compiled = trained(recipe, capture=True, epochs=2)
-    assert compiled.step._graphs
+    assert compiled.execute.graphs
     assert compiled.net._compiled_call_impl is not None
     for name, value in eager.net.model.state_dict().items():
         torch.testing.assert_close(value, compiled.net.model.state_dict()[name], rtol=2e-2, atol=2e-3, msg=name)
-    mine, theirs = compiled.step.meter.read(), eager.step.meter.read()
+    mine, theirs = compiled.step.metrics.read(), eager.step.metrics.read()
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
 
 
 def assert_never_waits(recipe, *, capture):
     device = select_device("cuda")
     stream = torch.cuda.Stream(device)
-    with machine(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
+    with backend_flags(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
         session = Session(recipe, device, capture=capture)
         session.net.train()
         batches = list(session.batches(0))
         for inputs in batches[: WARM + 2]:  # the capture itself may wait
-            session.step(*inputs)
+            session.execute(*inputs)
         with no_waiting():
             for inputs in batches[: WARM + 2]:
-                session.step(*inputs)
+                session.execute(*inputs)
         torch.cuda.synchronize()
-    assert bool(session.step._graphs) == capture
+    assert bool(session.execute.graphs) == capture
     return session
 
 
@@ -179,7 +179,7 @@ def test_a_second_seed_replays_the_captured_step(tmp_path):
 def test_a_bad_gradient_of_the_gate_alone_is_found_in_a_captured_run():
     device = select_device("cuda")
     recipe = short("fedlas_ls", compile=False, drop_last=True)
-    with machine(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
         session = Session(recipe, device)
         session.net.train()
         factor = torch.ones((), device=device)
@@ -188,8 +188,8 @@ def test_a_bad_gradient_of_the_gate_alone_is_found_in_a_captured_run():
             for number, inputs in enumerate(session.batches(epoch)):
                 if (epoch, number) == (1, 2):
                     factor.fill_(math.nan)
-                session.step(*inputs)
-        assert session.step._graphs
+                session.execute(*inputs)
+        assert session.execute.graphs
         assert session.step.bad_step() == session.steps_per_epoch + 2
         assert all(value.isfinite().all() for value in session.loss.parameters())
 

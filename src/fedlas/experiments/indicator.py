@@ -45,7 +45,7 @@ from fedlas.report.figures import (
     theorem_figure,
 )
 from fedlas.report.tables import Table
-from fedlas.training.backend_flags import machine
+from fedlas.training.backend_flags import backend_flags
 from fedlas.training.checkpoint import check_recipe, load, restore_module
 from fedlas.training.precision import autocast
 from fedlas.training.protocols import list_recipes, recipe_for
@@ -118,7 +118,7 @@ def _at_hand(recipe: Recipe, data_root: Path | None) -> bool:
     offline = recipe.replace(data_options={**recipe.data_options, "download": False})
     cpu = torch.device("cpu")
     try:
-        with machine(offline, cpu):
+        with backend_flags(offline, cpu):
             Session(offline, cpu, data_root, capture=False).evaluation("test")
     except FileNotFoundError:
         return False
@@ -128,7 +128,7 @@ def _at_hand(recipe: Recipe, data_root: Path | None) -> bool:
 def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
     """Draw the three figures of one run."""
     recipe, device = run.recipe, select_device(drawing.device)
-    with machine(recipe, device):
+    with backend_flags(recipe, device):
         session = Session(recipe, device, drawing.data_root, capture=False)
         before = look(session)
         saved = load(run.checkpoint)

@@ -16,7 +16,7 @@ COMPILATIONS = 4096  # of one function: every loss shares its forward with all o
 
 
 @contextmanager
-def machine(recipe: Recipe, device: torch.device) -> Iterator[None]:
+def backend_flags(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """Set torch's global switches as a recipe wants them, and put them back afterwards."""
     before = _switches()
     generators = random_state(device)

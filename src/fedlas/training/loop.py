@@ -24,7 +24,7 @@ from torch import Tensor
 from fedlas import ranks
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
-from fedlas.training.backend_flags import enable_cudnn_benchmark, machine, on_stream, raise_compile_limit
+from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_stream, raise_compile_limit
 from fedlas.training.callbacks import AbstractCallback, check_callbacks
 from fedlas.training.distributed import (
     any_signal,
@@ -158,7 +158,7 @@ class Engine:
                 return run
             if is_rank_zero():
                 _warn(recipe, self.device)
-            stack.enter_context(machine(recipe, self.device))
+            stack.enter_context(backend_flags(recipe, self.device))
             stack.enter_context(on_stream(self._stream))
             stack.enter_context(raise_compile_limit(recipe, self.device))
             if self.device.type == "cuda":
@@ -254,11 +254,11 @@ class _Training:
         self.session.net.train()
         step = epoch * self.session.steps_per_epoch + start
         for inputs in self.session.batches(epoch, start):
-            self.session.step(*inputs)  # the one line for all losses
+            self.session.execute(*inputs)  # the one line for all losses
             step += 1
             self._after_step(epoch, step)
         broadcast_buffers(self.session.net)
-        trained = self.session.step.meter.read()
+        trained = self.session.step.metrics.read()
         self._stop_if_diverged()
         seconds = time.perf_counter() - began
         validation = self._predict(self.validation_source, "val")
@@ -273,7 +273,7 @@ class _Training:
             "memory_mib": _memory(self.session.device),
             "continued_at_step": start or None,
         }
-        self.session.step.meter.reset()
+        self.session.step.metrics.reset()
         if is_rank_zero():
             self.run.append_log(record)
         for callback in self.callbacks:
@@ -335,7 +335,7 @@ class _Training:
             "lr": self.recipe.lr * lr_factor(self.recipe, last, steps),
             "train": _finite(trained),
             "val": found,
-            "gate": self.session.step.watch.read(),
+            "gate": self.session.step.gate.read(),
             "best_epoch": self.best_epoch,
         } | ({"loss_state": state} if (state := self.session.loss.epoch_state()) else {})
 

@@ -20,7 +20,7 @@ from fedlas.files import held_at, same_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.training import checkpoint
-from fedlas.training.backend_flags import machine
+from fedlas.training.backend_flags import backend_flags
 from fedlas.training.prediction import evaluation_source, predictions_of
 from fedlas.training.progress import downloads
 from fedlas.training.recipe import Recipe
@@ -169,7 +169,7 @@ def _predictions(
 ) -> Predictions:
     device = next(net.parameters()).device
     transform = home.transform_for(found.name if found.name in home.splits else "test")
-    with machine(recipe, device):
+    with backend_flags(recipe, device):
         source = evaluation_source(found, transform, recipe, device, resident=resident)
         return predictions_of(
             net, source, recipe, device=device, split=name, class_names=home.class_names, labelled=labelled

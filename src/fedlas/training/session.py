@@ -29,6 +29,7 @@ from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import WithFeatures, WithLoss, build_model
 from fedlas.predictions import check_distinct
+from fedlas.training.capture import StepExecutor
 from fedlas.training.checkpoint import UNFIT, restore_module
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
@@ -187,15 +188,16 @@ class Session:
         if self.compiled and isinstance(self.train, Resident):
             feed.compile(fullgraph=True, dynamic=False)
         alone = self.compiled and self.world == 1 and self.recipe.custom_kernels
-        descent = _descent(self.recipe, self.loss, optimizer, rates) if alone else None
-        precompilation = _rehearsal(self.net.model, self.device) if alone else None
-        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, descent, precompilation)
-        watch = GateStatistics(self.loss, self.samples, self.device, None if descent is None else descent.watch)
-        self.step = TrainStep(self.recipe, parts, watch, self.device, capture=self.capture)
+        fused_step = _fused_step(self.recipe, self.loss, optimizer, rates) if alone else None
+        precompilation = _precompilation(self.net.model, self.device) if alone else None
+        parts = Parts(task, self.net, self.loss, optimizer, rates, feed, mixer, fused_step, precompilation)
+        watch = GateStatistics(self.loss, self.samples, self.device, None if fused_step is None else fused_step.watch)
+        self.step = TrainStep(self.recipe, parts, watch, self.device)
+        self.execute = StepExecutor(self.step, capture=self.capture)
 
     def _take_over(self, before: "Session", loss: AbstractLoss) -> None:
         """Go on with the step of a recipe that differs in its seed only."""
-        self.loss, self.step = before.loss, before.step
+        self.loss, self.step, self.execute = before.loss, before.step, before.execute
         restore_module(self.loss, loss.state_dict())
         reset_optimizer_state(self.step.parts.optimizer)
         mixer = Mixer(self.recipe, len(before.step.parts.rates.table), self.data.num_classes, self.device)
@@ -376,7 +378,7 @@ class BatchAssembly(nn.Module):
 
 
 def _fused(model: nn.Module, device: torch.device) -> bool:
-    """Let a residual network train with kernels of our own, if it is one; it then needs no compiler."""
+    """Use the custom kernels for a residual network, if they fit; it is then not compiled."""
     try:
         from fedlas.training.accelerators import batch_norm, resnet  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -386,13 +388,13 @@ def _fused(model: nn.Module, device: torch.device) -> bool:
         return False
     reason = batch_norm.why_not(device)
     if reason is not None:
-        warnings.warn(f"kernels of our own cannot be used, torch's compiler has to do: {reason}", stacklevel=2)
+        warnings.warn(f"custom kernels cannot be used, torch.compile is used instead: {reason}", stacklevel=2)
         return False
     return resnet.fuse(model)
 
 
-def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: LearningRates) -> Any:
-    """Make kernels of our own for the end of a step, if they fit."""
+def _fused_step(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: LearningRates) -> Any:
+    """Build the fused optimizer step, if it fits."""
     try:
         from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -401,8 +403,8 @@ def _descent(recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, 
     return FusedOptimizerStep(recipe, loss, optimizer, rates) if fits(recipe, optimizer, rates.table.device) else None
 
 
-def _rehearsal(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Give that in which the kernels of a network are compiled side by side, if it has any of our own."""
+def _precompilation(model: nn.Module, device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Return a context that pre-compiles the custom kernels of a network in parallel, if any."""
     try:
         from fedlas.training.accelerators import precompile, resnet  # noqa: PLC0415
     except ModuleNotFoundError as error:
