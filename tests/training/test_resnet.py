@@ -9,7 +9,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedlas.models import build_model, resnet
-from fedlas.training import recipe_for
+from fedlas.training import recipe_for, session
 
 pytest.importorskip("triton")
 from fedlas.training.accelerators import batch_norm, conv1x1, conv3x3
