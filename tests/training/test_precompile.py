@@ -75,28 +75,6 @@ def test_kernels_are_compiled_once_for_each_kind_and_not_run():
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_what_describes_a_tensor_keeps_none_and_tells_kinds_apart():
-    tools = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    def described(rows: int, dtype: torch.dtype = torch.float16, block: int = 8) -> object:
-        layout = NVMMASharedLayout(128, 16, 2)
-        return tools.TensorDescriptor.from_tensor(torch.zeros(rows, 64, dtype=dtype), [block, 64], layout)
-
-    kernel, numbers = Kernel(), torch.zeros(3)
-    with precompilation(CPU) as one, one.going_on():
-        for given in (described(16), described(32), described(16, torch.bfloat16), described(16, block=16)):
-            launch(kernel, (7,), given, numbers)
-    found = [given[0] for _, given, *_ in kernel.compiled]
-    assert all(isinstance(one.base, MockTensor) for one in found)
-    assert sorted((str(one.base.dtype), one.block_shape[0]) for one in found) == [
-        ("torch.bfloat16", 8),
-        ("torch.float16", 8),
-        ("torch.float16", 16),
-    ]
-
-
-@pytest.mark.usefixtures("anywhere")
 def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
     class Broken(Kernel):
         def warmup(self, *given, **about):

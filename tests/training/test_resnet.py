@@ -12,8 +12,8 @@ from fedlas.models import build_model, resnet
 from fedlas.training import recipe_for, session
 
 pytest.importorskip("triton")
-from fedlas.training.accelerators import batch_norm, conv1x1, conv3x3
-from fedlas.training.accelerators.resnet import FusedResNet, Owed, _Beside, _Convolution, _every, _gradient_sums, fuse
+from fedlas.training.accelerators import batch_norm
+from fedlas.training.accelerators.resnet import FusedResNet, Owed, _Beside, _Convolution, _every, fuse
 
 
 @pytest.fixture(scope="module")
@@ -279,20 +279,6 @@ def test_every_pixel_counts_where_a_convolution_is_of_another_kind():
     others = [(2, 1), (0, 0), (1, 1), 1], [(2, 2), (1, 1), (1, 1), 1], [(2, 2), (0, 0), (1, 1), 2]
     assert [_every(tuple(about), one) for about in others] == [1, 1, 1]
     assert _every(((2, 2), (0, 0), (1, 1), 1), three) == 1
-
-
-def test_a_gradient_of_some_pixels_is_spread_for_a_kernel_that_wants_all(monkeypatch):
-    given, owed = [], Owed()
-    y = torch.zeros(1, 64, 5, 5).contiguous(memory_format=torch.channels_last)
-    found = batch_norm.GradientSums(y, "none", *torch.zeros(8, 64).unbind())
-    monkeypatch.setattr(conv3x3, "gradient_sums", lambda *about: given.append(about) or found)
-    owed.product = conv1x1.Product(y, torch.zeros(64, 64, 3, 3))
-    owed.apart = batch_norm.Apart(torch.ones(1, 64, 3, 3), 2)
-    _gradient_sums(owed, (None, None), y, torch.zeros(0), None, None)
-    whole = given[0][2]
-    assert whole.shape == y.shape
-    assert whole.sum() == 64 * 9
-    assert bool((whole[:, :, ::2, ::2] == 1).all())
 
 
 def test_what_is_left_cannot_be_differentiated_twice():

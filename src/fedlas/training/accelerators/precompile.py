@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,8 +127,6 @@ def _kind(one: Any) -> Any:
         return tuple(_kind(part) for part in one)
     if isinstance(one, Tensor):
         return one.dtype
-    if _is_descriptor(one):
-        return one.base.dtype, tuple(one.block_shape)
     return (one == 1, one % TOGETHER == 0) if type(one) is int else type(one)
 
 
@@ -137,11 +134,4 @@ def _like(one: Any) -> Any:
     """Give something that stands for an argument and keeps no memory."""
     if isinstance(one, tuple):
         return tuple(_like(part) for part in one)
-    if _is_descriptor(one):
-        return replace(one, base=MockTensor(one.base.dtype))
     return MockTensor(one.dtype) if isinstance(one, Tensor) else one
-
-
-def _is_descriptor(one: Any) -> bool:
-    """Say whether an argument tells a kernel how a tensor lies in memory."""
-    return hasattr(one, "block_shape")

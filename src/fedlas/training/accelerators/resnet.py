@@ -7,9 +7,9 @@
 What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
 in a pass of their own; a skip with a stride has one for the pixels alone that it looked at. Weights of all convolutions
 become narrow in one kernel (`blocks`), and their gradients wide in another, but for those that somebody takes as they
-are; on a GPU those gradients are computed on a second stream, beside the passes of the norms. In narrow numbers, a
-first convolution of 3 x 3 on three channels has kernels of its own (`stem`); one of 1 x 1 (`products`) and one of 3 x 3
-on 64 channels (`windows`) have others, which sum for norms.
+are; on a GPU those gradients are computed on a second stream, beside the passes of the norms. In bf16 and fp16 the
+first 3x3 convolution on three channels has a custom kernel (`stem`), and so have 1x1 convolutions (`conv1x1`); these
+kernels also compute the sums of the batch norm.
 Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
 is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
 """
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from fedlas.training.accelerators import batch_norm, conv1x1, conv3x3, stem
+from fedlas.training.accelerators import batch_norm, conv1x1, stem
 from fedlas.training.accelerators.parameter_blocks import Narrowing
 
 Convolved = tuple[Tensor, batch_norm.Normed | None]  # and what was found out about it already
@@ -42,19 +42,13 @@ class Owed:
     A convolution leaves its own there in its backward pass, and gives autograd none; the norm that made the images
     takes it. The first use of them may leave a product that is still to be made: the norm sums while it multiplies.
     The second may leave the gradient of the pixels that it looked at.
-
-    Args:
-        two_norms: whether what another norm gave was added to the images.
     """
 
     product: conv1x1.Product | None = None
     apart: batch_norm.Apart | None = None
 
-    def __init__(self, *, two_norms: bool = False) -> None:
-        self.two_norms = two_norms
-
     def leave_product(self, gradient: Tensor, weight: Tensor) -> None:
-        """Leave what the gradient of the images is the product, or the convolution, of."""
+        """Leave the factors of the gradient of the images."""
         self.product = conv1x1.Product(gradient, weight)
 
     def leave_apart(self, every: int, gradient: Tensor, weight: Tensor) -> None:
@@ -277,13 +271,10 @@ def _convolve(
     about = layer.stride, layer.padding, layer.dilation, layer.groups
     narrow = images.to(layer.narrow.dtype)
     is_product = about == ((1, 1), (0, 0), (1, 1), 1)
-    is_window = about == ((1, 1), (1, 1), (1, 1), 1) and conv3x3.fits(narrow, layer.narrow)
-    looks = norm if is_window or (is_product and conv1x1.fits(narrow, layer.narrow)) else None
+    looks = norm if is_product and conv1x1.fits(narrow, layer.narrow) else None
     leave: Leave | None = None
     if owed is not None and first:
-        # On a second stream the gradient of the weight would begin first, and have the matrix units.
-        window_can = is_window and not owed.two_norms and layer.beside.stream is None
-        if window_can or (is_product and conv1x1.fits_back(narrow, layer.narrow)):
+        if is_product and conv1x1.fits_back(narrow, layer.narrow):
             leave = owed.leave_product
     elif owed is not None and (every := _every(about, layer.narrow)) > 1:
         leave = partial(owed.leave_apart, every)
@@ -297,7 +288,7 @@ def _norm(
 ) -> Given:  # fmt: skip
     """Normalise, add what skipped the layers, cut off what is negative; give the result twice, for two uses."""
     other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
-    abouts, owed = (about, skip_about), Owed(two_norms=skip_norm is not None)
+    abouts, owed = (about, skip_about), Owed()
     first, second = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norm, skip_norm, abouts, owed)
     return Given(first, second, owed)
 
@@ -390,9 +381,7 @@ class _Convolution(torch.autograd.Function):
         ctx.about, ctx.beside, ctx.leave = about, beside, leave
         if norm is None:
             return functional.conv2d(images, weight, None, *about), None
-        if _is_product(weight):
-            return conv1x1.multiply(images, weight, _affine(norm), _counter(norm))
-        return conv3x3.convolve(images, weight, _affine(norm))
+        return conv1x1.multiply(images, weight, _affine(norm), _counter(norm))
 
     @staticmethod
     @once_differentiable
@@ -409,15 +398,15 @@ class _Convolution(torch.autograd.Function):
             return gradients[place]  # type: ignore[no-any-return]
 
         of_images = of_weight = None
-        window_first = not _is_product(weight)  # it needs the matrix units, so that of the weight waits for a norm
+        images_first = not _is_product(weight)  # the side stream then computes the other gradient beside a norm
         learns = ctx.needs_input_grad[0]  # or nobody would take what is left
         if learns and ctx.leave is not None:
             ctx.leave(gradient, weight)
-        elif learns and window_first:
+        elif learns and images_first:
             of_images = found(0)
         if ctx.needs_input_grad[1]:  # else nobody would wait for it
             of_weight = ctx.beside.run(lambda: found(1), gradient, images)
-        if learns and ctx.leave is None and not window_first:
+        if learns and ctx.leave is None and not images_first:
             of_images = found(0)
         return of_images, of_weight, None, None, None, None
 
@@ -504,13 +493,7 @@ def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) ->
     if product is None:
         return batch_norm.gradient_sums(there[0], there[1] if len(there) > 1 else apart, *about)
     second = there[0] if there else apart
-    if _is_product(product.weight):
-        return conv1x1.gradient_sums(product, second, *about)
-    y, bits, normed, _, *other = about
-    if any(one is not None for one in other):
-        raise ValueError("a convolution of 3 x 3 cannot sum for two norms")  # see Owed.two_norms
-    whole = second.whole(y) if isinstance(second, batch_norm.Apart) else second
-    return conv3x3.gradient_sums(product.gradient, product.weight, whole, y, bits, normed)
+    return conv1x1.gradient_sums(product, second, *about)
 
 
 def _is_product(weight: Tensor) -> bool:
