@@ -198,7 +198,7 @@ def test_what_is_tried_in_a_rehearsal_is_compiled_and_tried_again():
 
 
 def state(session: Session) -> dict[str, torch.Tensor]:
-    everything = session.state()
+    everything = session.state_dict()
     memory = {f"{n} {name}": value for n, one in enumerate(everything["optimizer"]) for name, value in one.items()}
     sums = {f"sum {name}": value for name, value in session.step.metrics.sums.items()}
     return everything["model"] | {f"loss {k}": v for k, v in everything["loss"].items()} | memory | sums

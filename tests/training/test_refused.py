@@ -227,7 +227,7 @@ def test_a_checkpoint_of_other_data_is_told_whole(finished, tmp_path):
     state = checkpoint.load(finished.checkpoint)
     session = Session(finished.recipe.replace(model_options={"norm": "group"}), CPU)
     with pytest.raises(RunError, match=r"data.*key"):
-        session.restore(state)
+        session.load_state_dict(state)
 
 
 @pytest.mark.parametrize("changes", [{"seed": 7}, {"loss": "fedlas_mbls"}])

@@ -101,7 +101,7 @@ def test_a_bad_step_is_remembered_and_freezes_the_weights():
     steps(session, 2)
     assert session.step.bad_step() is None
     before = [p.clone() for p in session.net.parameters()]
-    memory = [m["momentum_buffer"].clone() for m in session.state()["optimizer"]]
+    memory = [m["momentum_buffer"].clone() for m in session.state_dict()["optimizer"]]
     session.train.labels.fill_(0)
     original = session.train._constants
     session.train._constants = (original[0] * math.nan, original[1])
@@ -110,7 +110,7 @@ def test_a_bad_step_is_remembered_and_freezes_the_weights():
     steps(session, 3)
     assert session.step.bad_step() == 2  # the third
     assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
-    assert all(torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, session.state()["optimizer"], strict=True))
+    assert all(torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, session.state_dict()["optimizer"], strict=True))
 
 
 def test_a_bad_gradient_of_the_loss_alone_is_seen_in_its_step():

@@ -48,7 +48,7 @@ def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
 
 
 def tensors(session: Session) -> dict[str, Any]:
-    state = session.state()
+    state = session.state_dict()
     memory = {f"{n} {name}": value for n, one in enumerate(state["optimizer"]) for name, value in one.items()}
     return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | memory
 

@@ -34,10 +34,9 @@ from fedlas.training.distributed import (
     is_rank_zero,
     process_group,
 )
-from fedlas.training.prediction import Source, predictions_of, rank
+from fedlas.training.prediction import Source, predictions_of
 from fedlas.training.progress import default_callbacks, downloads, write_board
 from fedlas.training.protocols import check_parts
-from fedlas.training.random_state import random_state, restore_random_state
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
 from fedlas.training.schedule import lr_factor
@@ -210,8 +209,6 @@ class _Training:
         self.to_go_on = "start the same command again to go on" if resume else f"continue with {RESUME}"
         self.writer = checkpoint.Writer()
         self.signals = StopSignals(patient=ranks.count() > 1)
-        self.best: dict[str, Tensor] = {}
-        self.best_epoch, self.best_accuracy = 0, -1.0
         self.validation_source = session.evaluation("val")
         if self.recipe.feedback == "train":
             self.feedback_source = session.feedback()
@@ -221,12 +218,11 @@ class _Training:
         try:
             with self.signals.listening():
                 decide_on_rank_zero(self._know_data)
-                epoch, start = self._stand()
+                self._resume()
                 for callback in self.callbacks:
-                    callback.on_train_start(self.run, self.session, epoch)
-                while epoch < self.recipe.epochs:
-                    self._epoch(epoch, start)
-                    epoch, start = epoch + 1, 0
+                    callback.on_train_start(self.run, self.session, self.session.epoch)
+                while self.session.epoch < self.recipe.epochs:
+                    self._epoch()
                 self.writer.wait()
                 self._predict_everything()
             self._stop(self.signals.caught, "at its end")  # who trains many runs is to begin no other
@@ -248,8 +244,8 @@ class _Training:
         if errors:
             raise errors[0]
 
-    def _epoch(self, epoch: int, start: int) -> None:
-        began = time.perf_counter()
+    def _epoch(self) -> None:
+        began, epoch, start = time.perf_counter(), self.session.epoch, self.session.position
         loss = self.session.loss.train()
         self.session.net.train()
         step = epoch * self.session.steps_per_epoch + start
@@ -278,9 +274,10 @@ class _Training:
             self.run.append_log(record)
         for callback in self.callbacks:
             callback.on_epoch_end(record)
+        self.session.epoch, self.session.position = epoch + 1, 0
         number = any_signal(self.signals.caught, 0, self.session.device)
         if number is not None or epoch + 1 == self.recipe.epochs or self._is_due(step):
-            self._save(epoch + 1, 0)
+            self._save()
         self._stop(number, f"after epoch {epoch + 1} of {self.recipe.epochs}")
 
     def _feedback(self, validation: Predictions) -> Predictions | None:
@@ -298,12 +295,12 @@ class _Training:
             callback.on_step_dispatched(step)
         if self.session.device.type == "cpu":
             self._stop_if_diverged()
-        position = step - epoch * self.session.steps_per_epoch
+        position = self.session.position = step - epoch * self.session.steps_per_epoch
         number = any_signal(self.signals.caught, step, self.session.device)
         every = self.recipe.checkpoint_every
         if number is not None or (every and step % every == 0 and position < self.session.steps_per_epoch):
             self._stop_if_diverged()
-            self._save(epoch, position)
+            self._save()
         self._stop(number, f"after step {position} of {self.session.steps_per_epoch} in epoch {epoch + 1}")
 
     def _is_due(self, step: int) -> bool:
@@ -326,9 +323,7 @@ class _Training:
         steps = self.session.steps_per_epoch
         last = (epoch + 1) * steps - 1
         found = judged(validation)
-        if found["accuracy"] > self.best_accuracy:
-            self.best_epoch, self.best_accuracy = epoch + 1, found["accuracy"]
-            self._keep_best()
+        self.session.update_best(found["accuracy"])
         return {
             "epoch": epoch + 1,
             "steps": last + 1,
@@ -336,53 +331,30 @@ class _Training:
             "train": _finite(trained),
             "val": found,
             "gate": self.session.step.gate.read(),
-            "best_epoch": self.best_epoch,
+            "best_epoch": self.session.best_epoch,
         } | ({"loss_state": state} if (state := self.session.loss.epoch_state()) else {})
 
-    @torch.no_grad()
-    def _keep_best(self) -> None:
-        for name, value in self.session.net.model.state_dict().items():
-            if name in self.best:
-                self.best[name].copy_(value)
-            else:
-                self.best[name] = value.clone()
+    def _save(self) -> None:
+        """Write a checkpoint."""
+        state = self.session.state_dict()
+        if is_rank_zero():
+            self.writer.save(self.run.checkpoint, state)
 
-    def _save(self, epoch: int, position: int) -> None:
-        """Write down where the run stands: so many epochs, and so many steps of the next."""
-        generators, state = gather_objects(random_state(self.session.device)), self.session.state()
-        if not is_rank_zero():
-            return
-        content = state | {
-            "recipe": self.recipe.key,
-            "epoch": epoch,
-            "position": position,
-            "random": generators,
-            "best": self.best,
-            "best_epoch": self.best_epoch,
-            "best_accuracy": self.best_accuracy,
-        }
-        self.writer.save(self.run.checkpoint, content)
-
-    def _stand(self) -> tuple[int, int]:
-        """Find out where the run stands, and put everything there."""
+    def _resume(self) -> None:
+        """Continue from the checkpoint, if there is one."""
         if not decide_on_rank_zero(lambda: checkpoint.last_good(self.run)):
             decide_on_rank_zero(lambda: self.run.keep_log(0))
-            return 0, 0
+            return
         path = self.run.checkpoint
         saved = checkpoint.load(path)
         checkpoint.check_recipe(saved, path, self.recipe)
-        self.session.restore(saved, path)
+        self.session.load_state_dict(saved, path)
         checkpoint.check_stand(saved, path, self.recipe.epochs, self.session.steps_per_epoch)
-        self.best = {name: value.to(self.session.device) for name, value in saved["best"].items()}
-        self.best_epoch, self.best_accuracy = saved["best_epoch"], saved["best_accuracy"]
-        epoch, position = saved["epoch"], saved["position"]
-        decide_on_rank_zero(lambda: self.run.keep_log(epoch))
-        if rank() < len(saved["random"]):
-            try:
-                restore_random_state(saved["random"][rank()], self.session.device)
-            except checkpoint.UNFIT as error:
-                raise checkpoint.refused(path, f"its generators of random numbers: {error}") from error
-        return epoch, position
+        decide_on_rank_zero(lambda: self.run.keep_log(self.session.epoch))
+        try:
+            self.session.load_random_state(saved["random"])
+        except checkpoint.UNFIT as error:
+            raise checkpoint.refused(path, f"its generators of random numbers: {error}") from error
 
     def _know_data(self) -> None:
         """Write down on what a run learns; one that continues has to find what it learned from before."""
@@ -435,7 +407,7 @@ class _Training:
             sums |= {f"ood-{name}": data.split("test").checksum() for name, data in foreign.items()}
             self.run.note({"data": sums, "titles": {name: data.title for name, data in foreign.items()}})
         states = {"last": {name: value.clone() for name, value in self.session.net.model.state_dict().items()}}
-        states["best"] = self.best
+        states["best"] = self.session.best
         self._predict_all(states, {name: self.session.evaluation(name) for name in self.recipe.splits})
         sources = {f"ood-{name}": self.session.foreign(name) for name in self.recipe.ood}
         self._predict_all(states, sources, labelled=False)

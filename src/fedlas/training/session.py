@@ -6,7 +6,7 @@ the captured step too, with new data, weights and learning rates at the same add
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
@@ -31,11 +31,12 @@ from fedlas.models import WithFeatures, WithLoss, build_model
 from fedlas.predictions import check_distinct
 from fedlas.training.capture import StepExecutor
 from fedlas.training.checkpoint import UNFIT, restore_module
+from fedlas.training.distributed import gather_objects
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
 from fedlas.training.optimizer import build_optimizer, load_optimizer_state, optimizer_state, reset_optimizer_state
 from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
-from fedlas.training.random_state import seed_everything
+from fedlas.training.random_state import random_state, restore_random_state, seed_everything
 from fedlas.training.recipe import PUBLISHED, Recipe
 from fedlas.training.run_folder import RunError
 from fedlas.training.schedule import LearningRates, lr_table
@@ -85,6 +86,9 @@ class Session:
         self.data = build_data(recipe.data, seed=recipe.seed, **self._common, **recipe.data_options)
         self._foreign: dict[str, AbstractDataset] = {}
         self.capture = capture and recipe.capture and self.world == 1
+        self.epoch, self.position = 0, 0  # finished epochs, and steps of the next one
+        self.best: dict[str, Tensor] = {}
+        self.best_epoch, self.best_accuracy = 0, -1.0
         split = self.data.split("train")
         if recipe.train_on_v1:
             split = with_first_half(split, self.data.split("val"))
@@ -335,17 +339,36 @@ class Session:
         if self.world > 1:
             self.step.parts.task = WithLoss(self.net, self.loss)  # the wrapper would keep the group and its threads
 
-    def state(self) -> dict[str, Any]:
-        """Give all that a resumed run needs of the device; all ranks have to ask."""
+    @torch.no_grad()
+    def update_best(self, accuracy: float) -> None:
+        """Remember the weights of this epoch if its validation accuracy is strictly better than that of all before."""
+        if accuracy <= self.best_accuracy:
+            return
+        self.best_epoch, self.best_accuracy = self.epoch + 1, accuracy
+        for name, value in self.net.model.state_dict().items():
+            if name in self.best:
+                self.best[name].copy_(value)
+            else:
+                self.best[name] = value.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state of the run, for a checkpoint; all ranks have to call it."""
         return {
+            "recipe": self.recipe.key,
+            "epoch": self.epoch,
+            "position": self.position,
             "model": self.net.model.state_dict(),
             "loss": self.loss.state_dict(),
             "optimizer": optimizer_state(self.step.parts.optimizer),
             "step": self.step.state(),
+            "random": gather_objects(random_state(self.device)),
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "best_accuracy": self.best_accuracy,
         }
 
-    def restore(self, state: dict[str, Any], path: Path | None = None) -> None:
-        """Go on from a saved state, in place; an error names the file that it is from."""
+    def load_state_dict(self, state: dict[str, Any], path: Path | None = None) -> None:
+        """Continue from a saved state, in place; errors name the file that it is from."""
         try:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
@@ -356,6 +379,14 @@ class Session:
             raise RunError(
                 f"{name} does not fit the network and data of today; has the data changed? ({reason})"
             ) from error
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.best = {name: value.to(self.device) for name, value in state["best"].items()}
+        self.best_epoch, self.best_accuracy = state["best_epoch"], state["best_accuracy"]
+
+    def load_random_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restore the random state of this rank, if it was saved."""
+        if rank() < len(states):
+            restore_random_state(states[rank()], self.device)
 
 
 class BatchAssembly(nn.Module):
