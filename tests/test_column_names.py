@@ -301,10 +301,35 @@ def test_labels_that_are_true_or_false(tmp_path, kind, names):
 
 
 def test_labels_in_scientific_notation(tmp_path):
-    labels = [f"{label + 1:.3e}" for label in LABELS]
+    labels = [f"{label + 1:.3e}" if place % 2 else f"{label + 1}e+00" for place, label in enumerate(LABELS)]
     is_read(read_predictions(write_table(tmp_path / "p.csv", family("prob_", names=("1", "2", "3")) | {"y": labels})))
     columns = {"conf": PROBS.max(1), "pred": LABELS, "y": [f"{label:.18e}" for label in LABELS]}
     assert read_predictions(write_table(tmp_path / "q.csv", columns)).correct.all()
+
+
+def test_scores_of_the_most_likely_classes_are_not_those_of_classes(tmp_path):
+    """The layout of timm: prob_0 is the largest probability, and its class is in index_0."""
+    order = (-PROBS).argsort(1)
+    columns = {f"index_{k}": order[:, k] for k in range(3)} | {f"prob_{k}": -np.sort(-PROBS)[:, k] for k in range(3)}
+    path = write_table(tmp_path / "timm.csv", columns | {"label": LABELS})
+    with pytest.raises(ValueError, match=r"index_0.*--confidence-column.*prob_0.*--prediction-column.*index_0"):
+        read_predictions(path)
+    found = read_predictions(path, confidence_column="prob_0", prediction_column="index_0")
+    assert found.correct.tolist() == (PROBS.argmax(1) == LABELS).tolist()
+
+
+def test_a_confidence_without_a_prediction_is_named(tmp_path):
+    path = write_table(tmp_path / "p.csv", {"number": LABELS, "prob": PROBS.max(1), "label": LABELS})
+    with pytest.raises(ValueError, match=r"prob.*--prediction-column.*--correct-column.*--prob-columns"):
+        read_predictions(path)
+
+
+def test_large_class_numbers_are_numbers(tmp_path):
+    """Classes are in the order of numbers, also those of ImageNet-21k."""
+    columns = {"conf": [0.5, 0.6, 0.7], "pred": [21_840, 5_000, 3], "y": [21_840, 12, 3]}
+    found = read_predictions(write_table(tmp_path / "p.csv", columns))
+    assert found.correct.tolist() == [True, False, True]
+    assert found.class_names == ("3", "12", "5000", "21840")
 
 
 def test_an_array_that_announces_more_than_its_file_holds_takes_no_memory(tmp_path):
@@ -402,6 +427,7 @@ def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1
     assert "val.npy" in refused.output
+    assert "--calibrate-labels" in refused.output
     done = CliRunner().invoke(app, [*command, "--calibrate-labels", f"{tmp_path}/val_y.npy"])
     assert done.exit_code == 0, done.output
 

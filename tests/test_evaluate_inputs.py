@@ -208,3 +208,10 @@ def test_columns_of_pandas_may_have_any_index():
     scores = {name: PROBS[:, place].double() for place, name in enumerate(("cat", "dog"))}
     found = evaluate({"note": texts, **scores, "y": np.array(["cat", "dog"])[TRUTH]}, **QUICK)
     assert found.classes == 2
+
+
+def test_calibration_data_may_be_given_in_every_form():
+    other = {"probs": PROBS.roll(1, 0).numpy(), "labels": TRUTH.roll(1).numpy()}
+    given = Predictions.from_probs(torch.from_numpy(other["probs"]), torch.from_numpy(other["labels"]))
+    found = [evaluate(PROBS, TRUTH, posthoc="temperature", calibration=one, **QUICK) for one in (other, given)]
+    assert float(found[0].after["temperature"]["nll"]) == float(found[1].after["temperature"]["nll"])

@@ -38,6 +38,7 @@ OTHERS = {"index", "id", "ids", "path", "paths", "class_names", "features", "spl
 UNUSED = {"metrics"}  # of a PredictionOutput of Hugging Face: a dictionary, which is not read
 SCORES = ("logit_", "prob_", "logits", "probs", "confidence")  # roles of columns that hold scores
 ROW_NAMES = {"", "unnamed: 0"}  # the row numbers that pandas and R write
+RANKED_CLASSES = ("index_", "class_", "pred_", "prediction_")  # with a rank behind them: the most likely classes (timm)
 
 
 class ColumnOptions(TypedDict, total=False):
@@ -285,9 +286,24 @@ def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadO
                 f"--logits (logits=True) for logits"
             )
         if candidates:
+            _check_ranks(candidates[0], columns, path)
             hugging_face = "label_ids" in columns and set(candidates[0].names) == {"predictions"}
             return (candidates[0]._replace(logits=True) if hugging_face else candidates[0]).roles(options, path)
     return _top_label(free, taken, path)
+
+
+def _check_ranks(family: Family, columns: Mapping[str, Any], path: object) -> None:
+    """Raise if scores are those of the k most likely classes, whose numbers are in other columns (timm)."""
+    ranks = list(family.names.values())
+    for prefix in RANKED_CLASSES if _are_consecutive(ranks) else ():
+        others = [f"{prefix}{rank}" for rank in ranks]
+        if all(name in columns for name in others):
+            scores = list(family.names)
+            raise ValueError(
+                f"{path}: {short_list(scores, 6)} are scores of the most likely classes, which are in "
+                f"{short_list(others, 6)}, not of class 0, 1, ...; evaluate the most likely one with "
+                f"{option('confidence_column')} {scores[0]} and {option('prediction_column')} {others[0]}"
+            )
 
 
 def _exact(columns: Mapping[str, Any], _: Callable[[], set[str]]) -> list[Family]:
@@ -355,7 +371,14 @@ def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: objec
             )
         found |= dict.fromkeys(names, role)
     roles = {*found.values(), *taken.values()}
-    return found if "confidence" in roles and roles & {"prediction", "correct"} else {}
+    if "confidence" in roles and not roles & {"prediction", "correct"}:
+        column = next(name for name, role in {**taken, **found}.items() if role == "confidence")
+        raise ValueError(
+            f"{path}: {column!r} is read as the confidence, and the predicted class is missing: name its column with "
+            f"{option('prediction_column')}, or that of correctness with {option('correct_column')}; if {column!r} is "
+            f"the probability of the second of two classes, use {option('prob_columns')} {column}"
+        )
+    return found if "confidence" in roles else {}
 
 
 def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions) -> set[str]:

@@ -54,7 +54,8 @@ NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")  # of a class that is called by one
 LONGEST_WHOLE = 40  # digits of a number with leading zeros
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}  # whether one is correct
 TRUTH = {"false": 0, "true": 1}  # labels of two classes
-SCIENTIFIC = re.compile(r"[+-]?\d+\.\d*[eE][+-]?\d{1,2}")  # a number as numpy.savetxt and R write it
+# A number as numpy.savetxt and R write it; 12e4 may be the name of a class.
+SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*[eE][+-]?|[eE][+-])\d{1,2}")
 WHOLE = re.compile(r"[+-]?\d+")  # a number as text
 MOST_WARNINGS = 5  # about class names that are spelled almost alike
 AT_ONCE = 2**16  # cells of a text file that are converted together
@@ -209,11 +210,11 @@ def no_scores(columns: Mapping[str, Any], roles: Roles, options: ReadOptions, pa
     return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
 
 
-def no_labels(roles: Roles | None, path: object) -> ValueError:
-    """Return the error about a table in which no labels were found."""
+def no_labels(roles: Roles | None, path: object, labels: str = "labels") -> ValueError:
+    """Return the error about a table in which no labels were found; `labels` is the option that gives them."""
     unread = () if roles is None else roles.unread
     there = f"; these columns are not understood: {short_list(unread)}" if unread else ""
-    way = f"name their column with {option('label_column')}, or give them with {option('labels')}"
+    way = f"name their column with {option('label_column')}, or give them with {option(labels)}"
     return ValueError(f"{path}: no labels were found{there}; {way}")
 
 

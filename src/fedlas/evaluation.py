@@ -40,7 +40,7 @@ from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_o
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import checked_number, checked_text, with_logits
 from fedlas.posthoc.leakage import samples_in_both
-from fedlas.predictions import AnyPredictions, Array, Predictions, slices_of, with_every_class
+from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of, with_every_class
 from fedlas.storage import readable, write_whole
 
 FORMAT = "fedlas.report/1"
@@ -271,7 +271,7 @@ def evaluate(
     logits: Array | bool | None = None,
     ood: Mapping[str, AnyPredictions | Array] | None = None,
     posthoc: str | AbstractCalibrator | Sequence[str | AbstractCalibrator] = (),
-    calibration: AnyPredictions | str | Path | None = None,
+    calibration: Any = None,
     train_features: Array | None = None,
     folds: int = FOLDS,
     bins: int = 15,
@@ -307,7 +307,7 @@ def evaluate(
     """
     predictions = as_predictions(predictions, labels, logits=logits, **columns)
     predictions.correct  # noqa: B018 - an error where there are no labels, before anything is fitted
-    if isinstance(calibration, str | Path):
+    if calibration is not None and not isinstance(calibration, Predictions | TopLabelPredictions):
         calibration = as_predictions(calibration, logits=logits if isinstance(logits, bool) else None, **columns)
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:

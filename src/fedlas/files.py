@@ -136,10 +136,10 @@ def as_predictions(
     return Predictions(given, labels) if logits else Predictions.from_probs(given, labels, normalize=normalize)
 
 
-def labelled(found: AnyPredictions, path: str | Path) -> AnyPredictions:
-    """Refuse a file without labels, by its name."""
+def labelled(found: AnyPredictions, path: str | Path, labels: str = "labels") -> AnyPredictions:
+    """Return predictions; raise if they have no labels, with the option that would give them."""
     if isinstance(found, Predictions) and found.given_labels is None:
-        raise no_labels(found.columns, path)
+        raise no_labels(found.columns, path, labels)
     return found
 
 

@@ -632,7 +632,7 @@ def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None
     if given.is_floating_point() or given.shape != (n,):
         raise ValueError(f"{name} is {given.dtype} of shape {tuple(given.shape)}; expected {n} integers")
     most = CLASS_LIMIT if names is None else len(names)
-    check_rows(name, given, (given >= 0) & (given < most), f"is outside 0..{most - 1}")
+    check_rows(name, given, (given >= 0) & (given < most), f"is outside 0..{most - 1} (classes count from 0)")
     return given.long()
 
 
@@ -1014,7 +1014,9 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
         raise ValueError(f"labels has {len(labels)} rows for {n} samples{turned}")
     labels = _class_numbers(labels)
     if labels.ndim == 1 and not labels.is_floating_point():
-        check_rows("labels", labels, (labels >= 0) & (labels < classes), f"is outside 0..{classes - 1}")
+        check_rows(
+            "labels", labels, (labels >= 0) & (labels < classes), f"is outside 0..{classes - 1} (classes count from 0)"
+        )
         return labels.long()
     if labels.ndim != 2 or not labels.is_floating_point() or labels.shape[1] != classes:
         given = f"labels are {labels.dtype} of shape {tuple(labels.shape)}"

@@ -32,6 +32,8 @@ def candidates(keyword, kind):
     """Return values of which a keyword takes at least one that is not its default."""
     if keyword == "weight":
         return [torch.ones(CLASSES)]
+    if keyword == "replay":
+        return [[{"strengths": [0.5] * bins, "edges": [*range(bins + 1)]}] for bins in (1, 5, 10)]
     return choices(kind) or [0.125, 0.25, 3, 7]
 
 

@@ -236,6 +236,8 @@ def test_separated_scores_still_leave_doubt():
     mixed = torch.cat([foreign[1:], torch.tensor([48.5])])
     assert ood.auroc(known, mixed).interval.low <= area.interval.low
     assert ood.aupr(known, mixed).interval.low <= precision.interval.low + 1e-3
+    lone = ood.aupr(known, torch.tensor([10.5]))  # one sample has no variance: the range of unseen ones is wide
+    assert lone.interval.method == ood.aupr(known, foreign[:1]).interval.method
     constant = ood.auroc(torch.zeros(50), torch.zeros(30)).interval
     assert constant.low < 0.5 < constant.high
 

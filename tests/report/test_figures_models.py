@@ -179,6 +179,7 @@ def test_smoothing_is_twice_a_sigmoid():
     assert list(up.get_ydata()) == list(data.positive)
     assert up.get_linestyle() != down.get_linestyle()
     assert list(right.patches[0].get_data().edges) == list(data.edges)
+    assert right.get_xlim() == (data.edges[0], data.edges[-1])
 
 
 def test_a_gate_without_beta_or_histogram_has_a_mean_alone():

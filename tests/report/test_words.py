@@ -286,6 +286,15 @@ def test_the_temperature_is_written_alike_and_without_exponent(report, temperatu
     assert "e+" not in summary(report)
 
 
+@pytest.mark.parametrize(("standard_error", "shown"), [(0.9, True), (1.1, False)])
+def test_the_range_of_a_temperature_is_shown_while_it_says_something(report, standard_error, shown):
+    """With a standard error of log T above 1, the range spans more than a factor of 50."""
+    learned = {"temperature": 2.0, "standard_error": standard_error}
+    after = dataclasses.replace(report.after["temperature"], parameters=learned)
+    lines = sentences(dataclasses.replace(report, after={"temperature": after}))
+    assert any("T = 2 (" in line for line in lines) == shown
+
+
 def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(report):
     kind = "temperature"
     held = report.after[kind]

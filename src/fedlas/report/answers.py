@@ -364,7 +364,11 @@ def _completed(
     unlabelled: Any = {word: value for word, value in columns.items() if word not in {"labels", "label_column"}}
     others: Any = {**columns, "labels": labels}
     read = {word: _like(_read(path, watch, unlabelled), given, path) for word, path in foreign.items()}
-    other = held.calibration if calibration is None else _like(_truth(calibration, watch, others), given, calibration)
+    other = (
+        held.calibration
+        if calibration is None
+        else _like(labelled(_read(calibration, watch, others), calibration, "calibrate_labels"), given, calibration)
+    )
     return replace(held, calibration=other, ood={**held.ood, **read})
 
 
