@@ -31,6 +31,19 @@ def write_table(path: Path, columns: dict, mark: str = ",") -> Path:
     return path
 
 
+def write_columns(path: Path, columns: dict) -> Path:
+    """Write columns to a file of text, JSON or parquet, by its ending."""
+    lists = {name: list(column) for name, column in columns.items()}
+    if path.suffix == ".json":
+        path.write_text(json.dumps(lists))
+    elif path.suffix == ".parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.table(lists), path)
+    else:
+        write_table(path, columns)
+    return path
+
+
 def family(prefix: str, values: np.ndarray = PROBS, names: tuple = NAMES) -> dict:
     return {f"{prefix}{name}": values[:, place] for place, name in enumerate(names)}
 
@@ -55,15 +68,7 @@ def test_labels_under_the_names_of_other_tools(tmp_path, name):
 def test_class_columns_under_the_names_of_other_tools(tmp_path, prefix, kind):
     logits = prefix == "logits_"
     columns = {"unknown": range(12)} | family(prefix, LOGITS if logits else PROBS) | {"y_true": WORDS, "note": WORDS}
-    path = tmp_path / f"p.{kind}"
-    if kind == "csv":
-        write_table(path, columns)
-    elif kind == "json":
-        path.write_text(json.dumps({name: list(column) for name, column in columns.items()}))
-    else:
-        pa = pytest.importorskip("pyarrow")
-        table = pa.table({name: list(column) for name, column in columns.items()})
-        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    path = write_columns(tmp_path / f"p.{kind}", columns)
     found = read_predictions(path)
     is_read(found, logits=logits)
     assert found.class_names == NAMES
@@ -289,14 +294,7 @@ def test_errors_about_labels_from_another_file_name_that_file(tmp_path):
 @pytest.mark.parametrize("names", [("0", "1"), ("1",), ("cat", "dog"), ("True", "False")])
 def test_labels_that_are_true_or_false(tmp_path, kind, names):
     columns = family("prob_", np.array([[0.7, 0.3], [0.2, 0.8]]), names) | {"label": [False, True]}
-    path = tmp_path / f"p.{kind}"
-    if kind == "csv":
-        write_table(path, columns)
-    elif kind == "json":
-        path.write_text(json.dumps({name: list(column) for name, column in columns.items()}))
-    else:
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(arrow.table({name: list(column) for name, column in columns.items()}), path)
+    path = write_columns(tmp_path / f"p.{kind}", columns)
     assert read_predictions(path).labels.tolist() == ([1, 0] if names[0] == "True" else [0, 1])
 
 

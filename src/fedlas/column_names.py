@@ -396,7 +396,7 @@ def _ndim(values: Any) -> int:
     if found is not None:
         return int(found)
     if isinstance(values, Mapping | str) or not hasattr(values, "__len__"):
-        return 0  # a number of epochs, or settings, beside the arrays
+        return 0  # not an array: a number of epochs, or settings
     return 2 if len(values) and isinstance(values[0], list | tuple) else 1
 
 

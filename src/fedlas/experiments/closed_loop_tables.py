@@ -20,6 +20,15 @@ from fedlas.training.recipe import Recipe
 FEWEST_SEEDS = 5  # of the comparisons, by the design
 OTHERS = (("ce", TEMPERATURE), ("pskd", None), ("pskd", TEMPERATURE))
 TESTED = {"nll": "NLL", "aurc": "AURC x 1000"}
+METRIC_COLUMNS = (
+    ("accuracy", "accuracy %", True),
+    ("ece", "ECE %", False),
+    ("aece", "AECE %", False),
+    ("classwise_ece", "class-wise ECE %", False),
+    ("nll", "NLL", False),
+    ("brier", "Brier", False),
+    ("aurc", "AURC x 1000", False),
+)
 MARGINS = {"accuracy": ("accuracy", -0.005), "ece": ("ECE", 0.005), "brier": ("Brier", 0.005)}
 
 
@@ -57,16 +66,16 @@ def _search_cell(ledger: Ledger, choice: Choice, data: str, candidate: Candidate
 
 def primary_table(ledger: Ledger, choice: Choice) -> Table:
     """Make the primary table: every metric of every method, raw and after temperature scaling."""
-    places = _places(data_sets(choice))
+    measures = _measures(data_sets(choice))
     rows = []
     for method in methods(choice):
         for posthoc in POSTHOC:
             lines = {data: primary_lines(ledger, choice, data, (method, posthoc)) for data in data_sets(choice)}
-            cells = tuple(_cell(lines[data], one, len(choice.seeds)) for data, one in places)
+            cells = tuple(_cell(lines[data], one, len(choice.seeds)) for data, one in measures)
             rows.append(Row(row_name(method, posthoc), _label(method, posthoc), cells))
     notes = ("Weights of the last epoch; the temperature is fitted on V2. Mean and standard deviation over seeds.",)
     title = "Closed loop, CE and PS-KD"
-    return Table("closed_loop-primary", title, _columns(places), tuple(rows), notes + choice.changed)
+    return Table("closed_loop-primary", title, _columns(measures), tuple(rows), notes + choice.changed)
 
 
 def primary_lines(
@@ -116,7 +125,7 @@ def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> lis
 def _margin_table(
     name: str, ledger: Ledger, lines: Mapping[tuple[str, str, str | None], list[Line]], family: Sequence[str]
 ) -> Table:
-    """Make the table of one-sided bounds against CE + TS beside their margins."""
+    """Make the table of one-sided bounds against CE + TS, and their margins."""
     rows = []
     for data in family:
         for metric, (word, margin) in MARGINS.items():
@@ -134,7 +143,7 @@ def _margin_table(
 def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     """Make the table of controls of the label budget, and their differences from `closed_loop`."""
     seeds, tables = design.CONTROLS["seeds"], []
-    places = _places(design.controlled(choice), ood=False)
+    measures = _measures(design.controlled(choice), ood=False)
     lines = {
         (data, row): _found(
             ledger, [design.control_recipe(data, row, seed, choice, ledger) for seed in seeds], TEMPERATURE
@@ -146,15 +155,17 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
         return []
     about = {row: f"{design.CONTROLS['rows'][row]['about']} + TS" for row in design.control_rows(choice)}
     rows = [
-        Row(row, words, tuple(_cell(lines[data, row], one, len(seeds)) for data, one in places))
+        Row(row, words, tuple(_cell(lines[data, row], one, len(seeds)) for data, one in measures))
         for row, words in about.items()
     ]
     ours = {data: primary_lines(ledger, choice, data, (OURS, None), seeds) for data in design.controlled(choice)}
-    rows.append(Row(OURS, _label(OURS, None), tuple(_cell(ours[data], one, len(seeds)) for data, one in places)))
+    rows.append(Row(OURS, _label(OURS, None), tuple(_cell(ours[data], one, len(seeds)) for data, one in measures)))
     note = (
         f"Seeds {', '.join(map(str, seeds))}; configurations of the + TS rows. Mean and standard deviation over seeds."
     )
-    tables.append(Table("closed_loop-controls", "Controls of the label budget", _columns(places), tuple(rows), (note,)))
+    tables.append(
+        Table("closed_loop-controls", "Controls of the label budget", _columns(measures), tuple(rows), (note,))
+    )
     differences = [
         Row(
             f"{data}/{row}/{metric}",
@@ -182,18 +193,18 @@ def ablation_table(ledger: Ledger, choice: Choice) -> list[Table]:
     }
     if not any(lines.values()):
         return []
-    places = _places([data], ood=False)
+    measures = _measures([data], ood=False)
     about = {row: design.ABLATIONS["variants"][row]["about"] for row in lines}
     shown = {OURS: primary_lines(ledger, choice, data, (OURS, None), seeds), **lines}
     rows = tuple(
-        Row(row, about.get(row, "selected configuration"), tuple(_cell(found, one, len(seeds)) for _, one in places))
+        Row(row, about.get(row, "selected configuration"), tuple(_cell(found, one, len(seeds)) for _, one in measures))
         for row, found in shown.items()
     )
     note = f"Seeds {', '.join(map(str, seeds))}, without temperature scaling; one factor at a time."
-    return [Table("closed_loop-ablations", "Ablations of the closed loop", _columns(places), rows, (note,))]
+    return [Table("closed_loop-ablations", "Ablations of the closed loop", _columns(measures), rows, (note,))]
 
 
-def _places(sets: Sequence[str], *, ood: bool = True) -> list[tuple[str, Measured]]:
+def _measures(sets: Sequence[str], *, ood: bool = True) -> list[tuple[str, Measured]]:
     """List the columns of a table of metrics, each with its data set."""
     found = []
     for data in sets:
@@ -203,18 +214,7 @@ def _places(sets: Sequence[str], *, ood: bool = True) -> list[tuple[str, Measure
     return found
 
 
-METRIC_COLUMNS = (
-    ("accuracy", "accuracy %", True),
-    ("ece", "ECE %", False),
-    ("aece", "AECE %", False),
-    ("classwise_ece", "class-wise ECE %", False),
-    ("nll", "NLL", False),
-    ("brier", "Brier", False),
-    ("aurc", "AURC x 1000", False),
-)
-
-
-def _columns(places: Sequence[tuple[str, Measured]]) -> tuple[Column, ...]:
+def _columns(measures: Sequence[tuple[str, Measured]]) -> tuple[Column, ...]:
     shown = {"NLL": (False, 4), "Brier": (False, 4), "AURC x 1000": (False, 2)}
     return tuple(
         Column(
@@ -224,7 +224,7 @@ def _columns(places: Sequence[tuple[str, Measured]]) -> tuple[Column, ...]:
             percent=shown.get(one.heading, (True, 2))[0],
             digits=shown.get(one.heading, (True, 2))[1],
         )
-        for data, one in places
+        for data, one in measures
     )
 
 

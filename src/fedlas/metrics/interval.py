@@ -94,8 +94,8 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     if isinstance(found, tuple):
         gaps = gaps_of(metric, probs, labels, **options)
-        world = _resampled(gaps, probs, resamples, seed)
-        over, under = (_inverted(gaps, world, part, level) for part in PARTS)
+        distribution = _resampled(gaps, probs, resamples, seed)
+        over, under = (_inverted(gaps, distribution, part, level) for part in PARTS)
         return found[0].with_interval(over), found[1].with_interval(under)
     if metric is scoring.accuracy:
         hits = scoring.correctness(pairs(probs, labels, **options))
@@ -107,10 +107,10 @@ def bootstrap(
         measured = mean_with_interval(found, values, level, resamples, rng)
         return within_one(measured) if metric in AREAS else measured
     gaps = gaps_of(metric, probs, labels, **options)
-    world = _resampled(gaps, probs, resamples, seed)
+    distribution = _resampled(gaps, probs, resamples, seed)
     if metric in ROOTS:
-        return _one(found, _inverted(gaps, world, "rms", level))
-    return _one(found, _inverted(gaps, world, "both", level), noise_floor=gaps.noise_floor())
+        return _one(found, _inverted(gaps, distribution, "rms", level))
+    return _one(found, _inverted(gaps, distribution, "both", level), noise_floor=gaps.noise_floor())
 
 
 def _resampled(gaps: AbstractGaps, probs: Given, resamples: int | None, seed: int) -> World:
@@ -119,7 +119,7 @@ def _resampled(gaps: AbstractGaps, probs: Given, resamples: int | None, seed: in
     def resample() -> World:
         return gaps.resample(resamples, np.random.default_rng(seed))
 
-    # The gaps of pairs are computed once, too, and kept as long as the pairs: no other gaps get their id.
+    # The pairs hold their gaps, so that no other gaps can have the same id.
     return probs.once((id(gaps), resamples, seed), resample) if isinstance(probs, Pairs) else resample()
 
 
@@ -130,8 +130,8 @@ def within_one(found: Result) -> Result:
     return found.with_interval(replace(interval, low=max(0.0, interval.low), high=min(1.0, interval.high)))
 
 
-def _inverted(gaps: AbstractGaps, world: World, part: Part, level: float) -> Interval:
-    low, high = inverted_interval(world, part, level)
+def _inverted(gaps: AbstractGaps, distribution: World, part: Part, level: float) -> Interval:
+    low, high = inverted_interval(distribution, part, level)
     below, above = gaps.unseen(level)
     if (part in PARTS and gaps.samples < RARE) or high + above <= low - below:
         # Samples of confidence 1 cannot be under-confident, but samples that were not seen can be.

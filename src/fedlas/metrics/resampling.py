@@ -396,9 +396,8 @@ def mean_interval(
     normal = NormalDist()
     share = float(np.clip((np.sum(means < mean) + np.sum(means <= mean)) / (2 * resamples), 1e-4, 1 - 1e-4))
     shift = normal.inv_cdf(share)
-    acceleration = float((centred * centred * centred).sum()) / (
-        6 * spread**1.5
-    )  # numpy's cube takes ten times as long
+    cubes = centred * centred * centred  # ten times as fast as centred**3
+    acceleration = float(cubes.sum()) / (6 * spread**1.5)
     ends = []
     for tail in ((1 - level) / 2, (1 + level) / 2):
         z = shift + normal.inv_cdf(tail)

@@ -360,7 +360,7 @@ def _completed(
     if held.predictions is None:
         raise ValueError(f"{name} has neither predictions nor a report")
     given = held.predictions
-    # Labels of other samples are given apart, and out-of-distribution samples have none.
+    # Labels of calibration data have an option of their own; OOD samples have no labels.
     unlabelled: Any = {word: value for word, value in columns.items() if word not in {"labels", "label_column"}}
     others: Any = {**columns, "labels": labels}
     read = {word: _like(_read(path, watch, unlabelled), given, path) for word, path in foreign.items()}
