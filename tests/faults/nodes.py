@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / name) for name in ("", "train", "experiments")]
+sys.path[:0] = [str(TESTS / name) for name in ("", "training", "experiments")]
 
 from runs_of import log_without_times, prediction_bytes  # noqa: E402
 from test_launch import exists, holder  # noqa: E402

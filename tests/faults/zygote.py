@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(path) for path in (TESTS, TESTS / "train") if str(path) not in sys.path]
+sys.path[:0] = [str(path) for path in (TESTS, TESTS / "training") if str(path) not in sys.path]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads do not survive a fork
 os.environ.setdefault("FEDLAS_COMMIT", "campaign")  # else every attempt asks git
 
