@@ -46,8 +46,9 @@ from fedlas.models import build_model
 from fedlas.predictions import Predictions
 from fedlas.training import Recipe, recipe_for
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark
+from fedlas.training.build import SessionCache, select_device
 from fedlas.training.prediction import predictions_of
-from fedlas.training.session import Session, select_device
+from fedlas.training.session import Session
 
 RUNGS: dict[str, dict[str, Any]] = {
     "resident": {"precision": "tf32", "channels_last": False, "compile": False, "capture": False},
@@ -302,12 +303,13 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
             told("reference", "", reference(dataset, model, rows, device, options.epochs))
     for rung in [one for one in RUNGS if one in options.rungs]:
         with backend_flags(recipe(data, model, rows, "ce", rung), device), on_stream(device):
-            session = Session(recipe(data, model, rows, "ce", rung), device, options.data_root)
+            cache = SessionCache()
+            session = Session(recipe(data, model, rows, "ce", rung), device, options.data_root, cache=cache)
             if rung == "graph":
                 enable_cudnn_benchmark()  # as `fit` does
             steps(session, WARM_STEPS)
             if rung == "graph":
-                found |= top(options, session, told)
+                found |= top(options, session, cache, told)
             else:
                 told(rung, "ce", statistics.median(epoch(session, n) for n in range(options.epochs)))
         del session
@@ -316,11 +318,13 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
     return found | roofline(model, max(speeds.values(), default=0.0), found["machine"])
 
 
-def top(options: argparse.Namespace, session: Session, told: Callable[[str, str, float], None]) -> dict[str, Any]:
+def top(
+    options: argparse.Namespace, session: Session, cache: SessionCache, told: Callable[[str, str, float], None]
+) -> dict[str, Any]:
     """Measure the last rung: losses that take turns on one compiled network, and a validation pass."""
     sessions = {"ce": session}
     for loss in options.losses.split(","):
-        sessions[loss] = Session(session.recipe.replace(loss=loss), session.device, options.data_root, before=session)
+        sessions[loss] = Session(session.recipe.replace(loss=loss), session.device, options.data_root, cache=cache)
         steps(sessions[loss], WARM_STEPS)
     validation = predictions_of(
         session.net, session.evaluation("val"), session.recipe, device=session.device, split="val",
@@ -337,7 +341,7 @@ def top(options: argparse.Namespace, session: Session, told: Callable[[str, str,
     print(f"{session.recipe.model}  of plain CE: {', '.join(f'{k} {v:.3f}' for k, v in ratios.items())}; ", end="")
     print(f"validation pass over {len(session.data.split('val')):,} images: {seconds:.3f} s", flush=True)
     if options.profile:
-        unrecorded = Session(session.recipe, session.device, options.data_root, capture=False, before=session)
+        unrecorded = Session(session.recipe, session.device, options.data_root, capture=False, cache=cache)
         profile(unrecorded)
     return {"of_plain_ce": ratios, "validation_seconds": seconds}
 

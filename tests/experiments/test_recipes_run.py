@@ -138,7 +138,7 @@ def test_the_official_code_normalises_test_images_differently(made_up):
     imagenet = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     expected = (bytes_ - imagenet[0].view(3, 1, 1)) / imagenet[1].view(3, 1, 1)
     assert theirs == pytest.approx(expected, abs=1e-5)
-    assert torch.equal(first_images(session.foreign("cifar10")), ours)
+    assert torch.equal(first_images(session.ood_source("cifar10")), ours)
     other = Session(recipe.replace(data="cifar10", splits=("val", "test")), torch.device("cpu"))
     assert first_images(other.foreign("cifar100-published")) == pytest.approx(expected, abs=1e-5)
 

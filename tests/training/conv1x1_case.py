@@ -137,10 +137,10 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, every: int) -> d
     about, other = looked(y, ""), (skip, looked(skip, "skip ")) if added == "norm" else ()
     _, bits = batch_norm.activation(y, about, None if added == "nothing" else skip, other[1] if other else None)
     owed = conv1x1.Product(given["gradient"], given["factors"])
-    second: torch.Tensor | batch_norm.Apart | None = given["second"] if every else None
+    second: torch.Tensor | batch_norm.StridedGradient | None = given["second"] if every else None
     if every > 1:
         looked_at = given["second"][:, :, ::every, ::every].contiguous(memory_format=torch.channels_last)
-        second = batch_norm.Apart(looked_at, every)
+        second = batch_norm.StridedGradient(looked_at, every)
     sums = conv1x1.gradient_sums(owed, second, y, bits, about, counter, *other)
     assert not counter.any()
     found = batch_norm.gradients(sums, y, about, *other)
@@ -253,7 +253,12 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
         back = left.mock_calls, summed_back.mock_calls
         asked += [[call.args[5].data_ptr() for call in some] for some in back]
         asked += [
-            [call.args[5].data_ptr() for some in back for call in some if isinstance(call.args[1], batch_norm.Apart)]
+            [
+                call.args[5].data_ptr()
+                for some in back
+                for call in some
+                if isinstance(call.args[1], batch_norm.StridedGradient)
+            ]
         ]
         with patch.object(conv1x1, "fits", lambda *_: False), patch.object(conv1x1, "fits_back", lambda *_: False):
             usual = ours if dtype == torch.float32 else outcome(plain, images, labels)

@@ -1,4 +1,4 @@
-"""Compares the end of a step by kernels of our own with torch's; run by itself with TRITON_INTERPRET=1, or on a GPU.
+"""Compare the fused optimizer step with torch's; run by itself with TRITON_INTERPRET=1, or on a GPU.
 
     python tests/training/optimizer_step_case.py cpu
 
@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,14 +18,15 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from fedlas.training import recipe_for
-from fedlas.training.accelerators import optimizer_step
-from fedlas.training.accelerators.metric_sums import SAMPLES, WIDEST, tally, watch
+from fedlas.losses.base import GateState
+from fedlas.training import build, recipe_for
+from fedlas.training.accelerators import metric_sums, optimizer_step
+from fedlas.training.accelerators.metric_sums import SAMPLES, WIDEST
 from fedlas.training.accelerators.optimizer_step import SUMS
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
-from fedlas.training.optimizer import build_optimizer, optimizer_state, parameters_of
+from fedlas.training.optimizer import OptimizerStep, build_optimizer, optimizer_state, parameters_of
 from fedlas.training.session import Session
 
 FEW = 2  # sums of tiles that are added at a time, so that there are several of these in a small network
@@ -87,8 +89,9 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
 
 
 def left_to_torch(session: Session) -> None:
-    """Do without kernels of our own."""
-    session.step.parts.fused_step = session.step.metrics.tally = session.step.gate.tally = None
+    """Do without custom kernels."""
+    session.step.parts.optimizer_step = session.step.parts.plain
+    session.step.metrics.kernels = session.step.gate.kernels = None
 
 
 def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Session:
@@ -103,19 +106,19 @@ def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool,
         for step, inputs in enumerate([*session.batches(0), *session.batches(1)][:count]):
             change(session, step)
             session.execute(*inputs)
-            session.ready.append(ours and session.step.parts.fused_step.ready)
+            session.ready.append(ours and session.step.parts.optimizer_step.ready)
     return session
 
 
 def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
     """List what steps have changed."""
-    optimizer = session.step.parts.optimizer
+    optimizer = session.step.parts.plain.optimizer
     return {
         "weights": list(parameters_of(optimizer)),
         "memory": [value for one in optimizer_state(optimizer) for value in one.values()],
         "sums": [session.step.metrics.sums[name] for name in sorted(session.step.metrics.sums)],
         "gate": [session.step.gate.sums, session.step.gate.history.now],
-        "rates": [session.step.parts.rates.now],
+        "rates": [session.step.parts.plain.rates.now],
     }
 
 
@@ -124,7 +127,7 @@ def flags(session: Session) -> dict[str, Any]:
     return {
         "count": int(session.step.count),
         "first bad": int(session.step.first_bad),
-        "skips": float(session.step.parts.optimizer.found_inf),
+        "skips": float(session.step.parts.plain.optimizer.found_inf),
         "correct": float(session.step.metrics.sums["correct"]),
         "samples": float(session.step.metrics.sums["samples"]),
         "steps": float(session.step.metrics.sums["steps"]),
@@ -148,13 +151,13 @@ def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]
     count = count or (2 if change is nothing else 4)
     with (
         patch.object(optimizer_step, "SUMS", FEW if case == "few sums" else SUMS),
-        patch.object(Session, "compiled", property(lambda session: session.recipe.compile)),
-        patch.object(nn.Module, "compile", lambda *_, **__: None),
+        patch.object(build, "is_compiled", lambda recipe, _: recipe.compile),
+        patch.object(build, "CompiledCall", lambda module, **_: module),
     ):
         ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
     mine, theirs = numbers(ours), numbers(torchs)
     return {
-        "taken": ours.step.parts.fused_step is not None,
+        "taken": ours.step.parts.optimizer_step is not ours.step.parts.plain,
         "steps": ours.ready,
         "distance": {part: distance(mine[part], theirs[part]) for part in mine if theirs[part]},
         "flags": flags(ours),
@@ -179,11 +182,12 @@ def answers(device: str) -> list[list[bool]]:
     ):
         used: list[bool] = []
 
-        def watched(*given: Any, used: list[bool] = used) -> bool:
-            used.append(tally(*given))
+        def recorded(*given: Any, used: list[bool] = used) -> bool:
+            used.append(metric_sums.add_batch(*given))
             return used[-1]
 
-        ours, torchs = EpochMetrics(torch.device(device), watched), EpochMetrics(torch.device(device))
+        kernels: Any = SimpleNamespace(add_batch=recorded)
+        ours, torchs = EpochMetrics(torch.device(device), kernels), EpochMetrics(torch.device(device))
         for meter in (ours, torchs):
             for _ in range(2):
                 value = torch.tensor(0.7, device=device)
@@ -191,15 +195,6 @@ def answers(device: str) -> list[list[bool]]:
         same = [ours.sums[name].item() == value.item() for name, value in torchs.sums.items()]
         found.append([used == [logits.shape[1] <= WIDEST] * 2, *same])
     return found
-
-
-class Gated(nn.Module):
-    """Stands for a loss whose gate has just seen a batch."""
-
-    def __init__(self, psi: torch.Tensor, gamma: torch.Tensor, alpha_i: torch.Tensor) -> None:
-        super().__init__()
-        self.psi, self.gamma, self.alpha_i = psi, gamma, alpha_i
-        self.smoothing = SimpleNamespace(alpha=0.05)
 
 
 def watched(device: str) -> list[list[bool]]:
@@ -210,11 +205,13 @@ def watched(device: str) -> list[list[bool]]:
         psi, gamma = torch.randn(rows).sign(), 3 * torch.randn(rows)
         gamma[:4] = torch.tensor([0.0, 0.5, 1e6, -1e6])[:rows]  # an edge, and far beyond all of them
         psi[1:2] = 0
-        loss: Any = Gated(psi.to(device), gamma.to(device), torch.rand(rows).to(device))
-        for one in (loss.psi, loss.gamma, loss.alpha_i):
+        state = GateState(psi.to(device), gamma.to(device), torch.rand(rows).to(device), 0.05)
+        for one in state[:3]:
             one[3::7] = math.nan
+        loss: Any = SimpleNamespace(gate_state=partial(tuple, state))
         places = torch.randperm(3 * rows)[: 2 * rows]
-        ours, torchs = (GateStatistics(loss, 3 * rows, torch.device(device), tally) for tally in (watch, None))
+        kernels: Any = metric_sums
+        ours, torchs = (GateStatistics(loss, 3 * rows, torch.device(device), one) for one in (kernels, None))
         for gate in (ours, torchs):
             for index in places.split(rows):
                 gate.add(index.to(device))
@@ -239,7 +236,7 @@ def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
     for takes in (True, False):
         net, loss = layers(device), nn.Linear(9, 8).to(device)
         optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), torch.device(device))
-        one = optimizer_step.FusedOptimizerStep(recipe, loss, optimizer, rates)
+        one = optimizer_step.FusedOptimizerStep(OptimizerStep(recipe, net, loss, optimizer, rates))
         fine, count = torch.tensor([1, 0], device=device).unbind()
         first_bad = torch.full_like(count, -1)
         sums = torch.zeros(2, dtype=torch.float64, device=device).unbind()

@@ -128,7 +128,7 @@ def used(device: str) -> dict[str, bool]:
         model.layer1, model.layer2, model.fc = nn.Sequential(), nn.Sequential(), nn.Linear(64, 5)
         model = model.to(device, memory_format=torch.channels_last).train()
         change(model)
-        assert fuse(model)
+        model = fuse(model)
         layout = about.get("layout", torch.channels_last)
         images = torch.randn(2, model.conv1.in_channels, 4, 3, device=device).contiguous(memory_format=layout)
         images.requires_grad_(about.get("learns", False))

@@ -16,8 +16,8 @@ from runs_of import SignalAt, large, log_without_times, photographs, prediction_
 from torch import nn
 
 from fedlas.training import Recipe, Run, StoppedError, fit, recipe_for
+from fedlas.training.build import check_shares, with_sync_batchnorm
 from fedlas.training.run_folder import RunError
-from fedlas.training.session import _check_shares, _with_shared_statistics
 from start_method import START_METHOD
 
 OPTIONS = {
@@ -261,19 +261,19 @@ def test_every_rank_raises_if_rank_zero_fails(made):
 
 def test_statistics_of_batchnorm_can_be_shared():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    made = _with_shared_statistics(net, torch.device("cuda"))
+    made = with_sync_batchnorm(net, torch.device("cuda"))
     assert isinstance(made[1], nn.SyncBatchNorm)
     assert made.state_dict().keys() == net.state_dict().keys()  # a checkpoint fits both
 
 
 def test_batches_that_cannot_be_shared_are_refused():
     with pytest.raises(RunError, match=r"2 .*\b51\b.*batch_size"):
-        _check_shares(recipe_for("digits", batch_size=51), 330, 2)
+        check_shares(recipe_for("digits", batch_size=51), 330, 2)
     with pytest.raises(RunError, match=r"2 .*\b5\b.*\b25\b"):
-        _check_shares(recipe_for("digits", batch_size=25, accumulate=5), 330, 2)
+        check_shares(recipe_for("digits", batch_size=25, accumulate=5), 330, 2)
     with pytest.raises(RunError, match=r"\b15\b.*drop_last=true"):
-        _check_shares(recipe_for("digits", batch_size=50), 315, 2)
-    _check_shares(recipe_for("digits", batch_size=50, drop_last=True), 315, 2)
+        check_shares(recipe_for("digits", batch_size=50), 315, 2)
+    check_shares(recipe_for("digits", batch_size=50, drop_last=True), 315, 2)
 
 
 def test_nothing_is_needed_of_a_network_path(tmp_path: Path):

@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from fedlas.losses import build_loss
 from fedlas.training.gate_statistics import EDGES, GateStatistics
 
 
 def test_the_gate_is_watched_sample_by_sample():
     """Of five samples one is ignored; a state of zero counts as -1."""
     nan = math.nan
-    loss: Any = nn.Module()
-    loss.psi = torch.tensor([1.0, -1.0, 0.0, nan, 1.0])
-    loss.gamma = torch.tensor([-0.75, 2.0, -9.0, nan, 0.25])
-    loss.alpha_i = torch.tensor([0.02, 0.04, 0.05, nan, 0.07])
-    loss.smoothing = SimpleNamespace(alpha=0.05)
+    loss: Any = build_loss("fedlas_ls", num_classes=3, alpha=0.05)
+    loss.smoothing.psi = torch.tensor([1.0, -1.0, 0.0, nan, 1.0])
+    loss.smoothing.gamma = torch.tensor([-0.75, 2.0, -9.0, nan, 0.25])
+    loss.smoothing.alpha_i = torch.tensor([0.02, 0.04, 0.05, nan, 0.07])
     watch = GateStatistics(loss, 8, torch.device("cpu"))
     watch.add(torch.tensor([7, 0, 2, 3, 5]))
     assert watch.history.now.tolist() == [-1, 0, -1, 0, 0, 1, 0, 1]
@@ -28,13 +27,13 @@ def test_the_gate_is_watched_sample_by_sample():
     assert seen["against_gamma"] == 0.5  # the first two
     counts = dict(zip((-math.inf, *EDGES), seen["gamma_histogram"]["counts"], strict=True))
     assert {edge: count for edge, count in counts.items() if count} == {-math.inf: 1, -1.0: 1, 0.0: 1, 2.0: 1}
-    loss.psi = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
+    loss.smoothing.psi = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
     watch.add(torch.tensor([7, 0, 2, 3, 5]))
     assert watch.read()["flip_rate"] == 0.5  # of the four that were seen before
 
 
 def test_a_reset_forgets_finished_epochs_too():
-    watch = GateStatistics(nn.Module(), 3, torch.device("cpu"))
+    watch = GateStatistics(build_loss("ce", num_classes=3), 3, torch.device("cpu"))
     watch.history.epochs.append(SimpleNamespace())
     watch.reset()
     assert watch.history.epochs == []

@@ -17,10 +17,11 @@ from fedlas.data import DamagedFileError, build_data
 from fedlas.data.digits import Digits
 from fedlas.losses.closed_loop import ClosedLoop
 from fedlas.training import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many, precision
+from fedlas.training.build import select_device
 from fedlas.training.checkpoint import Writer
 from fedlas.training.progress import downloads
 from fedlas.training.run_folder import locked
-from fedlas.training.session import Session, select_device
+from fedlas.training.session import Session
 from fedlas.training.validation import halves
 
 NAMES = [record.name for record in fedlas.list_losses()]
@@ -243,7 +244,7 @@ def test_a_bar_for_files_that_are_fetched(capsys, monkeypatch):
             shown("cifar-10-binary.tar.gz", have, 2_000_000)
         session = Session(short("ce"), torch.device("cpu"), progress=shown)
         assert session.data.progress is shown
-        assert session.foreign_data("svhn").progress is shown
+        assert session.ood_data("svhn").progress is shown
     assert "cifar-10-binary.tar.gz" in capsys.readouterr().out
     with downloads() as shown:  # where there is no terminal
         assert shown is None

@@ -14,11 +14,12 @@ import triton.language as tl
 from optimizer_step_case import CASES
 
 from fedlas.models import resnet
-from fedlas.training import session as session_module
+from fedlas.training import build
 from fedlas.training.accelerators import batch_norm, conv1x1, metric_sums, optimizer_step, stem
-from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, Narrowing
-from fedlas.training.accelerators.resnet import _Beside, _Narrow, _Room
-from fedlas.training.optimizer import build_optimizer
+from fedlas.training.accelerators.parameter_blocks import BLOCK, TILE, WeightCast
+from fedlas.training.accelerators.resnet import SideStream, _CastWeights, _GradientTarget
+from fedlas.training.build import SessionCache
+from fedlas.training.optimizer import OptimizerStep, build_optimizer
 from fedlas.training.recipe import Recipe
 from fedlas.training.session import Session
 
@@ -76,7 +77,7 @@ def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     loss = nn.Identity() if loss is None else loss
     optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), CPU)
-    return optimizer_step.FusedOptimizerStep(recipe, loss, optimizer, rates)
+    return optimizer_step.FusedOptimizerStep(OptimizerStep(recipe, net, loss, optimizer, rates))
 
 
 def test_gradients_lie_side_by_side_as_their_parameters_do():
@@ -97,10 +98,10 @@ def test_gradients_lie_side_by_side_as_their_parameters_do():
 
 
 def narrowed(
-    weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor, taker: Any = None
+    weights: list[nn.Parameter], slots: list[torch.Tensor | None], images: torch.Tensor, receiver: Any = None
 ) -> None:
-    rooms = [_Room(weight, slot, taker) for weight, slot in zip(weights, slots, strict=True)]
-    copies = _Narrow.apply(torch.bfloat16, _Beside(CPU), rooms, Narrowing(weights), *weights)
+    targets = [_GradientTarget(weight, slot, receiver) for weight, slot in zip(weights, slots, strict=True)]
+    copies = _CastWeights.apply(torch.bfloat16, SideStream(CPU), targets, WeightCast(weights), *weights)
     sum((nn.functional.conv2d(images.bfloat16(), copy) ** 2).float().sum() for copy in copies).backward()
 
 
@@ -129,17 +130,17 @@ def test_gradients_that_are_taken_are_not_made_wide():
     watched, slots = weights[1], [one.slots[weight] for weight in weights]
     handle = watched.register_hook(lambda gradient: gradient)
     images = torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
-    narrowed(weights, slots, images, one.take)
+    narrowed(weights, slots, images, one)
     wide = [weight.grad.clone() for weight in weights]  # nothing is captured yet
     layers.zero_grad(set_to_none=True)
     with one.capturing():
-        narrowed(weights, slots, images, one.take)
+        narrowed(weights, slots, images, one)
         assert [weight.grad is None for weight in weights] == [True, False, True]
         assert list(one.narrow) == [weights[0], weights[2]]
         assert all(torch.equal(one.narrow[weights[place]].float(), wide[place]) for place in (0, 2))
         handle.remove()
         # A loss that looks at the network twice: the two are added up, as wide numbers.
-        narrowed(weights, slots, images, one.take)
+        narrowed(weights, slots, images, one)
         assert not one.narrow
     for weight, half in zip(weights, wide, strict=True):
         torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
@@ -150,7 +151,7 @@ def test_a_weight_in_the_loss_loses_no_gradient_that_was_taken():
     net = nn.Conv2d(4, 8, 3, bias=False).to(memory_format=torch.channels_last)
     one, images = made(net), torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
     with one.capturing():
-        narrowed([net.weight], [None], images, one.take)
+        narrowed([net.weight], [None], images, one)
         taken = one.narrow[net.weight].float()
         net.weight.grad = torch.full_like(net.weight, 3.0)
         one._gather()
@@ -174,8 +175,8 @@ def test_narrow_copies_are_of_tensors_of_one_shape():
     few = storage[:8]
     assert few.data_ptr() == storage.data_ptr()
     assert few.stride() == storage.stride()
-    assert Narrowing([storage]).holds([storage])
-    assert not Narrowing([few]).holds([storage])
+    assert WeightCast([storage]).holds([storage])
+    assert not WeightCast([few]).holds([storage])
 
 
 def test_what_is_taken_lies_as_its_parameter_does():
@@ -254,45 +255,54 @@ def thin(monkeypatch):
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
 
 
-@pytest.mark.usefixtures("thin")
-def test_a_bench_has_them_where_it_compiles(monkeypatch):
-    recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
-    assert Session(recipe, CPU).step.parts.fused_step is None
-    monkeypatch.setattr(session_module.Session, "compiled", property(lambda self: self.recipe.compile))
+def pretend_compilation(monkeypatch):
+    """Let a session on the CPU use the custom kernels, which are not run, in place of the compiler."""
+    monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
+    monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
     monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
-    ours = Session(recipe, CPU)
-    descends = ours.step.parts.fused_step
-    assert not ours.net.model.gradient_slots  # but for a step
-    with ours.step.gradient_slots():
-        assert ours.net.model.gradient_slots is descends.slots
-    assert not ours.net.model.gradient_slots
-    assert ours.step.metrics.tally is metric_sums.tally
-    assert ours.step.gate.tally is metric_sums.watch
-    other = Session(recipe.replace(seed=5), CPU, before=ours)
-    assert other.step.parts.fused_step is descends
-    addresses = [parameter.data_ptr() for parameter in descends.slots]
-    assert addresses == descends.addresses[: len(addresses)]
+
+
+def is_fused(session: Session) -> bool:
+    return isinstance(session.step.parts.optimizer_step, optimizer_step.FusedOptimizerStep)
+
+
+@pytest.mark.usefixtures("thin")
+def test_a_session_uses_them_where_it_compiles(monkeypatch):
+    recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
+    assert not is_fused(Session(recipe, CPU))
+    pretend_compilation(monkeypatch)
+    cache = SessionCache()
+    ours = Session(recipe, CPU, cache=cache)
+    assert is_fused(ours)
+    fused = ours.step.parts.optimizer_step
+    assert ours.net.model.receiver is None
+    with fused.receiving():
+        assert ours.net.model.receiver is fused
+    assert ours.net.model.receiver is None
+    assert ours.step.metrics.kernels is ours.step.gate.kernels is metric_sums
+    other = Session(recipe.replace(seed=5), CPU, cache=cache)
+    assert other.step.parts.optimizer_step is fused
+    addresses = [parameter.data_ptr() for parameter in fused.slots]
+    assert addresses == fused.addresses[: len(addresses)]
     copy.deepcopy(ours.net)  # a callback may keep one
-    with_adam = Session(recipe.replace(optimizer="adamw", lr=0.001), CPU, before=ours)
+    with_adam = Session(recipe.replace(optimizer="adamw", lr=0.001), CPU, cache=cache)
     assert with_adam.net is ours.net
-    assert with_adam.step.parts.fused_step is None
-    assert Session(recipe.replace(compile=False), CPU).step.parts.fused_step is None
+    assert not is_fused(with_adam)
+    assert with_adam.step.metrics.kernels is None
+    assert not is_fused(Session(recipe.replace(compile=False), CPU))
 
 
 @pytest.mark.usefixtures("thin")
 def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
-    monkeypatch.setattr(session_module.Session, "compiled", property(lambda self: self.recipe.compile))
-    monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
+    pretend_compilation(monkeypatch)
     ours = Session(recipe, CPU)
-    one, weight = ours.step.parts.fused_step, ours.net.model.layer1[0].conv1.weight
+    one, weight = ours.step.parts.optimizer_step, ours.net.model.layer1[0].conv1.weight
     narrow, before = torch.ones_like(weight, dtype=torch.bfloat16), weight.detach().clone()
-    with ours.execute.low_precision_gradients():
+    with one.capturing():
         assert one.take(weight, narrow)
         assert not one.ready  # others have none
-        ours.step._end(torch.tensor(True))
+        one(torch.tensor(True), ours.step.count, ours.step.first_bad, ours.step.metrics)
     assert torch.equal(weight.grad.unique(), torch.tensor([recipe.clip / narrow.numel() ** 0.5]))  # by torch, clipped
     assert not torch.equal(weight, before)
     assert int(ours.step.count) == 1

@@ -1,4 +1,4 @@
-"""On a GPU: the end of a step by kernels of our own, against torch's, captured and not."""
+"""On a GPU: the fused optimizer step against torch's, captured and eager."""
 
 from typing import Any
 
@@ -11,11 +11,13 @@ pytest.importorskip("triton")
 from optimizer_step_case import CASES, answers, compared, handed_over, left_to_torch, watched
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
-from fedlas.training import compilation
+from fedlas.training import build, compilation
 from fedlas.training.accelerators import batch_norm, conv1x1, metric_sums, optimizer_step, parameter_blocks, stem
+from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep
 from fedlas.training.accelerators.resnet import FusedResNet
 from fedlas.training.backend_flags import backend_flags
-from fedlas.training.session import Session, select_device
+from fedlas.training.build import select_device
+from fedlas.training.session import Session
 
 __all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
 RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": True, "precision": "bf16"}
@@ -23,8 +25,8 @@ RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": Tru
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Leave network and loss to torch's own kernels; the end of the step stays ours."""
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: None)
+    """Compute network and loss by torch's own kernels; the optimizer step stays fused."""
+    monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -52,8 +54,8 @@ def test_what_the_gate_did_is_what_torch_says():
 def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
     captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
     assert captured.execute.graphs, "nothing was captured"
-    assert captured.step.parts.fused_step is not None
-    assert eager.step.parts.fused_step.ready
+    assert isinstance(captured.step.parts.optimizer_step, FusedOptimizerStep)
+    assert eager.step.parts.optimizer_step.ready
     for name, value in tensors(eager).items():
         assert torch.equal(value, tensors(captured)[name]), name
     assert captured.step.metrics.read() == eager.step.metrics.read()
@@ -99,8 +101,8 @@ def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
     The smaller ones come once an epoch, the first three of them uncaptured.
     """
     session = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
-    assert len(session.step.parts.fused_step.captured) == len(session.execute.graphs) == 2
-    assert all(addresses.count_nonzero() for addresses in session.step.parts.fused_step.captured)
+    assert len(session.step.parts.optimizer_step.captured) == len(session.execute.graphs) == 2
+    assert all(addresses.count_nonzero() for addresses in session.step.parts.optimizer_step.captured)
     assert all(weight.grad is None for weight in convolutions(session))
 
 
@@ -108,7 +110,7 @@ def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
 def test_gradients_of_two_parts_of_a_batch_need_no_copy():
     """The second part is added to the first one's gradient, which lies in the slot."""
     session = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
-    slots = session.step.parts.fused_step.slots
+    slots = session.step.parts.optimizer_step.slots
     assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(session))
 
 
@@ -158,7 +160,7 @@ def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_step_never_waits(capture):
     recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
-    assert assert_never_waits(recipe, capture=capture).step.parts.fused_step is not None
+    assert assert_never_waits(recipe, capture=capture).step.parts.optimizer_step.ready
 
 
 def compiled(*modules: Any) -> list[Any]:

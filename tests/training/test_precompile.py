@@ -1,4 +1,4 @@
-"""A precompilation compiles kernels and runs none; a step that is rehearsed first is the same step."""
+"""Pre-compilation compiles kernels and runs none; it does not change the step."""
 
 import threading
 import time
@@ -16,9 +16,9 @@ from triton.runtime.jit import MockTensor
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.models import build_model
 from fedlas.training import compilation
-from fedlas.training import session as session_module
-from fedlas.training.accelerators import precompile
+from fedlas.training.accelerators import kernels, precompile
 from fedlas.training.accelerators.batch_norm import asked
+from fedlas.training.accelerators.kernels import CustomKernels
 from fedlas.training.accelerators.precompile import launch, precompilation, precompiling
 from fedlas.training.accelerators.resnet import fuse
 from fedlas.training.session import Session
@@ -227,7 +227,7 @@ def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
     monkeypatch.setattr(compilation, "trace", watched)
     for precompiles in (True, False):
         session = Session(short(loss, **changes), CPU)
-        session.step.parts.precompilation = (lambda: computing) if precompiles else None
+        session.step.parts.precompile = (lambda: computing) if precompiles else None
         session.net.train()
         for number, inputs in enumerate(session.batches(0)):
             if number < 2:
@@ -244,7 +244,7 @@ def test_a_failed_pre_compilation_is_a_warning():
         raise RuntimeError("no")
 
     session = Session(short("ce"), CPU)
-    session.step.parts.precompilation = broken
+    session.step.parts.precompile = broken
     session.net.train()
     with pytest.warns(UserWarning, match="pre-compiled: no"):
         session.execute(*next(iter(session.batches(0))))
@@ -256,19 +256,18 @@ def test_a_lack_of_memory_is_raised():
         raise torch.OutOfMemoryError("full")
 
     session = Session(short("ce"), CPU)
-    session.step.parts.precompilation = full
+    session.step.parts.precompile = full
     with pytest.raises(torch.OutOfMemoryError):
         session.execute(*next(iter(session.batches(0))))
 
 
 def test_networks_with_custom_kernels_are_pre_compiled(monkeypatch):
-    assert Session(short("ce"), CPU).step.parts.precompilation is None
+    assert Session(short("ce"), CPU).step.parts.precompile is None
     model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
-    assert session_module._precompilation(model, CPU) is None
-    assert fuse(model)
+    assert CustomKernels(CPU).precompile(model) is None
     loaded = []
-    monkeypatch.setattr(session_module, "import_module", loaded.append)
-    begin = session_module._precompilation(model, CPU)
+    monkeypatch.setattr(kernels, "import_module", loaded.append)
+    begin = CustomKernels(CPU).precompile(fuse(model))
     assert begin is not None
     with begin() as one:
         assert isinstance(one, precompile.Precompilation)

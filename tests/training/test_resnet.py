@@ -9,11 +9,18 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from fedlas.models import build_model, resnet
-from fedlas.training import recipe_for, session
+from fedlas.training import build, recipe_for, session
 
 pytest.importorskip("triton")
 from fedlas.training.accelerators import batch_norm
-from fedlas.training.accelerators.resnet import FusedResNet, Owed, _Beside, _Convolution, _every, fuse
+from fedlas.training.accelerators.resnet import (
+    DeferredGradient,
+    FusedResNet,
+    SideStream,
+    _Convolution,
+    _stride_of_1x1,
+    fuse,
+)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +194,7 @@ def test_what_does_not_fit_is_left_as_it_is(make):
 def test_names_and_weights_stay():
     model = narrow()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert fuse(model)
+    model = fuse(model)
     after = model.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -196,17 +203,17 @@ def test_names_and_weights_stay():
 def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
     """Give the network that a session prepares where there is a GPU, and whether torch's compiler was asked for it."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
-    monkeypatch.setattr(session.Session, "compiled", property(lambda self: self.recipe.compile))
+    monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
     monkeypatch.setattr(batch_norm, "why_not", lambda _: reason)
-    asked = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: asked.append(type(self).__name__))
+    compiled = []
+    monkeypatch.setattr(build, "CompiledCall", lambda module, **_: compiled.append(type(module).__name__) or module)
     options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
     recipe = recipe_for("digits", loss="ce").replace(model="resnet18_cifar", **options)
     made = session.Session(recipe, torch.device("cpu"))
-    return isinstance(made.net.model, FusedResNet), "WithFeatures" in asked
+    return isinstance(made.net.model, FusedResNet), "WithFeatures" in compiled
 
 
-def test_a_bench_fuses_what_it_would_compile(monkeypatch):
+def test_a_session_fuses_what_it_would_compile(monkeypatch):
     assert on_a_pretended_gpu(monkeypatch) == (True, False)
     # Nobody who looks at steps, and so keeps them from being captured, shall change what is learned.
     assert on_a_pretended_gpu(monkeypatch, capture=False) == (True, False)
@@ -231,13 +238,13 @@ def test_a_weight_that_does_not_learn_leaves_nothing_under_way(learns):
     images, weight = torch.randn(2, 3, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=learns)
     asked = []
 
-    class Beside(_Beside):
+    class Recorded(SideStream):
         def run(self, work, *read):
             asked.append(len(read))
             return super().run(work, *read)
 
     about = (1, 1), (1, 1), (1, 1), 1
-    found, _ = _Convolution.apply(images, weight, about, Beside(torch.device("cpu")), None, None)
+    found, _ = _Convolution.apply(images, weight, about, Recorded(torch.device("cpu")), None, None)
     found.sum().backward()
     given = images.grad.clone()
     images.grad = None
@@ -257,33 +264,33 @@ def test_few_numbers_are_summed_by_fewer_programs():
 def test_a_convolution_with_a_stride_leaves_what_its_gradient_is_made_of(stride, size):
     torch.manual_seed(0)
     images, weight = torch.randn(2, 8, *size, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
-    about, owed = ((stride, stride), (0, 0), (1, 1), 1), Owed()
-    leave = partial(owed.leave_apart, stride)
-    y, _ = _Convolution.apply(images, weight, about, _Beside(torch.device("cpu")), None, leave)
+    geometry, deferred = ((stride, stride), (0, 0), (1, 1), 1), DeferredGradient()
+    defer = partial(deferred.store_strided, stride)
+    y, _ = _Convolution.apply(images, weight, geometry, SideStream(torch.device("cpu")), None, defer)
     gradient = torch.randn_like(y)
     y.backward(gradient)
     assert images.grad is None
-    product, apart = owed.taken()
+    product, strided = deferred.pop()
     assert product is None
-    assert apart.gradient.shape[2:] == y.shape[2:]
-    assert owed.taken() == (None, None)
+    assert strided.gradient.shape[2:] == y.shape[2:]
+    assert deferred.pop() == (None, None)
     usual = [one.detach().requires_grad_() for one in (images, weight)]
     nn.functional.conv2d(*usual, stride=stride).backward(gradient)
-    torch.testing.assert_close(apart.whole(images), usual[0].grad)
+    torch.testing.assert_close(strided.whole(images), usual[0].grad)
     torch.testing.assert_close(weight.grad, usual[1].grad)
 
 
 def test_every_pixel_counts_where_a_convolution_is_of_another_kind():
     one, three = torch.zeros(8, 8, 1, 1), torch.zeros(8, 8, 3, 3)
-    assert _every(((2, 2), (0, 0), (1, 1), 1), one) == 2
+    assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), one) == 2
     others = [(2, 1), (0, 0), (1, 1), 1], [(2, 2), (1, 1), (1, 1), 1], [(2, 2), (0, 0), (1, 1), 2]
-    assert [_every(tuple(about), one) for about in others] == [1, 1, 1]
-    assert _every(((2, 2), (0, 0), (1, 1), 1), three) == 1
+    assert [_stride_of_1x1(tuple(about), one) for about in others] == [1, 1, 1]
+    assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), three) == 1
 
 
 def test_what_is_left_cannot_be_differentiated_twice():
     images, weight = torch.randn(2, 8, 4, 4, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
-    about, leave = ((1, 1), (0, 0), (1, 1), 1), Owed().leave_product
-    y, _ = _Convolution.apply(images, weight, about, _Beside(torch.device("cpu")), None, leave)
+    geometry, defer = ((1, 1), (0, 0), (1, 1), 1), DeferredGradient().defer_product
+    y, _ = _Convolution.apply(images, weight, geometry, SideStream(torch.device("cpu")), None, defer)
     with pytest.raises(RuntimeError, match=r"twice|double"):
         torch.autograd.grad(y.square().sum(), weight, create_graph=True)

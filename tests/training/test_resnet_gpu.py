@@ -59,8 +59,7 @@ def in_bf16(model: Any, images: torch.Tensor) -> dict[str, dict[str, torch.Tenso
 @pytest.mark.parametrize("count", [3, 128])  # a part of a tile, and more tiles than programs
 def test_in_bfloat16_as_far_from_float64_as_torchs_layers(name, count):
     plain = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
-    fused = copy.deepcopy(plain)
-    assert fuse(fused)
+    fused = fuse(copy.deepcopy(plain))
     images = images_of(count)
     right = outcome(copy.deepcopy(plain).double(), images.double(), torch.arange(count, device="cuda") % 5)
     usual, ours = in_bf16(plain, images), in_bf16(fused, images)
@@ -81,7 +80,7 @@ def test_without_cudnn():
 
 def test_equal_inputs_give_equal_bits():
     fused = network("bottleneck").to("cuda", memory_format=torch.channels_last)
-    assert fuse(fused)
+    fused = fuse(fused)
     images = images_of(64)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
         first, again = in_bf16(copy.deepcopy(fused), images), in_bf16(copy.deepcopy(fused), images)
@@ -92,10 +91,10 @@ def test_equal_inputs_give_equal_bits():
 
 def test_gradients_of_weights_beside_the_rest_are_those_after_it(monkeypatch):
     model = build_model("resnet50_cifar", 10).to("cuda", memory_format=torch.channels_last)
-    assert fuse(model)
+    model = fuse(model)
     images = images_of(128)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
-        monkeypatch.setattr(fused_module, "BESIDE", 0)  # the first stream waits for each of them
+        monkeypatch.setattr(fused_module, "MAX_PENDING", 0)  # the first stream waits for each of them
         one_by_one = in_bf16(copy.deepcopy(model), images)["gradients"]
         monkeypatch.undo()
         for _ in range(5):
@@ -110,7 +109,7 @@ def assert_as_exact_as_without(
     model = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
     images, asked = images_of(count), []
     right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
-    assert fuse(model)
+    model = fuse(model)
     assert module._can_be_made(images.device)
     assert conv1x1._can_be_made_back(images.device)
     kernel = getattr(module, work)
@@ -219,19 +218,19 @@ def test_more_rows_than_an_axis_has_programs():
 
 def test_weights_that_have_moved_are_found_again():
     model: Any = build_model("resnet18_cifar", 10).to("cuda", memory_format=torch.channels_last)
-    assert fuse(model)
+    model = fuse(model)
     images, other = images_of(8), copy.deepcopy(model)
     in_bf16(model, images)
-    before = model.narrowing
+    before = model.weight_cast
     in_bf16(model, images)
-    assert model.narrowing is before
+    assert model.weight_cast is before
     for weight in model.parameters():
         weight.data = 2 * weight.data
     other.load_state_dict(model.state_dict())
     model.zero_grad(set_to_none=True)
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
         found, right = in_bf16(model, images), in_bf16(other, images)
-    assert model.narrowing is not before
+    assert model.weight_cast is not before
     assert all(torch.equal(one, right["gradients"][name]) for name, one in found["gradients"].items())
 
 

@@ -9,10 +9,12 @@ import torch
 from runs_of import short
 from torch import nn
 
+from fedlas.training.build import SessionCache
 from fedlas.training.capture import without_collector
+from fedlas.training.compilation import CompiledCall
 from fedlas.training.mixup import Mixer, _rectangle
 from fedlas.training.optimizer import build_optimizer
-from fedlas.training.precision import Scale
+from fedlas.training.precision import GradientScaler
 from fedlas.training.recipe import Recipe
 from fedlas.training.schedule import lr_factor, lr_table, row_of
 from fedlas.training.session import Session
@@ -82,7 +84,7 @@ def test_the_gate_can_have_a_rate_of_its_own():
     gate = [p.clone() for p in session.loss.parameters()]
     steps(session, 3)
     assert all(torch.equal(p, q) for p, q in zip(gate, session.loss.parameters(), strict=True))
-    rates = session.step.parts.rates
+    rates = session.step.parts.plain.rates
     assert [float(group) for group in rates.groups] == [pytest.approx(recipe.lr * lr_factor(recipe, 2, 7)), 0.0]
 
 
@@ -110,7 +112,9 @@ def test_a_bad_step_is_remembered_and_freezes_the_weights():
     steps(session, 3)
     assert session.step.bad_step() == 2  # the third
     assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
-    assert all(torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, session.state_dict()["optimizer"], strict=True))
+    assert all(
+        torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, session.state_dict()["optimizer"], strict=True)
+    )
 
 
 def test_a_bad_gradient_of_the_loss_alone_is_seen_in_its_step():
@@ -134,30 +138,30 @@ def test_gradients_that_stay_bad_in_float16_are_no_overflow():
     for epoch in range(10):
         steps(session, 2, epoch)
     # The scale falls from 2^16 to 1 in as many steps, and the next one is of no use.
-    assert float(session.step.scale.value) <= 1
+    assert float(session.step.scaler.value) <= 1
     assert session.step.bad_step() == 16
 
 
 def test_the_loss_scale_falls_after_an_overflow_and_grows_after_many_good_steps():
-    scale = Scale("fp16", CPU)
+    scale = GradientScaler("fp16", CPU)
     scale.update(torch.tensor(True))
     assert float(scale.value) == 32768
     for _ in range(2000):
         scale.update(torch.tensor(False))
     assert float(scale.value) == 65536
     assert int(scale.good_steps) == 0
-    unused = Scale("bf16", CPU)
+    unused = GradientScaler("bf16", CPU)
     unused.update(torch.tensor(True))
     assert float(unused.value) == 1
 
 
 def test_an_overflow_in_float16_skips_a_step_and_goes_on():
     session = Session(short("ce", precision="fp16", data_options={"train_samples": 100}), CPU)
-    session.step.scale.value.fill_(1e30)
+    session.step.scaler.value.fill_(1e30)
     before = [p.clone() for p in session.net.parameters()]
     steps(session, 1)
     assert session.step.bad_step() is None
-    assert float(session.step.scale.value) == pytest.approx(5e29)
+    assert float(session.step.scaler.value) == pytest.approx(5e29)
     assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
 
 
@@ -236,23 +240,31 @@ def test_draws_of_mixing_depend_on_the_seed_alone():
     assert 0 < one[:, 1].mean() < 1
 
 
-def fails_once(session, error, *, backward):
-    """Make the compiled network fail in its first forward or backward pass."""
-    plain, failed = session.net._call_impl, []
+class FailsOnce(CompiledCall):
+    """A compiled network that fails in its first forward or backward pass."""
 
-    def refuse(*_):
-        failed.append(True)
-        raise error
+    def __init__(self, net, error, *, backward):
+        super().__init__(net, backend="eager")
+        self.error, self.backward, self.failed = error, backward, False
 
-    def compiled(*args, **kwargs):
-        output = plain(*args, **kwargs)
-        if backward and not failed:
-            output.logits.register_hook(refuse)
-        elif not failed:
-            refuse()
+    def fail(self, *_):
+        self.failed = True
+        raise self.error
+
+    def __call__(self, *args, **kwargs):
+        output = self.module(*args, **kwargs)
+        if self.active and self.backward and not self.failed:
+            output.logits.register_hook(self.fail)
+        elif self.active and not self.failed:
+            self.fail()
         return output
 
-    session.net._compiled_call_impl = compiled
+
+def replace_calls(session, net=None, loss=None):
+    """Call network and loss of a session by other functions."""
+    parts = session.step.parts
+    parts.call_net, parts.call_loss = net or parts.call_net, loss or parts.call_loss
+    parts.task.calls = parts.call_net, parts.call_loss
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -260,10 +272,10 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
     recipe = short("fedlas_ls", accumulate=2)
     plain, broken = Session(recipe, CPU), Session(recipe, CPU)
     error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this network\nand more")
-    fails_once(broken, error, backward=backward)
+    replace_calls(broken, FailsOnce(broken.net, error, backward=backward))
     with pytest.warns(UserWarning, match=r"no graph for this network$"):
         steps(broken, 1)
-    assert broken.net._compiled_call_impl is None
+    assert not broken.step.parts.call_net.active
     steps(plain, 1)
     for session in (plain, broken):
         steps(session, 2, epoch=1)
@@ -276,17 +288,13 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
 
 def test_a_batch_that_cannot_be_compiled_takes_nothing_with_it():
     plain, broken = Session(short("ce"), CPU), Session(short("ce"), CPU)
-    for module in (broken.net, broken.loss):
-        module.compile(fullgraph=True, dynamic=False, backend="eager")
-
-    def fails(*_):
-        raise importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this batch")
-
-    broken.step.parts.feed._compiled_call_impl = fails
+    replace_calls(broken, *(CompiledCall(one, fullgraph=True, backend="eager") for one in (broken.net, broken.loss)))
+    error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this batch")
+    broken.step.parts.feed = FailsOnce(broken.step.parts.feed, error, backward=False)
     with pytest.warns(UserWarning, match=r"no graph for this batch$"):
         steps(broken, 2)
-    assert broken.step.parts.feed._compiled_call_impl is None
-    assert broken.net._compiled_call_impl is not None
+    assert not broken.step.parts.feed.active
+    assert broken.step.parts.call_net.active
     steps(plain, 2)
     assert broken.step.metrics.read() == pytest.approx(plain.step.metrics.read())
 
@@ -297,7 +305,7 @@ def test_a_lack_of_memory_is_no_fault_of_the_compiler():
     wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
     for error in (torch.OutOfMemoryError("no memory left"), wrapped, RuntimeError("a bug of one's own")):
         session = Session(short("ce"), CPU)
-        fails_once(session, error, backward=False)
+        replace_calls(session, FailsOnce(session.net, error, backward=False))
         with pytest.raises(type(error)):
             steps(session, 1)
 
@@ -314,12 +322,13 @@ def test_a_lack_of_memory_is_no_fault_of_the_compiler():
 def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     """Traced whole, as on a GPU, but carried out by torch's own kernels."""
     recipe = short(loss)
-    plain, compiled = Session(recipe, CPU), Session(recipe, CPU)
-    for module in (compiled.net, compiled.loss):
-        module.compile(fullgraph=True, dynamic=False, backend=backend)
+    cache = SessionCache()
+    plain, compiled = Session(recipe, CPU), Session(recipe, CPU, cache=cache)
+    calls = (CompiledCall(one, fullgraph=True, dynamic=False, backend=backend) for one in (compiled.net, compiled.loss))
+    replace_calls(compiled, *calls)
     for session in (plain, compiled):
         steps(session, count)
-    assert compiled.net._compiled_call_impl is not None
+    assert compiled.step.parts.call_net.active
     mine, theirs = compiled.step.metrics.read(), plain.step.metrics.read()
     assert mine == pytest.approx(theirs, rel=1e-3)
     assert mine.keys() == theirs.keys()
@@ -327,7 +336,8 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     assert gate.keys() == expected.keys()
     for name in ("positive", "alpha_ratio") if gate else ():
         assert gate[name] == pytest.approx(expected[name], rel=0.05)
-    other = Session(short("ls"), CPU, before=compiled)
+    cache.network.call = compiled.step.parts.call_net
+    other = Session(short("ls"), CPU, cache=cache)
     assert other.net is compiled.net
     steps(other, 2)
 

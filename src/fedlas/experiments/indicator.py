@@ -46,12 +46,13 @@ from fedlas.report.figures import (
 )
 from fedlas.report.tables import Table
 from fedlas.training.backend_flags import backend_flags
+from fedlas.training.build import select_device
 from fedlas.training.checkpoint import check_recipe, load, restore_module
 from fedlas.training.precision import autocast
 from fedlas.training.protocols import list_recipes, recipe_for
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import Run, RunError
-from fedlas.training.session import Session, select_device
+from fedlas.training.session import Session
 
 PROTOCOL, MODEL, LOSS = "small", "small_cnn", "ce"
 PAPER, ALWAYS_THERE = "mnist", "digits"

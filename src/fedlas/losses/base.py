@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -220,6 +220,22 @@ class AbstractExact(AbstractPart):
         return self
 
 
+class GateState(NamedTuple):
+    """State of the gate of a FeDLaS loss in a batch, detached; NaN where a sample is ignored.
+
+    Attributes:
+        psi: direction of each sample, +1 or -1.
+        gamma: normalised feature norm of each sample.
+        alpha_i: smoothing of each sample.
+        alpha: smoothing that alpha_i varies around.
+    """
+
+    psi: Tensor
+    gamma: Tensor
+    alpha_i: Tensor
+    alpha: float
+
+
 class AbstractLoss(AbstractExact):
     """A training loss: a drop-in for `nn.CrossEntropyLoss` that may also look at features and sample indices.
 
@@ -243,6 +259,8 @@ class AbstractLoss(AbstractExact):
     needs_features: bool = False
     needs_index: bool = False
     """Whether a training step needs the position of each sample in the training split; an evaluation never does."""
+    has_gate: ClassVar[bool] = False
+    """Whether a gate adapts the smoothing per sample; `gate_state` then returns its state."""
     index_limit: int | None = None
     identical_buffers: tuple[str, ...] = ()
     """Large buffers that are equal on all ranks without a broadcast; `WithLoss` exempts them from that of DDP."""
@@ -293,6 +311,10 @@ class AbstractLoss(AbstractExact):
         self._epoch_check.finish()
         self._update_check.end_epoch(self.name, self)
         self.learn_from_epoch(validation)
+
+    def gate_state(self) -> GateState | None:
+        """Return the state of the gate in the latest batch, for losses with `has_gate`."""
+        return None
 
     def extra_repr(self) -> str:
         """Show the hyperparameters, and the common keywords that are not as usual."""

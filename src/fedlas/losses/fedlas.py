@@ -43,6 +43,7 @@ from fedlas.losses.base import (
     AbstractLoss,
     AbstractPart,
     Batch,
+    GateState,
     Options,
     at_least,
     at_least_float32,
@@ -424,6 +425,7 @@ class AbstractFeDLaS(AbstractLoss):
     """What both FeDLaS losses share: an adaptive smoothing of their own, and a view into its latest batch."""
 
     citation = CITATION
+    has_gate = True
 
     def __init__(self, *, num_classes: int, alpha: float, beta: float, **options: Unpack[FeDLaSOptions]) -> None:
         smoothing = {name: value for name, value in options.items() if name in SmoothingOptions.__annotations__}
@@ -433,6 +435,13 @@ class AbstractFeDLaS(AbstractLoss):
             num_classes=num_classes, alpha=alpha, beta=beta, sync=self.sync, **cast("SmoothingOptions", smoothing)
         )
         self.needs_features = self.smoothing.nci.source == "features"
+
+    def gate_state(self) -> GateState | None:
+        """Return direction, normalised feature norm and smoothing of each sample of the latest batch."""
+        one = self.smoothing
+        if one.psi is None or one.gamma is None or one.alpha_i is None:
+            return None
+        return GateState(one.psi, one.gamma, one.alpha_i, one.alpha)
 
     @property
     def psi(self) -> Tensor | None:

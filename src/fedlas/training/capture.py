@@ -8,7 +8,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class StepExecutor:
         # Other threads may use the device meanwhile: one of a loader pins memory, for example.
         recording = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
         try:
-            with without_collector(), self.low_precision_gradients(), recording:
+            with without_collector(), self.step.parts.optimizer_step.capturing(), recording:
                 self.step(*static_inputs)
         except RuntimeError as error:
             if ran_out_of_memory(error):
@@ -70,14 +70,6 @@ class StepExecutor:
             warnings.warn(f"not captured: {first_line(error)}", UserWarning, stacklevel=3)
         else:
             self.graphs[kind] = graph, static_inputs
-
-    def low_precision_gradients(self) -> AbstractContextManager[None]:
-        """Leave gradients in the precision in which they are computed, if nothing is added to them."""
-        fused_step = self.step.parts.fused_step
-        if fused_step is None or self.step.recipe.accumulate > 1:
-            return nullcontext()
-        taking: AbstractContextManager[None] = fused_step.capturing()
-        return taking
 
 
 @contextmanager

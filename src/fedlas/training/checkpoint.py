@@ -228,7 +228,7 @@ def _is_number(value: Any) -> bool:
     return plain and bool(value.isfinite()) and bool(value >= 0)
 
 
-def _is_watch(value: Any) -> bool:
+def _is_gate_state(value: Any) -> bool:
     return _is_named(value) and _is_named(value.get("history")) and _is_tensor(value.get("sums"))
 
 
@@ -251,8 +251,8 @@ STEP_PARTS: tuple[Part, ...] = (
     ("count", _is_number, "a number of steps"),
     ("scale", _is_number, "a factor"),
     ("good_steps", _is_number, "a number of steps"),
-    ("meter", _are_tensors, "a table of tensors"),
-    ("watch", _is_watch, "a history and its sums"),
+    ("metrics", _are_tensors, "a table of tensors"),
+    ("gate", _is_gate_state, "a history and its sums"),
 )
 
 

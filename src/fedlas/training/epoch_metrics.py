@@ -1,12 +1,7 @@
-"""Sums that grow on the device during an epoch and are read once at its end.
-
-Beside loss terms and accuracy, a loss with a gate is watched: how many samples it pushes in either direction and how
-many have changed direction since the epoch before, the mean of alpha_i / alpha, the share of psi = -sign(gamma) (near
-1: the gate only lowers the training loss, docs/decisions.md), and the histogram of the indicator gamma.
-"""
+"""Metrics of the training data, summed on the device during an epoch and read once at its end."""
 
 import math
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -14,21 +9,24 @@ from torch import Tensor
 
 from fedlas import ranks
 
+if TYPE_CHECKING:
+    from fedlas.training.accelerators.base import EpochSums
+
 
 class EpochMetrics:
     """Mean loss, mean of each of its terms, accuracy and gradient norm of an epoch.
 
     Args:
         device: where the sums live.
-        tally: takes in a batch with one kernel, where it can; see `kernels.tallies`.
+        kernels: add a batch in one kernel, if given.
     """
 
-    def __init__(self, device: torch.device, tally: Callable[..., bool] | None = None) -> None:
-        self.device, self.tally = device, tally
+    def __init__(self, device: torch.device, kernels: "EpochSums | None" = None) -> None:
+        self.device, self.kernels = device, kernels
         self.sums: dict[str, Tensor] = {}
 
     def total(self, name: str) -> Float[Tensor, ""]:
-        """Give a sum, which begins with zero, to be changed in place: a captured step holds its address."""
+        """Return a sum, initially zero, to be changed in place: a captured step holds its address."""
         if name not in self.sums:
             self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.device)
         return self.sums[name]
@@ -41,13 +39,13 @@ class EpochMetrics:
     def add_batch(
         self, value: Tensor, terms: dict[str, Tensor], logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]
     ) -> None:
-        """Take in what a step found: the mean of the loss and its terms, over the batch of all ranks."""
+        """Add a batch: the mean of the loss and of its terms, over the batch of all ranks."""
         rows = len(labels)
         samples, correct = self.total("samples"), self.total("correct")
         parts = terms if len(terms) > 1 else {}
         means = {"loss": value.detach()} | {f"loss_{name}": term for name, term in parts.items()}
         sums = [self.total(name) for name in means]
-        if self.tally is not None and self.tally(logits, labels, samples, correct, list(means.values()), sums):
+        if self.kernels and self.kernels.add_batch(logits, labels, samples, correct, list(means.values()), sums):
             return
         self.add("samples", rows)
         self.add("correct", (logits.argmax(1) == labels).sum())
@@ -55,12 +53,12 @@ class EpochMetrics:
             self.add(name, mean * rows)
 
     def add_norm(self, norm: Float[Tensor, ""]) -> None:
-        """Take in the length of a step's gradient."""
+        """Add the gradient norm of a step."""
         self.add("steps", 1)
         self.add("gradient_norm", norm)
 
     def read(self) -> dict[str, float]:
-        """Wait for the device, and give the means over all ranks."""
+        """Wait for the device and return the means over all ranks."""
         names = list(self.sums)
         totals = ranks.total(torch.stack(list(self.sums.values()))).tolist() if names else []
         sums = dict(zip(names, totals, strict=True))
@@ -72,17 +70,17 @@ class EpochMetrics:
         }
 
     def reset(self) -> None:
-        """Begin a new epoch, in place."""
+        """Start a new epoch, in place."""
         for total in self.sums.values():
             total.zero_()
 
-    def state(self) -> dict[str, Tensor]:
-        """Give the sums of an epoch that is not over, over all ranks; each of them has to ask."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the sums over all ranks of an unfinished epoch; all ranks have to call it."""
         totals = ranks.total(torch.stack(list(self.sums.values()))).clone() if self.sums else ()
         return dict(zip(self.sums, totals, strict=True))
 
-    def restore(self, state: dict[str, Tensor], *, first: bool = True) -> None:
-        """Go on with the sums of an epoch that was not over; they are those of all ranks, so one rank takes them."""
+    def load_state_dict(self, state: dict[str, Tensor], *, first: bool = True) -> None:
+        """Continue an unfinished epoch; the sums are those of all ranks, so the first rank gets them."""
         self.reset()
         for name, value in state.items():
             self.add(name, value.to(self.device) * first)

@@ -1,36 +1,42 @@
-"""Statistics of the gate of a loss over an epoch: directions, flip rate, smoothing and histogram of the indicator."""
+"""Statistics of the gate of a loss over an epoch.
+
+How many samples have either direction and how many changed it since the epoch before, the mean of alpha_i / alpha, the
+share of psi = -sign(gamma) (near 1: the gate only lowers the training loss, docs/decisions.md) and the histogram of the
+indicator gamma.
+"""
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedlas import ranks
+from fedlas.losses.base import AbstractLoss
 from fedlas.losses.gate_history import GateHistory
+
+if TYPE_CHECKING:
+    from fedlas.training.accelerators.base import EpochSums
 
 EDGES = tuple(-4 + 0.5 * n for n in range(17))  # of the histogram of gamma; what lies outside is counted too
 
 
 class GateStatistics:
-    """What the gate of a loss did in an epoch; silent about losses without one.
+    """Statistics of the gate of a loss in an epoch; empty for losses without one.
 
     Args:
         loss: any loss.
         samples: size of the training split.
         device: where the sums live.
-        tally: takes in a batch with one kernel; see `kernels.tallies`.
+        kernels: add a batch in one kernel, if given.
     """
 
     def __init__(
-        self, loss: nn.Module, samples: int, device: torch.device, tally: Callable[..., None] | None = None
+        self, loss: AbstractLoss, samples: int, device: torch.device, kernels: "EpochSums | None" = None
     ) -> None:
-        self.loss: Any = loss
-        self.tally = tally
-        self.used = all(hasattr(loss, name) for name in ("psi", "gamma", "alpha_i"))
+        self.loss, self.kernels = loss, kernels
         self.history = GateHistory(samples).to(device)
         self.edges = torch.tensor(EDGES, device=device)
         # How many samples, Σ alpha_i / alpha, how many psi = -sign(gamma), and how many gammas reach each edge.
@@ -38,13 +44,14 @@ class GateStatistics:
 
     @torch.no_grad()
     def add(self, index: Int[Tensor, " n"]) -> None:
-        """Take in the latest batch of the loss; ignored samples, whose psi is NaN, count nowhere."""
-        psi, gamma, alpha_i = (getattr(self.loss, name, None) for name in ("psi", "gamma", "alpha_i"))
-        if not self.used or psi is None or gamma is None or alpha_i is None:
+        """Add the latest batch of the loss; ignored samples, whose psi is NaN, are not counted."""
+        state = self.loss.gate_state()
+        if state is None:
             return
-        alpha = max(self.loss.smoothing.alpha, 1e-12)
-        if self.tally is not None:
-            self.tally(index, psi, gamma, alpha_i, alpha, self.edges, self.history.now, self.sums)
+        psi, gamma, alpha_i, alpha = state
+        alpha = max(alpha, 1e-12)
+        if self.kernels is not None:
+            self.kernels.add_gate(index, psi, gamma, alpha_i, alpha, self.edges, self.history.now, self.sums)
             return
         self.history.update(index, psi)
         known = ~psi.isnan()
@@ -54,8 +61,8 @@ class GateStatistics:
         self.sums.add_(torch.cat([known.sum().reshape(1), ratio.sum().reshape(1), against.sum().reshape(1), reached]))
 
     def read(self) -> dict[str, Any]:
-        """Wait for the device, and say what the gate did in the epoch that ends now."""
-        if not self.used:
+        """Wait for the device and return the statistics of the epoch that ends."""
+        if not self.loss.has_gate:
             return {}
         samples, ratio, against, *reached = ranks.total(self.sums).tolist()
         self.sums.zero_()
@@ -71,19 +78,19 @@ class GateStatistics:
             "gamma_histogram": {"edges": list(EDGES), "counts": [round(share) for share in shares]},
         }
 
-    def state(self) -> dict[str, Any]:
-        """Give everything that the next epoch needs; the sums are those of all ranks, each of which has to ask."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with sums over all ranks; all ranks have to call it."""
         return {"history": self.history.state_dict(), "sums": ranks.total(self.sums).clone()}
 
-    def restore(self, state: dict[str, Any], *, first: bool = True) -> None:
-        """Go on from a saved state; the history is the same on all ranks, the sums are for one of them."""
+    def load_state_dict(self, state: dict[str, Any], *, first: bool = True) -> None:
+        """Continue from a saved state; the history is the same on all ranks, the first rank gets the sums."""
         self.history.load_state_dict(state["history"])
         if state["sums"].shape != self.sums.shape:
             raise ValueError(f"the gate has {tuple(self.sums.shape)} sums, not {tuple(state['sums'].shape)}")
         self.sums.copy_(state["sums"] * first)
 
     def reset(self) -> None:
-        """Forget everything, in place."""
+        """Start again, in place."""
         self.history.now.zero_()
         self.history.before.zero_()
         self.history.epochs.clear()
@@ -91,5 +98,5 @@ class GateStatistics:
 
 
 def _number(value: float) -> float | None:
-    """JSON knows no NaN: a share of nothing is null."""
+    """Return None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value

@@ -25,6 +25,7 @@ from fedlas import ranks
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_stream, raise_compile_limit
+from fedlas.training.build import SessionCache, select_device
 from fedlas.training.callbacks import AbstractCallback, check_callbacks
 from fedlas.training.distributed import (
     any_signal,
@@ -40,7 +41,7 @@ from fedlas.training.protocols import check_parts
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
 from fedlas.training.schedule import lr_factor
-from fedlas.training.session import Session, select_device
+from fedlas.training.session import Session
 from fedlas.training.signals import StoppedError, StopSignals
 from fedlas.training.validation import halves, judged
 
@@ -128,7 +129,7 @@ class Engine:
 
     def __init__(self, *, device: str | torch.device | None = None, data_root: str | Path | None = None) -> None:
         self.device, self.data_root = select_device(device), data_root
-        self._session: Session | None = None
+        self._cache = SessionCache()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def fit(
@@ -165,13 +166,12 @@ class Engine:
             capture = not any(one.sees_steps for one in callbacks)
             with downloads(progress) as shown:
                 session = Session(
-                    recipe, self.device, self.data_root, capture=capture, before=self._session, progress=shown
+                    recipe, self.device, self.data_root, capture=capture, cache=self._cache, progress=shown
                 )
                 stack.callback(session.close)
                 session.check()
             if session.data.resident and self.device.type == "cuda":
                 enable_cudnn_benchmark()
-            self._session = session
             callbacks = [*callbacks, *(default_callbacks(recipe.tensorboard, progress) if is_rank_zero() else [])]
             _Training(run, session, callbacks, resume=resume).go()
         return run
@@ -401,7 +401,7 @@ class _Training:
         """Write the predictions of the last weights and of the best, and on what data; foreign data comes last."""
         if is_rank_zero():
             looked_at = dict.fromkeys(name.partition("-")[0] for name in self.recipe.splits)
-            foreign = {data.name: data for data in map(self.session.foreign_data, self.recipe.ood)}
+            foreign = {data.name: data for data in map(self.session.ood_data, self.recipe.ood)}
             sums = dict(self.run.environment["data"])
             sums |= {name: self.session.data.split(name).checksum() for name in looked_at if name not in LEARNED}
             sums |= {f"ood-{name}": data.split("test").checksum() for name, data in foreign.items()}
@@ -409,7 +409,7 @@ class _Training:
         states = {"last": {name: value.clone() for name, value in self.session.net.model.state_dict().items()}}
         states["best"] = self.session.best
         self._predict_all(states, {name: self.session.evaluation(name) for name in self.recipe.splits})
-        sources = {f"ood-{name}": self.session.foreign(name) for name in self.recipe.ood}
+        sources = {f"ood-{name}": self.session.ood_source(name) for name in self.recipe.ood}
         self._predict_all(states, sources, labelled=False)
         gather_objects(0)  # nobody leaves before the files are there
 

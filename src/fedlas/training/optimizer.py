@@ -1,8 +1,8 @@
-"""Optimizer and learning rate, made to live inside a captured step.
+"""Optimizer, gradient clipping and learning rate, such that a step can be captured in a CUDA graph.
 
-The learning rate is a pure function of the step: a table on the device, looked up by a counter on the device, written
-into tensors that the optimizer reads. Optimizers are fused: only those take a tensor as learning rate and a flag on the
-device that makes them skip a step.
+The learning rate is a function of the step: a table on the device, indexed by a counter on the device, and written
+into tensors that the optimizer reads. Optimizers are fused: only those accept a tensor as learning rate, and a flag on
+the device that makes them skip a step.
 
     constant    ────────     multi_step  ───┐__      cosine   ─╮
                                             └─                 ╰──
@@ -11,12 +11,16 @@ device that makes them skip a step.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from fedlas import ranks
+from fedlas.training.epoch_metrics import EpochMetrics
+from fedlas.training.precision import GradientScaler
 from fedlas.training.recipe import Recipe
 from fedlas.training.schedule import LearningRates
 
@@ -26,7 +30,7 @@ SKIP = "found_inf"  # the attribute that fused optimizers read: where it is 1, t
 def build_optimizer(
     recipe: Recipe, net: nn.Module, loss: nn.Module, table: Float[Tensor, " steps"], device: torch.device
 ) -> tuple[torch.optim.Optimizer, LearningRates]:
-    """Build the optimizer of network and loss, its memory filled with zeros, and the rates that it reads."""
+    """Build the optimizer of network and loss, its state filled with zeros, and its learning rates."""
     groups = _groups(recipe, net, loss)
     rates = LearningRates(table, [group.pop("factor") for group in groups], device)
     for group, rate in zip(groups, rates.groups, strict=True):
@@ -45,7 +49,7 @@ def build_optimizer(
             capturable=device.type == "cuda",
         )
     for parameter in parameters_of(optimizer):
-        optimizer.state[parameter] = _memory(recipe, parameter)
+        optimizer.state[parameter] = _initial_state(recipe, parameter)
     setattr(optimizer, SKIP, torch.zeros((), device=device))
     return optimizer, rates
 
@@ -63,8 +67,8 @@ def _groups(recipe: Recipe, net: nn.Module, loss: nn.Module) -> list[dict[str, A
     return [group for group in groups if group["params"]]
 
 
-def _memory(recipe: Recipe, parameter: Tensor) -> dict[str, Tensor]:
-    """Make what an optimizer remembers of a parameter before its first step."""
+def _initial_state(recipe: Recipe, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the optimizer state of a parameter before its first step."""
 
     def zeros() -> Tensor:
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -77,42 +81,116 @@ def _memory(recipe: Recipe, parameter: Tensor) -> dict[str, Tensor]:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """Go through all parameters of an optimizer, in the order of its groups."""
+    """Iterate over all parameters of an optimizer, in the order of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
-    """Give what an optimizer remembers, one dictionary for each parameter."""
+    """Return the state of an optimizer, one dictionary per parameter."""
     return [dict(optimizer.state[parameter]) for parameter in parameters_of(optimizer)]
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, memory: list[dict[str, Tensor]]) -> None:
-    """Put back what an optimizer remembered, in place: a captured step holds the addresses."""
-    for parameter, saved in zip(parameters_of(optimizer), memory, strict=True):
-        mine = optimizer.state[parameter]
-        if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in mine.items()}:
-            raise ValueError(f"what the optimizer remembers is {', '.join(mine) or 'nothing'}, in other shapes")
+def load_optimizer_state(optimizer: torch.optim.Optimizer, states: list[dict[str, Tensor]]) -> None:
+    """Restore the state of an optimizer, in place: a captured step holds the addresses."""
+    for parameter, saved in zip(parameters_of(optimizer), states, strict=True):
+        own = optimizer.state[parameter]
+        if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in own.items()}:
+            raise ValueError(f"the optimizer's state is {', '.join(own) or 'empty'}, in other shapes")
         for name, value in saved.items():
-            mine[name].copy_(value)
+            own[name].copy_(value)
 
 
 def reset_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer forget everything, in place."""
-    for memory in optimizer_state(optimizer):
-        for value in memory.values():
+    """Reset the state of an optimizer, in place."""
+    for state in optimizer_state(optimizer):
+        for value in state.values():
             value.zero_()
 
 
 @torch.no_grad()
 def scale_gradients(gradients: list[Tensor], factor: Float[Tensor, ""]) -> None:
-    """Multiply gradients with a number on the device, without waiting for it."""
+    """Multiply gradients by a factor on the device, without waiting for it."""
     if gradients:
         torch._foreach_mul_(gradients, factor)
 
 
 def gradient_norm(gradients: list[Tensor], device: torch.device) -> Float[Tensor, ""]:
-    """Give the length of all gradients together."""
+    """Return the norm of all gradients together."""
     if not gradients:
         return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(gradients)
+
+
+def is_finite(value: Float[Tensor, ""]) -> Bool[Tensor, ""]:
+    """Return whether a number is finite, in two kernels; `torch.isfinite` takes four."""
+    return (value - value) == 0
+
+
+class OptimizerStep:
+    """Ends a training step, by torch: clipping, learning rate, optimizer step, step counter.
+
+    Args:
+        recipe: clipping and precision.
+        net: the network.
+        loss: the loss, whose parameters are clipped only on request.
+        optimizer: fused, with learning rates in tensors.
+        rates: writes those tensors.
+    """
+
+    def __init__(
+        self, recipe: Recipe, net: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: LearningRates
+    ) -> None:
+        self.recipe, self.net, self.loss, self.optimizer, self.rates = recipe, net, loss, optimizer, rates
+        self.skip: Tensor = getattr(optimizer, SKIP)
+        self.device = self.skip.device
+        self.scaler = GradientScaler(recipe.precision, self.device)
+
+    def receiving(self) -> AbstractContextManager[None]:
+        """Return a context for forward and backward passes; autograd accumulates the gradients."""
+        return nullcontext()
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Return a context in which one step is captured."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def __call__(
+        self, finite: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
+    ) -> None:
+        """Clip the gradients and update the parameters, unless this or an earlier step is bad.
+
+        Args:
+            finite: whether the loss is finite.
+            count: number of the step; increased by one.
+            first_bad: number of the first bad step, negative if there is none.
+            metrics: sums of the epoch.
+        """
+        self.rates.set(count)
+        net, loss = ([p.grad for p in m.parameters() if p.grad is not None] for m in (self.net, self.loss))
+        together = self.recipe.clip_loss
+        norm = self.scaler.unscale(gradient_norm([*net, *loss] if together else net, self.device))
+        overflow = ~is_finite(norm)
+        if loss and not together:  # not part of the norm
+            overflow = overflow | ~is_finite(gradient_norm(loss, self.device))
+        self._clip(net, loss, norm)
+        if ranks.count() > 1:  # all ranks must skip together
+            finite = ranks.total((~finite).float()) == 0
+        bad = ~finite | self.scaler.is_final(overflow)
+        first_bad.copy_(torch.where((first_bad < 0) & bad, count, first_bad))
+        skip = (first_bad >= 0) | overflow
+        self.skip.copy_(skip)
+        self.optimizer.step()
+        self.scaler.update(overflow)
+        metrics.add_norm(torch.where(skip, 0, norm))
+        count.add_(1)
+
+    def _clip(self, net: list[Tensor], loss: list[Tensor], norm: Float[Tensor, ""]) -> None:
+        """Clip the gradients of the network, as published, or those of network and loss together."""
+        clipped, others = ([*net, *loss], []) if self.recipe.clip_loss else (net, loss)
+        if self.recipe.clip is None:
+            others = [*net, *loss]
+        else:
+            scale_gradients(clipped, self.scaler.unscale((self.recipe.clip / (norm + 1e-6)).clamp_max(1.0)))
+        if self.scaler.used:
+            scale_gradients(others, 1 / self.scaler.value)

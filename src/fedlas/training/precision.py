@@ -1,7 +1,7 @@
-"""Numbers and switches of the machine: which precision, how reproducible, and a loss scale for float16.
+"""Precision of a network, and gradient scaling for float16.
 
-The loss scale is torch's rule (halved after an overflow, doubled after 2,000 steps without one), with everything on the
-device, so that it can be part of a captured step.
+The loss scale follows torch's rule (halved after an overflow, doubled after 2,000 steps without one), with
+everything on the device, so that it can be part of a captured step.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -18,19 +18,19 @@ FIRST_SCALE = 65536.0
 
 
 def autocast_dtype(precision: Precision) -> torch.dtype | None:
-    """Give the narrow type that a network computes in, if any."""
+    """Return the low-precision type that a network computes in, if any."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Let a network compute in the recipe's precision."""
+    """Return a context in which a network computes in the precision of the recipe."""
     dtype = autocast_dtype(precision)
-    # Each weight is used once a pass: a cache of narrow copies would save nothing, and captured graphs dislike it.
+    # Each weight is used once a pass: a cache of casts would save nothing, and CUDA graphs cannot capture it.
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
-class Scale:
-    """The factor that keeps float16 gradients from vanishing; 1 and constant in any other precision.
+class GradientScaler:
+    """Factor that keeps float16 gradients from underflow; constant 1 in any other precision.
 
     Args:
         precision: of the recipe.
@@ -43,7 +43,7 @@ class Scale:
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, overflow: Bool[Tensor, ""]) -> None:
-        """Learn whether the gradients of a step were finite."""
+        """Update the scale after a step."""
         if not self.used:
             return
         good = (self.good_steps + 1) * ~overflow
@@ -51,19 +51,19 @@ class Scale:
         self.value.mul_(1 + grown.float() - overflow.float() / 2)
         self.good_steps.copy_(good * ~grown)
 
-    def beyond_help(self, overflow: Bool[Tensor, ""]) -> Bool[Tensor, ""]:
-        """Say whether gradients that are not finite would not become so by a lower scale."""
+    def is_final(self, overflow: Bool[Tensor, ""]) -> Bool[Tensor, ""]:
+        """Return whether a lower scale cannot make the gradients finite."""
         return overflow & (self.value <= 1) if self.used else overflow
 
-    def of(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def scale(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """Scale a loss."""
         return value * self.value if self.used else value
 
-    def undone(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """Take the scale out of what was computed with it."""
+    def unscale(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Divide a value by the scale."""
         return value / self.value if self.used else value
 
     def reset(self) -> None:
-        """Start anew, in place."""
+        """Start again, in place."""
         self.value.fill_(FIRST_SCALE if self.used else 1.0)
         self.good_steps.zero_()

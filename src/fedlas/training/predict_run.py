@@ -21,12 +21,12 @@ from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags
+from fedlas.training.build import select_device
 from fedlas.training.prediction import evaluation_source, predictions_of
 from fedlas.training.progress import downloads
 from fedlas.training.recipe import Recipe
 from fedlas.training.recipe_text import Plain
 from fedlas.training.run_folder import ELSEWHERE, RESUME, STATES, WRITE_TO, Run, RunError, locked
-from fedlas.training.session import select_device
 
 
 def predict_with(

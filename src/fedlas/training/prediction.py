@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedlas import ranks
 from fedlas.data.base import Sample, Split
@@ -85,7 +85,7 @@ def predictions_of(
     was_training = net.training
     net.eval()
     rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    with _whole_logits(net):
+    with _float32_head(net):
         for images, labels, index in _batches(source, recipe):
             with autocast(recipe.precision, device):
                 # Not compiled: validation is short, and another compilation is not.
@@ -101,21 +101,19 @@ def predictions_of(
 
 
 @contextmanager
-def _whole_logits(net: WithFeatures) -> Iterator[None]:
-    """Let the last layer compute in float32: eight bits would make equal logits, and steps in every confidence."""
-    head = net.model.get_submodule(net.head_name)
-    narrow = head.forward
+def _float32_head(net: WithFeatures) -> Iterator[None]:
+    """Compute the last layer in float32: the eight bits of bf16 make ties between logits and coarse confidences."""
 
-    def whole(features: Tensor) -> Tensor:
-        with torch.autocast(features.device.type, enabled=False):
-            logits: Tensor = narrow(features.float())
+    def in_float32(head: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            logits: Tensor = head.forward(inputs[0].float())
             return logits
 
-    head.forward = whole
+    hook = net.model.get_submodule(net.head_name).register_forward_hook(in_float32, prepend=True)
     try:
         yield
     finally:
-        del head.forward
+        hook.remove()
 
 
 def _batches(source: Source, recipe: Recipe) -> Iterable[Sample]:

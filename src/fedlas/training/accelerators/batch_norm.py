@@ -482,7 +482,7 @@ def activation(y: Tensor, about: Normed, skip: Tensor | None, skip_about: Normed
     return z, bits
 
 
-class Apart(NamedTuple):
+class StridedGradient(NamedTuple):
     """The gradient of some images from a use that looked at every so-many-th pixel alone, of every so-many-th line."""
 
     gradient: Tensor
@@ -495,9 +495,9 @@ class Apart(NamedTuple):
         return whole
 
 
-def about_other_use(second: Tensor | Apart | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:
+def about_other_use(second: Tensor | StridedGradient | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:
     """Give the gradient of another use, if there is one, and what kernels are compiled for because of it."""
-    if isinstance(second, Apart):
+    if isinstance(second, StridedGradient):
         height, width = y.shape[2:]
         return second.gradient, {"HAS_SECOND": True, "EVERY": second.every, "HEIGHT": height, "WIDTH": width}
     about = {"HAS_SECOND": second is not None, "EVERY": 1, "HEIGHT": 1, "WIDTH": 1}
@@ -541,7 +541,7 @@ def room_for_gradients(
 
 
 def gradient_sums(
-    first: Tensor, second: Tensor | Apart | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
+    first: Tensor, second: Tensor | StridedGradient | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
     other: Tensor | None = None, other_about: Normed | None = None,
 ) -> GradientSums:  # fmt: skip
     """Do the first pass back from the gradients of both uses of z.

@@ -21,9 +21,9 @@ from fedlas.training.accelerators.batch_norm import (
     NARROW_TYPES,
     NARROWEST,
     Affine,
-    Apart,
     GradientSums,
     Normed,
+    StridedGradient,
     Tile,
     about_other_use,
     asked,
@@ -194,7 +194,7 @@ def _can_be_made_back(device: torch.device) -> bool:
     def work() -> None:
         for channels in (64, 256):
             y, factors, _, counter = _example(device, NARROWEST, channels)
-            second = y if channels == 256 else Apart(new_images(y, NARROWEST, 16, 16).zero_(), 2)
+            second = y if channels == 256 else StridedGradient(new_images(y, NARROWEST, 16, 16).zero_(), 2)
             about = Normed(*torch.zeros(4, NARROWEST, device=device).unbind())
             bits = torch.zeros(y.numel() // 8, dtype=torch.uint8, device=device)
             owed = Product(new_images(y, channels).zero_(), factors)
@@ -235,7 +235,7 @@ def multiply(images: Tensor, weight: Tensor, norm: Affine, counter: Tensor) -> t
 
 
 def gradient_sums(
-    owed: Product, second: Tensor | Apart | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
+    owed: Product, second: Tensor | StridedGradient | None, y: Tensor, bits: Tensor, about: Normed, counter: Tensor,
     other: Tensor | None = None, other_about: Normed | None = None,
 ) -> GradientSums:  # fmt: skip
     """Do the first pass back through a norm, as `norms.gradient_sums`, from a product that is still to be made."""

@@ -1,9 +1,9 @@
-"""What a batch adds to the sums of an epoch, by a kernel each; `meters` says the same in torch, for all devices.
+"""Sums of an epoch, one kernel each; `epoch_metrics` and `gate_statistics` compute the same with torch.
 
-    logits, labels, loss ─► tally ─► samples, correct, loss and its terms
-    psi, gamma, alpha_i ─► watch ─► state of the gate by sample, alpha_i / alpha, histogram of gamma
+    logits, labels, loss ─► add_batch ─► samples, correct, loss and its terms
+    psi, gamma, alpha_i ─► add_gate ─► state of the gate per sample, alpha_i / alpha, histogram of gamma
 
-Counts are whole numbers, so no order of the programs changes them; all other sums are one program's work.
+Counts are integers, so the order of the programs does not matter; a single program computes all other sums.
 """
 
 from typing import no_type_check
@@ -22,7 +22,7 @@ SAMPLES = 512  # whose gates are looked at together
 
 @triton.jit
 @no_type_check
-def tally_kernel(
+def batch_kernel(
     logits, labels, samples, correct, means, sums, rows, classes, down, across,
     MEANS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def tally_kernel(
             tl.store(sums[number], tl.load(sums[number]) + tl.load(means[number]) * rows)
 
 
-def tally(
+def add_batch(
     logits: Float[Tensor, "n classes"],
     labels: Int[Tensor, " n"],
     samples: Float[Tensor, ""],
@@ -57,13 +57,13 @@ def tally(
     means: list[Tensor],
     sums: list[Tensor],
 ) -> bool:
-    """Add to the sums of an epoch: samples, right answers, and means times samples; say whether that is possible."""
+    """Add samples, correct predictions and means times samples; return False if there are too many classes."""
     rows, classes = logits.shape
     if classes > WIDEST:
         return False
     columns = triton.next_power_of_2(classes)
     height = max(1, LOGITS // columns)
-    launch(tally_kernel, (triton.cdiv(rows, height),),
+    launch(batch_kernel, (triton.cdiv(rows, height),),
         logits, labels.contiguous(), samples, correct, tuple(means), tuple(sums), rows, classes, *logits.stride(),
         MEANS=len(means), ROWS=height, COLUMNS=columns, num_warps=8,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def tally(
 
 @triton.jit
 @no_type_check
-def watch_kernel(
+def gate_kernel(
     index, psi, gamma, alphas, edges, now, sums, rows, samples, count, alpha,
     ROWS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
@@ -101,21 +101,21 @@ def watch_kernel(
     tl.store(sums + 3 + edge, tl.load(sums + 3 + edge, mask=edge < count) + reached, mask=edge < count)
 
 
-def watch(
+def add_gate(
     index: Int[Tensor, " n"],
     psi: Float[Tensor, " n"],
     gamma: Float[Tensor, " n"],
-    alphas: Float[Tensor, " n"],
+    alpha_i: Float[Tensor, " n"],
     alpha: float,
     edges: Float[Tensor, " edges"],
     now: Int8[Tensor, " samples"],
     sums: Float[Tensor, " 3+edges"],
 ) -> None:
-    """Note the gate's state by sample, and add to samples, alpha_i / alpha, psi = -sign(gamma), gammas at each edge."""
-    given = [one.contiguous() for one in (index, psi, gamma, alphas)]
+    """Store the state of the gate per sample; add samples, alpha_i / alpha, psi = -sign(gamma) and gammas per edge."""
+    given = [one.contiguous() for one in (index, psi, gamma, alpha_i)]
     if any(one.shape != index.shape for one in given):
         raise ValueError(f"index, psi, gamma and alpha_i have shapes {[tuple(one.shape) for one in given]}")
-    launch(watch_kernel, (1,),
+    launch(gate_kernel, (1,),
         *given, edges, now, sums, len(index), len(now), len(edges), alpha,
         ROWS=SAMPLES, EDGES=triton.next_power_of_2(len(edges)), num_warps=8,
     )  # fmt: skip

@@ -13,7 +13,7 @@ where they are, and never become wide in memory; that changes no bit.
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, no_type_check
 
 import torch
@@ -35,9 +35,10 @@ from fedlas.training.accelerators.parameter_blocks import (
     table_of,
 )
 from fedlas.training.accelerators.precompile import launch, precompilation
-from fedlas.training.optimizer import SKIP, build_optimizer, parameters_of
+from fedlas.training.accelerators.resnet import FusedResNet
+from fedlas.training.epoch_metrics import EpochMetrics
+from fedlas.training.optimizer import OptimizerStep, build_optimizer, parameters_of
 from fedlas.training.recipe import Recipe
-from fedlas.training.schedule import LearningRates
 
 BYTES = tl.constexpr(ALIGNED // 2)  # of narrow gradients that are read together: as many as of wide ones
 SUMS = 2048  # of programs that the last one adds at a time
@@ -177,12 +178,13 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
             parameter.grad = torch.ones_like(parameter)
         count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
         steps, lengths, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
-        FusedOptimizerStep(recipe, nn.Identity(), optimizer, rates).step(count == 0, count, first_bad, steps, lengths)
+        plain = OptimizerStep(recipe, layer, nn.Identity(), optimizer, rates)
+        FusedOptimizerStep(plain).step(count == 0, count, first_bad, steps, lengths)
         labels = torch.zeros(64, dtype=torch.int64, device=device)
-        metric_sums.tally(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
+        metric_sums.add_batch(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
         psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
         sums = torch.zeros(4, dtype=torch.float64, device=device)
-        metric_sums.watch(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
+        metric_sums.add_gate(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
 
     def rehearsed() -> None:
         with precompilation(device) as one, one.going_on():
@@ -199,18 +201,16 @@ class FusedOptimizerStep:
     ever changed in place.
 
     Args:
-        recipe: momentum and clipping.
-        loss: the loss, whose parameters are clipped only on request.
-        optimizer: SGD whose parameters `fits`.
-        rates: learning rates.
+        plain: the same step by torch, with SGD whose parameters fit; used where a parameter has no gradient.
+        model: network that hands over its gradients, if there is one.
     """
 
-    def __init__(self, recipe: Recipe, loss: nn.Module, optimizer: torch.optim.Optimizer, rates: LearningRates) -> None:
-        self.recipe, self.rates = recipe, rates
-        groups, of_loss = optimizer.param_groups, set(loss.parameters())
+    def __init__(self, plain: OptimizerStep, model: FusedResNet | None = None) -> None:
+        self.plain, self.model = plain, model
+        self.recipe, self.rates, self.skip, self.device = plain.recipe, plain.rates, plain.skip, plain.device
+        optimizer = plain.optimizer
+        groups, of_loss = optimizer.param_groups, set(plain.loss.parameters())
         self.groups_of_net = sum(group["params"][0] not in of_loss for group in groups)
-        self.skip: Tensor = getattr(optimizer, SKIP)
-        self.device = self.skip.device
         self.parameters = list(parameters_of(optimizer))
         self.optimizer = optimizer
         self.addresses = self._addresses()
@@ -228,7 +228,19 @@ class FusedOptimizerStep:
         self.captures = False
         self.late: list[int] = []
 
-    tally, watch = staticmethod(metric_sums.tally), staticmethod(metric_sums.watch)
+    def receiving(self) -> AbstractContextManager[None]:
+        """Return a context in which the network writes its gradients to the slots."""
+        return nullcontext() if self.model is None else self.model.gradients_to(self)
+
+    def __call__(
+        self, finite: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
+    ) -> None:
+        """Update the parameters, or record the first bad step; see `OptimizerStep`."""
+        if self.ready:
+            self.step(finite, count, first_bad, metrics.total("steps"), metrics.total("gradient_norm"))
+        else:
+            self.widen()
+            self.plain(finite, count, first_bad, metrics)
 
     def _memory(self) -> list[Tensor]:
         """List what the optimizer remembers of each parameter; itself, where that is nothing."""
@@ -243,6 +255,9 @@ class FusedOptimizerStep:
 
         Where they lie is known before the end, and written down after it: replays need not do it again.
         """
+        if self.recipe.accumulate > 1:  # parts are added in float32
+            yield
+            return
         self.captured.append(torch.zeros_like(self.all_in_slots))
         self.captures, self.late = True, []
         try:

@@ -66,7 +66,7 @@ def is_plain(one: Tensor) -> bool:
 
 @triton.jit
 @no_type_check
-def narrow_kernel(blocks, flat, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr):
+def cast_kernel(blocks, flat, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr):
     """Write a block in a narrower type; what is left of a tensor at its end is still read many bytes at a time."""
     block = tl.program_id(0).to(tl.int64)
     about, place = blocks + block * COLUMNS, tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def narrow_kernel(blocks, flat, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, ALIG
     tl.store(flat + block * BLOCK + place, tl.load(wide + place, mask=there).to(flat.dtype.element_ty), mask=there)
 
 
-class Narrowing:
+class WeightCast:
     """Copies of wide tensors in a narrower type, by one kernel.
 
     Args:
@@ -101,7 +101,7 @@ class Narrowing:
             return copies
         flat = torch.empty(self.layout.end, dtype=dtype, device=self.blocks.device)
         launch(
-            narrow_kernel,
+            cast_kernel,
             (len(self.blocks),),
             self.blocks,
             flat,

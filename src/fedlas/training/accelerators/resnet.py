@@ -1,25 +1,25 @@
-"""Residual networks whose batch norms, sums and ReLUs are few kernels instead of many; for training on a GPU.
+"""Residual networks whose training passes use custom kernels for convolution, batch norm, skip connection and ReLU.
 
     conv ─► y ─► norm, ReLU ─► conv ─► y ─► norm, + skip, ReLU ─┬─► next layer
      ▲                                        ▲                 └─► next skip
      └──────────── skip ──────────────────────┘
 
-What a block gives away is used twice, and handed out twice, so that the two gradients meet inside of a kernel and not
-in a pass of their own; a skip with a stride has one for the pixels alone that it looked at. Weights of all convolutions
-become narrow in one kernel (`blocks`), and their gradients wide in another, but for those that somebody takes as they
-are; on a GPU those gradients are computed on a second stream, beside the passes of the norms. In bf16 and fp16 the
-first 3x3 convolution on three channels has a custom kernel (`stem`), and so have 1x1 convolutions (`conv1x1`); these
-kernels also compute the sums of the batch norm.
-Layers keep their names, parameters and `state_dict`; outside of training they compute what they always did. All of it
-is meant to be captured: launched one by one, so many kernels wait for the host. Needs Triton and torchvision.
+The output of a block is used twice and returned twice, so that a kernel adds its two gradients without a separate pass.
+A strided skip connection has a gradient only at the pixels that it reads. All convolution weights are cast to low
+precision by one kernel (`parameter_blocks`), and their gradients to float32 by another, unless a receiver keeps them in
+low precision. Gradients of weights are computed on a side stream. In bf16 and fp16 the first 3x3 convolution on three
+channels has a custom kernel (`stem`), and so have 1x1 convolutions (`conv1x1`); these kernels also compute the sums of
+the batch norm.
+
+In evaluation the network computes as torchvision's does. It is meant to be captured in a CUDA graph: launched one by
+one, so many kernels wait for the host. Needs Triton and torchvision.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,341 +28,373 @@ from torch.nn import functional
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedlas.training.accelerators import batch_norm, conv1x1, stem
-from fedlas.training.accelerators.parameter_blocks import Narrowing
+from fedlas.training.accelerators.parameter_blocks import WeightCast
 
-Convolved = tuple[Tensor, batch_norm.Normed | None]  # and what was found out about it already
-Leave = Callable[[Tensor, Tensor], None]  # takes the gradient of a convolution and its weight
-HEAD = ("avgpool", "fc")  # what computes as it always did
-BESIDE = 4  # gradients of weights that may be under way on the second stream; each keeps what it reads
+Convolved = tuple[Tensor, batch_norm.Normed | None]  # with the statistics of the next batch norm, if known
+Defer = Callable[[Tensor, Tensor], None]  # receives the gradient of a convolution and its weight
+HEAD = ("avgpool", "fc")  # layers that are computed by torch
+MAX_PENDING = 4  # gradients of weights on the side stream at a time; each keeps its inputs alive
 
 
-class Owed:
-    """A place where the gradients of some images may be left in another shape than that of the images.
+class DeferredGradient:
+    """Gradients of an activation that convolutions hand to the batch norm before them, not to autograd.
 
-    A convolution leaves its own there in its backward pass, and gives autograd none; the norm that made the images
-    takes it. The first use of them may leave a product that is still to be made: the norm sums while it multiplies.
-    The second may leave the gradient of the pixels that it looked at.
+    The first use of the activation may defer a matrix product: the batch norm computes its sums while it multiplies.
+    The second use may hand over the gradient at the pixels that a strided convolution reads.
     """
 
     product: conv1x1.Product | None = None
-    apart: batch_norm.Apart | None = None
+    strided: batch_norm.StridedGradient | None = None
 
-    def leave_product(self, gradient: Tensor, weight: Tensor) -> None:
-        """Leave the factors of the gradient of the images."""
+    def defer_product(self, gradient: Tensor, weight: Tensor) -> None:
+        """Store the factors of the gradient."""
         self.product = conv1x1.Product(gradient, weight)
 
-    def leave_apart(self, every: int, gradient: Tensor, weight: Tensor) -> None:
-        """Leave the gradient of the pixels that a convolution of 1 x 1 looked at, every so-many-th."""
-        looked_at = batch_norm.new_images(gradient, weight.shape[1])  # only its shape is asked for
-        about = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
-        found: Tensor = torch.ops.aten.convolution_backward(gradient, looked_at, weight, *about)[0]
-        self.apart = batch_norm.Apart(found.contiguous(memory_format=torch.channels_last), every)
+    def store_strided(self, stride: int, gradient: Tensor, weight: Tensor) -> None:
+        """Store the gradient at the pixels that a strided 1 x 1 convolution reads."""
+        read = batch_norm.new_images(gradient, weight.shape[1])  # only its shape matters
+        arguments = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
+        found: Tensor = torch.ops.aten.convolution_backward(gradient, read, weight, *arguments)[0]
+        self.strided = batch_norm.StridedGradient(found.contiguous(memory_format=torch.channels_last), stride)
 
-    def taken(self) -> tuple[conv1x1.Product | None, batch_norm.Apart | None]:
-        """Give what was left, once."""
-        left, self.product, self.apart = (self.product, self.apart), None, None
-        return left
+    def pop(self) -> tuple[conv1x1.Product | None, batch_norm.StridedGradient | None]:
+        """Return what was stored, once."""
+        stored, self.product, self.strided = (self.product, self.strided), None, None
+        return stored
 
 
-class Given(NamedTuple):
-    """What a norm gives away: its result twice, for two uses, and where their gradients may be left."""
+class Activation(NamedTuple):
+    """Output of a batch norm, once for each of its two uses, and where their gradients may be deferred."""
 
     first: Tensor
     second: Tensor
-    owed: Owed | None = None
+    deferred: DeferredGradient | None = None
 
 
-def fuse(model: Any) -> bool:
-    """Let a residual network of torchvision's kind, its images with channels last, train with few kernels.
+@runtime_checkable
+class GradientReceiver(Protocol):
+    """Where gradients of weights go during a training step."""
 
-    Returns:
-        Whether it is one.
-    """
-    if not fits(model):
-        return False
-    for layer in model.modules():
-        if type(layer) in _FUSED:
-            layer.__class__ = _FUSED[type(layer)]
-    return True
+    @property
+    def slots(self) -> Mapping[Tensor, Tensor]:
+        """Where the float32 gradients of some weights are to be stored."""
+
+    def take(self, weight: Tensor, gradient: Tensor) -> bool:
+        """Keep a low-precision gradient as it is, if possible; return whether it was kept."""
+
+
+def fuse(model: nn.Module) -> "FusedResNet | None":
+    """Return a network that shares all layers of a torchvision ResNet and trains with custom kernels, if it fits."""
+    return FusedResNet(model) if fits(model) else None
 
 
 def fits(model: Any) -> bool:
-    """Say whether a network is a residual one of torchvision's kind, with the layers that the kernels stand for."""
+    """Return whether a network is a torchvision ResNet whose layers the kernels implement."""
     if type(model) is not ResNet or any(one.dtype != torch.float32 for one in model.parameters()):
         return False
     weights = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
-    if len(weights) != len(set(weights)):  # gradients of one that is used twice would meet before both are there
+    if len(weights) != len(set(weights)):  # gradients of a shared weight would be combined before both are computed
         return False
     stages = (model.layer1, model.layer2, model.layer3, model.layer4)
     if any(type(stage) is not nn.Sequential for stage in stages):
         return False
     blocks = [block for stage in stages for block in stage]
-    return _is_plain(model) and all(type(block) in _FUSED and _is_plain(block) for block in blocks)
+    return _is_standard(model) and all(
+        type(block) in (BasicBlock, Bottleneck) and _is_standard(block) for block in blocks
+    )
 
 
-def _is_plain(part: Any) -> bool:
-    """Say whether a block, or what comes before the first, has exactly the layers that the kernels stand for."""
+def _is_standard(part: Any) -> bool:
+    """Return whether a block, or the layers before the first one, are exactly those that the kernels implement."""
     layers = dict(part.named_children())
-    aside = getattr(part, "downsample", None)
-    if aside is not None:
-        if type(aside) is not nn.Sequential or len(aside) != 2:  # a convolution and its norm
+    downsample = getattr(part, "downsample", None)
+    if downsample is not None:
+        if type(downsample) is not nn.Sequential or len(downsample) != 2:  # a convolution and its batch norm
             return False
-        layers |= {"conv aside": aside[0], "bn aside": aside[1]}
+        layers |= {"conv of downsample": downsample[0], "bn of downsample": downsample[1]}
     return type(layers["relu"]) is nn.ReLU and all(
-        _is_usual_norm(layer) if name.startswith("bn") else _is_usual_convolution(layer)
+        _is_standard_norm(layer) if name.startswith("bn") else _is_standard_convolution(layer)
         for name, layer in layers.items()
         if name.startswith(("bn", "conv"))
     )
 
 
 def _is_mean(pool: Any) -> bool:
-    """Say whether a layer is a mean over the image, at which nobody looks."""
-    return type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1)) and not _is_watched(pool)
+    """Return whether a layer is a global mean without hooks."""
+    return type(pool) is nn.AdaptiveAvgPool2d and pool.output_size in (1, (1, 1)) and not _has_hooks(pool)
 
 
-def _is_watched(layer: nn.Module) -> bool:
-    """Say whether somebody looks at what a layer takes or gives, forward or back."""
-    forward, back = layer._forward_hooks or layer._forward_pre_hooks, layer._backward_hooks or layer._backward_pre_hooks
-    return bool(forward or back)
+def _has_hooks(layer: nn.Module) -> bool:
+    forward = layer._forward_hooks or layer._forward_pre_hooks
+    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
 
 
-def _is_usual_norm(norm: Any) -> bool:
+def _is_standard_norm(norm: Any) -> bool:
     if type(norm) is not nn.BatchNorm2d or norm.num_features % batch_norm.NARROWEST:
         return False
     return norm.affine and norm.track_running_stats and norm.momentum is not None
 
 
-def _is_usual_convolution(layer: Any) -> bool:
+def _is_standard_convolution(layer: Any) -> bool:
     if type(layer) is not nn.Conv2d or isinstance(layer.padding, str):
         return False
     return layer.bias is None and layer.padding_mode == "zeros"
 
 
 class FusedResNet(ResNet):  # type: ignore[misc]
-    """torchvision's ResNet, from the image to the logits.
+    """A ResNet whose training passes use custom kernels; in evaluation it computes as torchvision's does.
 
-    Attributes:
-        gradient_slots: where the gradients of some weights shall lie, for whoever wants to have them side by side.
-        gradient_taker: asked with a weight and its narrow gradient; says whether it keeps that, as it is.
-        narrowing: what makes narrow copies of the weights, as soon as it was needed once.
+    It has the layers of the given network, under the same names, and does not change them.
+
+    Args:
+        model: a network that `fits`.
     """
 
-    gradient_slots: Mapping[Tensor, Tensor] = MappingProxyType({})
-    gradient_taker: Callable[[Tensor, Tensor], bool] | None = None
-    narrowing: Narrowing | None = None
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        for name, layer in model.named_children():
+            self.add_module(name, layer)
+        self.training = model.training
+        self.receiver: GradientReceiver | None = None
+        self.weight_cast: WeightCast | None = None
+        self.counters: dict[nn.Module, Tensor] = {}
 
-    def narrowing_of(self, weights: list[Tensor]) -> Narrowing:
-        """Give what makes narrow copies of weights; kept as long as these are where they were."""
-        if self.narrowing is None or not self.narrowing.holds(weights):
-            self.narrowing = Narrowing(weights)
-        return self.narrowing
+    @contextmanager
+    def gradients_to(self, receiver: GradientReceiver) -> Iterator[None]:
+        """Send gradients of weights to a receiver for the duration of a step."""
+        self.receiver = receiver
+        try:
+            yield
+        finally:
+            self.receiver = None
 
     def _forward_impl(self, x: Tensor) -> Tensor:
-        if not self._fused_now(x):
+        if not self._uses_kernels(x):
             return super()._forward_impl(x)  # type: ignore[no-any-return]
-        with _narrow_weights(self, x):
-            given = _first(self.conv1, self.bn1, x)
-            if not isinstance(self.maxpool, nn.Identity):
-                pooled = self.maxpool(given.first).contiguous(memory_format=torch.channels_last)
-                given = Given(pooled, pooled)
-            for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
-                given = layer(given)
+        layers = _TrainingPass(self, x)
+        out = layers.first(self.conv1, self.bn1, x)
+        if not isinstance(self.maxpool, nn.Identity):
+            pooled = self.maxpool(out.first).contiguous(memory_format=torch.channels_last)
+            out = Activation(pooled, pooled)
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            for block in stage:
+                out = layers.block(block, out)
         _count_batch(self)
-        images = given.first
-        pooled = _Mean.apply(images) if _is_mean(self.avgpool) else self.avgpool(images)
+        pooled = _Mean.apply(out.first) if _is_mean(self.avgpool) else self.avgpool(out.first)
         logits: Tensor = self.fc(torch.flatten(pooled, 1))
         return logits
 
-    def _fused_now(self, x: Tensor) -> bool:
-        """Say whether the kernels may stand for the layers: in training alone, and where nobody looks at a layer."""
+    def _uses_kernels(self, x: Tensor) -> bool:
+        """Return whether all layers are in training mode and without hooks."""
         if not (torch.is_grad_enabled() and (x.is_cuda or batch_norm.INTERPRETED)):
             return False
         body = [layer for part, layer in self.named_modules() if part.partition(".")[0] not in ("", *HEAD)]
-        return self.training and all(layer.training and not _is_watched(layer) for layer in body)
+        return self.training and all(layer.training and not _has_hooks(layer) for layer in body)
+
+    def counter(self, norm: Any) -> Tensor:
+        """Return zeros by which the programs of a kernel find out which is the last; they are zeros again after it."""
+        counter = self.counters.get(norm)
+        if counter is None or counter.device != norm.weight.device:
+            blocks = norm.num_features // batch_norm.NARROWEST
+            counter = self.counters[norm] = torch.zeros(blocks, dtype=torch.int32, device=norm.weight.device)
+        return counter
+
+    def cast_of(self, weights: list[Tensor]) -> WeightCast:
+        """Return what casts weights to low precision; it is reused as long as their addresses stay the same."""
+        if self.weight_cast is None or not self.weight_cast.holds(weights):
+            self.weight_cast = WeightCast(weights)
+        return self.weight_cast
 
 
-class FusedBasicBlock(BasicBlock):  # type: ignore[misc]
-    """Two convolutions beside a skip."""
+class _TrainingPass:
+    """One training pass: low-precision copies of all weights, and the layers computed with them.
 
-    def forward(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return super().forward(x)
-        inside = _layer(self.conv1, self.bn1, x.first, x.owed)
-        return _joined(self.conv2, self.bn2, inside, x, self.downsample)
+    Args:
+        model: the network.
+        images: its input.
+    """
+
+    def __init__(self, model: FusedResNet, images: Tensor) -> None:
+        layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+        kind = images.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        self.model = model
+        self.side = SideStream(images.device, used=any(isinstance(layer, Bottleneck) for layer in model.modules()))
+        weights = [layer.weight for layer in layers]
+        receiver = model.receiver
+        targets = [
+            _GradientTarget(weight, None if receiver is None else receiver.slots.get(weight), receiver)
+            for weight in weights
+        ]
+        cast = None if dtype == torch.float32 else model.cast_of(weights)
+        self.weights = dict(zip(layers, _CastWeights.apply(dtype, self.side, targets, cast, *weights), strict=True))
+
+    def block(self, block: Any, x: Activation) -> Activation:
+        """Compute a residual block."""
+        inside = self.layer(block.conv1, block.bn1, x)
+        if isinstance(block, BasicBlock):
+            return self.last_layer(block.conv2, block.bn2, inside, x, block.downsample)
+        inside = self.layer(block.conv2, block.bn2, inside)
+        return self.last_layer(block.conv3, block.bn3, inside, x, block.downsample)
+
+    def layer(self, layer: Any, norm: nn.BatchNorm2d, x: Activation) -> Activation:
+        """Compute convolution, batch norm and ReLU."""
+        return self.norm(*self.convolve(layer, norm, x.first, x.deferred), norm)
+
+    def last_layer(
+        self, layer: Any, norm: nn.BatchNorm2d, x: Activation, skip: Activation, downsample: Any
+    ) -> Activation:
+        """Compute convolution, batch norm, sum with the skip connection and ReLU."""
+        y, statistics = self.convolve(layer, norm, x.first, x.deferred)
+        if downsample is None:
+            return self.norm(y, statistics, norm, skip.second)
+        other, other_norm = downsample
+        skipped = self.convolve(other, other_norm, skip.second, skip.deferred, first=False)
+        return self.norm(y, statistics, norm, *skipped, other_norm)
+
+    def first(self, layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Activation:
+        """Compute the first layer, with its own kernel where it is a 3 x 3 convolution of small images."""
+        geometry = layer.stride, layer.padding, layer.dilation, layer.groups
+        weight = self.weights[layer]
+        fits_stem = geometry == ((1, 1), (1, 1), (1, 1), 1) and stem.fits(images, weight)
+        if not fits_stem or images.requires_grad or weight.dtype == torch.float32:  # its products would be rounded
+            return self.layer(layer, norm, Activation(images, images))
+        deferred = DeferredGradient()
+        one, two = _Stem.apply(images.to(weight.dtype), weight, norm.weight, norm.bias, self.norm_of(norm), deferred)
+        return Activation(one, two, deferred)
+
+    def convolve(
+        self, layer: Any, norm: nn.BatchNorm2d, x: Tensor, deferred: DeferredGradient | None = None,
+        *, first: bool = True,
+    ) -> Convolved:  # fmt: skip
+        """Convolve; where that is faster, also compute the statistics of the next batch norm.
+
+        Args:
+            layer: a convolution.
+            norm: the batch norm after it.
+            x: its input.
+            deferred: where the gradient of the input may be deferred.
+            first: whether this is the first use of the input.
+        """
+        geometry = layer.stride, layer.padding, layer.dilation, layer.groups
+        weight = self.weights[layer]
+        x = x.to(weight.dtype)
+        is_product = geometry == ((1, 1), (0, 0), (1, 1), 1)
+        with_statistics = self.norm_of(norm) if is_product and conv1x1.fits(x, weight) else None
+        defer: Defer | None = None
+        if deferred is not None and first:
+            if is_product and conv1x1.fits_back(x, weight):
+                defer = deferred.defer_product
+        elif deferred is not None and (stride := _stride_of_1x1(geometry, weight)) > 1:
+            defer = partial(deferred.store_strided, stride)
+        y, found = _Convolution.apply(x, weight, geometry, self.side, with_statistics, defer)
+        return y.contiguous(memory_format=torch.channels_last), found  # a copy only without cuDNN
+
+    def norm(
+        self, y: Tensor, statistics: batch_norm.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
+        skip_statistics: batch_norm.Normed | None = None, skip_norm: nn.BatchNorm2d | None = None,
+    ) -> Activation:  # fmt: skip
+        """Normalise, add the skip connection and apply ReLU; return the result twice, for its two uses."""
+        other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
+        norms = self.norm_of(norm), None if skip_norm is None else self.norm_of(skip_norm)
+        deferred = DeferredGradient()
+        known = statistics, skip_statistics
+        first, second = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norms, known, deferred)
+        return Activation(first, second, deferred)
+
+    def norm_of(self, norm: Any) -> "_Norm":
+        """Return parameters, running statistics and counter of a batch norm."""
+        statistics = norm.running_mean, norm.running_var, norm.eps, norm.momentum
+        return _Norm(batch_norm.Affine(norm.weight, norm.bias, *statistics), self.model.counter(norm))
 
 
-class FusedBottleneck(Bottleneck):  # type: ignore[misc]
-    """Three convolutions beside a skip, the one in the middle of fewer channels."""
+class _Norm(NamedTuple):
+    """Parameters and running statistics of a batch norm, and the counter of its kernels."""
 
-    def forward(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return super().forward(x)
-        inside = _layer(self.conv1, self.bn1, x.first, x.owed)
-        inside = _layer(self.conv2, self.bn2, inside.first, inside.owed)
-        return _joined(self.conv3, self.bn3, inside, x, self.downsample)
-
-
-_FUSED: dict[type, type] = {BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet}
-
-
-def _layer(layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | None = None) -> Given:
-    return _norm(*_convolve(layer, norm, images, owed), norm)
-
-
-def _joined(layer: Any, norm: nn.BatchNorm2d, given: Given, skipped: Given, downsample: Any) -> Given:
-    y, about = _convolve(layer, norm, given.first, given.owed)
-    if downsample is None:
-        return _norm(y, about, norm, skipped.second)
-    aside, aside_norm = downsample
-    return _norm(y, about, norm, *_convolve(aside, aside_norm, skipped.second, skipped.owed, first=False), aside_norm)
-
-
-@contextmanager
-def _narrow_weights(model: FusedResNet, images: Tensor) -> Iterator[None]:
-    """Make narrow copies of all convolutions' weights, at once, and let the layers have them for a while."""
-    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
-    kind = images.device.type
-    narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-    beside = _Beside(images.device, used=any(isinstance(layer, Bottleneck) for layer in model.modules()))
-    weights = [layer.weight for layer in layers]
-    rooms = [_Room(weight, model.gradient_slots.get(weight), model.gradient_taker) for weight in weights]
-    narrowing = None if narrow == torch.float32 else model.narrowing_of(weights)
-    copies = _Narrow.apply(narrow, beside, rooms, narrowing, *weights)
-    try:
-        for layer, copy in zip(layers, copies, strict=True):
-            layer.narrow, layer.beside = copy, beside
-        yield
-    finally:
-        for layer in layers:
-            layer.narrow = layer.beside = None
+    affine: batch_norm.Affine
+    counter: Tensor
 
 
 def _count_batch(model: nn.Module) -> None:
-    """Let all norms know that they have seen one more batch; the head counts for itself."""
+    """Increase the batch counters of all batch norms but those of the head, which count by themselves."""
     named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)]
     counts: Any = [layer.num_batches_tracked for name, layer in named if name.partition(".")[0] not in HEAD]
     torch._foreach_add_(counts, 1)
 
 
-def _first(layer: Any, norm: nn.BatchNorm2d, images: Tensor) -> Given:
-    """Do the first convolution and its norm, in few kernels where they are of the usual kind for small images."""
-    about = layer.stride, layer.padding, layer.dilation, layer.groups
-    usual = about == ((1, 1), (1, 1), (1, 1), 1) and stem.fits(images, layer.narrow)
-    if not usual or images.requires_grad or layer.narrow.dtype == torch.float32:  # whose products would be rounded
-        return _layer(layer, norm, images)
-    narrow = images.to(layer.narrow.dtype)
-    owed = Owed()
-    first, second = _Stem.apply(narrow, layer.narrow, norm.weight, norm.bias, norm, owed)
-    return Given(first, second, owed)
+class SideStream:
+    """A second CUDA stream, for gradients of weights, which are needed only at the end of the backward pass.
 
-
-def _convolve(
-    layer: Any, norm: nn.BatchNorm2d, images: Tensor, owed: Owed | None = None, *, first: bool = True
-) -> Convolved:
-    """Convolve, and, where that pays, look at the batch for the norm after it, and at gradients for the one before.
+    They are computed while batch norms wait for memory. That is faster where blocks have many batch norms.
 
     Args:
-        layer: a convolution.
-        norm: what comes after it.
-        images: what a norm gave away.
-        owed: where their gradient may be left.
-        first: whether this is their first use.
-    """
-    about = layer.stride, layer.padding, layer.dilation, layer.groups
-    narrow = images.to(layer.narrow.dtype)
-    is_product = about == ((1, 1), (0, 0), (1, 1), 1)
-    looks = norm if is_product and conv1x1.fits(narrow, layer.narrow) else None
-    leave: Leave | None = None
-    if owed is not None and first:
-        if is_product and conv1x1.fits_back(narrow, layer.narrow):
-            leave = owed.leave_product
-    elif owed is not None and (every := _every(about, layer.narrow)) > 1:
-        leave = partial(owed.leave_apart, every)
-    y, found = _Convolution.apply(narrow, layer.narrow, about, layer.beside, looks, leave)
-    return y.contiguous(memory_format=torch.channels_last), found  # as it is but for convolutions without cuDNN
-
-
-def _norm(
-    y: Tensor, about: batch_norm.Normed | None, norm: nn.BatchNorm2d, skip: Tensor | None = None,
-    skip_about: batch_norm.Normed | None = None, skip_norm: nn.BatchNorm2d | None = None,
-) -> Given:  # fmt: skip
-    """Normalise, add what skipped the layers, cut off what is negative; give the result twice, for two uses."""
-    other = (None, None) if skip_norm is None else (skip_norm.weight, skip_norm.bias)
-    abouts, owed = (about, skip_about), Owed()
-    first, second = _NormAddReLU.apply(y, norm.weight, norm.bias, skip, *other, norm, skip_norm, abouts, owed)
-    return Given(first, second, owed)
-
-
-class _Beside:
-    """A second stream of the device, for results that are needed late.
-
-    A convolution's backward pass gives two gradients. The one of its images is waited for by the layer before; the one
-    of its weights by nobody until the end, so it is computed while passes of norms wait for memory. That pays where
-    blocks have many norms; convolutions of 3 x 3 alone leave nothing idle.
+        device: device of the stream.
+        used: compute on the second stream; otherwise everything runs on the current one.
     """
 
     def __init__(self, device: torch.device, *, used: bool = True) -> None:
-        self.stream = _second_stream(device) if used and device.type == "cuda" else None
-        self.under_way: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+        self.stream = _side_stream(device) if used and device.type == "cuda" else None
+        self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
 
     def run(self, work: Callable[[], Tensor], *read: Tensor) -> Tensor:
-        """Begin to work; what it reads is kept until it is done, the result is there after `join`."""
+        """Start a computation, whose inputs are kept alive until it ends; its result is valid after `join`."""
         if self.stream is None:
             return work()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
-            found = work()
-            self.under_way.append((self.stream.record_event(), read))
-        self.join(BESIDE)
-        return found
+            result = work()
+            self.pending.append((self.stream.record_event(), read))
+        self.join(MAX_PENDING)
+        return result
 
     def join(self, left: int = 0) -> None:
-        """Let the first stream wait until no more than this is under way."""
-        while len(self.under_way) > left:
-            done, read = self.under_way.popleft()
+        """Let the current stream wait until at most `left` computations are pending."""
+        while len(self.pending) > left:
+            done, read = self.pending.popleft()
             torch.cuda.current_stream(read[0].device).wait_event(done)
 
 
 @cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Room(NamedTuple):
-    """A weight, where its gradient shall lie, and who may take that as it is."""
+class _GradientTarget(NamedTuple):
+    """A weight, the slot for its gradient, and who may keep the gradient in low precision."""
 
     weight: Tensor
     slot: Tensor | None
-    taker: Callable[[Tensor, Tensor], bool] | None = None
+    receiver: GradientReceiver | None = None
 
-    def make(self, gradient: Tensor) -> Tensor | None:
-        """Give room for a gradient that nobody takes; a slot may hold that of another part of the batch already."""
-        if self.taker is not None and self.taker(self.weight, gradient):
+    def allocate(self, gradient: Tensor) -> Tensor | None:
+        """Return memory for a gradient that nobody keeps; a slot may hold that of another part of the batch already."""
+        if self.receiver is not None and self.receiver.take(self.weight, gradient):
             return None
         if self.slot is None or self.weight.grad is not None:
             return torch.empty_like(gradient, dtype=torch.float32)
-        return self.slot.view_as(self.slot)  # a tensor of its own: torch takes over what nobody else holds
+        return self.slot.view_as(self.slot)  # a new tensor: autograd keeps a gradient that has no other owner
 
 
-class _Narrow(torch.autograd.Function):
-    """Weights in a narrower type, and their gradients in a wider one, one kernel each."""
+class _CastWeights(torch.autograd.Function):
+    """Cast weights to low precision and their gradients to float32, one kernel each."""
 
     @staticmethod
     def forward(
-        ctx: Any, dtype: torch.dtype, beside: _Beside, rooms: list[_Room], narrowing: Narrowing | None, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.beside, ctx.rooms = beside, rooms
-        if narrowing is None:
+        ctx: Any, dtype: torch.dtype, side: SideStream, targets: list[_GradientTarget], cast: WeightCast | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.side, ctx.targets = side, targets
+        if cast is None:
             return tuple(weight.detach() for weight in weights)
-        return tuple(narrowing.copies(weights, dtype))
+        return tuple(cast.copies(weights, dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.beside.join()
+        ctx.side.join()
         if gradients[0].dtype == torch.float32:
             return None, None, None, None, *gradients
-        copies = [room.make(gradient) for room, gradient in zip(ctx.rooms, gradients, strict=True)]
+        copies = [target.allocate(gradient) for target, gradient in zip(ctx.targets, gradients, strict=True)]
         pairs = [(copy, gradient) for copy, gradient in zip(copies, gradients, strict=True) if copy is not None]
         if pairs:
             torch._foreach_copy_([copy for copy, _ in pairs], [gradient for _, gradient in pairs])
@@ -370,83 +402,85 @@ class _Narrow(torch.autograd.Function):
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution whose two gradients are computed beside each other; it looks at the batch for a norm, if given."""
+    """A convolution that computes both gradients in parallel, and statistics for a batch norm if one is given."""
 
     @staticmethod
     def forward(
-        ctx: Any, images: Tensor, weight: Tensor, about: tuple[Any, ...], beside: _Beside,
-        norm: nn.BatchNorm2d | None, leave: Leave | None,
+        ctx: Any, x: Tensor, weight: Tensor, geometry: tuple[Any, ...], side: SideStream, norm: _Norm | None,
+        defer: Defer | None,
     ) -> Convolved:  # fmt: skip
-        ctx.save_for_backward(images, weight)
-        ctx.about, ctx.beside, ctx.leave = about, beside, leave
+        ctx.save_for_backward(x, weight)
+        ctx.geometry, ctx.side, ctx.defer = geometry, side, defer
         if norm is None:
-            return functional.conv2d(images, weight, None, *about), None
-        return conv1x1.multiply(images, weight, _affine(norm), _counter(norm))
+            return functional.conv2d(x, weight, None, *geometry), None
+        return conv1x1.multiply(x, weight, *norm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Any, ...]:
-        if ctx.leave is not None and gradient.requires_grad:  # what is left has no graph, so nobody would notice
+        if ctx.defer is not None and gradient.requires_grad:  # a deferred gradient has no graph
             raise RuntimeError("the kernels of residual networks cannot be differentiated twice")
-        images, weight = ctx.saved_tensors
-        stride, padding, dilation, groups = ctx.about
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.geometry
 
-        def found(place: int) -> Tensor:
-            about = None, stride, padding, dilation, False, [0, 0], groups
-            wanted = [number == place for number in range(3)]  # of images, weight, bias
-            gradients: Any = torch.ops.aten.convolution_backward(gradient, images, weight, *about, wanted)
-            return gradients[place]  # type: ignore[no-any-return]
+        def gradient_of(position: int) -> Tensor:
+            arguments = None, stride, padding, dilation, False, [0, 0], groups
+            wanted = [number == position for number in range(3)]  # input, weight, bias
+            gradients: Any = torch.ops.aten.convolution_backward(gradient, x, weight, *arguments, wanted)
+            return gradients[position]  # type: ignore[no-any-return]
 
-        of_images = of_weight = None
-        images_first = not _is_product(weight)  # the side stream then computes the other gradient beside a norm
-        learns = ctx.needs_input_grad[0]  # or nobody would take what is left
-        if learns and ctx.leave is not None:
-            ctx.leave(gradient, weight)
-        elif learns and images_first:
-            of_images = found(0)
-        if ctx.needs_input_grad[1]:  # else nobody would wait for it
-            of_weight = ctx.beside.run(lambda: found(1), gradient, images)
-        if learns and ctx.leave is None and not images_first:
-            of_images = found(0)
-        return of_images, of_weight, None, None, None, None
+        of_input = of_weight = None
+        input_first = not _is_product(weight)  # the side stream then runs in parallel to a batch norm
+        wants_input = ctx.needs_input_grad[0]
+        if wants_input and ctx.defer is not None:
+            ctx.defer(gradient, weight)
+        elif wants_input and input_first:
+            of_input = gradient_of(0)
+        if ctx.needs_input_grad[1]:  # otherwise nobody would wait for it
+            of_weight = ctx.side.run(lambda: gradient_of(1), gradient, x)
+        if wants_input and ctx.defer is None and not input_first:
+            of_input = gradient_of(0)
+        return of_input, of_weight, None, None, None, None
 
 
 class _NormAddReLU(torch.autograd.Function):
-    """z = relu(norm(y) + skip), or relu(norm(y) + other norm(skip)), given twice."""
+    """z = relu(norm(y) + skip), or relu(norm(y) + other norm(skip)), returned twice."""
 
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor, skip: Tensor | None, skip_weight: Tensor | None,
-        skip_bias: Tensor | None, norm: nn.BatchNorm2d, skip_norm: nn.BatchNorm2d | None,
-        abouts: tuple[batch_norm.Normed | None, batch_norm.Normed | None], owed: Owed,
+        skip_bias: Tensor | None, norms: tuple[_Norm, _Norm | None],
+        known: tuple[batch_norm.Normed | None, batch_norm.Normed | None], deferred: DeferredGradient,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        del weight, bias, skip_weight, skip_bias  # they are the norms' own
-        about, other = abouts
-        if about is None:
-            about = batch_norm.statistics(y, _affine(norm), _counter(norm))
+        del weight, bias, skip_weight, skip_bias  # part of the norms
+        norm, skip_norm = norms
+        statistics, other = known
+        if statistics is None:
+            statistics = batch_norm.statistics(y, *norm)
         if other is None and skip is not None and skip_norm is not None:
-            other = batch_norm.statistics(skip, _affine(skip_norm), _counter(skip_norm))
-        z, bits = batch_norm.activation(y, about, skip, other)
+            other = batch_norm.statistics(skip, *skip_norm)
+        z, bits = batch_norm.activation(y, statistics, skip, other)
         ctx.save_for_backward(y, bits, skip if other is not None else None)
-        ctx.about, ctx.other, ctx.norm, ctx.owed, ctx.has_skip = about, other, norm, owed, skip is not None
+        ctx.statistics, ctx.other, ctx.counter = statistics, other, norm.counter
+        ctx.deferred, ctx.has_skip = deferred, skip is not None
         ctx.set_materialize_grads(False)
         return z, z.view_as(z)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         y, bits, skip = ctx.saved_tensors
-        sums = _gradient_sums(ctx.owed, given, y, bits, ctx.about, _counter(ctx.norm), skip, ctx.other)
-        found = batch_norm.gradients(sums, y, ctx.about, skip, ctx.other)
+        sums = _gradient_sums(ctx.deferred, gradients, y, bits, ctx.statistics, ctx.counter, skip, ctx.other)
+        found = batch_norm.gradients(sums, y, ctx.statistics, skip, ctx.other)
         of_skip = found.skip if ctx.has_skip else None
-        nothing = None, None, None, None
+        others = None, None, None
         if ctx.other is not None:
-            return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.other_bias, *nothing
-        return found.y, found.weight, found.bias, of_skip, None, None, *nothing
+            return found.y, found.weight, found.bias, found.other_y, found.other_weight, found.other_bias, *others
+        return found.y, found.weight, found.bias, of_skip, None, None, *others
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over an image; its gradient is spread over the image with channels last, in one pass."""
+    """Global mean of an image; its gradient is written in channels-last layout, in one pass."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor) -> Tensor:
@@ -461,60 +495,49 @@ class _Mean(torch.autograd.Function):
 
 
 class _Stem(torch.autograd.Function):
-    """z = relu(norm(convolution of images)), given twice; images have no gradient, and y's is never written."""
+    """z = relu(norm(convolution of images)), returned twice; images have no gradient, that of y is never stored."""
 
     @staticmethod
     def forward(
-        ctx: Any, images: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm2d, owed: Owed
-    ) -> tuple[Tensor, Tensor]:
-        del weight, bias  # they are the norm's own
-        y, about = stem.convolve(images, filters, _affine(norm), _counter(norm))
-        z, bits = batch_norm.activation(y, about, None, None)
+        ctx: Any, images: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, norm: _Norm,
+        deferred: DeferredGradient,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        del weight, bias  # part of the norm
+        y, statistics = stem.convolve(images, filters, *norm)
+        z, bits = batch_norm.activation(y, statistics, None, None)
         ctx.save_for_backward(images, filters, y, bits)
-        ctx.about, ctx.norm, ctx.owed = about, norm, owed
+        ctx.statistics, ctx.counter, ctx.deferred = statistics, norm.counter, deferred
         ctx.set_materialize_grads(False)
         return z, z.view_as(z)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         images, filters, y, bits = ctx.saved_tensors
-        sums = _gradient_sums(ctx.owed, given, y, bits, ctx.about, _counter(ctx.norm))
-        # Nothing comes after it that could run meanwhile, so it is not put behind what the second stream has to do.
-        learns = ctx.needs_input_grad[1]
-        of_filters = stem.gradient_of_filters(images, filters, y, ctx.about, sums) if learns else None
+        sums = _gradient_sums(ctx.deferred, gradients, y, bits, ctx.statistics, ctx.counter)
+        # On the current stream: nothing follows that could run in parallel.
+        wanted = ctx.needs_input_grad[1]
+        of_filters = stem.gradient_of_filters(images, filters, y, ctx.statistics, sums) if wanted else None
         return None, of_filters, sums.weight, sums.bias, None, None
 
 
-def _gradient_sums(owed: Owed, given: tuple[Tensor | None, ...], *about: Any) -> batch_norm.GradientSums:
-    """Do the first pass back through a norm, from the gradients of z that there are, one or two."""
-    product, apart = owed.taken()
-    there = [one.contiguous(memory_format=torch.channels_last) for one in given if one is not None]
+def _gradient_sums(
+    deferred: DeferredGradient, gradients: tuple[Tensor | None, ...], *arguments: Any
+) -> batch_norm.GradientSums:
+    """Compute the first backward pass of a batch norm, from one or two gradients of its output."""
+    product, strided = deferred.pop()
+    given = [one.contiguous(memory_format=torch.channels_last) for one in gradients if one is not None]
     if product is None:
-        return batch_norm.gradient_sums(there[0], there[1] if len(there) > 1 else apart, *about)
-    second = there[0] if there else apart
-    return conv1x1.gradient_sums(product, second, *about)
+        return batch_norm.gradient_sums(given[0], given[1] if len(given) > 1 else strided, *arguments)
+    return conv1x1.gradient_sums(product, given[0] if given else strided, *arguments)
 
 
 def _is_product(weight: Tensor) -> bool:
-    """Say whether a convolution is a product of matrices."""
+    """Return whether a convolution is a matrix product."""
     return weight.shape[2:] == (1, 1)
 
 
-def _every(about: tuple[Any, ...], weight: Tensor) -> int:
-    """Say how far apart the pixels are that a convolution of 1 x 1 looks at; 1 for any other convolution."""
-    (down, across), *rest = about
+def _stride_of_1x1(geometry: tuple[Any, ...], weight: Tensor) -> int:
+    """Return the stride of a 1 x 1 convolution, 1 for any other convolution."""
+    (down, across), *rest = geometry
     return down if down == across and _is_product(weight) and rest == [(0, 0), (1, 1), 1] else 1
-
-
-def _affine(norm: Any) -> batch_norm.Affine:
-    return batch_norm.Affine(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum)
-
-
-def _counter(norm: Any) -> Tensor:
-    """Give the zeros by which programs find out who is the last; kept, because they are zeros again afterwards."""
-    if not hasattr(norm, "counter") or norm.counter.device != norm.weight.device:
-        blocks = norm.num_features // batch_norm.NARROWEST
-        norm.counter = torch.zeros(blocks, dtype=torch.int32, device=norm.weight.device)
-    counter: Tensor = norm.counter
-    return counter
