@@ -124,7 +124,7 @@ def _seal(body: bytes | memoryview) -> bytes:
 
 
 def intact(content: bytes) -> bool:
-    """Say whether a checkpoint is what was written: by its checksum, or those of its parts where it has none."""
+    """Return whether a checkpoint is what was written: by its checksum, or those of its parts where it has none."""
     end = len(content) - len(_seal(b""))
     if SEAL in content[max(0, end) :]:
         return _seal(memoryview(content)[:end]) == content[end:]  # a view: it may be large
@@ -169,7 +169,7 @@ def refused(path: Path, reason: object) -> RunError:
 
 
 def _fault(content: Mapping[str, Any]) -> str | None:
-    """Say what a checkpoint lacks, or holds in another form than it is written; whoever made the file may be anyone."""
+    """Return what a checkpoint lacks, or holds in another form than it is written; whoever made the file may be anyone."""
     for name, fits, form in PARTS:
         if name not in content:
             return f"it has no {name!r}"
@@ -257,7 +257,7 @@ STEP_PARTS: tuple[Part, ...] = (
 
 
 def last_good(run: Run) -> bool:
-    """Say whether a run has a checkpoint; a damaged one is put aside, and the one before it takes its place."""
+    """Return whether a run has a checkpoint; a damaged one is put aside, and the one before it takes its place."""
     path, before = run.checkpoint, run.checkpoint_before
     if not path.exists():
         before.unlink(missing_ok=True)  # of a run that somebody wants to begin anew

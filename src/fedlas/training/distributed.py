@@ -66,7 +66,7 @@ def _meeting_place() -> tuple[Any, int, int]:
 
 
 def _meeting_room() -> tuple[Any, int, int]:
-    """Give every run a room of its own there, else it would find what the last one has left, and wait for ever."""
+    """Return a separate key space for each run; otherwise it would read the keys of the previous run and wait forever."""
     store, here, world = _meeting_place()
     return dist.PrefixStore(f"run {next(_runs)}", store), here, world  # type: ignore[attr-defined]
 
@@ -109,7 +109,7 @@ def gather_objects(value: Value) -> list[Value]:
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module) -> None:
-    """Give all processes the first one's buffers: batch norms of each have seen samples of their own in the last step.
+    """Return all processes the first one's buffers: batch norms of each have seen samples of their own in the last step.
 
     While it trains, DistributedDataParallel does the same at the beginning of every step.
     """
@@ -119,7 +119,7 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 
 def any_signal(caught: int | None, step: int, device: torch.device) -> int | None:
-    """Say whether any process was asked to stop; all get the same answer at the same step."""
+    """Return whether any process was asked to stop; all get the same answer at the same step."""
     if ranks.count() == 1:
         return caught
     if device.type == "cuda" and step % LOOK_EVERY:

@@ -178,7 +178,7 @@ class Engine:
 
 
 def _warn(recipe: Recipe, device: torch.device) -> None:
-    """Say what is allowed and hardly meant."""
+    """Return what is allowed and hardly meant."""
     late = [str(epoch) for epoch in recipe.milestones if epoch >= recipe.epochs]
     if late:
         never = "" if len(late) < len(recipe.milestones) else ", so the learning rate never drops"
@@ -304,7 +304,7 @@ class _Training:
         self._stop(number, f"after step {position} of {self.session.steps_per_epoch} in epoch {epoch + 1}")
 
     def _is_due(self, step: int) -> bool:
-        """Say whether an epoch that ends is to have a checkpoint; unless asked to, nobody waits for a slow disk.
+        """Return whether an epoch that ends is to have a checkpoint; unless asked to, nobody waits for a slow disk.
 
         Several processes have to agree, so there every epoch has one.
         """
@@ -430,7 +430,7 @@ def _finite(values: dict[str, float]) -> dict[str, float | None]:
 
 
 def _memory(device: torch.device) -> float:
-    """Give the most memory that was used: of the device in this run, or of this process in its life."""
+    """Return the most memory that was used: of the device in this run, or of this process in its life."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

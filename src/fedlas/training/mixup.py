@@ -35,7 +35,7 @@ class Mixer:
     def __call__(
         self, images: Float[Tensor, "n c h w"], labels: Int[Tensor, " n"], step: Int[Tensor, ""]
     ) -> tuple[Float[Tensor, "n c h w"], Int[Tensor, " n"] | Float[Tensor, "n classes"]]:
-        """Give mixed images and soft labels, without waiting for the device."""
+        """Return mixed images and soft labels, without waiting for the device."""
         if not self.used:
             return images, labels
         keep, cuts, x, y = row_of(self.table, step).unbind()
@@ -60,7 +60,7 @@ def _draws(recipe: Recipe, steps: int) -> Float[Tensor, "steps 4"]:
 
 
 def _rectangle(keep: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Give the share of the rectangle in the image, and the pixels inside of it."""
+    """Return the share of the rectangle in the image, and the pixels inside of it."""
     half = (1 - keep).clamp_min(0).sqrt() / 2
     rows, columns = torch.arange(height, device=keep.device), torch.arange(width, device=keep.device)
     in_rows = (rows >= ((y - half) * height).round()) & (rows < ((y + half) * height).round())

@@ -103,7 +103,7 @@ def predict_with(
 
 
 def _home(run: Run, recipe: Recipe, common: dict[str, Any]) -> AbstractDataset:
-    """Give the data that a network was trained on; where it is gone, what the run wrote down knows the classes."""
+    """Return the data that a network was trained on; where it is gone, what the run wrote down knows the classes."""
     home = build_data(recipe.data, **common, **recipe.data_options)
     try:
         _ = home.class_names
@@ -185,7 +185,7 @@ def _held(path: Path) -> AnyPredictions | None:
 
 
 def _about(held: AnyPredictions, found: Split, names: tuple[str, ...], *, name: str, labelled: bool) -> bool:
-    """Say whether predictions are about the samples that a network is going to look at, which takes much longer."""
+    """Return whether predictions are about the samples that a network is going to look at, which takes much longer."""
     index, labels = held.index, held.given_labels
     return (
         held.split == name

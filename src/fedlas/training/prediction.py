@@ -27,7 +27,7 @@ Source: TypeAlias = Resident | Loader
 
 
 def rank() -> int:
-    """Say which of the processes this is."""
+    """Return which of the processes this is."""
     return dist.get_rank() if ranks.count() > 1 else 0
 
 
@@ -56,7 +56,7 @@ def evaluation_source(
 
 
 def images_dtype(recipe: Recipe) -> torch.dtype:
-    """Give the type of the images: what the first layer would convert them to, in float32 arithmetic up to there."""
+    """Return the type of the images: what the first layer would convert them to, in float32 arithmetic up to there."""
     return autocast_dtype(recipe.precision) or torch.float32
 
 

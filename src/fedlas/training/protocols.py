@@ -69,7 +69,7 @@ def published_models(data: str) -> tuple[str, ...]:
 
 
 def published_values(data: str, model: str) -> Values:
-    """Give the protocol of the paper."""
+    """Return the protocol of the paper."""
     sgd: Values = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "clip": 2.0}
     steps: Values = {"schedule": "multi_step", "decay": 0.1, "precision": "fp32"}
     steps |= QUICK if model.startswith("resnet") and data not in PHOTOGRAPHS else {}
@@ -93,25 +93,25 @@ def published_values(data: str, model: str) -> Values:
 
 
 def _image_size(model: str) -> int:
-    """Give the side of the images that a network for photographs is made for; many names end with it."""
+    """Return the side of the images that a network for photographs is made for; many names end with it."""
     known, told = MODELS.entries.get(model), re.search(r"_(\d{3})(?:\.|$)", model)
     return (known and known.image_size) or (int(told[1]) if told else 224)
 
 
 def _has_weights(model: str) -> bool:
-    """Say whether anybody publishes weights of a network; libraries do, as a rule."""
+    """Return whether anybody publishes weights of a network; libraries do, as a rule."""
     known = MODELS.entries.get(model)
     return known is None or known.source is not AbstractNetwork.source
 
 
 def official_values(data: str, model: str) -> Values:
-    """Give the protocol of the released code."""
+    """Return the protocol of the released code."""
     values = published_values(data, model) | {"precision": "fp32", "channels_last": False}
     return values | {"data_options": {**values.get("data_options", {}), **DATA.find(data).published}}
 
 
 def seen_otherwise(data: str, options: Mapping[str, Plain] | None = None) -> bool:
-    """Say whether the released code looks at the test images of a data set otherwise than with these options."""
+    """Return whether the released code looks at the test images of a data set otherwise than with these options."""
     held = options or {}
     return any(held.get(name) != value for name, value in DATA.find(data).published.items())
 
@@ -124,7 +124,7 @@ def fast_models(data: str) -> tuple[str, ...]:
 
 
 def fast_values(data: str, _model: str) -> Values:
-    """Give the protocol for many short runs on a GPU."""
+    """Return the protocol for many short runs on a GPU."""
     tuned: Values = {"lr": 0.2, "weight_decay": 1e-3} | FAST.get(data, {})
     step: Values = {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "batch_size": 512} | tuned
     cycle: Values = {"epochs": 20, "schedule": "one_cycle", "peak_at": 0.25, "start_factor": 0.1, "drop_last": True}
@@ -138,7 +138,7 @@ def small_models(data: str) -> tuple[str, ...]:
 
 
 def small_values(_data: str, _model: str) -> Values:
-    """Give the protocol for a CPU."""
+    """Return the protocol for a CPU."""
     return {
         "epochs": 15, "batch_size": 64, "lr": 0.1, "nesterov": True, "schedule": "one_cycle", "clip": 2.0,
     }  # fmt: skip
@@ -150,7 +150,7 @@ def standard_models(data: str) -> tuple[str, ...]:
 
 
 def standard_values(_data: str, _model: str) -> Values:
-    """Give the protocol of the evaluation of `closed_loop` (docs/closed_loop_design.md)."""
+    """Return the protocol of the evaluation of `closed_loop` (docs/closed_loop_design.md)."""
     sgd: Values = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "clip": 2.0, "batch_size": 128}
     steps: Values = {"epochs": 100, "schedule": "multi_step", "milestones": (50, 75), "decay": 0.1}
     return sgd | steps | QUICK | {"halve_validation": True, "evaluated": "last", "eval_batch_size": 2500}
@@ -168,7 +168,7 @@ PROTOCOLS = (
 def recipe_for(
     data: str, model: str | None = None, loss: str = "ce", *, protocol: str | None = None, **changes: Plain
 ) -> Recipe:
-    """Give the ready recipe for a data set, a network and a loss.
+    """Return the ready recipe for a data set, a network and a loss.
 
     Args:
         data: name of the data set.
@@ -196,7 +196,7 @@ def _data_options(values: Values) -> Values:
 
 
 def loss_options(loss: str, data: str, *, official: bool = False) -> Values:
-    """Give the published hyperparameters of a loss on a data set, where they are not its defaults."""
+    """Return the published hyperparameters of a loss on a data set, where they are not its defaults."""
     small, base, ours = data in SMALL_IMAGES, loss.removeprefix("fedlas_"), loss.startswith("fedlas_")
     known = data in (*SMALL_IMAGES, TINY) or data in PHOTOGRAPHS
     values: Values = {}

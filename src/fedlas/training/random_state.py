@@ -17,7 +17,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Give the state of all generators of random numbers, as plain values and tensors."""
+    """Return the state of all generators of random numbers, as plain values and tensors."""
     kind, words, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
     return {
         "torch": torch.get_rng_state(),

@@ -289,7 +289,7 @@ class Recipe:
         _known([name])
 
     def deciding(self) -> dict[str, Plain]:
-        """Give the values that a result depends on, where they are not the default."""
+        """Return the values that a result depends on, where they are not the default."""
         return {
             one.name: getattr(self, one.name)
             for one in fields(self)
@@ -297,7 +297,7 @@ class Recipe:
         }
 
     def to_dict(self) -> dict[str, Plain]:
-        """Give every field as a value that JSON knows."""
+        """Return every field as a value that JSON knows."""
         return {one.name: to_plain(getattr(self, one.name)) for one in fields(self)}
 
     def to_json(self) -> str:

@@ -54,7 +54,7 @@ class Run:
     folder: Path
 
     def own(self, name: str) -> Path:
-        """Give the path of one of the run's files; one that is a link, a pipe or a device is refused."""
+        """Return the path of one of the run's files; one that is a link, a pipe or a device is refused."""
         try:
             path = own_file(self.folder, name, "a run")
             check_file(path)
@@ -144,18 +144,18 @@ class Run:
         return self.finished_for(self.recipe)
 
     def finished_for(self, recipe: Recipe) -> bool:
-        """Say whether everything is there that a recipe asks for, which may name other splits and foreign data."""
+        """Return whether everything is there that a recipe asks for, which may name other splits and foreign data."""
         if sum("diverged" not in record for record in self.log) < recipe.epochs:
             return False
         return all(path.exists() for path in self._asked(recipe))
 
     def _asked(self, recipe: Recipe) -> list[Path]:
-        """Say where all predictions lie that a recipe asks for."""
+        """Return where all predictions lie that a recipe asks for."""
         splits = [*recipe.splits, *(f"ood-{name}" for name in recipe.ood)]
         return [self.predictions_file(f"{state}-{split}") for state in STATES for split in splits]
 
     def holds(self, recipe: Recipe) -> bool:
-        """Say whether a recipe was carried out here, to its end."""
+        """Return whether a recipe was carried out here, to its end."""
         known = self.recipe_file.exists() and self.started and not differences(self.recipe, recipe)
         return known and self.finished_for(recipe)
 
@@ -167,7 +167,7 @@ class Run:
         return trained or (predictions.exists() and any(predictions.iterdir()))
 
     def prepare(self, recipe: Recipe, *, resume: bool, device: str, processes: int) -> str:
-        """Say whether a recipe has to "start", "continue", or is "finished" in this folder, and write it down.
+        """Return whether a recipe has to "start", "continue", or is "finished" in this folder, and write it down.
 
         Another recipe in the folder is an error, and so is a run that stands still and nobody asked to continue.
         """
@@ -226,7 +226,7 @@ class Run:
 
 
 def run_in(folder: str | Path, recipe: Recipe) -> Run:
-    """Give the run folder of a recipe in a folder of many; one that is a link was named by nobody, and is refused."""
+    """Return the run folder of a recipe in a folder of many; one that is a link was named by nobody, and is refused."""
     place = Path(folder) / recipe.name
     if place.is_symlink():
         raise RunError(
@@ -310,7 +310,7 @@ def environment(device: str, processes: int) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Say which commit of this repository is running: `$FEDLAS_COMMIT`, or what git says of the folder; else None."""
+    """Return which commit of this repository is running: `$FEDLAS_COMMIT`, or what git says of the folder; else None."""
     given = os.environ.get("FEDLAS_COMMIT")
     git = shutil.which("git")
     if given or git is None:

@@ -10,7 +10,7 @@ from fedlas.training.recipe import Recipe
 
 
 def lr_factor(recipe: Recipe, step: int, steps_per_epoch: int) -> float:
-    """Give the learning rate of a step as a share of the highest."""
+    """Return the learning rate of a step as a share of the highest."""
     total = max(1, recipe.epochs * steps_per_epoch)
     if recipe.schedule in ("one_cycle", "triangle"):
         return _cycle(recipe, step / total)

@@ -15,7 +15,7 @@ HALVES_SEED = 2026  # of all runs; another one is another experiment
 
 
 def judged(validation: Predictions) -> dict[str, float]:
-    """Give the numbers of an epoch."""
+    """Return the numbers of an epoch."""
     over, under = over_under(validation)
     return {
         "accuracy": float(accuracy(validation)),

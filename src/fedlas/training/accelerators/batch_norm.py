@@ -70,7 +70,7 @@ def tile_for(channels: int) -> Tile:
 @triton.jit
 @no_type_check
 def finished(counter, blocks):
-    """Say whether this program is the last of its columns; the counter is then ready for the next launch."""
+    """Return whether this program is the last of its columns; the counter is then ready for the next launch."""
     tl.debug_barrier()
     ticket = tl.atomic_add(counter, 1, sem="acq_rel")
     last = ticket == blocks - 1
@@ -89,7 +89,7 @@ def _sums(first, second):
 @triton.jit
 @no_type_check
 def expected(running_mean, column):
-    """Give a number near the mean of a column of which no row is known yet.
+    """Return a number near the mean of a column of which no row is known yet.
 
     Where a mean is far from zero, squares lose digits, so what is left around this number is summed. It is moved when
     all programs have read it; one that is lost must not spoil the batch.
@@ -192,7 +192,7 @@ def sums_kernel(
 @triton.jit
 @no_type_check
 def _place_of_bits(row, across, channels, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Say where the bits of a tile are, so many channels together."""
+    """Return where the bits of a tile are, so many channels together."""
     column = across * (COLUMNS // TOGETHER) + tl.arange(0, COLUMNS // TOGETHER)[None, :]
     return row.to(tl.int64) * (channels // TOGETHER) + column
 
@@ -200,7 +200,7 @@ def _place_of_bits(row, across, channels, COLUMNS: tl.constexpr, TOGETHER: tl.co
 @triton.jit
 @no_type_check
 def _tile(channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Give rows, columns and number across of a program's tile.
+    """Return rows, columns and number across of a program's tile.
 
     All programs lie on one axis: the others end at 65,535.
     """
@@ -239,7 +239,7 @@ def cut(
     value, seen, bits, scale, shift, row, column, across, channels, there,
     MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Give a gradient before the ReLU; MASK says what tells where that was cut off."""
+    """Return a gradient before the ReLU; MASK says what tells where that was cut off."""
     if MASK == "y":
         value = tl.where(seen * tl.load(scale + column) + tl.load(shift + column) <= 0, 0.0, value)
     if MASK == "bits":
@@ -255,7 +255,7 @@ def cut(
 def load_other_use(
     second, place, row, column, channels, there, EVERY: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Give a tile of the gradient of another use; one that looked at some pixels alone left nothing of the others."""
+    """Return a tile of the gradient of another use; one that looked at some pixels alone left nothing of the others."""
     if EVERY > 1:
         across, line = row % WIDTH, row // WIDTH
         image, down = line // HEIGHT, line % HEIGHT
@@ -371,7 +371,7 @@ def gradient_of_y(
     gradient, y, scale, shift, slope, offset, row, column, across, channels, there,
     MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Give the gradient of a tile of y."""
+    """Return the gradient of a tile of y."""
     place = row.to(tl.int64) * channels + column
     seen = tl.load(y + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
     value = tl.load(gradient + place, mask=there, other=0.0, eviction_policy=ONCE).to(tl.float32)
@@ -385,7 +385,7 @@ def back_apply_kernel(
     gradient, y, scale, shift, slope, offset, result, rows, channels,
     MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Give the gradient of y."""
+    """Return the gradient of y."""
     row, column, across = _tile(channels, ROWS, COLUMNS)
     there = row < rows
     value = gradient_of_y(
@@ -397,7 +397,7 @@ def back_apply_kernel(
 @triton.jit
 @no_type_check
 def spread_kernel(gradient, result, rows, channels, pixels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Give each pixel of an image its share of a gradient."""
+    """Return each pixel of an image its share of a gradient."""
     row, column, _ = _tile(channels, ROWS, COLUMNS)
     there = row < rows
     value = tl.load(gradient + (row // pixels).to(tl.int64) * channels + column, mask=there, other=0.0).to(tl.float32)
@@ -425,7 +425,7 @@ class Affine(NamedTuple):
 
 
 def shape_of(y: Tensor) -> tuple[int, int]:
-    """Give rows and columns of images as a matrix."""
+    """Return rows and columns of images as a matrix."""
     count, channels, height, width = y.shape
     if not y.is_contiguous(memory_format=torch.channels_last) or channels % NARROWEST:
         raise ValueError(f"images of {tuple(y.shape)} need channels last in memory, a multiple of {NARROWEST} of them")
@@ -435,7 +435,7 @@ def shape_of(y: Tensor) -> tuple[int, int]:
 
 
 def meta(tile: Tile) -> dict[str, int]:
-    """Give a tile as what kernels are compiled for."""
+    """Return a tile as what kernels are compiled for."""
     return {"ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
@@ -489,14 +489,14 @@ class StridedGradient(NamedTuple):
     every: int
 
     def whole(self, images: Tensor) -> Tensor:
-        """Give a gradient for all pixels."""
+        """Return a gradient for all pixels."""
         whole = torch.zeros_like(images)
         whole[:, :, :: self.every, :: self.every] = self.gradient
         return whole
 
 
 def about_other_use(second: Tensor | StridedGradient | None, y: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Give the gradient of another use, if there is one, and what kernels are compiled for because of it."""
+    """Return the gradient of another use, if there is one, and what kernels are compiled for because of it."""
     if isinstance(second, StridedGradient):
         height, width = y.shape[2:]
         return second.gradient, {"HAS_SECOND": True, "EVERY": second.every, "HEIGHT": height, "WIDTH": width}
@@ -645,7 +645,7 @@ def reason_against(work: Callable[[], object]) -> str | None:
 
 
 def tried(device: torch.device, what: str, work: Callable[[], object]) -> bool:
-    """Say whether some work of kernels can be done, and warn where it cannot: an old GPU, say."""
+    """Return whether some work of kernels can be done, and warn where it cannot: an old GPU, say."""
     reason = reason_against(work) if device.type == "cuda" else None
     if reason is not None:
         warnings.warn(f"{what} left to cuDNN, our own kernels cannot be used: {reason}", stacklevel=3)

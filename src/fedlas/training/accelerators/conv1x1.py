@@ -139,7 +139,7 @@ def tile_for(inputs: int) -> Tile:
 
 
 def registers(tile: Tile) -> int:
-    """Say how many registers a thread may have, so that all programs of a tile run at a time.
+    """Return how many registers a thread may have, so that all programs of a tile run at a time.
 
     The loop needs no more. The few lines after it would take all there are.
     """
@@ -148,7 +148,7 @@ def registers(tile: Tile) -> int:
 
 
 def fits(images: Tensor, weight: Tensor) -> bool:
-    """Say whether the kernel can convolve and sum for the norm after, and is faster than cuDNN and another pass.
+    """Return whether the kernel can convolve and sum for the norm after, and is faster than cuDNN and another pass.
 
     Where it is was found by trying (benchmarks/products.py).
     """
@@ -165,7 +165,7 @@ def fits_back(images: Tensor, weight: Tensor) -> bool:
 
 
 def _of_the_kind(images: Tensor, weight: Tensor) -> bool:
-    """Say whether images and weight are of the kind, and lie in memory, as the kernels take them."""
+    """Return whether images and weight are of the kind, and lie in memory, as the kernels take them."""
     outputs, inputs, *window = weight.shape
     return (
         window == [1, 1]

@@ -155,7 +155,7 @@ def sgd_kernel(
 
 
 def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Say whether the kernels can take the steps of an optimizer."""
+    """Return whether the kernels can take the steps of an optimizer."""
     if recipe.optimizer != "sgd" or recipe.precision == "fp16" or not hasattr(tl, "tuple"):
         return False
     for parameter in parameters_of(optimizer):
@@ -164,7 +164,7 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
             return False
     reason = batch_norm.why_not(device) or (_why_not(recipe, device) if device.type == "cuda" else None)
     if reason is not None:
-        warnings.warn(f"kernels of our own cannot end a step, torch's optimizer has to do: {reason}", stacklevel=2)
+        warnings.warn(f"custom kernels cannot end a step, torch's optimizer has to do: {reason}", stacklevel=2)
     return reason is None
 
 
@@ -357,7 +357,7 @@ class FusedOptimizerStep:
 
 
 def _stays_narrow(parameter: Tensor, gradient: Tensor) -> bool:
-    """Say whether the kernels can read a narrow gradient as it is, and nobody else wants to."""
+    """Return whether the kernels can read a narrow gradient as it is, and nobody else wants to."""
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         return False
     if gradient.dtype != torch.bfloat16 or gradient.data_ptr() % ALIGNED or gradient.numel() % EVEN:
@@ -367,7 +367,7 @@ def _stays_narrow(parameter: Tensor, gradient: Tensor) -> bool:
 
 
 def _laid_out(groups: list[dict[str, Any]], groups_of_net: int) -> tuple[int, Layout]:
-    """Say where gradients of the network end, and how all lie."""
+    """Return where gradients of the network end, and how all lie."""
     of_net, of_loss = (
         [one for group in part for one in group["params"]] for part in (groups[:groups_of_net], groups[groups_of_net:])
     )

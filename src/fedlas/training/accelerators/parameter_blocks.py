@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     end: int
 
     def views(self, flat: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Give each tensor its part of the flat one, in its own shape and order in memory."""
+        """Return each tensor its part of the flat one, in its own shape and order in memory."""
         pairs = zip(tensors, self.starts, strict=True)
         return [flat.as_strided(one.shape, one.stride(), start) for one, start in pairs]
 
@@ -59,7 +59,7 @@ def table_of(tensors: Sequence[Tensor], layout: Layout) -> Int[Tensor, "blocks 3
 
 
 def is_plain(one: Tensor) -> bool:
-    """Say whether a tensor is wide, without gaps, and starts where many bytes can be read together."""
+    """Return whether a tensor is wide, without gaps, and starts where many bytes can be read together."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(one)
     return one.dtype == torch.float32 and bool(dense) and one.data_ptr() % ALIGNED == 0
 
@@ -90,7 +90,7 @@ class WeightCast:
         self.blocks = table_of(tensors, self.layout).to(tensors[0].device)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether these are the tensors that it was made for, and where they were."""
+        """Return whether these are the tensors that it was made for, and where they were."""
         return self.addresses == _addresses(tensors)
 
     def copies(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -49,7 +49,7 @@ class Precompilation:
             self.making.clear()
 
     def concerns(self, given: tuple[Any, ...]) -> bool:
-        """Say whether a kernel with these arguments is one of the device."""
+        """Return whether a kernel with these arguments is one of the device."""
         device = next((one.device for one in given if isinstance(one, Tensor)), self.device)
         return device == self.device or (device.type == self.device.type and self.device.index is None)
 
@@ -90,13 +90,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **about: Any) -> Non
 
 
 def precompiling() -> Precompilation | None:
-    """Give the precompilation that is going on, in which nothing can be tried."""
+    """Return the precompilation that is going on, in which nothing can be tried."""
     return _now[-1] if _now else None
 
 
 @contextmanager
 def precompilation(device: torch.device, meanwhile: Callable[[], object] | None = None) -> Iterator[Precompilation]:
-    """Give a precompilation, which can go on for a while, and in the end wait for what is being compiled and loaded.
+    """Return a precompilation, which can go on for a while, and in the end wait for what is being compiled and loaded.
 
     Args:
         device: whose kernels are compiled.
@@ -117,12 +117,12 @@ def precompilation(device: torch.device, meanwhile: Callable[[], object] | None 
 
 
 def _processors() -> int:
-    """Say how many processors this process may use."""
+    """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _kind(one: Any) -> Any:
-    """Say what of an argument decides which kernel is compiled, but for places that are odd and enormous numbers."""
+    """Return what of an argument decides which kernel is compiled, but for places that are odd and enormous numbers."""
     if isinstance(one, tuple):
         return tuple(_kind(part) for part in one)
     if isinstance(one, Tensor):
@@ -131,7 +131,7 @@ def _kind(one: Any) -> Any:
 
 
 def _like(one: Any) -> Any:
-    """Give something that stands for an argument and keeps no memory."""
+    """Return something that stands for an argument and keeps no memory."""
     if isinstance(one, tuple):
         return tuple(_like(part) for part in one)
     return MockTensor(one.dtype) if isinstance(one, Tensor) else one

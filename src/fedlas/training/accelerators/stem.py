@@ -47,7 +47,7 @@ BACKWARD = Tile(128, 64, 4, 264, stages=2)
 @triton.jit
 @no_type_check
 def _patches(images, row, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Give what the weights of some pixels look at, in the weights' order in memory; zeros outside of the image."""
+    """Return what the weights of some pixels look at, in the weights' order in memory; zeros outside of the image."""
     number = tl.arange(0, 32)[None, :]
     neighbour = number // 3
     down, right = neighbour // 3 - 1, neighbour % 3 - 1
@@ -122,7 +122,7 @@ def add_kernel(partial, result, channels, blocks, BLOCKS: tl.constexpr):
 
 
 def fits(images: Tensor, filters: Tensor) -> bool:
-    """Say whether images and filters are of the kind, and lie in memory, as the kernels take them."""
+    """Return whether images and filters are of the kind, and lie in memory, as the kernels take them."""
     return (
         filters.shape[1:] == WINDOW
         and all(one.is_contiguous(memory_format=torch.channels_last) for one in (images, filters))
