@@ -185,7 +185,10 @@ def refill_step(found: Step, recipe: Recipe, loss: AbstractLoss, num_classes: in
     reset_optimizer_state(step.parts.plain.optimizer)
     mixer = Mixer(recipe, len(step.parts.plain.rates.table), num_classes, step.device)
     step.parts.mixer.table.copy_(mixer.table)
-    step.reset()
+    step.count.zero_()
+    step.first_bad.fill_(-1)
+    for part in (step.scaler, step.metrics, step.gate):
+        part.reset()
     return Step(recipe, found.samples, found.capture, found.train, found.execute)
 
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal, TypeAlias, get_type_hints
 
 from fedlas.catalog import Catalog, keywords, nearest
+from fedlas.losses import CATALOG as LOSSES
 from fedlas.training.recipe_text import (
     Plain,
     check_field,
@@ -226,6 +227,11 @@ class Recipe:
                 if word in options:
                     raise ValueError(f"{name} has {word!r}, which is decided by {decides}; leave it out")
             check_finite(name, options)
+        if self.loss in LOSSES.entries:
+            known = [name for name in keywords(LOSSES.entries[self.loss]) if name not in FILLED_IN["loss_options"]]
+            for name in self.loss_options:
+                if name not in known:
+                    raise ValueError(f"{self.loss} has no option {name!r}; {nearest(name, known)}")
         if self.loss_options.get("reduction", "mean") in ("none", None):  # None is what "none" means on a command line
             raise ValueError('loss_options has reduction="none", but a step needs one number: take "mean" or "sum"')
         if self.accumulate > 1:

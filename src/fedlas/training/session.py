@@ -253,7 +253,13 @@ class Session:
             "model": self.net.model.state_dict(),
             "loss": self.loss.state_dict(),
             "optimizer": optimizer_state(self.step.parts.plain.optimizer),
-            "step": self.step.state_dict(),
+            "step": {
+                "count": self.step.count,
+                "scale": self.step.scaler.value,
+                "good_steps": self.step.scaler.good_steps,
+                "metrics": self.step.metrics.state_dict(),
+                "gate": self.step.gate.state_dict(),
+            },
             "random": gather_objects(random_state(self.device)),
             "best": self.best,
             "best_epoch": self.best_epoch,
@@ -266,7 +272,7 @@ class Session:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
             load_optimizer_state(self.step.parts.plain.optimizer, state["optimizer"])
-            self.step.load_state_dict(state["step"], first=rank() == 0)
+            self._load_step(state["step"])
         except UNFIT as error:
             name, reason = path or "the checkpoint", " ".join(str(error).split())
             raise RunError(
@@ -275,6 +281,15 @@ class Session:
         self.epoch, self.position = state["epoch"], state["position"]
         self.best = {name: value.to(self.device) for name, value in state["best"].items()}
         self.best_epoch, self.best_accuracy = state["best_epoch"], state["best_accuracy"]
+
+    def _load_step(self, state: dict[str, Any]) -> None:
+        step, first = self.step, rank() == 0  # the first rank gets sums over all ranks
+        step.count.copy_(state["count"])
+        step.scaler.value.copy_(state["scale"])
+        step.scaler.good_steps.copy_(state["good_steps"])
+        step.metrics.load_state_dict(state["metrics"], first=first)
+        step.gate.load_state_dict(state["gate"], first=first)
+        step.first_bad.fill_(-1)
 
     def load_random_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Restore the random state of this rank, if it was saved."""

@@ -124,29 +124,3 @@ class TrainStep:
         """Wait for the device and return the first step whose loss or gradient was bad."""
         step = int(self.first_bad)
         return None if step < 0 else step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the step itself; all ranks have to call it."""
-        return {
-            "count": self.count,
-            "scale": self.scaler.value,
-            "good_steps": self.scaler.good_steps,
-            "metrics": self.metrics.state_dict(),
-            "gate": self.gate.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any], *, first: bool = True) -> None:
-        """Continue from a saved state, in place; the first rank gets sums over all ranks."""
-        self.count.copy_(state["count"])
-        self.scaler.value.copy_(state["scale"])
-        self.scaler.good_steps.copy_(state["good_steps"])
-        self.metrics.load_state_dict(state["metrics"], first=first)
-        self.gate.load_state_dict(state["gate"], first=first)
-        self.first_bad.fill_(-1)
-
-    def reset(self) -> None:
-        """Start another run, in place: captured graphs stay valid."""
-        self.count.zero_()
-        self.first_bad.fill_(-1)
-        for part in (self.scaler, self.metrics, self.gate):
-            part.reset()
