@@ -16,8 +16,9 @@ from fedlas.data import CATALOG as DATA
 from fedlas.data import DamagedFileError, build_data
 from fedlas.data.digits import Digits
 from fedlas.losses.closed_loop import ClosedLoop
-from fedlas.training import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many, precision
-from fedlas.training.build import select_device
+from fedlas.training import AbstractCallback, DivergedError, Run, RunError, fit, fit_many
+from fedlas.training import backend_flags as flags_module
+from fedlas.training.build import SessionCache, select_device
 from fedlas.training.checkpoint import Writer
 from fedlas.training.progress import downloads
 from fedlas.training.run_folder import locked
@@ -260,30 +261,29 @@ def test_many_recipes_in_one_process_equal_single_runs(tmp_path):
         assert log_without_times(run) == log_without_times(alone)
 
 
-def test_a_shared_bench_keeps_network_and_step(tmp_path):
-    engine = Engine()
-    engine.fit(short("ls", epochs=1), out=tmp_path / "1")
-    first = engine._session
-    engine.fit(short("ls", epochs=1, seed=2), out=tmp_path / "2")
-    second = engine._session
-    assert second.step is first.step
-    engine.fit(short("ce", epochs=1), out=tmp_path / "3")
-    assert engine._session.net is first.net
-    assert engine._session.step is not first.step
+def test_a_cache_keeps_network_and_step():
+    cache = SessionCache()
+    first, same, other = (
+        Session(short(loss, seed=seed), torch.device("cpu"), cache=cache)
+        for loss, seed in (("ls", 1), ("ls", 2), ("ce", 1))
+    )
+    assert same.step is first.step
+    assert other.net is first.net
+    assert other.step is not first.step
 
 
-def test_foreign_data_gets_predictions_without_labels(tmp_path):
+def test_ood_data_gets_predictions_without_labels(tmp_path):
     run = fit(short("ce", epochs=1, ood=("digits",)), out=tmp_path / "run")
-    foreign = run.predictions("last-ood-digits")
-    assert foreign.given_labels is None
-    assert torch.equal(foreign.logits, run.predictions("last-test").logits)
+    ood = run.predictions("last-ood-digits")
+    assert ood.given_labels is None
+    assert torch.equal(ood.logits, run.predictions("last-test").logits)
 
 
-def test_predictions_of_the_data_at_hand_are_there_before_foreign_data_fails(tmp_path, monkeypatch):
+def test_in_distribution_predictions_are_there_before_ood_data_fails(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(Session, "foreign", fail)
+    monkeypatch.setattr(Session, "ood_source", fail)
     with pytest.raises(OSError, match="the disk is gone"):
         fit(short("ce", epochs=1, ood=("digits",)), out=tmp_path)
     assert len(prediction_bytes(Run(tmp_path))) == 4
@@ -452,9 +452,9 @@ def test_global_switches_and_random_states_are_put_back(tmp_path):
 @pytest.mark.parametrize("stumbles", [True, False])
 def test_bfloat16_without_onednn_from_the_first_step_where_torch_would_drop_it(monkeypatch, stumbles):
     """Dropped in the middle of a step, a run that was stopped would go on with other last digits."""
-    monkeypatch.setattr(precision, "_stumbles_over_bf16", lambda: stumbles)
+    monkeypatch.setattr(flags_module, "_stumbles_over_bf16", lambda: stumbles)
     for kind, there in {"bf16": not stumbles, "fp32": True}.items():
-        with precision.backend_flags(short(precision=kind), torch.device("cpu")):
+        with flags_module.backend_flags(short(precision=kind), torch.device("cpu")):
             assert torch.backends.mkldnn.enabled is there
             torch.backends.mkldnn.enabled = False  # as torch does
         assert torch.backends.mkldnn.enabled

@@ -272,5 +272,5 @@ def test_unknown_names_are_refused_with_a_hint():
 
 
 def test_an_unknown_option_of_a_loss_is_an_error_that_names_the_nearest():
-    with pytest.raises(ValueError, match="'alhpa'.*'alpha'"):
+    with pytest.raises(ValueError, match=r"'alhpa'.*'alpha'"):
         recipe_for("digits", loss="ls", loss_options={"alhpa": 0.1})

@@ -225,7 +225,7 @@ def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
 def test_a_repeated_signal_does_not_hit_the_checkpoint(monkeypatch):
     """A terminal and a launcher both pass Ctrl-C on; later, a person means it."""
     now = 100.0
-    monkeypatch.setattr("fedlas.training.checkpoint.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedlas.training.signals.time.monotonic", lambda: now)
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:

@@ -170,7 +170,8 @@ def build_step(
     sums = precompile = None
     if network.accelerator is not None:
         optimizer_step = network.accelerator.optimizer_step(plain, network.net.model)
-        precompile, sums = network.accelerator.precompile(network.net.model), network.accelerator.epoch_sums
+        precompile = network.accelerator.precompile(network.net.model)
+        sums = None if optimizer_step is plain else network.accelerator.epoch_sums
     parts = Parts(
         task, network.net, loss, network.call, call_loss, feed, mixer, plain, optimizer_step, precompile
     )  # fmt: skip

@@ -64,10 +64,10 @@ class Accelerator(Protocol):
     """Custom kernels for a device.
 
     Attributes:
-        epoch_sums: sums of an epoch.
+        epoch_sums: sums of an epoch; they need the fused optimizer step, which has tried the kernels.
     """
 
-    epoch_sums: EpochSums | None
+    epoch_sums: EpochSums
 
     def prepare_model(self, model: nn.Module) -> nn.Module | None:
         """Return a network with the same layers that trains faster, or None if the kernels do not fit."""

@@ -24,7 +24,7 @@ class CustomKernels:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.epoch_sums: EpochSums | None = None
+        self.epoch_sums: EpochSums = metric_sums
 
     def prepare_model(self, model: nn.Module) -> nn.Module | None:
         """Return a ResNet whose training passes use the kernels, or None if the network is another one."""
@@ -47,5 +47,4 @@ class CustomKernels:
         """Return a fused optimizer step, if the kernels support the optimizer."""
         if not fits(plain.recipe, plain.optimizer, self.device):
             return plain
-        self.epoch_sums = metric_sums
         return FusedOptimizerStep(plain, model if isinstance(model, resnet.FusedResNet) else None)
