@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
+from fedlas.errors import UserError, UserTypeError
+
 LABELS = ("label", "labels")
 LABEL_NAMES = {
     *LABELS, "target", "targets", "y", "y_true", "true", "truth", "ground_truth", "gt", "class", "true_label",
@@ -78,7 +80,9 @@ class ReadOptions(ColumnOptions, total=False):
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise an error about a keyword that does not exist."""
     for name in options.keys() - ReadOptions.__annotations__.keys():
-        raise TypeError(f"unknown keyword {name!r}; those about columns are {', '.join(ReadOptions.__annotations__)}")
+        raise UserTypeError(
+            f"unknown keyword {name!r}; those about columns are {', '.join(ReadOptions.__annotations__)}"
+        )
 
 
 class LabelFile(NamedTuple):
@@ -145,7 +149,7 @@ class Family(NamedTuple):
         """Return the names that fedlas uses for the columns."""
         if self.logits is False and options.get("logits"):
             listed = short_list(self.names, 6)
-            raise ValueError(
+            raise UserError(
                 f"{path}: --logits (logits=True) contradicts the names of {listed}, which are probabilities; leave it "
                 f"out, or, if they are logits, name them with {option('prob_columns')}, too"
             )
@@ -239,7 +243,7 @@ def _has_prefix(name: str, prefix: str) -> bool:
 
 def _there(name: str, columns: Mapping[str, Any], chosen: str, path: object) -> str:
     if name not in columns:
-        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}")
+        raise UserError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}")
     return name
 
 
@@ -260,7 +264,7 @@ def _label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -
     others = [name for name in columns if name.casefold() in LABEL_NAMES and name not in taken]
     found = exact or others
     if len(found) > 1:
-        raise ValueError(
+        raise UserError(
             f"{path}: several columns may hold the labels: {', '.join(found)}; choose one with {option('label_column')}"
         )
     return dict.fromkeys(found, "label")
@@ -281,7 +285,7 @@ def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadO
         candidates = find(free, labels)
         if len(candidates) > 1:
             listed = "; ".join(short_list(one.names, 6) for one in candidates)
-            raise ValueError(
+            raise UserError(
                 f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
                 f"--logits (logits=True) for logits"
             )
@@ -299,7 +303,7 @@ def _check_ranks(family: Family, columns: Mapping[str, Any], path: object) -> No
         others = [f"{prefix}{rank}" for rank in ranks]
         if all(name in columns for name in others):
             scores = list(family.names)
-            raise ValueError(
+            raise UserError(
                 f"{path}: {short_list(scores, 6)} are scores of the most likely classes, which are in "
                 f"{short_list(others, 6)}, not of class 0, 1, ...; evaluate the most likely one with "
                 f"{option('confidence_column')} {scores[0]} and {option('prediction_column')} {others[0]}"
@@ -365,7 +369,7 @@ def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: objec
         names = [role] if role in columns else [name for name in columns if name.casefold() in known]
         names = [name for name in names if name not in found]
         if len(names) > 1:
-            raise ValueError(
+            raise UserError(
                 f"{path}: several columns may hold the {role}: {', '.join(names)}; choose with "
                 f"{option(f'{role}_column')}"
             )
@@ -373,7 +377,7 @@ def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: objec
     roles = {*found.values(), *taken.values()}
     if "confidence" in roles and not roles & {"prediction", "correct"}:
         column = next(name for name, role in {**taken, **found}.items() if role == "confidence")
-        raise ValueError(
+        raise UserError(
             f"{path}: {column!r} is read as the confidence, and the predicted class is missing: name its column with "
             f"{option('prediction_column')}, or that of correctness with {option('correct_column')}; if {column!r} is "
             f"the probability of the second of two classes, use {option('prob_columns')} {column}"

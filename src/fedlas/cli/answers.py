@@ -21,6 +21,7 @@ from fedlas.cli.places import (
     write_text,
 )
 from fedlas.cli.terminal import command_line, progress, show, show_table
+from fedlas.errors import UserError
 
 CONDITION_HOLDS = 3  # the exit code of `evaluate --fail-if`
 FOREIGN = "fedlas.ood/1"  # the format of what `ood --json` writes
@@ -193,9 +194,9 @@ def foreign_files(given: Sequence[str]) -> dict[str, Path]:
     for text in given:
         name, equals, path = text.partition("=")
         if not equals or not name or not path:
-            raise ValueError(f"foreign data is given as NAME=FILE, not as {text!r}")
+            raise UserError(f"foreign data is given as NAME=FILE, not as {text!r}")
         if name in found:
-            raise ValueError(f"two files are called {name!r}")
+            raise UserError(f"two files are called {name!r}")
         found[name] = Path(path)
     return found
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import ClassVar, NamedTuple
 
+from fedlas.errors import UserError
 from fedlas.experiments import paper
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEST, Ledger, Line, Measure
@@ -110,7 +111,7 @@ class AbstractGrid(AbstractExperiment):
             models = choice.models or self.models(data, choice.protocol) or (self._no_model(data, choice),)
             found += [Place(data, model) for model in models]
         if not found:
-            raise ValueError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
+            raise UserError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
         return found
 
     def _no_model(self, data: str, choice: Choice) -> str:

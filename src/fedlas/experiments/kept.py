@@ -33,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEMPERATURE, TEST, V2, Ledger, Line, Measure, line_id
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import EachSample
@@ -206,7 +207,7 @@ class Kept:
         with readable(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
             size = sum(entry.file_size for entry in folder.infolist())
             if size > LARGEST_FILE:
-                raise ValueError(f"it would unpack to {size:,} bytes; kept predictions are small")
+                raise UserError(f"it would unpack to {size:,} bytes; kept predictions are small")
             check_arrays(folder)
             arrays = {
                 entry.filename.removesuffix(".npy"): np.lib.format.read_array(
@@ -215,7 +216,7 @@ class Kept:
                 for entry in folder.infolist()
             }
         if "labels" not in arrays or not {"logits", "confidence"} & set(arrays):
-            raise ValueError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")
+            raise UserError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")
         return cls(arrays)
 
     def _digest(self) -> Digest:
@@ -326,7 +327,7 @@ def _kept_test(run: Run, split: str, *, validation: bool) -> Kept:
 
 def _kept_validation(run: Run) -> Kept:
     if not run.recipe.halve_validation:
-        raise ValueError(f"{run.folder} has no V2: its recipe does not set halve_validation")
+        raise UserError(f"{run.folder} has no V2: its recipe does not set halve_validation")
     made = tuning_predictions(run)
     return Kept.of_validation(made, second_half(made, FOLDS_SEED))
 

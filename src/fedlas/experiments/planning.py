@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from fedlas.catalog import Catalog, summary
+from fedlas.errors import UserError
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEMPERATURE, Ledger
 from fedlas.training import check_parts
@@ -109,7 +110,7 @@ def planned(
     if only is not None and not meant:
         more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
         held = f"there are {', '.join(list(wanted)[:NAMED])}{more}" if wanted else "none is planned"
-        raise ValueError(f"no planned run has a folder whose name contains {only!r}; {held}")
+        raise UserError(f"no planned run has a folder whose name contains {only!r}; {held}")
     here = runs if experiment.draws_runs else None
     missing = tuple(
         one for one in meant if one.missing(ledger) or (here is not None and not trained_in(here, one.recipe))

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlas import ranks
+from fedlas.errors import UserError
 from fedlas.losses.base import (
     AbstractExact,
     AbstractLoss,
@@ -181,7 +182,7 @@ class NCI(AbstractExact):
         if self.source == "max_logit":
             return logits.amax(1)
         if features is None:
-            raise ValueError("the indicator needs features; source='max_prob' and 'max_logit' do without")
+            raise UserError("the indicator needs features; source='max_prob' and 'max_logit' do without")
         dtype = at_least_float32(features.dtype)
         if self.norm == 1 and self.is_eager_on_cpu(features):  # four times as fast as the general norm
             return features.detach().abs().sum(1, dtype=dtype)
@@ -242,7 +243,7 @@ class BCG(AbstractPart):
         super().__init__()
         self.kind = one_of("gate", kind, get_args(Gate))
         if zero not in (-1, 0) or positive_index not in (0, 1):
-            raise ValueError(f"gate_zero must be -1 or 0 ({zero}), gate_positive_index 0 or 1 ({positive_index})")
+            raise UserError(f"gate_zero must be -1 or 0 ({zero}), gate_positive_index 0 or 1 ({positive_index})")
         self.zero = float(zero)
         self.positive_index = positive_index
         self.width = max(1, num_classes // 2) if width is None else whole("gate_width", width)
@@ -398,9 +399,9 @@ class AdaptiveSmoothing(AbstractPart):
     ) -> Float[Tensor, " n"]:
         """Give alpha_i of each sample; a gradient flows through it into the gate, none into logits or features."""
         if logits.ndim != 2 or logits.shape[1] != self.num_classes:
-            raise ValueError(f"logits must have shape (N, {self.num_classes}), not {tuple(logits.shape)}")
+            raise UserError(f"logits must have shape (N, {self.num_classes}), not {tuple(logits.shape)}")
         if features is not None and (features.ndim != 2 or len(features) != len(logits)):
-            raise ValueError(f"features must have shape ({len(logits)}, D), not {tuple(features.shape)}")
+            raise UserError(f"features must have shape ({len(logits)}, D), not {tuple(features.shape)}")
         with full_precision(logits):
             logits = logits.to(at_least_float32(logits.dtype))
             shared = self.training and torch.is_grad_enabled() and self.sync and ranks.count() > 1

@@ -15,14 +15,14 @@ from fedlas.data import CATALOG as DATA
 from fedlas.data import AbstractDataset, Resident, Sample
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
-from fedlas.models import Output, WithFeatures, WithLoss, build_model
+from fedlas.models import Output, WithFeatures, build_model
 from fedlas.training.capture import StepExecutor
 from fedlas.training.checkpoint import restore_module
 from fedlas.training.compilation import CompiledCall
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import OptimizerStep, build_optimizer, reset_optimizer_state
+from fedlas.training.optimizer import OptimizerStep, StepFunction, build_optimizer, reset_optimizer_state
 from fedlas.training.prediction import Source
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import RunError
@@ -30,7 +30,7 @@ from fedlas.training.schedule import lr_table
 from fedlas.training.step import Parts, TrainStep
 
 if TYPE_CHECKING:
-    from fedlas.training.accelerators.base import Accelerator, StepFunction
+    from fedlas.training.accelerators.base import Accelerator
 
 # Fields of a recipe on which a captured step does not depend: their values are in tensors that can be refilled.
 REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
@@ -198,7 +198,7 @@ def steps_per_epoch(recipe: Recipe, samples: int) -> int:
     return samples // recipe.batch_size if recipe.drop_last else -(-samples // recipe.batch_size)
 
 
-class Task(WithLoss):
+class Task(nn.Module):
     """Network and loss in one module, called as they are or compiled.
 
     Args:
@@ -211,8 +211,11 @@ class Task(WithLoss):
     def __init__(
         self, net: WithFeatures, loss: AbstractLoss, call_net: Callable[..., Output], call_loss: Callable[..., Tensor]
     ) -> None:
-        super().__init__(net, loss)
+        super().__init__()
+        self.net, self.loss = net, loss
         self.calls = call_net, call_loss  # in a tuple, which registers no module a second time
+        # DistributedDataParallel broadcasts all other buffers in every step.
+        self._ddp_params_and_buffers_to_ignore = [f"loss.{name}" for name in loss.identical_buffers]
 
     def forward(self, inputs: Tensor, labels: Tensor, index: Tensor | None = None) -> tuple[Tensor, Output]:
         """Return the loss of a batch and the output of the network."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedlas.catalog import nearest
+from fedlas.errors import UserTypeError
 from fedlas.training.run_folder import Run
 
 if TYPE_CHECKING:
@@ -43,20 +44,24 @@ HOOKS = tuple(name for name in vars(AbstractCallback) if name.startswith("on_"))
 def check_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCallback, ...]:
     """Return the callbacks; raise if one is no callback or has a public method that would never be called."""
     if isinstance(callbacks, (AbstractCallback, type)) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks takes a list, such as callbacks=[Watch()], not {callbacks!r}")
+        raise UserTypeError(f"callbacks takes a list, such as callbacks=[Watch()], not {callbacks!r}")
     found = tuple(callbacks)
     for callback in found:
         kind = type(callback)
         if isinstance(callback, type):
-            raise TypeError(
+            raise UserTypeError(
                 f"callbacks takes objects, not classes: {callback.__name__}() instead of {callback.__name__}"
             )
         if not isinstance(callback, AbstractCallback):
-            raise TypeError(f"callbacks takes objects of classes that derive from AbstractCallback, not {callback!r}")
+            raise UserTypeError(
+                f"callbacks takes objects of classes that derive from AbstractCallback, not {callback!r}"
+            )
         for name in dir(kind):
             if not name.startswith("_") and name not in HOOKS and inspect.isroutine(getattr(kind, name)):
                 hint = nearest(name, list(HOOKS))
-                raise TypeError(f"{kind.__name__}.{name} would never be called; {hint} Begin other names with _.")
+                raise UserTypeError(f"{kind.__name__}.{name} would never be called; {hint} Begin other names with _.")
         if kind.on_step_end is not AbstractCallback.on_step_end and not callback.sees_steps:
-            raise TypeError(f"{kind.__name__}.on_step_end would never be called; set sees_steps = True in the class")
+            raise UserTypeError(
+                f"{kind.__name__}.on_step_end would never be called; set sees_steps = True in the class"
+            )
     return found

@@ -169,7 +169,7 @@ def refused(path: Path, reason: object) -> RunError:
 
 
 def _fault(content: Mapping[str, Any]) -> str | None:
-    """Return what a checkpoint lacks, or holds in another form than it is written; whoever made the file may be anyone."""
+    """Return what a checkpoint lacks or holds in another form, or None; the file may come from anyone."""
     for name, fits, form in PARTS:
         if name not in content:
             return f"it has no {name!r}"

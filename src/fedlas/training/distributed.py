@@ -66,7 +66,7 @@ def _meeting_place() -> tuple[Any, int, int]:
 
 
 def _meeting_room() -> tuple[Any, int, int]:
-    """Return a separate key space for each run; otherwise it would read the keys of the previous run and wait forever."""
+    """Return a separate key space for each run: keys of the previous run would make it wait forever."""
     store, here, world = _meeting_place()
     return dist.PrefixStore(f"run {next(_runs)}", store), here, world  # type: ignore[attr-defined]
 
@@ -109,9 +109,9 @@ def gather_objects(value: Value) -> list[Value]:
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module) -> None:
-    """Return all processes the first one's buffers: batch norms of each have seen samples of their own in the last step.
+    """Broadcast the buffers of rank 0, because the batch norms of each rank have processed other samples.
 
-    While it trains, DistributedDataParallel does the same at the beginning of every step.
+    During training, DistributedDataParallel does the same at the beginning of each step.
     """
     if ranks.count() > 1:
         for buffer in module.buffers():

@@ -1,16 +1,42 @@
 """Metrics of the training data, summed on the device during an epoch and read once at its end."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int8
 from torch import Tensor
 
 from fedlas import ranks
 
-if TYPE_CHECKING:
-    from fedlas.training.accelerators.base import EpochSums
+
+@runtime_checkable
+class EpochSums(Protocol):
+    """Adds a batch to the sums of an epoch in one kernel."""
+
+    def add_batch(  # noqa: PLR0917 (a signature of kernels)
+        self,
+        logits: Float[Tensor, "n classes"],
+        labels: Int[Tensor, " n"],
+        samples: Float[Tensor, ""],
+        correct: Float[Tensor, ""],
+        means: list[Tensor],
+        sums: list[Tensor],
+    ) -> bool:
+        """Add samples, correct predictions and means of a batch; return False if the kernel does not support it."""
+
+    def add_gate(  # noqa: PLR0917 (a signature of kernels)
+        self,
+        index: Int[Tensor, " n"],
+        psi: Float[Tensor, " n"],
+        gamma: Float[Tensor, " n"],
+        alpha_i: Float[Tensor, " n"],
+        alpha: float,
+        edges: Float[Tensor, " edges"],
+        now: Int8[Tensor, " samples"],
+        sums: Float[Tensor, " 3+edges"],
+    ) -> None:
+        """Add the state of the gate of a FeDLaS loss."""
 
 
 class EpochMetrics:
@@ -21,7 +47,7 @@ class EpochMetrics:
         kernels: add a batch in one kernel, if given.
     """
 
-    def __init__(self, device: torch.device, kernels: "EpochSums | None" = None) -> None:
+    def __init__(self, device: torch.device, kernels: EpochSums | None = None) -> None:
         self.device, self.kernels = device, kernels
         self.sums: dict[str, Tensor] = {}
 

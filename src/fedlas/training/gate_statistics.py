@@ -7,18 +7,17 @@ indicator gamma.
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from fedlas import ranks
+from fedlas.errors import UserError
 from fedlas.losses.base import AbstractLoss
 from fedlas.losses.gate_history import GateHistory
-
-if TYPE_CHECKING:
-    from fedlas.training.accelerators.base import EpochSums
+from fedlas.training.epoch_metrics import EpochSums
 
 EDGES = tuple(-4 + 0.5 * n for n in range(17))  # of the histogram of gamma; what lies outside is counted too
 
@@ -34,7 +33,7 @@ class GateStatistics:
     """
 
     def __init__(
-        self, loss: AbstractLoss, samples: int, device: torch.device, kernels: "EpochSums | None" = None
+        self, loss: AbstractLoss, samples: int, device: torch.device, kernels: EpochSums | None = None
     ) -> None:
         self.loss, self.kernels = loss, kernels
         self.history = GateHistory(samples).to(device)
@@ -86,7 +85,7 @@ class GateStatistics:
         """Continue from a saved state; the history is the same on all ranks, the first rank gets the sums."""
         self.history.load_state_dict(state["history"])
         if state["sums"].shape != self.sums.shape:
-            raise ValueError(f"the gate has {tuple(self.sums.shape)} sums, not {tuple(state['sums'].shape)}")
+            raise UserError(f"the gate has {tuple(self.sums.shape)} sums, not {tuple(state['sums'].shape)}")
         self.sums.copy_(state["sums"] * first)
 
     def reset(self) -> None:

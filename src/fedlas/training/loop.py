@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedlas import ranks
+from fedlas.errors import UserError, UserTypeError
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_stream, raise_compile_limit
@@ -49,7 +50,7 @@ LEARNED = ("train", "val")  # splits from which a run learns, and by which it ch
 NO_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # what torch calls processors that compute bfloat16 step by step
 
 
-class DivergedError(ArithmeticError):
+class DivergedError(UserError, ArithmeticError):
     """A loss or gradient was not finite, or a loss enormous.
 
     Args:
@@ -111,7 +112,7 @@ def fit_many(
         options: device and data_root, as for `fit`.
     """
     if isinstance(recipes, Recipe):
-        raise TypeError("fit_many takes several recipes; for a single one there is fit")
+        raise UserTypeError("fit_many takes several recipes; for a single one there is fit")
     engine = Engine(**options)
     return (
         engine.fit(recipe, out=run_in(folder, recipe).folder, resume=resume, callbacks=callbacks, progress=progress)
@@ -143,7 +144,7 @@ class Engine:
     ) -> Run:
         """Train by a recipe; see the function `fit`."""
         if not isinstance(recipe, Recipe):
-            raise TypeError(f"fit takes a Recipe, such as fedlas.recipe_for gives, not a {type(recipe).__name__}")
+            raise UserTypeError(f"fit takes a Recipe, such as fedlas.recipe_for gives, not a {type(recipe).__name__}")
         callbacks = check_callbacks(callbacks)
         run = run_in("runs", recipe) if out is None else Run(Path(out))
         with ExitStack() as stack:

@@ -12,13 +12,14 @@ the device that makes them skip a step.
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from fedlas import ranks
+from fedlas.errors import UserError
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.precision import GradientScaler
 from fedlas.training.recipe import Recipe
@@ -96,7 +97,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, states: list[dict[str
     for parameter, saved in zip(parameters_of(optimizer), states, strict=True):
         own = optimizer.state[parameter]
         if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in own.items()}:
-            raise ValueError(f"the optimizer's state is {', '.join(own) or 'empty'}, in other shapes")
+            raise UserError(f"the optimizer's state is {', '.join(own) or 'empty'}, in other shapes")
         for name, value in saved.items():
             own[name].copy_(value)
 
@@ -125,6 +126,22 @@ def gradient_norm(gradients: list[Tensor], device: torch.device) -> Float[Tensor
 def is_finite(value: Float[Tensor, ""]) -> Bool[Tensor, ""]:
     """Return whether a number is finite, in two kernels; `torch.isfinite` takes four."""
     return (value - value) == 0
+
+
+@runtime_checkable
+class StepFunction(Protocol):
+    """Ends a training step: clipping, learning rate, optimizer step and step counter."""
+
+    def __call__(
+        self, finite: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
+    ) -> None:
+        """Update the parameters, or record the first bad step."""
+
+    def receiving(self) -> AbstractContextManager[None]:
+        """Return a context in which the network hands over its gradients."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Return a context in which one step is captured."""
 
 
 class OptimizerStep:

@@ -16,6 +16,7 @@ import torch
 
 from fedlas.catalog import keywords, nearest
 from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
+from fedlas.errors import UserError
 from fedlas.files import held_at, same_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions, Predictions
@@ -61,7 +62,7 @@ def predict_with(
     run = Run(Path(folder))
     recipe = run.recipe
     if state not in STATES:
-        raise ValueError(f"state is {state!r}; {nearest(state, list(STATES))}")
+        raise UserError(f"state is {state!r}; {nearest(state, list(STATES))}")
     if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
         raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
     held = None if out is None else _held(Path(out))

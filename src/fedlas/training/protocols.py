@@ -22,6 +22,7 @@ import torch
 from fedlas.catalog import keywords, nearest
 from fedlas.data import CATALOG as DATA
 from fedlas.data import build_data
+from fedlas.errors import UserError
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import build_loss
 from fedlas.models import CATALOG as MODELS
@@ -239,7 +240,7 @@ def protocol_named(name: str) -> Protocol:
     """Look a protocol up."""
     by_name = {one.name: one for one in PROTOCOLS}
     if name not in by_name:
-        raise ValueError(f"no protocol is called {name!r}; {nearest(name, list(by_name))}")
+        raise UserError(f"no protocol is called {name!r}; {nearest(name, list(by_name))}")
     return by_name[name]
 
 
@@ -266,7 +267,7 @@ def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
         if chosen.published and not chosen.models(data):
             others = [one for one in PROTOCOLS if not one.published]
             words = [one.name + ("" if model or one.models(data) else " (with --model)") for one in others]
-            raise ValueError(f"the protocol {name!r} says nothing about {data!r}; take one of: {', '.join(words)}")
+            raise UserError(f"the protocol {name!r} says nothing about {data!r}; take one of: {', '.join(words)}")
         return chosen
     # A network that some protocol is meant for, then a data set that one is meant for, then what asks for little.
     for one in PROTOCOLS:
@@ -278,7 +279,7 @@ def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
 def _default_model(protocol: Protocol, data: str) -> str:
     models = protocol.models(data)
     if not models:
-        raise ValueError(
+        raise UserError(
             f"the protocol {protocol.name!r} has no network for {data!r}; name one: --model NAME, "
             "or model=..., such as those of: fedlas list models"
         )

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedlas.errors import UserError
+
 NUMPY_WORDS = 624  # of its generator
 
 
@@ -34,9 +36,9 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["device"], device)
     version, words, gauss = state["python"]
     if gauss is not None and not isinstance(gauss, float):
-        raise ValueError("the number that Python has drawn in advance is none")
+        raise UserError("the number that Python has drawn in advance is none")
     random.setstate((version, tuple(words), gauss))
     kind, numbers, position, *gauss_too = state["numpy"]
     if type(position) is not int or not 0 <= position <= NUMPY_WORDS:
-        raise ValueError(f"numpy stands at word {position} of {NUMPY_WORDS}")  # it would read there without a look
+        raise UserError(f"numpy stands at word {position} of {NUMPY_WORDS}")  # it would read there without a look
     np.random.set_state((kind, numbers.numpy().astype(np.uint32), position, *gauss_too))  # noqa: NPY002

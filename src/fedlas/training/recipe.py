@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal, TypeAlias, get_type_hints
 
 from fedlas.catalog import Catalog, keywords, nearest
+from fedlas.errors import UserError
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.training.recipe_text import (
     Plain,
@@ -187,14 +188,14 @@ class Recipe:
             check_field(name in SPLITS, "splits", name, f"of {', '.join(SPLITS)}")
         for name in _idle(vars(self)):
             other, _ = ACTS_WITH[name]
-            raise ValueError(f"{name} does nothing with {other}={getattr(self, other)}; leave it out")
+            raise UserError(f"{name} does nothing with {other}={getattr(self, other)}; leave it out")
         check_field(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
         check_field(
             self.halve_validation or not self.train_on_v1, "train_on_v1", True, "false without halve_validation"
         )
         check_field(self.clip is not None or not self.clip_loss, "clip_loss", True, "false where clip is none")
         if self.halve_validation and self.data_options.get("selection") == "official":
-            raise ValueError(
+            raise UserError(
                 "halve_validation needs a validation split, and data_options.selection=official selects on test data; "
                 "leave one of them out"
             )
@@ -222,23 +223,23 @@ class Recipe:
         for name in OPTIONS:
             options = getattr(self, name)
             if "seed" in options:
-                raise ValueError(f"{name} has a seed; the recipe's own seed decides: seed=...")
+                raise UserError(f"{name} has a seed; the recipe's own seed decides: seed=...")
             for word, decides in FILLED_IN[name].items():
                 if word in options:
-                    raise ValueError(f"{name} has {word!r}, which is decided by {decides}; leave it out")
+                    raise UserError(f"{name} has {word!r}, which is decided by {decides}; leave it out")
             check_finite(name, options)
         if self.loss in LOSSES.entries:
             known = [name for name in keywords(LOSSES.entries[self.loss]) if name not in FILLED_IN["loss_options"]]
             for name in self.loss_options:
                 if name not in known:
-                    raise ValueError(f"{self.loss} has no option {name!r}; {nearest(name, known)}")
+                    raise UserError(f"{self.loss} has no option {name!r}; {nearest(name, known)}")
         if self.loss_options.get("reduction", "mean") in ("none", None):  # None is what "none" means on a command line
-            raise ValueError('loss_options has reduction="none", but a step needs one number: take "mean" or "sum"')
+            raise UserError('loss_options has reduction="none", but a step needs one number: take "mean" or "sum"')
         if self.accumulate > 1:
             # The parts of a batch do not know the denominator of the whole.
             for word in ("weight", "ignore_index"):
                 if self.loss_options.get(word) is not None:
-                    raise ValueError(
+                    raise UserError(
                         f"accumulate={self.accumulate} with {word!r} in loss_options is not the mean over the batch, "
                         "because each part would be divided by its own weights; set accumulate=1"
                     )
@@ -291,7 +292,7 @@ class Recipe:
             called = getattr(self, kind)
             if called in catalog.entries and name in keywords(catalog.entries[called]):
                 of = f"a keyword of the {catalog.kind} {called!r}"
-                raise ValueError(f"a recipe has no field {name!r}, which is {of}: set {kind}_options.{name}")
+                raise UserError(f"a recipe has no field {name!r}, which is {of}: set {kind}_options.{name}")
         _known([name])
 
     def deciding(self) -> dict[str, Plain]:
@@ -339,7 +340,7 @@ def _known(names: Any) -> None:
     known = [one.name for one in fields(Recipe)]
     for name in names:
         if name not in known:
-            raise ValueError(f"a recipe has no field {name!r}; {nearest(str(name), known)}")
+            raise UserError(f"a recipe has no field {name!r}; {nearest(str(name), known)}")
 
 
 @cache

@@ -6,13 +6,15 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
+from fedlas.errors import UserError, UserTypeError
+
 Plain: TypeAlias = Any  # what JSON knows: None, bool, int, float, str, list, dict
 
 
 def check_field(good: bool, name: str, value: Plain, wanted: str) -> None:
     """Raise an error that names a field, its value and what is wanted, unless it is good."""
     if not good:
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
+        raise UserError(f"{name} must be {wanted}, not {value!r}")
 
 
 def check_finite(name: str, value: Plain) -> None:
@@ -35,12 +37,12 @@ def convert(name: str, kind: Any, value: Plain) -> Plain:
         kind = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
+            raise UserError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
         return value
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
         if isinstance(value, str) or not hasattr(value, "__iter__"):
-            raise TypeError(f"{name} must be a list, not {value!r}")
+            raise UserTypeError(f"{name} must be a list, not {value!r}")
         return tuple(convert(name, inner, one) for one in value)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         check_field(math.isfinite(value), name, value, "finite")
@@ -48,10 +50,10 @@ def convert(name: str, kind: Any, value: Plain) -> Plain:
     if isinstance(kind, type):
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not right:
-            raise TypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
+            raise UserTypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
         return value
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dictionary, not {value!r}")
+        raise UserTypeError(f"{name} must be a dictionary, not {value!r}")
     return to_plain(value)
 
 
@@ -76,21 +78,23 @@ def parse_field(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one
             "0": False,
         }
         if text.lower() not in words:
-            raise ValueError(f"{name} must be true or false, not {text!r}")
+            raise UserError(f"{name} must be true or false, not {text!r}")
         return words[text.lower()]
     if kind in (int, float):
         try:
             return kind(text)
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name} must be {wanted}, not {text!r}") from None
+            raise UserError(f"{name} must be {wanted}, not {text!r}") from None
     if get_origin(kind) is Literal:
         return convert(name, kind, text)
     if kind is str:
         return text
     value = value_of(text)
     if not isinstance(value, dict):
-        raise TypeError(f'{name} must be JSON such as {{"word": 1}}, or set one keyword: {name}.word=1; not {text!r}')
+        raise UserTypeError(
+            f'{name} must be JSON such as {{"word": 1}}, or set one keyword: {name}.word=1; not {text!r}'
+        )
     return value
 
 
@@ -114,7 +118,7 @@ def to_plain(value: Plain) -> Plain:
     if value is not None and not isinstance(value, (bool, int, float, str)):
         if hasattr(value, "__fspath__"):
             return str(value)
-        raise TypeError(f"a recipe holds plain values, not {value!r}")
+        raise UserTypeError(f"a recipe holds plain values, not {value!r}")
     return value
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from fedlas.errors import UserError
 from fedlas.predictions import Predictions
 from fedlas.storage import check_file, clear_parts, own_file, write_whole
 from fedlas.training.recipe import Recipe, differences
@@ -39,7 +40,7 @@ ELSEWHERE = "choose another --out (in Python out=)"
 WRITE_TO = "say where to write: --out FILE (in Python out=)"
 
 
-class RunError(ValueError):
+class RunError(UserError):
     """A run cannot go on; the message says why, in one line."""
 
 
@@ -119,7 +120,7 @@ class Run:
                 except json.JSONDecodeError:
                     break
                 if not isinstance(record, dict):
-                    raise ValueError(f"line {number} is no record of an epoch")  # noqa: TRY004 (of the file's content)
+                    raise UserError(f"line {number} is no record of an epoch")
                 records.append(record)
         return records
 
@@ -310,7 +311,7 @@ def environment(device: str, processes: int) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return which commit of this repository is running: `$FEDLAS_COMMIT`, or what git says of the folder; else None."""
+    """Return the commit of this repository that is running: `$FEDLAS_COMMIT`, or that of the checkout, or None."""
     given = os.environ.get("FEDLAS_COMMIT")
     git = shutil.which("git")
     if given or git is None:

@@ -15,7 +15,7 @@ from fedlas.data.base import Split, share_of_batch
 from fedlas.data.base.fetching import Progress
 from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
-from fedlas.models import WithFeatures, WithLoss
+from fedlas.models import WithFeatures
 from fedlas.predictions import check_distinct
 from fedlas.training.build import (
     SessionCache,
@@ -230,7 +230,7 @@ class Session:
         if isinstance(self.train, Loader):
             self.train.close()
         if self.world > 1:
-            self.step.parts.task = WithLoss(self.net, self.loss)  # DDP keeps the process group and its threads
+            self.step.parts.task = self.step.parts.task.module  # DDP keeps the process group and its threads
 
     @torch.no_grad()
     def update_best(self, accuracy: float) -> None:

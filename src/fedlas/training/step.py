@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -31,11 +31,8 @@ from fedlas.models import Output, WithFeatures
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import OptimizerStep
+from fedlas.training.optimizer import OptimizerStep, StepFunction
 from fedlas.training.precision import autocast
-
-if TYPE_CHECKING:
-    from fedlas.training.accelerators.base import StepFunction
 
 DIVERGED = 1e4  # times the loss of guessing: training does not recover from that
 Inputs = tuple[Tensor, ...]
@@ -66,7 +63,7 @@ class Parts:
     feed: Callable[..., Sample]
     mixer: Mixer
     plain: OptimizerStep
-    optimizer_step: "StepFunction"
+    optimizer_step: StepFunction
     precompile: Callable[[], AbstractContextManager[Any]] | None = None
 
 

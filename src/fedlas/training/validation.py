@@ -6,6 +6,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from fedlas.data.base import Split
+from fedlas.errors import UserError
 from fedlas.metrics.calibration import aece, ece, over_under
 from fedlas.metrics.scoring import accuracy, nll
 from fedlas.predictions import Predictions
@@ -30,7 +31,7 @@ def judged(validation: Predictions) -> dict[str, float]:
 def second_half(validation: Predictions | Split, seed: int = HALVES_SEED) -> Bool[Tensor, " n"]:
     """Select half of the samples at random, by their positions in the data set and not by the order of the rows."""
     if validation.index is None:
-        raise ValueError("predictions need an index, the positions of the samples, to be divided into halves")
+        raise UserError("predictions need an index, the positions of the samples, to be divided into halves")
     ordered = validation.index.argsort().cpu()
     shuffled = torch.from_numpy(np.random.RandomState(seed).permutation(len(ordered)))
     selected = torch.zeros(len(ordered), dtype=torch.bool)

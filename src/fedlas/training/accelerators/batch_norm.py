@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.training.accelerators.precompile import launch, precompiling
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton looks at it when it reads what follows
@@ -428,9 +429,9 @@ def shape_of(y: Tensor) -> tuple[int, int]:
     """Return rows and columns of images as a matrix."""
     count, channels, height, width = y.shape
     if not y.is_contiguous(memory_format=torch.channels_last) or channels % NARROWEST:
-        raise ValueError(f"images of {tuple(y.shape)} need channels last in memory, a multiple of {NARROWEST} of them")
+        raise UserError(f"images of {tuple(y.shape)} need channels last in memory, a multiple of {NARROWEST} of them")
     if count * height * width == 1:
-        raise ValueError(f"batch norm needs more than one value of each channel, and has images of {tuple(y.shape)}")
+        raise UserError(f"batch norm needs more than one value of each channel, and has images of {tuple(y.shape)}")
     return count * height * width, channels
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fedlas.training.accelerators import batch_norm, metric_sums, precompile, resnet
-from fedlas.training.accelerators.base import EpochSums, StepFunction
 from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits
-from fedlas.training.optimizer import OptimizerStep
+from fedlas.training.epoch_metrics import EpochSums
+from fedlas.training.optimizer import OptimizerStep, StepFunction
 
 
 class CustomKernels:

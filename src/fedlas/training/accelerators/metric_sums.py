@@ -13,6 +13,7 @@ import triton.language as tl
 from jaxtyping import Float, Int, Int8
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.training.accelerators.precompile import launch
 
 LOGITS = 4096  # that a program looks at
@@ -114,7 +115,7 @@ def add_gate(
     """Store the state of the gate per sample; add samples, alpha_i / alpha, psi = -sign(gamma) and gammas per edge."""
     given = [one.contiguous() for one in (index, psi, gamma, alpha_i)]
     if any(one.shape != index.shape for one in given):
-        raise ValueError(f"index, psi, gamma and alpha_i have shapes {[tuple(one.shape) for one in given]}")
+        raise UserError(f"index, psi, gamma and alpha_i have shapes {[tuple(one.shape) for one in given]}")
     launch(gate_kernel, (1,),
         *given, edges, now, sums, len(index), len(now), len(edges), alpha,
         ROWS=SAMPLES, EDGES=triton.next_power_of_2(len(edges)), num_warps=8,
