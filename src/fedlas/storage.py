@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlas.errors import UserError
+from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
 
 # Names a CRC-32 among the words of a file. It finds every single flipped bit, as a SHA-256 would; that takes three
@@ -154,7 +154,7 @@ def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None
         raise
     except Exception as given:
         error = given.at_line(lines) if isinstance(given, RowError) and lines is not None else given
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        kind = UserTypeError if isinstance(error, TypeError) else UserError
         if isinstance(error, kind) and str(path) in str(error):
             if error is given:
                 raise
