@@ -430,6 +430,36 @@ def test_compare_has_the_options_about_columns(tmp_path):
     assert done.exit_code == 0, done.output
 
 
+def test_a_label_column_that_one_of_two_files_lacks_names_the_option_for_labels(tmp_path):
+    paths = [write_table(tmp_path / f"{name}.csv", family("prob_") | {name: WORDS}) for name in ("species", "kind")]
+    command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50"]
+    refused = CliRunner().invoke(app, [*command, "--label-column", "species"])
+    assert refused.exit_code == 1
+    assert "kind.csv" in refused.output
+    assert "--labels" in refused.output
+    done = CliRunner().invoke(app, [*command, "--labels", str(write_table(tmp_path / "y.csv", {"label": WORDS}))])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ("0.7,0.2,0.1,0", {}),
+        ("0.7,0.2,0.1,0", {"label_column": "3"}),
+        ("0.25,0.25,0.5,2", {}),  # two columns of one name
+        ("0,7;0,2;0,1;0", {}),
+    ],
+)
+def test_a_file_without_a_header_names_the_option(tmp_path, row, options):
+    (tmp_path / "p.csv").write_text(f"{row}\n{row}\n")
+    with pytest.raises(ValueError, match=r"p\.csv.*--no-header"):
+        read_predictions(tmp_path / "p.csv", **options)
+    assert len(read_predictions(tmp_path / "p.csv", header=False, label_column="3")) == 2
+    with pytest.raises(ValueError, match=r"p\.csv.*label_column.*9") as error:
+        read_predictions(tmp_path / "p.csv", header=False, label_column="9")
+    assert "--no-header" not in str(error.value)
+
+
 def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):
     for name in ("test", "val"):
         np.save(tmp_path / f"{name}.npy", LOGITS + (name == "val") * make.normal(size=LOGITS.shape))

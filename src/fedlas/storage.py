@@ -65,7 +65,7 @@ class RowError(ValueError):
 
 
 class ObjectsError(ValueError):
-    """An array holds Python objects, which are never read: the file is whole, and has to be written otherwise."""
+    """A file holds Python objects, which are never read: it is not damaged, and has to be written otherwise."""
 
 
 def check_file(path: str | Path) -> None:
@@ -359,6 +359,8 @@ class _Sizes(pickle._Unpickler):
         if module in {"torch", "torch.storage"} and name.removesuffix("Storage") in WIDTHS:
             return WIDTHS[name.removesuffix("Storage")]
         if f"{module}.{name}" not in self._known:
+            if module.partition(".")[0] == "numpy":
+                raise ObjectsError("it holds NumPy arrays or numbers, which are not read from a file of torch.save")
             raise ValueError(MORE_THAN_TENSORS)
         return self._known[f"{module}.{name}"]
 
