@@ -279,10 +279,11 @@ class Recipe:
 
     def deciding(self) -> dict[str, Plain]:
         """Give the values that a result depends on, where they are not the default."""
+        defaults = _defaults()
         return {
             one.name: getattr(self, one.name)
             for one in fields(self)
-            if not one.metadata.get("carried_out") and getattr(self, one.name) != _default(one)
+            if not one.metadata.get("carried_out") and getattr(self, one.name) != defaults[one.name]
         }
 
     def to_dict(self) -> dict[str, Plain]:
@@ -310,7 +311,7 @@ def differences(one: Recipe, other: Recipe) -> list[str]:
 
 def _idle(values: Mapping[str, Plain]) -> dict[str, Plain]:
     """Name the fields that were set and do nothing beside the others, with their defaults."""
-    defaults = {one.name: _default(one) for one in fields(Recipe)}
+    defaults = _defaults()
     return {
         name: defaults[name]
         for name, (other, wanted) in ACTS_WITH.items()
@@ -319,15 +320,25 @@ def _idle(values: Mapping[str, Plain]) -> dict[str, Plain]:
 
 
 def _known(names: Any) -> None:
-    known = [one.name for one in fields(Recipe)]
+    known = _defaults()
     for name in names:
         if name not in known:
-            raise ValueError(f"a recipe has no field {name!r}; {nearest(str(name), known)}")
+            raise ValueError(f"a recipe has no field {name!r}; {nearest(str(name), list(known))}")
 
 
 @cache
 def _types() -> dict[str, Any]:
     return get_type_hints(Recipe)
+
+
+@cache
+def _defaults() -> Mapping[str, Plain]:
+    """Return the default of each field; those that are dictionaries are only compared."""
+    return {one.name: _default(one) for one in fields(Recipe)}
+
+
+# Of each field of each recipe, types are taken apart; many recipes are made to find a few in a ledger.
+_origin, _arguments = cache(get_origin), cache(get_args)
 
 
 def _default(one: Any) -> Plain:
@@ -353,16 +364,18 @@ def _check_finite(name: str, value: Plain) -> None:
 
 def _fitting(name: str, kind: Any, value: Plain) -> Plain:
     """Bring a value to its field's type without changing what it says, or refuse it."""
-    if get_origin(kind) in (Union, types.UnionType):
+    origin = _origin(kind)
+    if origin in (Union, types.UnionType):
         if value is None:
             return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
+        kind = next(one for one in _arguments(kind) if one is not type(None))
+        origin = _origin(kind)
+    if origin is Literal:
+        if value not in _arguments(kind):
+            raise ValueError(f"{name} must be one of {', '.join(_arguments(kind))}, not {value!r}")
         return value
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
+    if origin is tuple:
+        inner = _arguments(kind)[0]
         if isinstance(value, str) or not hasattr(value, "__iter__"):
             raise TypeError(f"{name} must be a list, not {value!r}")
         return tuple(_fitting(name, inner, one) for one in value)
