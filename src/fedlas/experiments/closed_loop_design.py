@@ -110,21 +110,16 @@ def row_name(method: str, posthoc: str | None) -> str:
 
 def _recipe(data: str, candidate: Candidate, seed: int, choice: Choice, **fields: tuple[str, ...]) -> Recipe:
     model = choice.models[0] if choice.models else None
-    return _made(data, candidate, seed, model, tuple(choice.changes.items()), tuple(fields.items()))
+    return _standard_recipe(data, model, candidate, seed, tuple(choice.changes.items())).replace(**fields)
 
 
 @lru_cache(maxsize=1024)  # tables look the recipes of a search up many times
-def _made(
-    data: str,
-    candidate: Candidate,
-    seed: int,
-    model: str | None,
-    settings: tuple[tuple[str, str], ...],
-    fields: tuple[tuple[str, tuple[str, ...]], ...],
+def _standard_recipe(
+    data: str, model: str | None, candidate: Candidate, seed: int, settings: tuple[tuple[str, str], ...]
 ) -> Recipe:
     changes = CONFIGURATIONS[candidate.method][candidate.number - 1]
     made = recipe_for(data, model, candidate.method, protocol=PROTOCOL, seed=seed, **changes)
-    return made.with_settings(dict(settings)).replace(**dict(fields))
+    return made.with_settings(dict(settings))
 
 
 def data_sets(choice: Choice) -> tuple[str, ...]:
