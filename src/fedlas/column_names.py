@@ -207,13 +207,21 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')} (in Python {name}=)"
 
 
+def header_advice(names: Iterable[str], options: ReadOptions) -> str:
+    """Return the advice about a file whose header is a row of numbers: it may have none."""
+    cells = [cell for name in names if name.casefold() not in ROW_NAMES for cell in name.split(";")]  # 0,7;0,3
+    if not cells or not options.get("header", True) or not all(map(parses, cells)):
+        return ""
+    return "; if this is the first row of a text file without a header, add --no-header (in Python header=False)"
+
+
 def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
     """Take the columns that the caller names."""
     names: dict[str, str] = {}
     for role in ("label", "confidence", "prediction", "correct"):
         column = options.get(f"{role}_column")
         if column is not None and (role != "label" or options.get("labels") is None):
-            names[_there(str(column), columns, f"{role}_column", path)] = role
+            names[_there(str(column), columns, f"{role}_column", options, path)] = role
     wanted = options.get("prob_columns")
     if wanted is None:
         return names
@@ -225,12 +233,12 @@ def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> d
     classes: dict[str, str] = {}
     for name in given:
         if name in columns or "*" not in name:
-            classes[_there(name, columns, "prob_columns", path)] = name[shared:]
+            classes[_there(name, columns, "prob_columns", options, path)] = name[shared:]
             continue
         pattern = re.compile("(.*)".join(map(re.escape, name.split("*"))))
         found = {column: match for column in columns if column not in names and (match := pattern.fullmatch(column))}
         if not found:
-            _there(name, columns, "prob_columns", path)
+            _there(name, columns, "prob_columns", options, path)
         classes |= {column: "".join(match.groups()) or column for column, match in found.items()}
     if len(classes) == 1:  # a table, or the probability of class 1
         classes = dict.fromkeys(classes, "")
@@ -241,9 +249,15 @@ def _has_prefix(name: str, prefix: str) -> bool:
     return name.casefold().startswith(prefix) and len(name) > len(prefix)
 
 
-def _there(name: str, columns: Mapping[str, Any], chosen: str, path: object) -> str:
+def _there(name: str, columns: Mapping[str, Any], chosen: str, options: ReadOptions, path: object) -> str:
     if name not in columns:
-        raise UserError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}")
+        advice = header_advice(columns, options)
+        if chosen == "label_column":
+            advice += (
+                f"; labels may come from another file: {option('labels')}, for calibration data "
+                f"{option('calibrate_labels')}"
+            )
+        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}{advice}")
     return name
 
 

@@ -31,6 +31,7 @@ from fedlas.column_names import (
     ReadOptions,
     Roles,
     find_roles,
+    header_advice,
     label_names,
     option,
     parses,
@@ -207,8 +208,8 @@ def no_scores(columns: Mapping[str, Any], roles: Roles, options: ReadOptions, pa
     way = f"name the columns of the classes with {option('prob_columns')}"
     if "label" not in roles.names.values() and options.get("labels") is None:
         way += f", or, if these are called by class names alone, that of the labels with {option('label_column')}"
-    held = f"its columns are {short_list(columns)}" if columns else "it is empty"
-    return UserError(f"{path}: expected one of {wanted}; {way}; {held}")
+    held = f"its columns are {short_list(columns)}{header_advice(columns, options)}" if columns else "it is empty"
+    return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
 
 
 def no_labels(roles: Roles | None, path: object, labels: str = "labels") -> ValueError:
@@ -252,7 +253,7 @@ def read_labels(path: str | Path, options: ReadOptions) -> LabelFile:
     if not names:
         raise UserError(
             f"{path}: no column is called label; name it with {option('label_column')}; its columns are "
-            f"{short_list(columns)}"
+            f"{short_list(columns)}{header_advice(columns, header)}"
         )
     values = columns[names[0]] if table is None else table.read(names)[names[0]]
     single = len(columns) == 1 and kind not in {".npz", ".parquet"}
@@ -603,7 +604,8 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
 def _check_names(header: Sequence[str], path: str | Path) -> None:
     name, count = next(iter(Counter(header).most_common(1)), ("", 0))
     if count > 1:
-        raise UserError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
+        advice = header_advice(header, {})
+        raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own{advice}")
 
 
 def _numeric_columns(

@@ -47,6 +47,7 @@ from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import (
     MOST_TIMES,
     MOST_UNPACKED,
+    ObjectsError,
     check_file,
     check_unpacked,
     memory_errors,
@@ -274,6 +275,8 @@ def _torch(path: Path, split: str | None, _: Watch | None, options: ReadOptions)
                 found = read_torch(path)
         except (MemoryError, FileNotFoundError, PermissionError):
             raise
+        except ObjectsError as error:
+            raise ObjectsError(f"{error}; save tensors (torch.from_numpy), or a .npz file (numpy.savez)") from error
         except Exception as error:
             raise UserError(f"{error}; save a dictionary of tensors: torch.save({{'logits': ...}})") from error
     if not isinstance(found, Mapping):

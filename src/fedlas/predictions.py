@@ -1012,8 +1012,9 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
     """Raise an error unless there is one valid label per sample; hard labels come back as int64."""
     if len(labels) != n:
         turned = "; is the table transposed?" if len(labels) == classes else ""
-        raise UserError(f"labels has {len(labels)} rows for {n} samples{turned}")
-    labels = _class_numbers(labels)
+        raise ValueError(f"labels has {len(labels)} rows for {n} samples{turned}")
+    # One-hot labels of a wrong width are an error below, not class numbers.
+    labels = _class_numbers(labels) if labels.ndim != 2 or labels.shape[1] in {1, classes} else labels
     if labels.ndim == 1 and not labels.is_floating_point():
         check_rows(
             "labels", labels, (labels >= 0) & (labels < classes), f"is outside 0..{classes - 1} (classes count from 0)"
@@ -1034,8 +1035,10 @@ def _class_numbers(labels: Tensor) -> Tensor:
         labels = labels[:, 0]
     if labels.ndim == 1 and labels.is_floating_point() and bool((labels == labels.round()).all()):
         return labels.long()
-    if labels.ndim == 2 and not labels.is_floating_point():
-        one_hot = (labels.amin(dim=1) == 0) & (labels.amax(dim=1) == 1) & (labels.sum(dim=1) == 1)
+    if labels.ndim == 2:
+        one_hot = (labels.amin(dim=1) == 0) & (labels.amax(dim=1) == 1) & ((labels != 0).sum(dim=1) == 1)
+        if labels.is_floating_point() and not bool(one_hot.all()):
+            return labels  # soft labels
         check_rows("labels", labels, one_hot, "is not one-hot (a single 1, zeros otherwise)")
         return labels.argmax(dim=1)
     return labels

@@ -65,8 +65,8 @@ class RowError(UserError):
         return UserError(f"{self.before}line {lines[self.row]}{self.after}")
 
 
-class ObjectsError(UserError):
-    """An array holds Python objects, which are never read: the file is whole, and has to be written otherwise."""
+class ObjectsError(ValueError):
+    """A file holds Python objects, which are never read: it is not damaged, and has to be written otherwise."""
 
 
 def check_file(path: str | Path) -> None:
@@ -179,21 +179,27 @@ def check_arrays(folder: zipfile.ZipFile, unused: Container[str] = ()) -> None:
     """
     for entry in folder.infolist():
         name = entry.filename.removesuffix(".npy")
-        with folder.open(entry) as file:
-            if name in unused or file.read(6) != np.lib.format.MAGIC_PREFIX:
-                continue
-            file.seek(0)
-            version = np.lib.format.read_magic(file)
-            if version not in {(1, 0), (2, 0)}:
-                raise UserError(f"{entry.filename} is no array of numbers")
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, kind = read(file)
-            if kind.hasobject:
-                label = name in {"label", "labels"}
-                way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
-                raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
-            if math.prod(shape) * kind.itemsize > entry.file_size:
-                raise UserError(f"{entry.filename} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
+        if name not in unused:
+            with folder.open(entry) as file:
+                check_array(name, file, entry.file_size)
+
+
+def check_array(name: str, file: Any, size: int) -> None:
+    """Raise if a file in the format of NumPy holds Python objects, or announces more numbers than its size allows."""
+    if file.read(6) != np.lib.format.MAGIC_PREFIX:
+        return
+    file.seek(0)
+    version = np.lib.format.read_magic(file)
+    if version not in {(1, 0), (2, 0)}:
+        raise ValueError(f"{name} is no array of numbers")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, kind = read(file)
+    if kind.hasobject:
+        label = name in {"label", "labels"}
+        way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
+        raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
+    if math.prod(shape) * kind.itemsize > size:
+        raise ValueError(f"{name} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
 
 
 class _Unpacked(io.RawIOBase):
@@ -360,7 +366,9 @@ class _Sizes(pickle._Unpickler):
         if module in {"torch", "torch.storage"} and name.removesuffix("Storage") in WIDTHS:
             return WIDTHS[name.removesuffix("Storage")]
         if f"{module}.{name}" not in self._known:
-            raise UserError(MORE_THAN_TENSORS)
+            if module.partition(".")[0] == "numpy":
+                raise ObjectsError("it holds NumPy arrays or numbers, which are not read from a file of torch.save")
+            raise ValueError(MORE_THAN_TENSORS)
         return self._known[f"{module}.{name}"]
 
     def persistent_load(self, pid: Any) -> Any:
