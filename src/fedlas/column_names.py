@@ -257,7 +257,7 @@ def _there(name: str, columns: Mapping[str, Any], chosen: str, options: ReadOpti
                 f"; labels may come from another file: {option('labels')}, for calibration data "
                 f"{option('calibrate_labels')}"
             )
-        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}{advice}")
+        raise UserError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}{advice}")
     return name
 
 

@@ -209,7 +209,7 @@ def no_scores(columns: Mapping[str, Any], roles: Roles, options: ReadOptions, pa
     if "label" not in roles.names.values() and options.get("labels") is None:
         way += f", or, if these are called by class names alone, that of the labels with {option('label_column')}"
     held = f"its columns are {short_list(columns)}{header_advice(columns, options)}" if columns else "it is empty"
-    return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
+    return UserError(f"{path}: expected one of {wanted}; {way}; {held}")
 
 
 def no_labels(roles: Roles | None, path: object, labels: str = "labels") -> ValueError:
@@ -605,7 +605,7 @@ def _check_names(header: Sequence[str], path: str | Path) -> None:
     name, count = next(iter(Counter(header).most_common(1)), ("", 0))
     if count > 1:
         advice = header_advice(header, {})
-        raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own{advice}")
+        raise UserError(f"{path}: {count} columns are called {name!r}; each needs a name of its own{advice}")
 
 
 def _numeric_columns(

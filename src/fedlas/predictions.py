@@ -1012,7 +1012,7 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
     """Raise an error unless there is one valid label per sample; hard labels come back as int64."""
     if len(labels) != n:
         turned = "; is the table transposed?" if len(labels) == classes else ""
-        raise ValueError(f"labels has {len(labels)} rows for {n} samples{turned}")
+        raise UserError(f"labels has {len(labels)} rows for {n} samples{turned}")
     # One-hot labels of a wrong width are an error below, not class numbers.
     labels = _class_numbers(labels) if labels.ndim != 2 or labels.shape[1] in {1, classes} else labels
     if labels.ndim == 1 and not labels.is_floating_point():

@@ -65,7 +65,7 @@ class RowError(UserError):
         return UserError(f"{self.before}line {lines[self.row]}{self.after}")
 
 
-class ObjectsError(ValueError):
+class ObjectsError(UserError):
     """A file holds Python objects, which are never read: it is not damaged, and has to be written otherwise."""
 
 
@@ -191,7 +191,7 @@ def check_array(name: str, file: Any, size: int) -> None:
     file.seek(0)
     version = np.lib.format.read_magic(file)
     if version not in {(1, 0), (2, 0)}:
-        raise ValueError(f"{name} is no array of numbers")
+        raise UserError(f"{name} is no array of numbers")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, kind = read(file)
     if kind.hasobject:
@@ -199,7 +199,7 @@ def check_array(name: str, file: Any, size: int) -> None:
         way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
         raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
     if math.prod(shape) * kind.itemsize > size:
-        raise ValueError(f"{name} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
+        raise UserError(f"{name} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
 
 
 class _Unpacked(io.RawIOBase):
@@ -368,7 +368,7 @@ class _Sizes(pickle._Unpickler):
         if f"{module}.{name}" not in self._known:
             if module.partition(".")[0] == "numpy":
                 raise ObjectsError("it holds NumPy arrays or numbers, which are not read from a file of torch.save")
-            raise ValueError(MORE_THAN_TENSORS)
+            raise UserError(MORE_THAN_TENSORS)
         return self._known[f"{module}.{name}"]
 
     def persistent_load(self, pid: Any) -> Any:

@@ -216,7 +216,7 @@ class Kept:
         with readable(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
             size = sum(entry.file_size for entry in folder.infolist())
             if size > LARGEST_FILE:
-                raise ValueError(f"it would unpack to {size:,} bytes; kept predictions are small")
+                raise UserError(f"it would unpack to {size:,} bytes; kept predictions are small")
             arrays = {entry.filename.removesuffix(".npy"): _read_array(folder, entry) for entry in folder.infolist()}
         if "labels" not in arrays or not {"logits", "confidence"} & set(arrays):
             raise UserError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")

@@ -229,7 +229,7 @@ class Recipe:
                     raise UserError(f"{name} has {word!r}, which is decided by {decides}; leave it out")
             check_finite(name, options)
         if self.loss in LOSSES.entries:
-            known = [name for name in keywords(LOSSES.entries[self.loss]) if name not in FILLED_IN["loss_options"]]
+            known = _options_of(LOSSES.entries[self.loss])
             for name in self.loss_options:
                 if name not in known:
                     raise UserError(f"{self.loss} has no option {name!r}; {nearest(name, known)}")
@@ -284,7 +284,6 @@ class Recipe:
     def _check_field(self, name: str) -> None:
         """Refuse a setting that is no field; a keyword of the loss, the network or the data has a field before it."""
         from fedlas.data import CATALOG as DATA  # noqa: PLC0415 - a recipe is made and read without data sets
-        from fedlas.losses import CATALOG as LOSSES  # noqa: PLC0415
         from fedlas.models import CATALOG as MODELS  # noqa: PLC0415
 
         catalogues: dict[str, Catalog[Any]] = {"loss": LOSSES, "model": MODELS, "data": DATA}
@@ -296,7 +295,7 @@ class Recipe:
         _known([name])
 
     def deciding(self) -> dict[str, Plain]:
-        """Give the values that a result depends on, where they are not the default."""
+        """Return the values that a result depends on, where they are not the default."""
         defaults = _defaults()
         return {
             one.name: getattr(self, one.name)
@@ -341,7 +340,13 @@ def _known(names: Any) -> None:
     known = _defaults()
     for name in names:
         if name not in known:
-            raise ValueError(f"a recipe has no field {name!r}; {nearest(str(name), list(known))}")
+            raise UserError(f"a recipe has no field {name!r}; {nearest(str(name), list(known))}")
+
+
+@cache
+def _options_of(loss: type) -> list[str]:
+    """List the keywords of a loss that a recipe may set."""
+    return [name for name in keywords(loss) if name not in FILLED_IN["loss_options"]]
 
 
 @cache
@@ -355,122 +360,5 @@ def _defaults() -> Mapping[str, Plain]:
     return {one.name: _default(one) for one in fields(Recipe)}
 
 
-# Of each field of each recipe, types are taken apart; many recipes are made to find a few in a ledger.
-_origin, _arguments = cache(get_origin), cache(get_args)
-
-
 def _default(one: Any) -> Plain:
     return one.default_factory() if one.default_factory is not MISSING else one.default
-
-
-def _check(good: bool, name: str, value: Plain, wanted: str) -> None:
-    if not good:
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
-
-
-def _check_finite(name: str, value: Plain) -> None:
-    """Refuse a number in a keyword that is none; JSON would not hold it."""
-    if isinstance(value, Mapping):
-        for word, one in value.items():
-            _check_finite(f"{name}.{word}", one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            _check_finite(name, one)
-    elif isinstance(value, float):
-        _check(math.isfinite(value), name, value, "finite")
-
-
-def _fitting(name: str, kind: Any, value: Plain) -> Plain:
-    """Bring a value to its field's type without changing what it says, or refuse it."""
-    origin = _origin(kind)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        kind = next(one for one in _arguments(kind) if one is not type(None))
-        origin = _origin(kind)
-    if origin is Literal:
-        if value not in _arguments(kind):
-            raise ValueError(f"{name} must be one of {', '.join(_arguments(kind))}, not {value!r}")
-        return value
-    if origin is tuple:
-        inner = _arguments(kind)[0]
-        if isinstance(value, str) or not hasattr(value, "__iter__"):
-            raise TypeError(f"{name} must be a list, not {value!r}")
-        return tuple(_fitting(name, inner, one) for one in value)
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        _check(math.isfinite(value), name, value, "finite")
-        return float(value)
-    if isinstance(kind, type):
-        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not right:
-            raise TypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
-        return value
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dictionary, not {value!r}")
-    return _plain(value)
-
-
-def _parsed(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one for each type)
-    """Read the text of one setting by the type of its field."""
-    if get_origin(kind) in (Union, types.UnionType):
-        if text.lower() in ("none", ""):
-            return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    if get_origin(kind) is tuple:
-        parts = [part.strip() for part in text.strip("[]()").split(",")]
-        return tuple(_parsed(name, get_args(kind)[0], part) for part in parts if part)
-    if kind is bool:
-        words = {
-            "true": True,
-            "yes": True,
-            "on": True,
-            "1": True,
-            "false": False,
-            "no": False,
-            "off": False,
-            "0": False,
-        }
-        if text.lower() not in words:
-            raise ValueError(f"{name} must be true or false, not {text!r}")
-        return words[text.lower()]
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name} must be {wanted}, not {text!r}") from None
-    if get_origin(kind) is Literal:
-        return _fitting(name, kind, text)
-    if kind is str:
-        return text
-    value = value_of(text)
-    if not isinstance(value, dict):
-        raise TypeError(f'{name} must be JSON such as {{"word": 1}}, or set one keyword: {name}.word=1; not {text!r}')
-    return value
-
-
-def value_of(text: str) -> Plain:
-    """Read a value whose type nobody knows: JSON where it is JSON, otherwise the text itself."""
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _plain(value: Plain) -> Plain:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(value[name]) for name in sorted(value)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if value is not None and not isinstance(value, (bool, int, float, str)):
-        if hasattr(value, "__fspath__"):
-            return str(value)
-        raise TypeError(f"a recipe holds plain values, not {value!r}")
-    return value
-
-
-def _json(value: Plain) -> bytes:
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -4,6 +4,7 @@ import json
 import math
 import types
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from fedlas.errors import UserError, UserTypeError
@@ -29,18 +30,22 @@ def check_finite(name: str, value: Plain) -> None:
         check_field(math.isfinite(value), name, value, "finite")
 
 
+# Cached: a ledger is searched by building many recipes.
+_origin, _arguments = cache(get_origin), cache(get_args)
+
+
 def convert(name: str, kind: Any, value: Plain) -> Plain:
     """Convert a value to the type of its field without loss, or raise."""
-    if get_origin(kind) in (Union, types.UnionType):
+    if _origin(kind) in (Union, types.UnionType):
         if value is None:
             return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise UserError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
+        kind = next(one for one in _arguments(kind) if one is not type(None))
+    if _origin(kind) is Literal:
+        if value not in _arguments(kind):
+            raise UserError(f"{name} must be one of {', '.join(_arguments(kind))}, not {value!r}")
         return value
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
+    if _origin(kind) is tuple:
+        inner = _arguments(kind)[0]
         if isinstance(value, str) or not hasattr(value, "__iter__"):
             raise UserTypeError(f"{name} must be a list, not {value!r}")
         return tuple(convert(name, inner, one) for one in value)
