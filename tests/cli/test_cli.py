@@ -64,7 +64,7 @@ def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
         (["train", "--data", "digitz", "--loss", "ce"], "digitz.*'digits'"),
         (["train", "--data", "digits", "--loss", "fedlas"], "'fedlas'"),
         (["train", "--data", "digits", "--loss", "ce", "--model", "small_cnm"], "small_cnm.*'small_cnn'"),
-        (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.alpha=1"], "ce .*'alpha'"),
+        (["train", "--data", "digits", "--loss", "ce", "--set", "loss_options.alpha=1"], "'ce'.*'alpha'"),
         (["train", "--data", "digits", "--loss", "ce", "--device", "cuda"], "cuda.*GPU"),
         (["train", "--data", "digits", "--loss", "ce", "--device", "gpu"], "'gpu'.*cpu.*cuda"),
         (["train", "--data", "digits", "--loss", "ce", "--set", "ood=folder"], "ood=folder.*path="),

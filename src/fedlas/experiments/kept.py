@@ -48,8 +48,8 @@ from fedlas.ood.scores import score_of
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import check_array, readable
-from fedlas.train.runs import MACHINE, Run
-from fedlas.train.validation import second_half, tuning_predictions
+from fedlas.training.run_folder import MACHINE, Run
+from fedlas.training.validation import second_half, tuning_predictions
 
 FEW_CLASSES = 10
 SCORES = ("entropy", "max_probability")

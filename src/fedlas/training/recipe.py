@@ -232,7 +232,7 @@ class Recipe:
             known = _options_of(LOSSES.entries[self.loss])
             for name in self.loss_options:
                 if name not in known:
-                    raise UserError(f"{self.loss} has no option {name!r}; {nearest(name, known)}")
+                    raise UserError(f"the loss {self.loss!r} has no option {name!r}; {nearest(name, known)}")
         if self.loss_options.get("reduction", "mean") in ("none", None):  # None is what "none" means on a command line
             raise UserError('loss_options has reduction="none", but a step needs one number: take "mean" or "sum"')
         if self.accumulate > 1:
