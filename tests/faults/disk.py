@@ -201,7 +201,7 @@ def said_so(session: Session, trial: Trial, run: Path) -> Trial:
     session.finished(trial, run, "checkpoint-damaged.pt")
     words = (session.folder / "words.txt").read_text(encoding="utf-8")
     trial.said = next((line for line in words.splitlines() if "is damaged" in line), "")
-    if "goes on from the checkpoint before" not in trial.said:
+    if "resumes from the previous checkpoint" not in trial.said:
         trial.wrong.append("nobody said that it was damaged")
     return trial
 

@@ -225,12 +225,12 @@ def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
 def test_a_repeated_signal_does_not_hit_the_checkpoint(monkeypatch):
     """A terminal and a launcher both pass Ctrl-C on; later, a person means it."""
     now = 100.0
-    monkeypatch.setattr("fedlas.training.checkpoint.time.monotonic", lambda: now)
+    monkeypatch.setattr("fedlas.training.signals.time.monotonic", lambda: now)
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        for patient, expected in ((True, []), (False, [signal.SIGTERM])):
-            signals = StopSignals(patient=patient)
+        for ignore_repeats, expected in ((True, []), (False, [signal.SIGTERM])):
+            signals = StopSignals(ignore_repeats=ignore_repeats)
             with signals.listening():
                 for _ in range(3):
                     signal.raise_signal(signal.SIGTERM)
@@ -286,25 +286,25 @@ def test_torch_reads_flipped_bits_without_a_word_and_we_do_not(stopped, tmp_path
 def test_every_flipped_bit_is_noticed_or_changes_nothing(stopped):
     """Only a bit in the word that introduces the checksum may flip; then the checksums of the parts are looked at."""
     content, random = stopped.checkpoint.read_bytes(), np.random.default_rng(0)
-    assert checkpoint.intact(content)
+    assert checkpoint.is_intact(content)
     end = len(content) - 64
     places = [*random.integers(0, len(content), 300).tolist(), *range(end - 9, len(content))]
     for place in places:
         changed = bytearray(content)
         changed[place] ^= 1 << int(random.integers(8))
-        noticed = not checkpoint.intact(bytes(changed))
+        noticed = not checkpoint.is_intact(bytes(changed))
         assert noticed != (end - 7 <= place < end), place
     for length in random.integers(0, len(content), 100).tolist():
-        assert not checkpoint.intact(content[:length])
+        assert not checkpoint.is_intact(content[:length])
 
 
 def test_a_checkpoint_without_a_checksum_is_judged_by_its_parts(stopped, tmp_path):
     """As all were that were written before there was one."""
     torch.save(torch.load(stopped.checkpoint, weights_only=True), tmp_path / "checkpoint.pt")
     content = (tmp_path / "checkpoint.pt").read_bytes()
-    assert checkpoint.intact(content)
-    assert not checkpoint.intact(flipped(content))
-    assert not checkpoint.intact(cut(content))
+    assert checkpoint.is_intact(content)
+    assert not checkpoint.is_intact(flipped(content))
+    assert not checkpoint.is_intact(cut(content))
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from fedlas.training.loop import fit_many as fit_many
     from fedlas.training.protocols import check_parts as check_parts
     from fedlas.training.protocols import list_recipes as list_recipes
+    from fedlas.training.protocols import official_preprocessing_differs as official_preprocessing_differs
     from fedlas.training.protocols import protocol_named as protocol_named
     from fedlas.training.protocols import published_models as published_models
     from fedlas.training.protocols import recipe_for as recipe_for
-    from fedlas.training.protocols import seen_otherwise as seen_otherwise
     from fedlas.training.recipe import Recipe as Recipe
     from fedlas.training.run_folder import Run as Run
     from fedlas.training.run_folder import RunError as RunError
@@ -38,7 +38,7 @@ _HOMES = {
     "protocol_named": "protocols",
     "published_models": "protocols",
     "recipe_for": "protocols",
-    "seen_otherwise": "protocols",
+    "official_preprocessing_differs": "protocols",
 }
 __all__ = list(_HOMES)
 
