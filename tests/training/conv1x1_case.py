@@ -156,7 +156,7 @@ def back_compared(name: str, device: str, dtype: torch.dtype) -> dict[str, float
     shape, added, every = BACK[name]
     given = narrowed(block(shape, device), dtype)
     right = back_by_torch({name: one.double() for name, one in given.items()}, added, every)
-    with patch.object(conv1x1, "BACK", conv1x1.BACK._replace(programs=4)):
+    with patch.object(conv1x1, "BACKWARD_TILE", conv1x1.BACKWARD_TILE._replace(programs=4)):
         ours, again = (back_by_kernels(given, added, every) for _ in range(2))
     assert all(torch.equal(ours[part], again[part]) for part in ours)
     return {part: distance({"": ours[part]}, {"": right[part]}) for part in right}
@@ -203,7 +203,7 @@ def takes(device: str) -> dict[str, bool]:
         return (conv1x1.fits_back if about.get("back") else conv1x1.fits)(images, weight)
 
     few = asked(), asked(256, 64, back=True)
-    with patch.object(conv1x1, "MANY", 0), patch.object(conv1x1, "MANY_BACK", 0):
+    with patch.object(conv1x1, "MIN_ROWS", 0), patch.object(conv1x1, "MIN_ROWS_BACKWARD", 0):
         return {"few rows": few[0], "back, few rows": few[1], **_takes(asked)}
 
 
@@ -240,9 +240,9 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
     model = copy.deepcopy(plain)
     with (
         torch.autocast(device, dtype, enabled=dtype != torch.float32),
-        patch.object(conv1x1, "MANY", 0),
-        patch.object(conv1x1, "MANY_BACK", 0),
-        patch.object(conv1x1, "NARROW_TYPES", (*batch_norm.NARROW_TYPES, torch.float32)),
+        patch.object(conv1x1, "MIN_ROWS", 0),
+        patch.object(conv1x1, "MIN_ROWS_BACKWARD", 0),
+        patch.object(conv1x1, "LOW_PRECISION_TYPES", (*batch_norm.LOW_PRECISION_TYPES, torch.float32)),
         patch.object(conv1x1, "multiply", wraps=conv1x1.multiply) as multiplied,
         patch.object(batch_norm, "statistics", wraps=batch_norm.statistics) as summed,
         patch.object(conv1x1, "gradient_sums", wraps=conv1x1.gradient_sums) as left,

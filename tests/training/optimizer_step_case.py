@@ -21,7 +21,7 @@ from torch import nn
 from fedlas.losses.base import GateState
 from fedlas.training import build, recipe_for
 from fedlas.training.accelerators import metric_sums, optimizer_step
-from fedlas.training.accelerators.metric_sums import SAMPLES, WIDEST
+from fedlas.training.accelerators.metric_sums import MAX_CLASSES, SAMPLES_PER_TILE
 from fedlas.training.accelerators.optimizer_step import SUMS
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.epoch_metrics import EpochMetrics
@@ -178,7 +178,7 @@ def answers(device: str) -> list[list[bool]]:
         (random, random.argmax(1)),
         (random.bfloat16(), torch.arange(301, device=device) % 37),
         (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some are none
-        (torch.zeros(2, WIDEST + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
+        (torch.zeros(2, MAX_CLASSES + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
     ):
         used: list[bool] = []
 
@@ -193,14 +193,14 @@ def answers(device: str) -> list[list[bool]]:
                 value = torch.tensor(0.7, device=device)
                 meter.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
         same = [ours.sums[name].item() == value.item() for name, value in torchs.sums.items()]
-        found.append([used == [logits.shape[1] <= WIDEST] * 2, *same])
+        found.append([used == [logits.shape[1] <= MAX_CLASSES] * 2, *same])
     return found
 
 
 def watched(device: str) -> list[list[bool]]:
     """Say for batches of several sizes, with ignored samples, whether the kernel notes what torch does."""
     found = []
-    for rows in (1, 5, SAMPLES, 2 * SAMPLES + 3):
+    for rows in (1, 5, SAMPLES_PER_TILE, 2 * SAMPLES_PER_TILE + 3):
         torch.manual_seed(rows)
         psi, gamma = torch.randn(rows).sign(), 3 * torch.randn(rows)
         gamma[:4] = torch.tensor([0.0, 0.5, 1e6, -1e6])[:rows]  # an edge, and far beyond all of them
@@ -247,7 +247,7 @@ def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
                     narrow = torch.randn_like(parameter).bfloat16()
                     if takes:
                         taken.append(one.take(parameter, narrow))
-                    if parameter not in one.narrow:
+                    if parameter not in one.low_precision:
                         parameter.grad = narrow.float()
                 one.step(fine != 0, count, first_bad, *sums)
         left.append(

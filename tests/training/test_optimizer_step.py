@@ -136,12 +136,12 @@ def test_gradients_that_are_taken_are_not_made_wide():
     with one.capturing():
         narrowed(weights, slots, images, one)
         assert [weight.grad is None for weight in weights] == [True, False, True]
-        assert list(one.narrow) == [weights[0], weights[2]]
-        assert all(torch.equal(one.narrow[weights[place]].float(), wide[place]) for place in (0, 2))
+        assert list(one.low_precision) == [weights[0], weights[2]]
+        assert all(torch.equal(one.low_precision[weights[place]].float(), wide[place]) for place in (0, 2))
         handle.remove()
         # A loss that looks at the network twice: the two are added up, as wide numbers.
         narrowed(weights, slots, images, one)
-        assert not one.narrow
+        assert not one.low_precision
     for weight, half in zip(weights, wide, strict=True):
         torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
 
@@ -152,10 +152,10 @@ def test_a_weight_in_the_loss_loses_no_gradient_that_was_taken():
     one, images = made(net), torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
     with one.capturing():
         narrowed([net.weight], [None], images, one)
-        taken = one.narrow[net.weight].float()
+        taken = one.low_precision[net.weight].float()
         net.weight.grad = torch.full_like(net.weight, 3.0)
-        one._gather()
-        assert not one.narrow
+        one._copy_to_slots()
+        assert not one.low_precision
     torch.testing.assert_close(one.slots[net.weight], taken + 3, rtol=0, atol=0)
 
 
@@ -206,7 +206,7 @@ def test_only_what_lies_elsewhere_is_copied():
     for parameter, slot in one.slots.items():
         parameter.grad = torch.full_like(parameter, 2.0) if parameter.ndim > 1 else slot.fill_(3.0).view_as(slot)
     assert one.ready
-    one._gather()
+    one._copy_to_slots()
     assert [slot.unique().tolist() for slot in one.slots.values()] == [[2.0], [3.0]]
     net.weight.data = net.weight.data.clone()
     assert not one.ready  # its address is another one
@@ -311,7 +311,7 @@ def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monke
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
 def test_what_cannot_be_made_is_left_to_others_with_a_word():
     nowhere = torch.device("cuda")
-    for made in (stem._can_be_made, conv1x1._can_be_made, conv1x1._can_be_made_back):
+    for made in (stem._can_run, conv1x1._can_run, conv1x1._can_run_backward):
         with pytest.warns(UserWarning, match="cuDNN"):
             assert not made.__wrapped__(nowhere)
         assert made(CPU)

@@ -101,8 +101,8 @@ def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
     The smaller ones come once an epoch, the first three of them uncaptured.
     """
     session = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
-    assert len(session.step.parts.optimizer_step.captured) == len(session.execute.graphs) == 2
-    assert all(addresses.count_nonzero() for addresses in session.step.parts.optimizer_step.captured)
+    assert len(session.step.parts.optimizer_step.captured_sources) == len(session.execute.graphs) == 2
+    assert all(addresses.count_nonzero() for addresses in session.step.parts.optimizer_step.captured_sources)
     assert all(weight.grad is None for weight in convolutions(session))
 
 

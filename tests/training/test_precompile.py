@@ -147,9 +147,9 @@ def test_other_devices_and_later_launches_are_not_part_of_a_precompilation():
         precompile.Precompilation(torch.device("cuda")),
         precompile.Precompilation(torch.device("cuda", 1)),
     )
-    assert any_gpu.concerns(())
-    assert not any_gpu.concerns((torch.zeros(1),))
-    assert not second.concerns((3, torch.zeros(1)))
+    assert any_gpu.handles(())
+    assert not any_gpu.handles((torch.zeros(1),))
+    assert not second.handles((3, torch.zeros(1)))
 
 
 @pytest.mark.usefixtures("anywhere")

@@ -255,7 +255,7 @@ def test_a_weight_that_does_not_learn_leaves_nothing_under_way(learns):
 
 
 def test_few_numbers_are_summed_by_fewer_programs():
-    few, many = batch_norm.tile_for_sums(batch_norm.FEW), batch_norm.tile_for_sums(batch_norm.FEW + 1)
+    few, many = batch_norm.tile_for_sums(batch_norm.SMALL_SIZE), batch_norm.tile_for_sums(batch_norm.SMALL_SIZE + 1)
     assert few.programs < many.programs
     assert few.blocks(10**6, 64) == few.programs
 

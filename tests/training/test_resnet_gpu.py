@@ -110,8 +110,8 @@ def assert_as_exact_as_without(
     images, asked = images_of(count), []
     right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
     model = fuse(model)
-    assert module._can_be_made(images.device)
-    assert conv1x1._can_be_made_back(images.device)
+    assert module._can_run(images.device)
+    assert conv1x1._can_run_backward(images.device)
     kernel = getattr(module, work)
     monkeypatch.setattr(module, work, lambda *given: asked.append(1) or kernel(*given))
     ours = in_bf16(copy.deepcopy(model), images)
@@ -147,14 +147,14 @@ def test_the_first_layer_is_as_exact_as_its_type_and_gives_equal_bits(shape, twi
 
 @pytest.mark.parametrize("count", [3, 128])
 def test_a_step_with_the_kernel_of_products_is_as_exact_as_one_without(count, monkeypatch):
-    monkeypatch.setattr(conv1x1, "MANY", 0)
+    monkeypatch.setattr(conv1x1, "MIN_ROWS", 0)
     times = 12  # seven in the first stage, five in the second
     assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, work="multiply", times=times)
 
 
 @pytest.mark.parametrize("count", [3, 128])
 def test_a_step_with_the_kernel_of_their_gradients_is_as_exact_as_one_without(count, monkeypatch):
-    monkeypatch.setattr(conv1x1, "MANY_BACK", 0)
+    monkeypatch.setattr(conv1x1, "MIN_ROWS_BACKWARD", 0)
     about = {"work": "gradient_sums", "times": 13, "fits": "fits_back"}  # the first ones of the first 13 blocks
     assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, **about)
 
