@@ -1,4 +1,4 @@
-"""Runs a comparison in Triton's interpreter, in a process of its own: Triton decides on import if it interprets."""
+"""Run a comparison in Triton's interpreter, in a separate process, because Triton selects it on import."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""What the tests of training share: short recipes, and a callback that stops a run where a test wants it."""
+"""Shared helpers of the training tests: short recipes, and a callback that stops a run at a step."""
 
 import math
 import os

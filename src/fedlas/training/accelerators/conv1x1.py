@@ -117,20 +117,9 @@ def back_product_kernel(
         if HAS_SECOND:
             value += load_second_gradient(second, offsets, top + down, column, channels, mask, EVERY, HEIGHT, WIDTH)
         value = relu_backward(
-            value,
-            y_value,
-            bits,
-            scale,
-            shift,
-            top + down,
-            column,
-            tl.program_id(0),
-            channels,
-            mask,
-            MASK,
-            ROWS,
+            value, y_value, bits, scale, shift, top + down, column, tl.program_id(0), channels, mask, MASK, ROWS,
             COLUMNS,
-        )
+        )  # fmt: skip
         rounded = value.to(gradient.dtype.element_ty)
         tl.store(gradient + offsets, rounded, mask=mask)
         value = tl.where(mask, rounded.to(tl.float32), 0.0)

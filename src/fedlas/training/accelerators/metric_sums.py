@@ -44,9 +44,8 @@ def batch_kernel(
         label_is_nan, is_nan & is_earlier, is_nan | (other > label_logit) | ((other == label_logit) & is_earlier)
     )
     is_correct = is_valid & (tl.sum(ahead.to(tl.int32), 1, keep_dims=True) == 0)
-    tl.atomic_add(
-        correct, tl.sum(is_correct.to(tl.int32)).to(tl.float64)
-    )  # an integer: its sum does not depend on the order
+    # An integer: its sum does not depend on the order.
+    tl.atomic_add(correct, tl.sum(is_correct.to(tl.int32)).to(tl.float64))
     if tl.program_id(0) == 0:
         tl.store(samples, tl.load(samples) + rows)
         for number in tl.static_range(MEANS):
