@@ -216,7 +216,7 @@ def two_processes(session: Session, dice: random.Random) -> Trial:
         time.sleep(dice.uniform(0, 0.3))
     codes = [finish(child) for child in children]
     trial.said = session.said(f"words {codes.index(1)}.txt") if 1 in codes else ""
-    if sorted(codes) != [0, 1] or "another process is working in" not in trial.said:
+    if sorted(codes) != [0, 1] or "another process is using" not in trial.said:
         trial.wrong.append(f"they ended with {codes}: {trial.said}")
     if SHOWN.steps != STEPS:
         trial.wrong.append(f"both together took {SHOWN.steps} steps")

@@ -299,7 +299,7 @@ def test_failed_compilation_of_the_batch_leaves_the_network_compiled():
     assert broken.step.metrics.read() == pytest.approx(plain.step.metrics.read())
 
 
-def test_an_out_of_memory_error_does_not_disable_compilation():
+def test_errors_that_are_not_compilation_errors_are_raised():
     dynamo = importlib.import_module("torch._dynamo.exc")
     wrapped = dynamo.TorchDynamoException("while compiling")
     wrapped.__cause__ = torch.OutOfMemoryError("no memory left")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fedlas.training.signals import StoppedError as StoppedError
     from fedlas.training.signals import StopSignals as StopSignals
 
-# Loaded when first used: a recipe can be made, and a run folder read, without data sets and networks.
-_HOMES = {
+# Imported on first use: recipes and run folders can be used without importing data sets and networks.
+_MODULES = {
     "AbstractCallback": "callbacks",
     "DivergedError": "loop",
     "Engine": "loop",
@@ -40,14 +40,14 @@ _HOMES = {
     "recipe_for": "protocols",
     "official_preprocessing_differs": "protocols",
 }
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     """Load a name on first use."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'fedlas.training' has no attribute {name!r}")
-    return getattr(import_module(f"fedlas.training.{_HOMES[name]}"), name)
+    return getattr(import_module(f"fedlas.training.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

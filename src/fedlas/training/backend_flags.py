@@ -94,10 +94,8 @@ def _set_flags(flags: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         current = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        if current != (
-            flags["deterministic"],
-            flags["warn_only"],
-        ):  # setting it imports the compiler, which takes seconds
+        # Only if it changes: the call imports the compiler, which takes seconds.
+        if current != (flags["deterministic"], flags["warn_only"]):
             torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
         torch.backends.cudnn.deterministic = flags["cudnn_deterministic"]
         torch.backends.cudnn.benchmark = flags["cudnn_benchmark"]

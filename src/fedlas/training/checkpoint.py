@@ -132,9 +132,8 @@ def is_intact(content: bytes) -> bool:
     """Return whether the checksum of a checkpoint is right, or that of each zip member if it has none."""
     end = len(content) - len(_checksum_comment(b""))
     if CHECKSUM_PREFIX in content[max(0, end) :]:
-        return (
-            _checksum_comment(memoryview(content)[:end]) == content[end:]
-        )  # a view, no copy: the checkpoint may be large
+        view = memoryview(content)[:end]  # no copy: the checkpoint may be large
+        return _checksum_comment(view) == content[end:]
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
             return parts.testzip() is None

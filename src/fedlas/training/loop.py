@@ -174,7 +174,7 @@ class Engine:
             if session.data.resident and self.device.type == "cuda":
                 enable_cudnn_benchmark()
             callbacks = [*callbacks, *(default_callbacks(recipe.tensorboard, progress) if is_rank_zero() else [])]
-            _Training(run, session, callbacks, resume=resume).go()
+            _Training(run, session, callbacks, resume=resume).train()
         return run
 
 
@@ -218,7 +218,7 @@ class _Training:
         if self.recipe.feedback == "train":
             self.feedback_source = session.feedback()
 
-    def go(self) -> None:
+    def train(self) -> None:
         """Train, then write the predictions."""
         try:
             with self.signals.listening():

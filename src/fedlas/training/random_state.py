@@ -37,8 +37,6 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
         raise ValueError("the cached Gaussian of Python's generator is not a number")
     random.setstate((version, tuple(key), gauss))
     kind, numpy_key, position, *numpy_gauss = state["numpy"]
-    if type(position) is not int or not 0 <= position <= NUMPY_STATE_SIZE:
-        raise ValueError(
-            f"the position of numpy's generator is {position}, not within 0 to {NUMPY_STATE_SIZE}"
-        )  # numpy does not check it
+    if type(position) is not int or not 0 <= position <= NUMPY_STATE_SIZE:  # numpy does not check it
+        raise ValueError(f"the position of numpy's generator is {position}, not within 0 to {NUMPY_STATE_SIZE}")
     np.random.set_state((kind, numpy_key.numpy().astype(np.uint32), position, *numpy_gauss))  # noqa: NPY002

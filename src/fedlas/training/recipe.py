@@ -318,7 +318,9 @@ def differences(stored: Recipe, requested: Recipe) -> list[str]:
     names = [
         f.name for f in fields(Recipe) if stored_values.get(f.name, MISSING) != requested_values.get(f.name, MISSING)
     ]
-    return [f"{name}: {getattr(stored, name)!r} there, {getattr(requested, name)!r} here" for name in names]
+    return [
+        f"{name}: {getattr(stored, name)!r} in the folder, {getattr(requested, name)!r} requested" for name in names
+    ]
 
 
 def _unused(values: Mapping[str, Plain]) -> dict[str, Plain]:

@@ -331,9 +331,8 @@ class FusedOptimizerStep:
 
     def _copy_to_slots(self) -> None:
         """Copy gradients to their slots, except bf16 gradients that are read in place."""
-        for parameter in [
-            parameter for parameter in self.low_precision if parameter.grad is not None
-        ]:  # such as a weight that the loss uses too
+        # A parameter has both gradients if the loss uses it too.
+        for parameter in [parameter for parameter in self.low_precision if parameter.grad is not None]:
             self._release(parameter)
         pairs: list[tuple[Tensor, Any]] = [
             (slot, parameter.grad) for parameter, slot in self.slots.items() if parameter not in self.low_precision
