@@ -68,7 +68,7 @@ def measured(shape: tuple[int, int, int], tile: batch_norm.Tile) -> dict[str, fl
         sums = batch_norm.gradient_sums(first, other, y, bits, about, counter)
         after.copy_(batch_norm.gradients(sums, y, about).y)
 
-    with patch.object(batch_norm, "tile_for_sums", lambda _: tile), patch.object(batch_norm, "SUMS_WITH_KEPT", tile):
+    with patch.object(batch_norm, "tile_for_sums", lambda _: tile), patch.object(batch_norm, "SUMS_WITH_OUTPUT", tile):
         about = batch_norm.statistics(y, norm, counter)
         bits = batch_norm.activation(y, about, skip, None)[1]
         return {

@@ -203,7 +203,7 @@ def main() -> None:
     }
     make = partial(BackCase, two_norms=options.two_norms) if options.back else Case
     given = [batch_norm.Tile(*one) for one in read(options.tiles, 5)]
-    chosen = [conv1x1.BACK] if options.back else []
+    chosen = [conv1x1.BACKWARD_TILE] if options.back else []
     tried = [(shape, given or list(dict.fromkeys(chosen + some_tiles(*shape[1:])))) for shape in shapes]
     if options.part:
         warm(
@@ -229,7 +229,7 @@ def main() -> None:
 @contextmanager
 def trying(tile: batch_norm.Tile) -> Iterator[None]:
     """Let both kernels work with a tile."""
-    with patch.object(conv1x1, "tile_for", lambda *_: tile), patch.object(conv1x1, "BACK", tile):
+    with patch.object(conv1x1, "tile_for", lambda *_: tile), patch.object(conv1x1, "BACKWARD_TILE", tile):
         yield
 
 

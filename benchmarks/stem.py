@@ -67,7 +67,7 @@ def measured(batch: int, forward: list[batch_norm.Tile], backward: list[batch_no
         sizes = None, sides, sides, sides, False, [0, 0], 1, [False, True, False]
 
         def usual_backward(sums: batch_norm.GradientSums = sums, sizes: tuple[object, ...] = sizes) -> Tensor:
-            dy = batch_norm.gradient_applied(sums, y, about, sums.slope, sums.offset)
+            dy = batch_norm.apply_gradient(sums, y, about, sums.slope, sums.offset)
             found: Tensor = torch.ops.aten.convolution_backward(dy, images, filters, *sizes)[1]
             return found
 

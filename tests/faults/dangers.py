@@ -83,7 +83,7 @@ ADMITTED = {
     "training/distributed.py": {
         "torch.distributed.all_gather_object",
         "torch.distributed.broadcast_object_list",
-        "importlib.import_module(KEEPER)",
+        "importlib.import_module(FUNCTIONAL)",
     },
     # where weights are kept, and bytes fetched; timm draws a network with the settings of a recipe
     "models/pretrained.py": {

@@ -201,7 +201,7 @@ def said_so(session: Session, trial: Trial, run: Path) -> Trial:
     session.finished(trial, run, "checkpoint-damaged.pt")
     words = (session.folder / "words.txt").read_text(encoding="utf-8")
     trial.said = next((line for line in words.splitlines() if "is damaged" in line), "")
-    if "goes on from the checkpoint before" not in trial.said:
+    if "resumes from the previous checkpoint" not in trial.said:
         trial.wrong.append("nobody said that it was damaged")
     return trial
 
@@ -216,7 +216,7 @@ def two_processes(session: Session, dice: random.Random) -> Trial:
         time.sleep(dice.uniform(0, 0.3))
     codes = [finish(child) for child in children]
     trial.said = session.said(f"words {codes.index(1)}.txt") if 1 in codes else ""
-    if sorted(codes) != [0, 1] or "another process is working in" not in trial.said:
+    if sorted(codes) != [0, 1] or "another process is using" not in trial.said:
         trial.wrong.append(f"they ended with {codes}: {trial.said}")
     if SHOWN.steps != STEPS:
         trial.wrong.append(f"both together took {SHOWN.steps} steps")

@@ -1,9 +1,9 @@
-"""Compares 1 x 1 convolutions that sum for norms with torch's layers; run by itself with TRITON_INTERPRET=1.
+"""Compare 1x1 convolutions fused with batch norm sums with torch's layers; a script for TRITON_INTERPRET=1.
 
     python tests/training/conv1x1_case.py cpu
 
-Prints one line of JSON: how far the kernels are from float64, for some shapes and types; what they take; how far a
-network's step with them, and without them, is, and for which layers they were used.
+Prints one line of JSON: errors of the kernels relative to float64 for some shapes and types, supported layers, and the
+error of a step of a network with and without the kernels.
 """
 
 import copy
@@ -50,7 +50,7 @@ CASES_BACK = [*((name, "float32") for name in BACK), ("two norms", "float16")]
 
 
 def layer(shape: tuple[int, ...], device: str, mean: float = 1.0) -> dict[str, torch.Tensor]:
-    """Make images of a size, a weight and a norm."""
+    """Return images of a size, a weight and a norm."""
     count, height, width, inputs, outputs = shape
     torch.manual_seed(0)
     images = mean + torch.randn(count, inputs, height, width)
@@ -62,12 +62,12 @@ def layer(shape: tuple[int, ...], device: str, mean: float = 1.0) -> dict[str, t
 
 
 def narrowed(given: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Give images and weight in a narrow type."""
+    """Return the inputs with images and weight in low precision."""
     return {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
 
 
 def by_torch(given: dict[str, torch.Tensor], narrow: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Convolve and normalise with torch's layers, in the type that was given, y rounded where the kernel does."""
+    """Convolve and normalise with torch's layers, in the type of the inputs; round y as the kernel does."""
     given = {name: one.clone() for name, one in given.items()}
     y = functional.conv2d(given["images"], given["factors"])
     if narrow is not None:
@@ -78,7 +78,7 @@ def by_torch(given: dict[str, torch.Tensor], narrow: torch.dtype | None = None) 
 
 
 def by_kernels(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Do the same with the kernel; z is computed here, of its scale and shift."""
+    """Compute the same with the kernel; z is computed here from its scale and shift."""
     given = {name: one.clone() for name, one in given.items()}
     statistics = given["running_mean"], given["running_var"]
     norm = batch_norm.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
@@ -93,7 +93,7 @@ def by_kernels(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def block(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
-    """Make what a norm is given, what is added, the weight of a convolution after it, and gradients of both uses."""
+    """Return the input of a norm, a skip connection, the weight of the next convolution, and gradients of both uses."""
     count, height, width, inputs, outputs = shape
     torch.manual_seed(0)
     many = {name: torch.randn(count, inputs, height, width) for name in ("y", "skip", "second")}
@@ -105,7 +105,7 @@ def block(shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
 
 
 def back_by_torch(given: dict[str, torch.Tensor], added: str, every: int) -> dict[str, torch.Tensor]:
-    """Go back through a convolution of 1 x 1, a ReLU, a sum and a norm with torch's layers."""
+    """Compute the backward pass of a 1x1 convolution, ReLU, residual add and norm with torch's layers."""
     learns = {name: one.clone().requires_grad_() for name, one in given.items()}
 
     def normed(images: str, norm: str) -> torch.Tensor:
@@ -125,7 +125,7 @@ def back_by_torch(given: dict[str, torch.Tensor], added: str, every: int) -> dic
 
 
 def back_by_kernels(given: dict[str, torch.Tensor], added: str, every: int) -> dict[str, torch.Tensor]:
-    """Do the same with the kernels, product and first pass back in one."""
+    """Compute the same with the kernels, with the product fused into the first backward pass."""
     y, skip, channels = given["y"], given["skip"], given["y"].shape[1]
     counter = torch.zeros(channels // 64, dtype=torch.int32, device=y.device)
 
@@ -152,18 +152,18 @@ def back_by_kernels(given: dict[str, torch.Tensor], added: str, every: int) -> d
 
 
 def back_compared(name: str, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Give how far the way back with the kernels is from float64; it gives equal bits again."""
+    """Return the errors of the backward kernels relative to float64; check that they are reproducible."""
     shape, added, every = BACK[name]
     given = narrowed(block(shape, device), dtype)
     right = back_by_torch({name: one.double() for name, one in given.items()}, added, every)
-    with patch.object(conv1x1, "BACK", conv1x1.BACK._replace(programs=4)):
+    with patch.object(conv1x1, "BACKWARD_TILE", conv1x1.BACKWARD_TILE._replace(programs=4)):
         ours, again = (back_by_kernels(given, added, every) for _ in range(2))
     assert all(torch.equal(ours[part], again[part]) for part in ours)
     return {part: distance({"": ours[part]}, {"": right[part]}) for part in right}
 
 
 def few(inputs: int) -> batch_norm.Tile:
-    """Choose a tile as usual, with few programs."""
+    """Return the usual tile with few programs."""
     return CHOSEN(inputs)._replace(programs=4)
 
 
@@ -171,7 +171,7 @@ CHOSEN = conv1x1.tile_for
 
 
 def compared(shape: tuple[int, ...], device: str, dtype: torch.dtype, mean: float = 1.0) -> dict[str, Any]:
-    """Give the distances from float64 of both ways, and whether the kernel gives equal bits again."""
+    """Return the errors of torch and of the kernel relative to float64, and whether the kernel is reproducible."""
     given = narrowed(layer(shape, device, mean), dtype)
     wide = {name: one.double() for name, one in given.items()}
     right = by_torch(wide, None if dtype == torch.float32 else dtype)
@@ -183,7 +183,7 @@ def compared(shape: tuple[int, ...], device: str, dtype: torch.dtype, mean: floa
 
 
 def lost_statistics(device: str) -> bool:
-    """Say whether a running mean that is no number spoils nothing but itself."""
+    """Return whether a NaN running mean affects nothing but itself."""
     given = layer(SHAPES["part of a tile"], device)
     right = by_torch(given)
     given["running_mean"][::2] = torch.nan
@@ -192,7 +192,7 @@ def lost_statistics(device: str) -> bool:
 
 
 def takes(device: str) -> dict[str, bool]:
-    """Say which images and weights the kernel takes."""
+    """Return which images and weights the kernels support."""
 
     def asked(
         inputs: int = 64, outputs: int = 128, side: int = 1, dtype: torch.dtype = torch.float16, **about: Any
@@ -203,7 +203,7 @@ def takes(device: str) -> dict[str, bool]:
         return (conv1x1.fits_back if about.get("back") else conv1x1.fits)(images, weight)
 
     few = asked(), asked(256, 64, back=True)
-    with patch.object(conv1x1, "MANY", 0), patch.object(conv1x1, "MANY_BACK", 0):
+    with patch.object(conv1x1, "MIN_ROWS", 0), patch.object(conv1x1, "MIN_ROWS_BACKWARD", 0):
         return {"few rows": few[0], "back, few rows": few[1], **_takes(asked)}
 
 
@@ -231,18 +231,18 @@ def _takes(asked: Callable[..., bool]) -> dict[str, bool]:
 
 
 def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Give how far a network's step is from one in float64, with the kernel and without, and whose products it takes.
+    """Return the errors of a step relative to float64, with and without the kernel, and which products use it.
 
-    Of its two blocks, one keeps the size of the images and the other does not. In float32, which the kernel is made to
-    take here, the step without it is left out.
+    One of the two blocks of the network keeps the size of the images, the other does not. In float32, which the kernel
+    supports only here, the step without it is left out.
     """
     plain, images, labels, right = smaller("bottleneck", device, (4, 3, 3, 3))
     model = copy.deepcopy(plain)
     with (
         torch.autocast(device, dtype, enabled=dtype != torch.float32),
-        patch.object(conv1x1, "MANY", 0),
-        patch.object(conv1x1, "MANY_BACK", 0),
-        patch.object(conv1x1, "NARROW_TYPES", (*batch_norm.NARROW_TYPES, torch.float32)),
+        patch.object(conv1x1, "MIN_ROWS", 0),
+        patch.object(conv1x1, "MIN_ROWS_BACKWARD", 0),
+        patch.object(conv1x1, "LOW_PRECISION_TYPES", (*batch_norm.LOW_PRECISION_TYPES, torch.float32)),
         patch.object(conv1x1, "multiply", wraps=conv1x1.multiply) as multiplied,
         patch.object(batch_norm, "statistics", wraps=batch_norm.statistics) as summed,
         patch.object(conv1x1, "gradient_sums", wraps=conv1x1.gradient_sums) as left,

@@ -1,4 +1,4 @@
-"""Runs a comparison in Triton's interpreter, in a process of its own: Triton decides on import if it interprets."""
+"""Run a comparison in Triton's interpreter, in a separate process, because Triton selects it on import."""
 
 import fcntl
 import json
@@ -12,7 +12,7 @@ import pytest
 
 
 def found_by(case: str, folders: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run a file of this folder on the CPU, and give what its last line says; tests in several processes share it."""
+    """Run a script of this folder on the CPU and parse its last line; test processes share the result."""
     mine = folders.getbasetemp()
     shared = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
     with (shared / f"{case}.json").open("a+", encoding="utf-8") as file:

@@ -1,9 +1,9 @@
-"""Compare the fused optimizer step with torch's; run by itself with TRITON_INTERPRET=1, or on a GPU.
+"""Compare the fused optimizer step with torch's; a script for TRITON_INTERPRET=1 or a GPU.
 
     python tests/training/optimizer_step_case.py cpu
 
-Prints one line of JSON: for each kind of recipe how far weights, memory and sums are from those of torch after some
-steps, and the flags of both.
+Prints one line of JSON: for each kind of recipe, the differences of weights, optimizer state and sums from torch after
+some steps, and the flags of both.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch import nn
 from fedlas.losses.base import GateState
 from fedlas.training import build, recipe_for
 from fedlas.training.accelerators import metric_sums, optimizer_step
-from fedlas.training.accelerators.metric_sums import SAMPLES, WIDEST
+from fedlas.training.accelerators.metric_sums import MAX_CLASSES, SAMPLES_PER_TILE
 from fedlas.training.accelerators.optimizer_step import SUMS
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.epoch_metrics import EpochMetrics
@@ -43,11 +43,11 @@ SMALL = {
 
 
 def nothing(session: Session, step: int) -> None:
-    """Leave everything as it is."""
+    """Change nothing."""
 
 
 def spoiled_images(session: Session, step: int) -> None:
-    """Let the loss of the third step be no number."""
+    """Make the loss of the third step NaN."""
     scale, shift = session.train._constants
     if step == 2:
         session.before = scale
@@ -55,7 +55,7 @@ def spoiled_images(session: Session, step: int) -> None:
 
 
 def spoiled(value: float, part: str) -> Change:
-    """Let one gradient of the third step and the fourth be infinite, or so; the first of them is remembered."""
+    """Make one gradient of the third and the fourth step non-finite; the first of them is recorded."""
 
     def change(session: Session, step: int) -> None:
         if step == 0:
@@ -67,7 +67,7 @@ def spoiled(value: float, part: str) -> Change:
 
 
 def without_one_gradient(session: Session, step: int) -> None:
-    """Let a parameter have no gradient in the second and the third step: torch leaves it alone."""
+    """Remove the gradient of a parameter in the second and the third step: torch skips it."""
     next(session.net.parameters()).requires_grad_(step not in {1, 2})
 
 
@@ -89,13 +89,13 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
 
 
 def left_to_torch(session: Session) -> None:
-    """Do without custom kernels."""
+    """Use torch instead of the custom kernels."""
     session.step.parts.optimizer_step = session.step.parts.plain
     session.step.metrics.kernels = session.step.gate.kernels = None
 
 
 def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Session:
-    """Take some steps with a network of odd sizes."""
+    """Train some steps of a network with odd sizes."""
     recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
     with backend_flags(recipe, torch.device(device)):
         session: Any = Session(recipe, torch.device(device), capture=False)
@@ -111,7 +111,7 @@ def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool,
 
 
 def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
-    """List what steps have changed."""
+    """Return the tensors that steps change."""
     optimizer = session.step.parts.plain.optimizer
     return {
         "weights": list(parameters_of(optimizer)),
@@ -123,7 +123,7 @@ def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
 
 
 def flags(session: Session) -> dict[str, Any]:
-    """Say what steps have counted and decided."""
+    """Return the counters and decisions of the steps."""
     return {
         "count": int(session.step.count),
         "first bad": int(session.step.first_bad),
@@ -135,7 +135,7 @@ def flags(session: Session) -> dict[str, Any]:
 
 
 def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
-    """Give the largest relative distance of any tensor; NaN has to be where NaN is."""
+    """Return the largest relative difference of any tensor; NaN has to be at the same places."""
     worst = 0.0
     for one, two in zip(found, right, strict=True):
         if not torch.equal(one.isnan(), two.isnan()):
@@ -146,7 +146,7 @@ def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
 
 
 def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]:
-    """Compare the kernels with torch, in two steps, or in four where something is changed between them."""
+    """Compare the kernels with torch, in two steps, or in four if something is changed between them."""
     changes, change = CASES[case]
     count = count or (2 if change is nothing else 4)
     with (
@@ -166,7 +166,7 @@ def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]
 
 
 def answers(device: str) -> list[list[bool]]:
-    """Say for awkward logits whether the kernel was used, and counts what torch counts, sum by sum."""
+    """Return for awkward logits whether the kernel was used and its sums equal those of torch."""
     inf, nan = math.inf, math.nan
     rows = [[1, 1, 0], [0, 1, 1], [nan, 1, nan], [inf, nan, 0], [-inf, -inf, -inf], [nan, nan, nan], [0, -0.0, -1]]
     awkward = torch.tensor(rows * 3, device=device, dtype=torch.float32)
@@ -178,7 +178,7 @@ def answers(device: str) -> list[list[bool]]:
         (random, random.argmax(1)),
         (random.bfloat16(), torch.arange(301, device=device) % 37),
         (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some are none
-        (torch.zeros(2, WIDEST + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
+        (torch.zeros(2, MAX_CLASSES + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
     ):
         used: list[bool] = []
 
@@ -193,14 +193,14 @@ def answers(device: str) -> list[list[bool]]:
                 value = torch.tensor(0.7, device=device)
                 meter.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
         same = [ours.sums[name].item() == value.item() for name, value in torchs.sums.items()]
-        found.append([used == [logits.shape[1] <= WIDEST] * 2, *same])
+        found.append([used == [logits.shape[1] <= MAX_CLASSES] * 2, *same])
     return found
 
 
 def watched(device: str) -> list[list[bool]]:
-    """Say for batches of several sizes, with ignored samples, whether the kernel notes what torch does."""
+    """Return for batches of several sizes, with ignored samples, whether the gate statistics equal those of torch."""
     found = []
-    for rows in (1, 5, SAMPLES, 2 * SAMPLES + 3):
+    for rows in (1, 5, SAMPLES_PER_TILE, 2 * SAMPLES_PER_TILE + 3):
         torch.manual_seed(rows)
         psi, gamma = torch.randn(rows).sign(), 3 * torch.randn(rows)
         gamma[:4] = torch.tensor([0.0, 0.5, 1e6, -1e6])[:rows]  # an edge, and far beyond all of them
@@ -223,14 +223,14 @@ def watched(device: str) -> list[list[bool]]:
 
 
 def layers(device: str) -> nn.ModuleList:
-    """Make layers whose weights are many blocks, a part of one, and odd."""
+    """Return layers whose weights have many blocks, a part of a block, and an odd size."""
     torch.manual_seed(0)
     some = nn.ModuleList([nn.Conv2d(64, 64, 3), nn.Conv2d(16, 6, 3), nn.Conv2d(3, 5, 1), nn.Linear(120, 70)])
     return some.to(device, memory_format=torch.channels_last)
 
 
 def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
-    """Say which narrow gradients are taken as they are, and whether steps then give the bits that wide ones give."""
+    """Return which bf16 gradients are kept in place, and whether steps equal those with float32 gradients."""
     recipe = recipe_for("digits", loss="ce", **{"clip": 0.5, "nesterov": True, **changes})
     taken, left = [], []
     for takes in (True, False):
@@ -247,7 +247,7 @@ def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
                     narrow = torch.randn_like(parameter).bfloat16()
                     if takes:
                         taken.append(one.take(parameter, narrow))
-                    if parameter not in one.narrow:
+                    if parameter not in one.low_precision:
                         parameter.grad = narrow.float()
                 one.step(fine != 0, count, first_bad, *sums)
         left.append(

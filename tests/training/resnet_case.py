@@ -1,9 +1,9 @@
-"""Compares fused residual networks with plain ones; run by itself with TRITON_INTERPRET=1, or on a GPU.
+"""Compare fused ResNets with plain ones; a script for TRITON_INTERPRET=1 or a GPU.
 
     python tests/training/resnet_case.py cpu
 
-Prints one line of JSON: for each network, how far gradients, logits and buffers in float32 are from float64, once for
-torch's layers and once for the fused ones.
+Prints one line of JSON: for each network, the errors of gradients, logits and buffers in float32 relative to float64,
+for torch's layers and for the fused ones.
 """
 
 import copy
@@ -27,7 +27,7 @@ BLOCKS = {"basic": BasicBlock, "bottleneck": Bottleneck}
 
 
 def network(kind: str) -> nn.Module:
-    """Make a small residual network: its first stage keeps size and channels, its second changes both."""
+    """Return a small ResNet: its first stage keeps size and channels, its second changes both."""
     torch.manual_seed(0)
     model = ResNet(BLOCKS[kind], [2, 1, 1, 1], num_classes=5)
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
@@ -41,7 +41,7 @@ def network(kind: str) -> nn.Module:
 
 
 def outcome(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
-    """Do a forward and a backward pass."""
+    """Compute a forward and a backward pass."""
     net = WithFeatures(model).train()
     logits, features = net(images)
     (functional.cross_entropy(logits, labels) + 0.01 * features.abs().mean()).backward()
@@ -53,12 +53,12 @@ def outcome(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dic
 
 
 def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    """Give the largest relative distance of any tensor."""
+    """Return the largest relative difference of any tensor."""
     return max(((found[k] - right[k]).norm() / right[k].norm().clamp_min(1e-12)).item() for k in right)
 
 
 def smaller(kind: str, device: str, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
-    """Fuse a network with fewer blocks, for the interpreter is slow; give it, images, labels, and a step in float64."""
+    """Return a fused network with few blocks (the interpreter is slow), images, labels, and a step in float64."""
     plain: Any = network(kind).to(device, memory_format=torch.channels_last)
     plain.layer1 = plain.layer1[:1]
     images = 1 + torch.randn(shape, device=device).to(memory_format=torch.channels_last)
@@ -90,7 +90,7 @@ def compared(kind: str, device: str) -> dict[str, Any]:
 
 
 def falls_back(device: str) -> dict[str, bool]:
-    """Say for what the layers are asked as they always were, by the moving of running statistics or by the logits."""
+    """Return for which networks torch's layers are used, by their running statistics or logits."""
     images = torch.randn(5, 3, 7, 7, device=device).to(memory_format=torch.channels_last)
 
     def alike(change: Callable[[nn.Module], object]) -> bool:
@@ -121,7 +121,7 @@ def falls_back(device: str) -> dict[str, bool]:
 
 
 def far_from_zero(device: str) -> dict[str, float]:
-    """Give how wrong the statistics of numbers are whose mean is far larger than their spread, at the first step."""
+    """Return the errors of the statistics in the first step if the mean is much larger than the deviation."""
     y = 300 + torch.randn(4, 64, 5, 5, device=device).to(memory_format=torch.channels_last)
     weight, bias, mean, var = torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64)
     norm = batch_norm.Affine(*(one.to(device) for one in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
@@ -131,7 +131,7 @@ def far_from_zero(device: str) -> dict[str, float]:
 
 
 def one_value(device: str) -> str:
-    """Give what is said about a single value a channel, of which there is no variance."""
+    """Return the error message for a single value per channel, which has no variance."""
     fused: Any = fuse(network("basic").to(device, memory_format=torch.channels_last))
     try:
         fused.train()(torch.zeros(1, 3, 2, 2, device=device).contiguous(memory_format=torch.channels_last))
@@ -141,7 +141,7 @@ def one_value(device: str) -> str:
 
 
 def narrowed(device: str) -> dict[str, bool]:
-    """Say whether narrow copies are exactly those of torch, and what becomes of tensors that move or are odd."""
+    """Return whether low-precision copies equal those of torch, also of moved tensors and odd sizes."""
     torch.manual_seed(0)
     shapes = (64, 64, 3, 3), (64, 3, 3, 3), (128, 64, 1, 1), (2,), (4,)
     spread = 25 if batch_norm.INTERPRETED else 100  # the former has wrong numbers for the smallest of bfloat16

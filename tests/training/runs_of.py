@@ -1,4 +1,4 @@
-"""What the tests of training share: short recipes, and a callback that stops a run where a test wants it."""
+"""Shared helpers of the training tests: short recipes, and a callback that stops a run at a step."""
 
 import math
 import os
@@ -28,7 +28,7 @@ def short(loss: str = "fedlas_ls", **changes: Any) -> Recipe:
 
 
 def photographs(folder: Path, count: int = 30, seed: int = 0) -> Path:
-    """Write coloured images of three kinds, a directory each."""
+    """Write coloured images of three classes, a folder each."""
     image, random = pytest.importorskip("PIL.Image"), np.random.default_rng(seed)
     for number, name in enumerate(("cat", "dog", "owl")):
         (folder / name).mkdir(parents=True)
@@ -47,7 +47,7 @@ def large(path: Path, loss: str = "fedlas_ls", **changes: Any) -> Recipe:
 
 
 class SignalAt(AbstractCallback):
-    """Sends this process a signal after some step."""
+    """Sends this process a signal after a step."""
 
     def __init__(self, step: int, number: int, wait_for: Path | None = None) -> None:
         self.step, self.number, self.wait_for = step, number, wait_for
@@ -70,7 +70,7 @@ def prediction_bytes(run: Run) -> dict[str, bytes]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Compare all that a checkpoint holds, tensor by tensor."""
+    """Compare the contents of two checkpoints, tensor by tensor."""
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other)
     elif isinstance(one, dict):

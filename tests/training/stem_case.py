@@ -1,9 +1,9 @@
-"""Compares the kernels of a first layer with torch's layers; run by itself with TRITON_INTERPRET=1, or on a GPU.
+"""Compare the kernels of the first layer with torch's layers; a script for TRITON_INTERPRET=1 or a GPU.
 
     python tests/training/stem_case.py cpu
 
-Prints one line of JSON: how far the kernels in float32 are from float64, for some shapes; for which layers and images
-they are used; how far they are in a narrow type, and how far a network's step with them, and without them, is then.
+Prints one line of JSON: errors of the kernels in float32 relative to float64 for some shapes, the layers and images
+that they support, their errors in low precision, and the error of a step of a network with and without them.
 """
 
 import copy
@@ -26,7 +26,7 @@ SHAPES = {"part of a tile": (3, 5, 7, 64), "more tiles than programs": (3, 11, 1
 
 
 def layer(shape: tuple[int, int, int, int], device: str, mean: float = 1.0) -> dict[str, torch.Tensor]:
-    """Make images of a size, filters and a norm, and gradients of both uses of the result."""
+    """Return images of a size, filters and a norm, and gradients of both uses of the output."""
     count, height, width, channels = shape
     torch.manual_seed(0)
     many = {
@@ -44,9 +44,9 @@ def layer(shape: tuple[int, int, int, int], device: str, mean: float = 1.0) -> d
 def by_torch(
     given: dict[str, torch.Tensor], *, twice: bool, narrow: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Go forward and back with torch's layers, in the type that was given.
+    """Compute forward and backward pass with torch's layers, in the type of the inputs.
 
-    Where y is kept in a narrow type, it is rounded here too: the ReLU cuts off other numbers then.
+    If y is stored in low precision, it is rounded here too: otherwise the ReLU would differ.
     """
     given = {name: one.clone() for name, one in given.items()}
     learned = [given[name].requires_grad_() for name in ("filters", "weight", "bias")]
@@ -61,7 +61,7 @@ def by_torch(
 
 
 def by_kernels(given: dict[str, torch.Tensor], *, twice: bool) -> dict[str, torch.Tensor]:
-    """Go forward and back with the kernels."""
+    """Compute forward and backward pass with the kernels."""
     given = {name: one.clone() for name, one in given.items()}
     statistics = given["running_mean"], given["running_var"]
     norm = batch_norm.Affine(given["weight"], given["bias"], *statistics, eps=1e-5, momentum=0.1)
@@ -77,7 +77,7 @@ def by_kernels(given: dict[str, torch.Tensor], *, twice: bool) -> dict[str, torc
 
 
 def compared(shape: tuple[int, int, int, int], device: str, *, twice: bool, mean: float = 1.0) -> dict[str, Any]:
-    """Give the distances from float64 of both ways in float32."""
+    """Return the errors of torch and of the kernels in float32 relative to float64."""
     given = layer(shape, device, mean)
     right = by_torch({name: one.double() for name, one in given.items()}, twice=twice)
     with patch.multiple(stem, **FEW):
@@ -87,7 +87,7 @@ def compared(shape: tuple[int, int, int, int], device: str, *, twice: bool, mean
 
 
 def lost_statistics(device: str) -> bool:
-    """Say whether a running mean that is no number spoils nothing but itself."""
+    """Return whether a NaN running mean affects nothing but itself."""
     given = layer(SHAPES["part of a tile"], device)
     right = by_torch(given, twice=False)
     given["running_mean"][::2] = torch.nan
@@ -97,7 +97,7 @@ def lost_statistics(device: str) -> bool:
 
 
 def used(device: str) -> dict[str, bool]:
-    """Say for which layers and images the kernels are used; each of them learns something."""
+    """Return for which layers and images the kernels are used; each of them is trained."""
 
     def with_a_stride(model: Any) -> None:
         model.conv1.stride = (2, 2)
@@ -157,7 +157,7 @@ def used(device: str) -> dict[str, bool]:
 
 
 def narrowed(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Give the distances of the kernels in a narrow type from torch's layers in float64, of the same numbers."""
+    """Return the errors of the kernels in low precision relative to torch's layers in float64."""
     given = layer(SHAPES["more tiles than programs"], device)
     given = {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
     right = by_torch({name: one.double() for name, one in given.items()}, twice=True, narrow=dtype)
@@ -167,7 +167,7 @@ def narrowed(device: str, dtype: torch.dtype) -> dict[str, float]:
 
 
 def step(device: str, dtype: torch.dtype) -> dict[str, list[float]]:
-    """Give how far a network's step in a narrow type is from one in float64, with the kernels and without."""
+    """Return the errors of a step of a network in low precision relative to float64, with and without the kernels."""
     plain, images, labels, right = smaller("basic", device, (5, 3, 5, 5))
     with torch.autocast(device, dtype):
         ours = outcome(copy.deepcopy(plain), images, labels)

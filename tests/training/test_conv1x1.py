@@ -1,4 +1,4 @@
-"""The kernels of 1 x 1 convolutions compute what torch's layers do; here in Triton's interpreter."""
+"""Kernels of 1x1 convolutions against torch's layers, in Triton's interpreter."""
 
 import pytest
 from interpreted import found_by
@@ -16,27 +16,27 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("shape", "kind"), CASES)
-def test_values_and_running_statistics_are_as_exact_as_torchs(found, shape, kind):
+def test_outputs_and_running_statistics_are_as_exact_as_torchs(found, shape, kind):
     for part, (ours, usual) in found["shapes"][f"{shape}, {kind}"].items():
         assert ours < max(DIGITS[kind], 3 * usual), part
 
 
-def test_a_mean_far_from_zero_costs_few_digits(found):
+def test_a_mean_far_from_zero_loses_few_digits(found):
     for part, (ours, usual) in found["shapes"]["far from zero"].items():
         assert ours < max(2e-4, 3 * usual), part  # some means are fifty times the spread here
 
 
-def test_a_running_mean_that_is_no_number_spoils_no_batch(found):
+def test_a_nan_running_mean_does_not_affect_the_batch(found):
     assert found["lost statistics"]
 
 
 @pytest.mark.parametrize(("shape", "kind"), CASES_BACK)
-def test_gradients_and_sums_of_the_norm_before_are_right(found, shape, kind):
+def test_input_gradients_and_batch_norm_sums_are_correct(found, shape, kind):
     for part, far in found["back"][f"{shape}, {kind}"].items():
         assert far < DIGITS[kind], part
 
 
-def test_takes_1_x_1_with_channels_last_where_it_pays_alone(found):
+def test_supports_only_1x1_in_channels_last_layout_where_it_is_faster(found):
     takes = found["takes"]
     assert {name for name, taken in takes.items() if taken} == {
         "usual",
@@ -49,17 +49,17 @@ def test_takes_1_x_1_with_channels_last_where_it_pays_alone(found):
     }
 
 
-def test_a_step_with_it_is_as_exact_as_one_without(found):
+def test_a_step_with_the_kernels_is_as_exact_as_without(found):
     for part, (ours, usual) in found["step"]["float16"]["far"].items():
         assert ours < 1.3 * usual, part
 
 
-def test_a_step_in_float32_loses_no_digits(found):
+def test_a_float32_step_loses_no_digits(found):
     for part, (ours, _) in found["step"]["float32"]["far"].items():
         assert ours < 1e-5, part
 
 
-def test_used_for_1_x_1_with_a_stride_of_one_and_nothing_is_summed_twice(found):
+def test_used_for_stride_1_and_statistics_are_computed_once(found):
     step = found["step"]["float16"]
     products = {"layer1.0.bn1", "layer1.0.bn3", "layer1.0.downsample.1", "layer2.0.bn1", "layer2.0.bn3"}
     sums = {"layer1.0.bn2", "layer2.0.bn2", "layer2.0.downsample.1"}  # that of the first layer has its own kernels
@@ -67,7 +67,7 @@ def test_used_for_1_x_1_with_a_stride_of_one_and_nothing_is_summed_twice(found):
     assert sorted(step["summed"]) == sorted(sums)
 
 
-def test_gradients_of_1_x_1_sum_for_the_norm_that_made_their_images(found):
+def test_input_gradients_compute_the_sums_of_the_previous_batch_norm(found):
     step = found["step"]["float16"]
     before_products = {"bn1", "layer1.0.bn3"}  # the convolution after is of 1 x 1, and has no more channels than these
     assert sorted(step["left"]) == sorted(before_products)
@@ -76,5 +76,5 @@ def test_gradients_of_1_x_1_sum_for_the_norm_that_made_their_images(found):
     )
 
 
-def test_a_convolution_with_a_stride_leaves_the_gradient_of_the_pixels_that_it_looked_at(found):
+def test_a_strided_convolution_hands_over_a_strided_gradient(found):
     assert found["step"]["float16"]["apart"] == ["layer1.0.bn3"]

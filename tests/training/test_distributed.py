@@ -198,7 +198,7 @@ def train_as_rank(rank: int, port: int, recipe: Recipe, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_two_processes_that_were_stopped_equal_one(one, tmp_path):
+def test_two_stopped_processes_equal_one(one, tmp_path):
     """Sums of the epoch and statistics of batch norm used to be those of one rank."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -218,12 +218,12 @@ def test_two_processes_that_were_stopped_equal_one(one, tmp_path):
 
 
 @pytest.mark.campaign
-def test_two_processes_of_torchrun_equal_one(made, one):
+def test_two_torchrun_processes_equal_one(made, one):
     assert_equal_numbers(Run(made[0] / "unbroken"), one)
 
 
 @pytest.mark.campaign
-def test_two_processes_stop_go_on_bit_for_bit_and_read_images(made):
+def test_two_processes_stop_resume_bit_for_bit_and_read_images(made):
     """The sums of the epoch used to be those of one rank, restored on both; and a second signal used to kill."""
     folder, said, images = made
     # Both agree on the highest. A thread that lives on and asks for Python while Python ends aborts the process.
@@ -259,14 +259,14 @@ def test_every_rank_raises_if_rank_zero_fails(made):
     assert "rank 1: RuntimeError" in said
 
 
-def test_statistics_of_batchnorm_can_be_shared():
+def test_batch_norm_statistics_can_be_synchronised():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     made = with_sync_batchnorm(net, torch.device("cuda"))
     assert isinstance(made[1], nn.SyncBatchNorm)
     assert made.state_dict().keys() == net.state_dict().keys()  # a checkpoint fits both
 
 
-def test_batches_that_cannot_be_shared_are_refused():
+def test_batch_sizes_that_cannot_be_divided_raise():
     with pytest.raises(RunError, match=r"2 .*\b51\b.*batch_size"):
         check_shares(recipe_for("digits", batch_size=51), 330, 2)
     with pytest.raises(RunError, match=r"2 .*\b5\b.*\b25\b"):
@@ -276,7 +276,7 @@ def test_batches_that_cannot_be_shared_are_refused():
     check_shares(recipe_for("digits", batch_size=50, drop_last=True), 315, 2)
 
 
-def test_nothing_is_needed_of_a_network_path(tmp_path: Path):
+def test_a_run_folder_does_not_contain_its_path(tmp_path: Path):
     """A run folder may be moved: nothing in it holds its path."""
     run = fit(short("ce", epochs=1), out=tmp_path / "here")
     moved = (tmp_path / "here").rename(tmp_path / "there")

@@ -1,4 +1,4 @@
-"""What the gate did, in numbers that can be counted by hand."""
+"""Gate statistics against counts by hand."""
 
 import math
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from fedlas.losses import build_loss
 from fedlas.training.gate_statistics import EDGES, GateStatistics
 
 
-def test_the_gate_is_watched_sample_by_sample():
+def test_gate_statistics_are_counted_per_sample():
     """Of five samples one is ignored; a state of zero counts as -1."""
     nan = math.nan
     loss: Any = build_loss("fedlas_ls", num_classes=3, alpha=0.05)
@@ -32,7 +32,7 @@ def test_the_gate_is_watched_sample_by_sample():
     assert watch.read()["flip_rate"] == 0.5  # of the four that were seen before
 
 
-def test_a_reset_forgets_finished_epochs_too():
+def test_reset_clears_finished_epochs():
     watch = GateStatistics(build_loss("ce", num_classes=3), 3, torch.device("cpu"))
     watch.history.epochs.append(SimpleNamespace())
     watch.reset()

@@ -47,7 +47,7 @@ def test_every_loss_trains(tmp_path, loss):
         assert math.isclose(sum(terms.values()), last["train"]["loss"], rel_tol=1e-5)
 
 
-def test_the_log_holds_what_one_wants_to_know(finished):
+def test_the_log_has_all_metrics(finished):
     for number, record in enumerate(finished.log, start=1):
         assert (record["epoch"], record["steps"]) == (number, 7 * number)
         assert set(record["val"]) == {"accuracy", "ece", "aece", "over_ece", "under_ece", "nll"}
@@ -63,7 +63,7 @@ def test_the_log_holds_what_one_wants_to_know(finished):
         assert record["lr"] >= 0
 
 
-def test_the_run_folder_holds_everything_and_nothing_else(finished):
+def test_the_run_folder_has_exactly_the_documented_files(finished):
     names = {path.name for path in finished.folder.iterdir()}
     assert names == {"recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions", ".lock"}
     assert set(prediction_bytes(finished)) == {
@@ -73,7 +73,7 @@ def test_the_run_folder_holds_everything_and_nothing_else(finished):
     assert "torch" in json.loads((finished.folder / "environment.json").read_text())["versions"]
 
 
-def test_predictions_say_what_the_network_says(finished):
+def test_stored_predictions_equal_the_outputs_of_the_network(finished):
     best = finished.predictions("best-test")
     assert best.split == "test"
     assert len(best) == 797
@@ -88,7 +88,7 @@ def test_predictions_say_what_the_network_says(finished):
         finished.predictions("best-train")
 
 
-def test_the_best_epoch_is_the_first_of_the_best(tmp_path):
+def test_the_best_epoch_is_the_earliest_with_the_highest_accuracy(tmp_path):
     run = fit(short("ce", epochs=6), out=tmp_path / "run")
     accuracies = [record["val"]["accuracy"] for record in run.log]
     best = accuracies.index(max(accuracies)) + 1
@@ -97,7 +97,7 @@ def test_the_best_epoch_is_the_first_of_the_best(tmp_path):
     assert (saved["best_epoch"], saved["best_accuracy"]) == (best, max(accuracies))
 
 
-def test_half_of_the_validation_split_is_left_for_later(tmp_path, monkeypatch):
+def test_halve_validation_uses_only_v1(tmp_path, monkeypatch):
     """V1 reaches the loss and selects the best epoch; V2 is the rest, in any order of rows."""
     seen, learn = [], ClosedLoop.learn_from_epoch
     monkeypatch.setattr(ClosedLoop, "learn_from_epoch", lambda self, val: (seen.append(val), learn(self, val)))
@@ -114,7 +114,7 @@ def test_half_of_the_validation_split_is_left_for_later(tmp_path, monkeypatch):
     assert "loss_state" not in fit(short("ce", epochs=1), out=tmp_path / "ce").log[0]
 
 
-def test_the_first_half_of_the_validation_split_can_be_trained_on(tmp_path):
+def test_train_on_v1_adds_v1_to_the_training_samples(tmp_path):
     """V1 joins the training samples, V2 gives the metrics of an epoch, and a loss that learns from V1 is refused."""
     run = fit(short("pskd", halve_validation=True, train_on_v1=True), out=tmp_path / "run")
     first, second = halves(run.predictions("last-val"))
@@ -127,7 +127,7 @@ def test_the_first_half_of_the_validation_split_can_be_trained_on(tmp_path):
         fit(short("closed_loop", halve_validation=True, train_on_v1=True), out=tmp_path / "other")
 
 
-def test_training_samples_can_take_the_place_of_v1(tmp_path, monkeypatch):
+def test_training_samples_can_replace_v1_as_feedback(tmp_path, monkeypatch):
     seen, learn = [], ClosedLoop.learn_from_epoch
     monkeypatch.setattr(ClosedLoop, "learn_from_epoch", lambda self, val: (seen.append(val), learn(self, val)))
     run = fit(short("closed_loop", halve_validation=True, feedback="train"), out=tmp_path / "run")
@@ -146,14 +146,14 @@ def test_equal_recipes_give_equal_bytes(finished, tmp_path):
     assert prediction_bytes(other) != prediction_bytes(finished)
 
 
-def test_a_finished_run_is_found_and_not_repeated(finished):
+def test_a_finished_run_is_not_repeated(finished):
     before = finished.log_file.stat().st_mtime_ns
     assert fit(short(), out=finished.folder).folder == finished.folder
     assert fit(short(checkpoint_every=4), out=finished.folder, resume=True).finished
     assert finished.log_file.stat().st_mtime_ns == before
 
 
-def test_another_recipe_in_the_folder_is_an_error(finished, tmp_path):
+def test_another_recipe_in_the_folder_raises(finished, tmp_path):
     with pytest.raises(RunError, match=r"lr.*0\.1.*0\.3"):
         fit(short(lr=0.3), out=finished.folder, resume=True)
     (tmp_path / "photo.jpg").touch()
@@ -161,7 +161,7 @@ def test_another_recipe_in_the_folder_is_an_error(finished, tmp_path):
         fit(short(), out=tmp_path)
 
 
-def test_a_recipe_that_never_began_is_replaced(tmp_path):
+def test_a_recipe_without_training_is_replaced(tmp_path):
     """A wrong option used to keep its folder for ever."""
     with pytest.raises(RunError, match=r"small_cnn.*\b1\b.*\b8\b.*\b8\b"):
         fit(short("ls", epochs=1, model_options={"in_channels": 3}), out=tmp_path / "run")
@@ -172,14 +172,14 @@ def test_a_recipe_that_never_began_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"data": "digits"}', '{"epohs": 3}', b"\xff\xfe"])
-def test_a_damaged_recipe_is_named(finished, tmp_path, content):
+def test_a_damaged_recipe_file_is_named(finished, tmp_path, content):
     (tmp_path / "log.jsonl").write_text(finished.log_file.read_text())
     (tmp_path / "recipe.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(RunError, match=r"recipe\.json"):
         fit(short(), out=tmp_path, resume=True)
 
 
-def test_who_began_a_run_is_not_forgotten(tmp_path, monkeypatch):
+def test_the_environment_of_earlier_epochs_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDLAS_COMMIT", "first")
     run = fit(short("ce", epochs=1), out=tmp_path)
     assert (run.environment["commit"], "earlier" in run.environment) == ("first", False)
@@ -192,18 +192,18 @@ def test_who_began_a_run_is_not_forgotten(tmp_path, monkeypatch):
     assert set(run.environment["data"]) == {"train", "val", "test"}
 
 
-def test_the_folder_has_the_recipes_name(tmp_path, monkeypatch):
+def test_the_default_folder_is_named_after_the_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = short("ce", epochs=1)
     assert fit(recipe).folder.as_posix() == f"runs/digits-small_cnn-ce-{recipe.key}"
 
 
-def test_a_second_run_is_kept_out(tmp_path):
+def test_a_folder_is_locked_during_a_run(tmp_path):
     with locked(tmp_path), pytest.raises(RunError, match="process"):
         fit(short(), out=tmp_path)
 
 
-def test_a_file_system_without_locks_is_no_other_process(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -231,13 +231,13 @@ def test_a_loss_never_learns_from_test_labels(tmp_path, monkeypatch):
     assert given == [None]
 
 
-def test_a_device_that_nobody_has_is_one_line():
+def test_an_unavailable_device_raises_one_line():
     for device in ("gpu", "cuda:99", "meta"):
         with pytest.raises(RunError, match=f"{device}|GPU"):
             select_device(device)
 
 
-def test_a_bar_for_files_that_are_fetched(capsys, monkeypatch):
+def test_downloads_show_a_progress_bar(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
     with downloads(progress=True) as shown:
@@ -261,25 +261,26 @@ def test_many_recipes_in_one_process_equal_single_runs(tmp_path):
         assert log_without_times(run) == log_without_times(alone)
 
 
-def test_a_cache_keeps_network_and_step():
-    cache = SessionCache()
-    first, same, other = (
-        Session(short(loss, seed=seed), torch.device("cpu"), cache=cache)
-        for loss, seed in (("ls", 1), ("ls", 2), ("ce", 1))
-    )
-    assert same.step is first.step
-    assert other.net is first.net
-    assert other.step is not first.step
+def test_an_engine_reuses_network_and_step(tmp_path):
+    engine = Engine()
+    engine.fit(short("ls", epochs=1), out=tmp_path / "1")
+    first = engine._session
+    engine.fit(short("ls", epochs=1, seed=2), out=tmp_path / "2")
+    second = engine._session
+    assert second.step is first.step
+    engine.fit(short("ce", epochs=1), out=tmp_path / "3")
+    assert engine._session.net is first.net
+    assert engine._session.step is not first.step
 
 
-def test_ood_data_gets_predictions_without_labels(tmp_path):
+def test_ood_predictions_have_no_labels(tmp_path):
     run = fit(short("ce", epochs=1, ood=("digits",)), out=tmp_path / "run")
     ood = run.predictions("last-ood-digits")
     assert ood.given_labels is None
     assert torch.equal(ood.logits, run.predictions("last-test").logits)
 
 
-def test_in_distribution_predictions_are_there_before_ood_data_fails(tmp_path, monkeypatch):
+def test_id_predictions_are_written_before_ood_data_fails(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")
 
@@ -294,7 +295,7 @@ def test_in_distribution_predictions_are_there_before_ood_data_fails(tmp_path, m
         assert torch.equal(run.predictions(f"{state}-ood-digits").logits, run.predictions(f"{state}-test").logits)
 
 
-def test_a_damaged_test_part_is_found_before_the_first_step(tmp_path, monkeypatch):
+def test_a_damaged_test_split_raises_before_the_first_step(tmp_path, monkeypatch):
     read = Digits.read
 
     def damaged(data, part):
@@ -309,7 +310,7 @@ def test_a_damaged_test_part_is_found_before_the_first_step(tmp_path, monkeypatc
     assert fit(short("ce", epochs=1, splits=("val",)), out=tmp_path / "without").finished  # which asks for no test data
 
 
-def test_lines_of_the_log_reach_the_disk(tmp_path, monkeypatch):
+def test_log_records_are_flushed_to_disk(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr("fedlas.training.run_folder.os.fsync", lambda number: written.append(os.fstat(number).st_size))
     Run(tmp_path).append_log({"epoch": 1})
@@ -351,7 +352,7 @@ def test_tensorboard_gets_the_log(tmp_path):
     assert list((run.folder / "tensorboard").iterdir())
 
 
-def test_a_diverging_run_names_the_step_and_its_samples(tmp_path):
+def test_divergence_reports_step_and_samples(tmp_path):
     recipe = short("ce", lr=1e30, clip=None, schedule="constant")
     with pytest.raises(DivergedError, match=r"step \d+.*epoch 1") as caught:
         fit(recipe, out=tmp_path / "run")
@@ -363,7 +364,7 @@ def test_a_diverging_run_names_the_step_and_its_samples(tmp_path):
     assert log[-1]["diverged"]["index"] == error.index
 
 
-def test_another_recipe_takes_the_place_of_a_run_that_diverged_at_once(tmp_path):
+def test_another_recipe_may_replace_a_run_that_diverged_in_its_first_epoch(tmp_path):
     """Nothing of it is left to lose, and its folder was blocked for every other learning rate."""
     changes = {"clip": None, "schedule": "constant", "epochs": 1}
     with pytest.raises(DivergedError):
@@ -375,7 +376,7 @@ def test_another_recipe_takes_the_place_of_a_run_that_diverged_at_once(tmp_path)
 
 
 @pytest.mark.parametrize(("step", "every"), [(9, 0), (4, 2)])
-def test_a_run_that_diverged_later_keeps_its_folder(tmp_path, step, every):
+def test_a_run_that_diverged_later_is_not_replaced(tmp_path, step, every):
     """An epoch of it is in the log, or a checkpoint there."""
     with pytest.raises(DivergedError):
         fit(short("ce", checkpoint_every=every), out=tmp_path, callbacks=[Poison(step)])
@@ -385,7 +386,7 @@ def test_a_run_that_diverged_later_keeps_its_folder(tmp_path, step, every):
         fit(short("ce", lr=0.3), out=tmp_path, resume=True)
 
 
-def test_an_enormous_loss_is_a_diverging_one_though_it_is_finite(tmp_path):
+def test_a_finite_but_huge_loss_counts_as_divergence(tmp_path):
     """Such a run used to end as if nothing had happened, with an accuracy of guessing."""
     recipe = short("fedlas_ls", lr=1e4, clip=None, schedule="constant")
     with pytest.raises(DivergedError):
@@ -406,7 +407,7 @@ class Poison(AbstractCallback):
                 next(session.net.parameters()).fill_(math.nan)
 
 
-def test_the_last_good_checkpoint_is_named_and_can_be_resumed(tmp_path, finished, monkeypatch):
+def test_divergence_reports_a_resumable_checkpoint(tmp_path, finished, monkeypatch):
     monkeypatch.setattr(Writer, "idle", True)  # an epoch waits for a slow disk, and does not skip its checkpoint
     with pytest.raises(DivergedError, match=r"step 17\b.*checkpoint\.pt") as caught:
         fit(short(), out=tmp_path / "run", callbacks=[Poison(16)])
@@ -432,7 +433,7 @@ class PoisonGate(AbstractCallback):
             next(session.loss.parameters()).register_hook(lambda gradient: gradient * math.nan)
 
 
-def test_the_last_good_checkpoint_is_good_where_the_gate_breaks(tmp_path):
+def test_no_checkpoint_is_saved_after_a_bad_gate_gradient(tmp_path):
     with pytest.raises(DivergedError, match=r"step 5\b"):
         fit(short(checkpoint_every=1), out=tmp_path, callbacks=[PoisonGate(4)])
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
@@ -440,7 +441,7 @@ def test_the_last_good_checkpoint_is_good_where_the_gate_breaks(tmp_path):
     assert all(value.isfinite().all() for value in saved["loss"].values() if value.is_floating_point())
 
 
-def test_global_switches_and_random_states_are_put_back(tmp_path):
+def test_backend_flags_and_random_state_are_restored(tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -450,7 +451,7 @@ def test_global_switches_and_random_states_are_put_back(tmp_path):
 
 
 @pytest.mark.parametrize("stumbles", [True, False])
-def test_bfloat16_without_onednn_from_the_first_step_where_torch_would_drop_it(monkeypatch, stumbles):
+def test_onednn_is_disabled_from_the_start_if_it_lacks_bf16(monkeypatch, stumbles):
     """Dropped in the middle of a step, a run that was stopped would go on with other last digits."""
     monkeypatch.setattr(flags_module, "_stumbles_over_bf16", lambda: stumbles)
     for kind, there in {"bf16": not stumbles, "fp32": True}.items():

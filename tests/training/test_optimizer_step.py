@@ -1,4 +1,4 @@
-"""The end of a step by kernels of our own is what torch makes of it; here in Triton's interpreter."""
+"""The fused optimizer step against torch's, in Triton's interpreter."""
 
 import copy
 from typing import Any
@@ -34,7 +34,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_those_of_torch(found, case):
+def test_steps_equal_those_of_torch(found, case):
     one = found[case]
     assert one["taken"]
     assert one["flags"] == one["torch's flags"]
@@ -44,27 +44,27 @@ def test_steps_are_those_of_torch(found, case):
 
 
 @pytest.mark.campaign
-def test_steps_that_lack_a_gradient_are_left_to_torch(found):
+def test_a_step_without_all_gradients_uses_torch(found):
     assert found["a gradient is missing"]["steps"] == [True, False, False, True]
     assert found["usual"]["steps"] == [True] * 2
 
 
 @pytest.mark.campaign
-def test_right_answers_are_those_of_torch(found):
+def test_correct_counts_equal_those_of_torch(found):
     """The first of equal logits, and NaN before all others."""
     assert len(found["answers"]) == 5
     assert all(all(one) and len(one) == 6 for one in found["answers"])  # the kernel was used, and five sums
 
 
 @pytest.mark.campaign
-def test_what_the_gate_did_is_what_torch_says(found):
+def test_gate_statistics_equal_those_of_torch(found):
     """Ignored samples count nowhere, a state of zero as -1."""
     assert len(found["watched"]) == 4
     assert all(len(one) == 4 and all(one) for one in found["watched"])
 
 
 @pytest.mark.campaign
-def test_narrow_gradients_give_the_bits_of_wide_ones(found):
+def test_bf16_gradients_give_the_same_bits_as_float32_copies(found):
     one = found["handed over"]
     # Weights and biases in turn, then those of the loss; numbers that do not come in fours are left.
     first = [True, True, True, False, False, False, True, False, True, True]
@@ -80,7 +80,7 @@ def made(net: nn.Module, loss: nn.Module | None = None, **changes) -> optimizer_
     return optimizer_step.FusedOptimizerStep(OptimizerStep(recipe, net, loss, optimizer, rates))
 
 
-def test_gradients_lie_side_by_side_as_their_parameters_do():
+def test_gradient_slots_are_contiguous_with_the_strides_of_the_parameters():
     net = nn.Sequential(nn.Conv2d(5, 7, 3), nn.Linear(100, 90, bias=False))
     net.to(memory_format=torch.channels_last)
     one = made(net, nn.Linear(3, 1))
@@ -105,7 +105,7 @@ def narrowed(
     sum((nn.functional.conv2d(images.bfloat16(), copy) ** 2).float().sum() for copy in copies).backward()
 
 
-def test_gradients_of_narrow_weights_are_written_where_they_shall_lie():
+def test_gradients_of_cast_weights_are_written_to_their_slots():
     layers = nn.ModuleList([nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(4, 5, 1, bias=False), nn.Conv2d(4, 3, 2)])
     layers.to(memory_format=torch.channels_last)
     weights = [layer.weight for layer in layers]
@@ -122,7 +122,7 @@ def test_gradients_of_narrow_weights_are_written_where_they_shall_lie():
         torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
 
 
-def test_gradients_that_are_taken_are_not_made_wide():
+def test_kept_bf16_gradients_are_not_cast():
     layers = nn.ModuleList([nn.Conv2d(4, 6, 3, bias=False), nn.Conv2d(4, 5, 1, bias=False), nn.Conv2d(4, 8, 2)])
     layers.to(memory_format=torch.channels_last)
     weights = [layer.weight for layer in layers]
@@ -136,30 +136,30 @@ def test_gradients_that_are_taken_are_not_made_wide():
     with one.capturing():
         narrowed(weights, slots, images, one)
         assert [weight.grad is None for weight in weights] == [True, False, True]
-        assert list(one.narrow) == [weights[0], weights[2]]
-        assert all(torch.equal(one.narrow[weights[place]].float(), wide[place]) for place in (0, 2))
+        assert list(one.low_precision) == [weights[0], weights[2]]
+        assert all(torch.equal(one.low_precision[weights[place]].float(), wide[place]) for place in (0, 2))
         handle.remove()
         # A loss that looks at the network twice: the two are added up, as wide numbers.
         narrowed(weights, slots, images, one)
-        assert not one.narrow
+        assert not one.low_precision
     for weight, half in zip(weights, wide, strict=True):
         torch.testing.assert_close(weight.grad, 2 * half, rtol=1e-6, atol=0)
 
 
-def test_a_weight_in_the_loss_loses_no_gradient_that_was_taken():
+def test_a_weight_in_the_loss_keeps_both_gradients():
     """Torch adds the gradient of another way to a weight when all of it has been taken already."""
     net = nn.Conv2d(4, 8, 3, bias=False).to(memory_format=torch.channels_last)
     one, images = made(net), torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last)
     with one.capturing():
         narrowed([net.weight], [None], images, one)
-        taken = one.narrow[net.weight].float()
+        taken = one.low_precision[net.weight].float()
         net.weight.grad = torch.full_like(net.weight, 3.0)
-        one._gather()
-        assert not one.narrow
+        one._copy_to_slots()
+        assert not one.low_precision
     torch.testing.assert_close(one.slots[net.weight], taken + 3, rtol=0, atol=0)
 
 
-def test_not_ready_where_the_optimizer_remembers_elsewhere():
+def test_not_ready_if_a_momentum_buffer_moved():
     net = nn.Linear(8, 4)
     one = made(net, momentum=0.9)
     for parameter in net.parameters():
@@ -170,7 +170,7 @@ def test_not_ready_where_the_optimizer_remembers_elsewhere():
     assert not one.ready
 
 
-def test_narrow_copies_are_of_tensors_of_one_shape():
+def test_weight_casts_are_bound_to_shapes():
     storage = torch.zeros(64, 64, 1, 1)
     few = storage[:8]
     assert few.data_ptr() == storage.data_ptr()
@@ -179,7 +179,7 @@ def test_narrow_copies_are_of_tensors_of_one_shape():
     assert not WeightCast([few]).holds([storage])
 
 
-def test_what_is_taken_lies_as_its_parameter_does():
+def test_only_gradients_with_the_strides_of_their_parameter_are_kept():
     net = nn.Conv2d(8, 8, 3, bias=False).to(memory_format=torch.channels_last)
     one, narrow = made(net), torch.ones_like(net.weight, dtype=torch.bfloat16)
     others = [
@@ -199,14 +199,14 @@ def test_what_is_taken_lies_as_its_parameter_does():
     assert not one.ready
 
 
-def test_only_what_lies_elsewhere_is_copied():
+def test_only_gradients_outside_their_slots_are_copied():
     net = nn.Linear(30, 20)
     one = made(net)
     assert not one.ready
     for parameter, slot in one.slots.items():
         parameter.grad = torch.full_like(parameter, 2.0) if parameter.ndim > 1 else slot.fill_(3.0).view_as(slot)
     assert one.ready
-    one._gather()
+    one._copy_to_slots()
     assert [slot.unique().tolist() for slot in one.slots.values()] == [[2.0], [3.0]]
     net.weight.data = net.weight.data.clone()
     assert not one.ready  # its address is another one
@@ -238,7 +238,7 @@ def not_aligned(net: nn.Linear) -> nn.Module:
         (not_aligned, {}, False),
     ],
 )
-def test_what_the_kernels_are_not_made_for_is_left_to_torch(change, changes, expected, monkeypatch):
+def test_unsupported_optimizers_use_torch(change, changes, expected, monkeypatch):
     monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
@@ -267,7 +267,7 @@ def is_fused(session: Session) -> bool:
 
 
 @pytest.mark.usefixtures("thin")
-def test_a_session_uses_them_where_it_compiles(monkeypatch):
+def test_a_session_uses_the_kernels_if_it_compiles(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     assert not is_fused(Session(recipe, CPU))
     pretend_compilation(monkeypatch)
@@ -293,7 +293,7 @@ def test_a_session_uses_them_where_it_compiles(monkeypatch):
 
 
 @pytest.mark.usefixtures("thin")
-def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monkeypatch):
+def test_kept_gradients_are_released_if_torch_updates_the_parameters(monkeypatch):
     recipe = short("ce", channels_last=True, compile=True, model="resnet18_cifar", model_options={"in_channels": 1})
     pretend_compilation(monkeypatch)
     ours = Session(recipe, CPU)
@@ -309,9 +309,9 @@ def test_gradients_that_were_taken_are_not_lost_where_torch_takes_the_step(monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is there can be used")
-def test_what_cannot_be_made_is_left_to_others_with_a_word():
+def test_kernels_that_fail_fall_back_with_a_warning():
     nowhere = torch.device("cuda")
-    for made in (stem._can_be_made, conv1x1._can_be_made, conv1x1._can_be_made_back):
+    for made in (stem._can_run, conv1x1._can_run, conv1x1._can_run_backward):
         with pytest.warns(UserWarning, match="cuDNN"):
             assert not made.__wrapped__(nowhere)
         assert made(CPU)

@@ -31,7 +31,7 @@ def uncompiled(monkeypatch):
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_those_of_torch(case):
+def test_steps_equal_those_of_torch(case):
     one, four = compared(case, "cuda", 1), compared(case, "cuda", 4)
     assert one["taken"]
     assert max(one["distance"].values()) < 1e-6, one["distance"]
@@ -43,11 +43,11 @@ def test_steps_are_those_of_torch(case):
     assert four["steps"] == ([True, False, False, True] if "missing" in case else [True] * len(four["steps"]))
 
 
-def test_right_answers_are_those_of_torch():
+def test_correct_counts_equal_those_of_torch():
     assert all(all(one) for one in answers("cuda"))
 
 
-def test_what_the_gate_did_is_what_torch_says():
+def test_gate_statistics_equal_those_of_torch():
     assert all(all(one) for one in watched("cuda"))
 
 
@@ -75,14 +75,14 @@ def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
     ],
     ids=str,
 )
-def test_a_captured_step_equals_one_that_is_not_bit_for_bit(changes):
+def test_a_captured_step_equals_an_eager_step_bit_for_bit(changes):
     assert_captured_is_eager(short("fedlas_ls", compile=True, **changes))
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"clip": None}, {"clip_loss": True, "momentum": 0.0, "nesterov": False}], ids=str
 )
-def test_narrow_gradients_give_the_bits_of_wide_ones(changes):
+def test_bf16_gradients_give_the_same_bits_as_float32_copies(changes):
     found = handed_over("cuda", **changes)
     assert sum(found["taken"]) == 12
     assert all(found["equal"])
@@ -95,19 +95,19 @@ def convolutions(session: Session) -> list[Any]:
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("changes", [{}, {"clip": 0.1}, {"model": "resnet50_cifar", "nesterov": True}], ids=str)
-def test_narrow_gradients_of_convolutions_are_read_as_they_are(changes):
+def test_bf16_gradients_of_convolutions_are_read_in_place(changes):
     """Those of a captured step never become wide; batches of two sizes are captured, each with its own addresses.
 
     The smaller ones come once an epoch, the first three of them uncaptured.
     """
     session = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
-    assert len(session.step.parts.optimizer_step.captured) == len(session.execute.graphs) == 2
-    assert all(addresses.count_nonzero() for addresses in session.step.parts.optimizer_step.captured)
+    assert len(session.step.parts.optimizer_step.captured_sources) == len(session.execute.graphs) == 2
+    assert all(addresses.count_nonzero() for addresses in session.step.parts.optimizer_step.captured_sources)
     assert all(weight.grad is None for weight in convolutions(session))
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_gradients_of_two_parts_of_a_batch_need_no_copy():
+def test_accumulated_gradients_need_no_copy():
     """The second part is added to the first one's gradient, which lies in the slot."""
     session = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
     slots = session.step.parts.optimizer_step.slots
@@ -115,7 +115,7 @@ def test_gradients_of_two_parts_of_a_batch_need_no_copy():
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_captured_step_does_not_mind_what_else_uses_the_memory():
+def test_a_captured_step_is_independent_of_later_allocations():
     recipe = short("ce", compile=True, drop_last=True, **RESIDUAL)
     device, left = select_device("cuda"), []
     for capture in (True, False):
@@ -137,7 +137,7 @@ def test_a_captured_step_does_not_mind_what_else_uses_the_memory():
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
+def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
     """Four million numbers and more: each program of the norm looks at several tiles."""
     recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
     device, sessions = select_device("cuda"), []
@@ -158,7 +158,7 @@ def test_the_first_step_of_a_residual_network_is_that_of_torch(accumulate):
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("capture", [False, True])
-def test_a_step_never_waits(capture):
+def test_a_step_does_not_synchronise(capture):
     recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
     assert assert_never_waits(recipe, capture=capture).step.parts.optimizer_step.ready
 
@@ -171,7 +171,7 @@ def compiled(*modules: Any) -> list[Any]:
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("model", ["resnet18_cifar", "resnet50_cifar"])
-def test_after_a_rehearsal_a_step_has_little_to_compile(model, monkeypatch):
+def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
     """Some kinds are left: those of tensors that start at odd places."""
     recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
     device, modules = select_device("cuda"), (batch_norm, stem, conv1x1, parameter_blocks, optimizer_step, metric_sums)

@@ -1,4 +1,4 @@
-"""Runs on images that are read from files: the same promises, and no process or lock that outlives a run."""
+"""Runs on images that are read from files: reproducible, and without leftover processes or locks."""
 
 import multiprocessing
 import signal
@@ -34,7 +34,7 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
     assert log_without_times(run) == log_without_times(expected)
 
 
-def test_a_run_learns_and_its_processes_end_with_it(images, finished, tmp_path):
+def test_a_run_learns_and_its_workers_end_with_it(images, finished, tmp_path):
     before = set(multiprocessing.active_children())
     engine = Engine()
     run = engine.fit(large(images), out=tmp_path / "run")
@@ -46,7 +46,7 @@ def test_a_run_learns_and_its_processes_end_with_it(images, finished, tmp_path):
     assert run.log[-1]["train"]["accuracy"] > 0.5
 
 
-def test_a_stopped_run_goes_on_in_the_same_process_bit_for_bit(images, finished, tmp_path):
+def test_a_stopped_run_resumes_in_the_same_process_bit_for_bit(images, finished, tmp_path):
     with pytest.raises(StoppedError) as caught:  # which remembers all that was there, workers too
         fit(large(images), out=tmp_path, callbacks=[SignalAt(14, signal.SIGTERM)])
     run = fit(large(images), out=tmp_path, resume=True)
@@ -74,7 +74,7 @@ fit(large(Path({str(images)!r})), out=out, callbacks=[SignalAt(12, signal.SIGKIL
     assert_equal_runs(fit(large(images), out=tmp_path, resume=True), finished)
 
 
-def test_the_lock_is_open_in_no_child(tmp_path):
+def test_child_processes_do_not_inherit_the_lock(tmp_path):
     def hold(ready, end):
         ready.set()
         end.wait(60)
@@ -100,7 +100,7 @@ def test_many_recipes_equal_single_runs(images, finished, tmp_path):
     assert_equal_runs(second, fit(recipes[1], out=tmp_path / "alone"))
 
 
-def test_kept_images_change_nothing(images, finished, tmp_path, monkeypatch):
+def test_cached_images_change_nothing(images, finished, tmp_path, monkeypatch):
     recipe = large(images, workers=0, cache=str(tmp_path / "kept"))
     assert_equal_runs(fit(recipe, out=tmp_path / "run"), finished)
     assert len(list((tmp_path / "kept").glob("*.npy"))) == 1  # training, validation and test images are one part
@@ -108,7 +108,7 @@ def test_kept_images_change_nothing(images, finished, tmp_path, monkeypatch):
     fit(recipe.replace(seed=2), out=tmp_path / "other")
 
 
-def test_images_that_live_on_the_device_are_kept_too_and_give_the_same(images, finished, tmp_path, monkeypatch):
+def test_resident_images_are_cached_and_give_the_same(images, finished, tmp_path, monkeypatch):
     monkeypatch.setattr(Folder, "resident", True)
     recipe = large(images, cache=str(tmp_path / "kept"))
     assert_equal_runs(fit(recipe, out=tmp_path / "run"), finished)
@@ -117,14 +117,14 @@ def test_images_that_live_on_the_device_are_kept_too_and_give_the_same(images, f
     fit(recipe.replace(seed=2), out=tmp_path / "other")
 
 
-def test_too_few_images_are_found_before_training(tmp_path):
+def test_too_few_images_raise_before_training(tmp_path):
     images = photographs(tmp_path / "few", count=3)
     with pytest.raises(ValueError, match=r"val.*cat 3, dog 3, owl 3"):
         fit(large(images), out=tmp_path / "run")
     assert not Run(tmp_path / "run").log_file.exists()
 
 
-def test_what_predicting_will_need_is_looked_for_before_training(images, tmp_path, monkeypatch):
+def test_missing_evaluation_data_raises_before_training(images, tmp_path, monkeypatch):
     def offline(*_, **__):
         raise OSError("no network in tests")
 
@@ -138,7 +138,7 @@ def test_what_predicting_will_need_is_looked_for_before_training(images, tmp_pat
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_damaged_image_ends_a_run_with_its_name(tmp_path, workers):
+def test_a_damaged_image_is_named(tmp_path, workers):
     images = photographs(tmp_path / "images")
     broken = images / "dog" / "7.png"
     broken.write_bytes(broken.read_bytes()[:60])

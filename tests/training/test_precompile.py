@@ -51,7 +51,7 @@ def anywhere(monkeypatch):
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_kernels_are_compiled_once_for_each_kind_and_not_run():
+def test_each_specialisation_is_compiled_once_and_not_run():
     kernel, numbers = Kernel(), torch.zeros(3)
     with precompilation(CPU) as one, one.going_on():
         assert precompiling() is one
@@ -119,7 +119,7 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
 
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("fails", [False, True])
-def test_work_beside_the_pre_compilation_is_waited_for_and_may_fail(fails):
+def test_background_work_is_awaited_and_may_fail(fails):
     kernel, threads = Kernel(), []
 
     def meanwhile():
@@ -147,13 +147,13 @@ def test_other_devices_and_later_launches_are_not_part_of_a_precompilation():
         precompile.Precompilation(torch.device("cuda")),
         precompile.Precompilation(torch.device("cuda", 1)),
     )
-    assert any_gpu.concerns(())
-    assert not any_gpu.concerns((torch.zeros(1),))
-    assert not second.concerns((3, torch.zeros(1)))
+    assert any_gpu.handles(())
+    assert not any_gpu.handles((torch.zeros(1),))
+    assert not second.handles((3, torch.zeros(1)))
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_what_is_still_to_be_compiled_is_left_where_something_fails():
+def test_pending_compilations_are_cancelled_after_an_error():
     begun, end = threading.Event(), threading.Event()
 
     class Slow(Kernel):
@@ -177,7 +177,7 @@ def test_what_is_still_to_be_compiled_is_left_where_something_fails():
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_what_is_tried_in_a_rehearsal_is_compiled_and_tried_again():
+def test_trials_in_a_precompilation_are_repeated_afterwards():
     kernel, times = Kernel(), []
 
     @cache
@@ -251,7 +251,7 @@ def test_a_failed_pre_compilation_is_a_warning():
     assert int(session.step.count) == 1
 
 
-def test_a_lack_of_memory_is_raised():
+def test_an_out_of_memory_error_is_raised():
     def full():
         raise torch.OutOfMemoryError("full")
 

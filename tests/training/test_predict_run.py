@@ -1,4 +1,4 @@
-"""Predictions of a trained run on any data: what they are called, what they never replace, and how precise they are."""
+"""Predictions of a trained run on any data: file names, existing files, and precision."""
 
 import signal
 from pathlib import Path
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fit(large(photographs(here / "home"), "ce", epochs=1, workers=0), out=here / "run")
 
 
-def test_an_unfinished_run_is_not_made_to_look_finished(tmp_path):
+def test_predictions_do_not_make_an_unfinished_run_look_finished(tmp_path):
     """Four calls used to write all files by which a finished run was known."""
     recipe = short("ce", epochs=2)
     with pytest.raises(StoppedError):
@@ -50,7 +50,7 @@ def test_an_unfinished_run_is_not_made_to_look_finished(tmp_path):
     assert run.finished
 
 
-def test_a_run_that_is_being_trained_is_left_alone(digits, tmp_path):
+def test_a_locked_run_raises(digits, tmp_path):
     with locked(digits.folder):
         with pytest.raises(RunError, match="process"):
             predict_with(digits.folder, "digits", split="train")
@@ -72,7 +72,7 @@ def test_a_finished_run_needs_no_checkpoint(digits, tmp_path):
         predict_with(copied.folder, "digits", split="train")
 
 
-def test_images_that_have_changed_are_noticed(tmp_path):
+def test_changed_images_raise(tmp_path):
     home, out = photographs(tmp_path / "home"), tmp_path / "run"
     recipe = large(home, "ce", workers=0)
 
@@ -98,7 +98,7 @@ def test_images_that_have_changed_are_noticed(tmp_path):
     assert predict_with(out, "folder", split="train", out=tmp_path / "changed.safetensors").exists()
 
 
-def test_a_network_whose_images_are_gone_can_still_be_asked(folder, tmp_path):
+def test_a_run_without_its_training_data_can_predict(folder, tmp_path):
     home, away = folder.folder.parent / "home", folder.folder.parent / "away"
     asked = {"data": "folder", "options": {"path": str(folder.folder.parent / "other")}, "split": "all"}
     there = Predictions.load(predict_with(folder.folder, **asked, out=tmp_path / "there.safetensors"))
@@ -117,7 +117,7 @@ def test_a_network_whose_images_are_gone_can_still_be_asked(folder, tmp_path):
         away.rename(home)
 
 
-def test_the_data_of_the_recipe_has_the_bare_name(digits):
+def test_predictions_on_the_recipes_data_are_named_after_the_split(digits):
     before = prediction_bytes(digits)
     assert predict_with(digits.folder, "digits") == digits.predictions_file("best-test")
     assert predict_with(digits.folder, "digits", split="val", state="last") == digits.predictions_file("last-val")
@@ -126,7 +126,7 @@ def test_the_data_of_the_recipe_has_the_bare_name(digits):
     assert prediction_bytes(digits) == before
 
 
-def test_other_keywords_make_another_name(digits):
+def test_other_data_options_give_another_name(digits):
     before = prediction_bytes(digits)
     path = predict_with(digits.folder, "digits", split="train", options={"label_noise": 0.0})
     assert path.stem.startswith("best-digits-train-")
@@ -134,7 +134,7 @@ def test_other_keywords_make_another_name(digits):
     assert predict_with(digits.folder, "digits", split="train").stem == "best-train"
 
 
-def test_other_images_never_replace_those_of_the_run(folder):
+def test_predictions_on_other_images_never_replace_those_of_the_run(folder):
     """A folder of other images used to be written over the run's own test predictions."""
     before = prediction_bytes(folder)
     other = folder.folder.parent / "other"
@@ -148,7 +148,7 @@ def test_other_images_never_replace_those_of_the_run(folder):
         predict_with(folder.folder, "folder", options={"path": other})
 
 
-def test_equal_predictions_from_before_checksums_are_equal(digits, tmp_path):
+def test_predictions_without_checksums_compare_equal(digits, tmp_path):
     """Their bytes differ, and after all images had been looked at they were called other predictions."""
     made = predict_with(digits.folder, "digits", out=tmp_path / "made.safetensors")
     now = made.read_bytes()
@@ -167,7 +167,7 @@ def test_equal_predictions_from_before_checksums_are_equal(digits, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["another split", "fewer samples", "other labels", "other classes", "no labels"])
-def test_what_is_about_other_samples_is_refused_before_the_network_is_built(digits, tmp_path, monkeypatch, fault):
+def test_predictions_of_other_samples_raise_before_the_forward_pass(digits, tmp_path, monkeypatch, fault):
     held = digits.predictions("best-test")
     about = {"index": held.index, "features": held.features, "class_names": held.class_names, "split": held.split}
     others = {
@@ -183,7 +183,7 @@ def test_what_is_about_other_samples_is_refused_before_the_network_is_built(digi
         predict_with(digits.folder, "digits", out=tmp_path / "held.safetensors")
 
 
-def test_no_predictions_in_a_run_is_refused_before_anything_is_computed(digits, monkeypatch):
+def test_a_file_without_predictions_raises_before_the_forward_pass(digits, monkeypatch):
     path = digits.predictions_file("best-train")
     before = path.read_bytes() if path.exists() else None
     path.write_bytes(b"mine")
@@ -198,7 +198,7 @@ def test_no_predictions_in_a_run_is_refused_before_anything_is_computed(digits, 
             path.write_bytes(before)
 
 
-def test_keywords_are_values_and_not_text(folder, tmp_path):
+def test_options_are_values_and_not_text(folder, tmp_path):
     options = {"path": folder.folder.parent / "other", "class_names": ["cat", "dog", "owl"], "antialias": False}
     path = predict_with(folder.folder, "folder", options=options, out=tmp_path / "made.safetensors")
     assert fedlas.Predictions.load(path).given_labels is not None
@@ -206,7 +206,7 @@ def test_keywords_are_values_and_not_text(folder, tmp_path):
         predict_with(folder.folder, "folder", options={"seed": 3})
 
 
-def test_weights_that_do_not_fit_are_named(folder, tmp_path):
+def test_weights_of_another_shape_are_reported(folder, tmp_path):
     moved = tmp_path / "run"
     moved.mkdir()
     recipe = folder.recipe_file.read_text().replace('"in_channels": 3', '"in_channels": 1')
@@ -219,7 +219,7 @@ def test_weights_that_do_not_fit_are_named(folder, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:fp16 is very slow")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_logits_are_not_rounded_to_eight_bits(tmp_path: Path, precision):
+def test_logits_are_computed_in_float32(tmp_path: Path, precision):
     """Else many samples share a confidence, and the likeliest two classes a logit."""
     changes = {"epochs": 2, "precision": precision, "splits": ("val",), "data_options": {"train_samples": 60}}
     run = fit(short("ce", **changes), out=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Recipes: plain values, keys that stay, settings from text, and the published numbers."""
+"""Recipes: plain values, stable keys, settings from text, and the published hyperparameters."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from fedlas.training.recipe import Recipe, differences
 SMALL = Recipe(data="digits", model="small_cnn", loss="ce")
 
 
-def test_the_key_stays_what_it_is():
+def test_the_key_is_stable():
     """Folders of old runs must be found again: a changed key here is a break for users."""
     assert SMALL.key == "1149f82ba7"
     published = recipe_for("cifar10", loss="fedlas_ls", precision="fp32", channels_last=False)
@@ -24,7 +24,7 @@ def test_the_key_stays_what_it_is():
     assert SMALL.name == f"digits-small_cnn-ce-{SMALL.key}"
 
 
-def test_what_decides_nothing_is_not_in_the_key():
+def test_execution_fields_are_not_part_of_the_key():
     assert SMALL.replace(checkpoint_every=5, workers=3, tensorboard=True, capture=False).key == SMALL.key
     assert SMALL.replace(seed=2).key != SMALL.key
     assert SMALL.replace(lr=1).key == SMALL.replace(lr=1.0).key
@@ -32,13 +32,13 @@ def test_what_decides_nothing_is_not_in_the_key():
     assert SMALL.replace(loss_options=one).key == SMALL.replace(loss_options=other).key
 
 
-def test_a_recipe_comes_back_from_json():
+def test_a_recipe_survives_a_json_round_trip():
     recipe = recipe_for("cub200", loss="fedlas_mbls", ood=("svhn",))
     assert Recipe.from_dict(json.loads(recipe.to_json())) == recipe
     assert hash(recipe) == hash(Recipe.from_dict(recipe.to_dict()))
 
 
-def test_settings_are_read_by_the_type_of_their_field():
+def test_settings_are_parsed_by_the_type_of_their_field():
     settings = {
         "epochs": "10", "lr": "1e-3", "deterministic": "true", "schedule": "multi_step", "milestones": "3,7",
         "clip": "none", "precision": "bf16", "loss_options.alpha": "0.1", "data_options": '{"label_noise": 0.2}',
@@ -90,12 +90,12 @@ def test_settings_are_read_by_the_type_of_their_field():
         ({"accumulate": "4", "loss_options.ignore_index": "3"}, "accumulate=4.*ignore_index.*loss_options"),
     ],
 )
-def test_wrong_settings_are_refused(settings, message):
+def test_invalid_settings_raise(settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SMALL.with_settings(settings)
 
 
-def test_a_loss_for_each_sample_is_no_loss_for_a_step():
+def test_reduction_none_raises():
     """It used to end in torch's traceback: backward of a vector."""
     with pytest.raises(ValueError, match='reduction="none"'):
         SMALL.replace(loss_options={"reduction": "none"})
@@ -103,7 +103,7 @@ def test_a_loss_for_each_sample_is_no_loss_for_a_step():
         SMALL.with_settings({"loss_options.reduction": "none"})
 
 
-def test_a_change_drops_what_it_leaves_without_effect():
+def test_replace_resets_fields_without_effect():
     """Nobody has asked for the milestones of a protocol that is changed to a cosine; they shall not be in its key."""
     steps = recipe_for("cifar10")
     assert steps.replace(schedule="cosine") == recipe_for("cifar10", schedule="cosine")
@@ -111,13 +111,13 @@ def test_a_change_drops_what_it_leaves_without_effect():
     assert not recipe_for("digits").with_settings({"optimizer": "adamw"}).nesterov
 
 
-def test_a_folder_of_before_can_be_read():
+def test_recipes_with_fields_without_effect_can_be_read():
     """Recipes were written with settings without effect until these were refused."""
     old = {**SMALL.to_dict(), "schedule": "one_cycle", "warmup": 3.0, "optimizer": "adamw", "nesterov": True}
     assert Recipe.from_dict(old) == SMALL.replace(schedule="one_cycle", optimizer="adamw")
 
 
-def test_values_of_another_type_are_refused():
+def test_values_of_another_type_raise():
     for changes in ({"epochs": 2.5}, {"lr": "0.1"}, {"milestones": 3}, {"loss_options": [1]}, {"seed": True}):
         with pytest.raises(TypeError):
             SMALL.replace(**changes)
@@ -129,7 +129,7 @@ def test_differences_are_named():
     assert re.search(r"lr.*0\.1.*0\.2", found)
 
 
-def test_every_ready_recipe_can_be_built():
+def test_every_predefined_recipe_can_be_built():
     recipes = list(list_recipes())
     losses = {record.name for record in fedlas.list_losses()}
     assert len({(p, r.key) for p, r in recipes}) == len(recipes)
@@ -164,7 +164,7 @@ def test_the_published_protocol():
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "tiny_imagenet"])
-def test_residual_networks_on_small_images_take_the_fast_path(data):
+def test_resnets_on_small_images_use_bf16_and_channels_last(data):
     """Else whoever makes the tables again, or trains without a thought, would wait five times as long."""
     ours, released = recipe_for(data, protocol="paper"), recipe_for(data, protocol="official")
     assert (ours.precision, ours.channels_last, ours.compile, ours.capture) == ("bf16", True, True, True)
@@ -193,7 +193,7 @@ def test_published_hyperparameters_of_losses(data, loss, options):
     assert recipe_for(data, loss=loss).loss_options == options
 
 
-def test_the_released_code_departs_where_it_does():
+def test_the_official_protocol_has_the_deviations_of_the_official_code():
     assert recipe_for("cub200", loss="fedlas_ls", protocol="official").loss_options["theta"] == 0.001
     assert recipe_for("cub200", protocol="official").data_options["selection"] == "official"
     assert recipe_for("cifar100", protocol="official").data_options == {"official_test_normalisation": True}
@@ -211,7 +211,7 @@ def test_no_loss_learns_from_test_labels():
         assert recipe_for(data, loss="crl", protocol="official").data_options["selection"] == "official"
 
 
-def test_protocols_do_not_speak_of_what_they_do_not_know():
+def test_protocols_without_a_data_set_raise():
     with pytest.raises(ValueError, match=r"'paper'.*'digits'.*fast, small"):
         recipe_for("digits", "small_cnn", protocol="paper")
     with pytest.raises(ValueError, match=r"'official'.*'svhn'"):
@@ -227,7 +227,7 @@ def test_protocols_do_not_speak_of_what_they_do_not_know():
 
 @pytest.mark.parametrize("data", sorted(DATA.entries))
 @pytest.mark.parametrize("model", [None, "small_cnn"])
-def test_the_protocols_that_are_advised_can_be_followed(data, model):
+def test_suggested_protocols_are_usable(data, model):
     """`fast` was advised for digits, and had no network for them."""
     try:
         recipe_for(data, model, protocol="paper")
@@ -261,7 +261,7 @@ def test_the_standard_protocol(data):
     assert recipe_for("fashion_mnist").model == "small_cnn"  # the default protocols are as they were
 
 
-def test_unknown_names_are_refused_with_a_hint():
+def test_unknown_names_raise_with_a_suggestion():
     with pytest.raises(ValueError, match="'cifar10'"):
         recipe_for("cifar_10")
     with pytest.raises(ValueError, match="'celoss'"):

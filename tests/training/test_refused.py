@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong is answered in a sentence, before anything is trained."""
+"""User errors are reported in one sentence, before training starts."""
 
 import errno
 import os
@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("timm:test_vit", {"in_channels": 1}, r"timm:test_vit.*model_options\.in_channels"),
     ],
 )
-def test_a_network_for_other_images_is_refused_before_training(model, options, message):
+def test_a_network_for_other_images_raises_before_training(model, options, message):
     """These used to end in torch's traceback, from the first step."""
     if model.startswith("timm"):
         pytest.importorskip("timm")
@@ -46,7 +46,7 @@ def test_a_network_for_other_images_is_refused_before_training(model, options, m
         Session(Recipe(data="digits", model=model, loss="ce", model_options=options), CPU)
 
 
-def test_two_classes_of_one_name_are_refused_before_training(monkeypatch):
+def test_duplicate_class_names_raise_before_training(monkeypatch):
     """Predictions with such names cannot be made, which was noticed after the first epoch."""
     recipe = short("ce", epochs=1, data_options={"train_samples": 50})
     kind = type(fedlas.build_data("digits"))
@@ -55,13 +55,13 @@ def test_two_classes_of_one_name_are_refused_before_training(monkeypatch):
         Session(recipe, CPU)
 
 
-def test_the_option_for_the_size_of_images_is_named(tmp_path):
+def test_the_image_size_option_is_suggested(tmp_path):
     recipe = large(photographs(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
     with pytest.raises(RunError, match=r"3 x 16 x 16.*data_options\.image_size"):
         Session(recipe, CPU)
 
 
-def test_a_network_with_two_heads_takes_the_one_that_is_named(tmp_path):
+def test_head_selects_one_of_two_heads(tmp_path):
     """A distilled DeiT averages two layers; there was no way to say which of them has the features."""
     pytest.importorskip("timm")
     small = {"in_channels": 1, "img_size": 8, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 2}
@@ -75,7 +75,7 @@ def test_a_network_with_two_heads_takes_the_one_that_is_named(tmp_path):
     assert torch.equal(fedlas.Predictions.load(made).logits, run.predictions("best-test").logits)
 
 
-def test_the_trial_changes_nothing():
+def test_the_dry_run_changes_nothing():
     recipe = Recipe(data="digits", model="small_cnn", loss="ce")
     torch.manual_seed(recipe.seed)
     alone = fedlas.build_model("small_cnn", 10).state_dict()
@@ -85,7 +85,7 @@ def test_the_trial_changes_nothing():
         assert torch.equal(value, alone[name]), name
 
 
-def test_one_class_is_nothing_to_tell_apart(tmp_path):
+def test_a_single_class_raises(tmp_path):
     folder = photographs(tmp_path, 20)
     with pytest.raises(RunError, match="'cat'"):
         Session(large(folder / "cat"), CPU)
@@ -109,14 +109,14 @@ def unchecked():
         (short("ce"), [print], "AbstractCallback.*<built-in"),
     ],
 )
-def test_fit_looks_at_what_it_is_given(tmp_path, given, callbacks, message):
+def test_fit_checks_its_arguments(tmp_path, given, callbacks, message):
     with pytest.raises(TypeError, match=message):
         fit(given, out=tmp_path / "run", callbacks=callbacks)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_fit_many_looks_at_what_it_is_given_before_a_run_is_asked_for(tmp_path):
+def test_fit_many_checks_its_arguments_at_once(tmp_path):
     with pytest.raises(TypeError, match=r"fit_many.*\bfit\b"):
         fit_many(short("ce"), folder=tmp_path)
     with pytest.raises(TypeError, match="fodler"):
@@ -133,7 +133,7 @@ def test_fit_many_looks_at_what_it_is_given_before_a_run_is_asked_for(tmp_path):
         ({"data_options": {"train_sample": 50}}, "train_sample"),
     ],
 )
-def test_what_cannot_be_built_leaves_no_folder_behind(tmp_path, monkeypatch, changes, message):
+def test_an_invalid_recipe_creates_no_folder(tmp_path, monkeypatch, changes, message):
     """Refused recipes used to pile up in runs/, each with a lock, a recipe and an environment."""
     monkeypatch.chdir(tmp_path)
     for out in (None, "refused"):
@@ -165,7 +165,7 @@ class Whole(AbstractCallback):
         self.seen = step
 
 
-def test_a_misnamed_hook_is_never_called_and_so_refused(tmp_path):
+def test_a_misnamed_hook_raises(tmp_path):
     with pytest.raises(TypeError, match=rf"Misnamed\.on_epoch_ended.*{', '.join(HOOKS)}"):
         fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
     assert HOOKS == ("on_train_start", "on_step_dispatched", "on_step_end", "on_epoch_end", "on_train_end")
@@ -181,20 +181,20 @@ def test_a_misnamed_hook_is_never_called_and_so_refused(tmp_path):
     assert watch.last == 1
 
 
-def test_milestones_beyond_the_end_are_named(tmp_path):
+def test_milestones_beyond_the_last_epoch_warn(tmp_path):
     """`--set epochs=10` of a published recipe keeps its milestones, and the learning rate never drops."""
     steps = {"epochs": 1, "schedule": "multi_step", "data_options": {"train_samples": 50}}
     with pytest.warns(UserWarning, match=r"milestones.*150, 250.*\b1\b"):
         fit(short("ce", **steps, milestones=(150, 250)), out=tmp_path / "run")
 
 
-def test_fp16_on_a_cpu_is_slow(tmp_path):
+def test_fp16_on_a_cpu_warns(tmp_path):
     with pytest.warns(UserWarning, match=r"fp16.*precision=fp32"):
         fit(short("ce", epochs=1, precision="fp16", data_options={"train_samples": 50}), out=tmp_path / "run")
 
 
 @pytest.mark.parametrize(("processor", "slow"), [("AVX2", True), ("AVX512", False)])
-def test_bf16_on_a_cpu_without_units_for_it_is_slow(tmp_path, monkeypatch, processor, slow):
+def test_bf16_on_a_cpu_without_bf16_instructions_warns(tmp_path, monkeypatch, processor, slow):
     """The paper's protocol takes bfloat16 for residual networks: twelve times slower with AVX2 alone."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
     with warnings.catch_warnings(record=True) as found:
@@ -203,7 +203,7 @@ def test_bf16_on_a_cpu_without_units_for_it_is_slow(tmp_path, monkeypatch, proce
     assert any("precision=fp32" in str(one.message) for one in found) == slow
 
 
-def test_a_broken_image_is_named_in_a_sentence(tmp_path):
+def test_a_broken_image_is_named_in_one_line(tmp_path):
     """With workers it used to come with their whole traceback, on one line."""
     folder = photographs(tmp_path / "images")
     for path in folder.rglob("*.png"):
@@ -214,7 +214,7 @@ def test_a_broken_image_is_named_in_a_sentence(tmp_path):
         assert "Traceback" not in str(error.value)
 
 
-def test_a_damaged_checkpoint_does_not_advise_to_unpickle(tmp_path):
+def test_the_error_for_a_damaged_checkpoint_does_not_suggest_unpickling(tmp_path):
     file = tmp_path / "checkpoint.pt"
     for content in (b"", b"PK\x03\x04 half a file", b"\x80\x04\x95 no tensors", b"text"):
         file.write_bytes(content)
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_does_not_advise_to_unpickle(tmp_path):
         assert "weights_only" not in str(error.value)
 
 
-def test_a_checkpoint_of_other_data_is_told_whole(finished, tmp_path):
+def test_the_error_for_a_checkpoint_of_other_data_is_complete(finished, tmp_path):
     state = checkpoint.load(finished.checkpoint)
     session = Session(finished.recipe.replace(model_options={"norm": "group"}), CPU)
     with pytest.raises(RunError, match=r"data.*key"):
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_other_data_is_told_whole(finished, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"seed": 7}, {"loss": "fedlas_mbls"}])
-def test_a_checkpoint_of_another_recipe_is_an_error(finished, tmp_path, changes):
+def test_a_checkpoint_of_another_recipe_raises(finished, tmp_path, changes):
     """Weights of another seed or loss were resumed and evaluated under the name of this recipe."""
     recipe = finished.recipe.replace(**changes)
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_another_recipe_is_an_error(finished, tmp_path, changes)
     assert not any(run.folder.glob("predictions/*"))
 
 
-def test_a_finished_run_is_found_where_nothing_can_be_written(finished, monkeypatch):
+def test_a_finished_run_is_found_in_a_read_only_folder(finished, monkeypatch):
     def refuse(_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), ".lock")
 
@@ -254,7 +254,7 @@ def test_a_finished_run_is_found_where_nothing_can_be_written(finished, monkeypa
     assert fit(finished.recipe, out=finished.folder).folder == finished.folder
 
 
-def test_a_file_is_no_run_folder(tmp_path):
+def test_a_file_as_run_folder_raises(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(RunError, match=r"run\b.*file.*--out.*out="):
         fit(short("ce"), out=tmp_path / "run")
@@ -270,14 +270,14 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_predictions_go_to_a_file_that_says_what_it_is(finished, tmp_path):
+def test_predictions_need_the_safetensors_suffix(finished, tmp_path):
     (tmp_path / "folder.safetensors").mkdir()
     for out in (tmp_path / "p.npz", tmp_path, tmp_path / "folder.safetensors"):
         with pytest.raises(RunError, match=rf"\.safetensors.*{out}"):
             predict_with(finished.folder, "digits", out=out)
 
 
-def test_labels_that_are_left_out_are_missed(finished, tmp_path):
+def test_ignored_labels_warn(finished, tmp_path):
     folder, out = photographs(tmp_path / "images", 2), tmp_path / "own.safetensors"
     with pytest.warns(UserWarning, match=r"labels.*cat, dog, owl"):
         predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
@@ -286,7 +286,7 @@ def test_labels_that_are_left_out_are_missed(finished, tmp_path):
     predict_with(finished.folder, "folder", options={"path": str(folder / "cat")}, out=cats)  # nobody expects labels
 
 
-def test_predictions_are_not_written_over_anything_else(finished, tmp_path):
+def test_predictions_do_not_overwrite_other_files(finished, tmp_path):
     """A calibrator, or the predictions of another run, was gone without a word."""
     out = tmp_path / "p.safetensors"
     out.touch()
@@ -301,7 +301,7 @@ def test_predictions_are_not_written_over_anything_else(finished, tmp_path):
     assert out.read_bytes() == kept
 
 
-def test_the_board_shows_gamma_also_of_a_finished_run(finished):
+def test_tensorboard_has_gamma_of_a_finished_run(finished):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -319,7 +319,7 @@ FILES = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "check
 
 
 @pytest.mark.parametrize("name", [*FILES, "predictions", "predictions/best-test.safetensors"])
-def test_a_link_in_a_run_folder_is_not_followed(finished, tmp_path, name):
+def test_symbolic_links_in_a_run_folder_raise(finished, tmp_path, name):
     """What it led to was written over."""
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     recipe, place, victim = run.recipe, run.folder / name, tmp_path / "mine"
@@ -332,13 +332,13 @@ def test_a_link_in_a_run_folder_is_not_followed(finished, tmp_path, name):
     assert victim.read_text() == "mine"
 
 
-def test_the_run_folder_itself_may_be_a_link(finished, tmp_path):
+def test_the_run_folder_itself_may_be_a_symbolic_link(finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     assert fit(finished.recipe, out=tmp_path / "link", resume=True, progress=False).finished
 
 
-def test_a_run_folder_that_nobody_named_is_no_link(finished, tmp_path, monkeypatch):
+def test_a_default_run_folder_that_is_a_symbolic_link_raises(finished, tmp_path, monkeypatch):
     """What it led to was continued, and written over."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished.folder, tmp_path / "elsewhere", ignore=lambda *_: ["predictions"])
@@ -352,7 +352,7 @@ def test_a_run_folder_that_nobody_named_is_no_link(finished, tmp_path, monkeypat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_board_is_not_written_through_a_link(finished, tmp_path):
+def test_tensorboard_is_not_written_through_a_symbolic_link(finished, tmp_path):
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["tensorboard"]))
     (tmp_path / "elsewhere").mkdir()
     (run.folder / "tensorboard").symlink_to(tmp_path / "elsewhere")
@@ -361,7 +361,7 @@ def test_the_board_is_not_written_through_a_link(finished, tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_pipe_in_a_run_folder_is_not_waited_for(finished, tmp_path, name):
+def test_a_pipe_in_a_run_folder_raises(finished, tmp_path, name):
     run = Run(shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     recipe = run.recipe
     (run.folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Residual networks with kernels of our own compute what torch's layers do; here in Triton's interpreter."""
+"""ResNets with custom kernels against torch's layers, in Triton's interpreter."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("case", ["basic", "bottleneck"])
-def test_values_gradients_and_running_statistics_are_as_exact_as_torchs(found, case):
+def test_outputs_gradients_and_running_statistics_are_as_exact_as_torchs(found, case):
     one = found[case]
     assert one["taken"]
     for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
@@ -40,7 +40,7 @@ def test_values_gradients_and_running_statistics_are_as_exact_as_torchs(found, c
 
 
 @pytest.mark.campaign
-def test_layers_that_are_frozen_or_watched_compute_as_they_always_did(found):
+def test_frozen_layers_and_layers_with_hooks_use_torch(found):
     # What is not touched differs in the last digits, or the comparison would show nothing.
     assert found["falls back"] == {
         "frozen norm": True,
@@ -51,22 +51,22 @@ def test_layers_that_are_frozen_or_watched_compute_as_they_always_did(found):
 
 
 @pytest.mark.campaign
-def test_a_mean_far_from_zero_costs_no_digits(found):
+def test_a_mean_far_from_zero_loses_no_digits(found):
     assert found["far from zero"]["rstd"] < 1e-5
 
 
 @pytest.mark.campaign
-def test_one_value_a_channel_has_no_variance(found):
+def test_one_value_per_channel_raises(found):
     assert "channel" in found["one value"]
 
 
 @pytest.mark.campaign
-def test_narrow_copies_are_those_of_torch(found):
+def test_low_precision_copies_equal_those_of_torch(found):
     assert len(found["narrowed"]) == 5
     assert all(found["narrowed"].values()), found["narrowed"]
 
 
-def test_networks_of_the_catalogue_are_taken():
+def test_networks_of_the_catalogue_fit():
     with torch.device("meta"):
         assert fuse(build_model("resnet18_cifar", 10))
         assert fuse(build_model("resnet50_tiny", 200))
@@ -184,14 +184,14 @@ def in_float64() -> nn.Module:
         lambda: build_model("small_cnn", 10, in_channels=1),
     ],
 )
-def test_what_does_not_fit_is_left_as_it_is(make):
+def test_unsupported_networks_are_unchanged(make):
     model = make()
     kinds = [type(layer) for layer in model.modules()]
     assert not fuse(model)
     assert [type(layer) for layer in model.modules()] == kinds
 
 
-def test_names_and_weights_stay():
+def test_names_and_weights_are_unchanged():
     model = narrow()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model = fuse(model)
@@ -213,7 +213,7 @@ def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
     return isinstance(made.net.model, FusedResNet), "WithFeatures" in compiled
 
 
-def test_a_session_fuses_what_it_would_compile(monkeypatch):
+def test_a_session_fuses_networks_that_it_would_compile(monkeypatch):
     assert on_a_pretended_gpu(monkeypatch) == (True, False)
     # Nobody who looks at steps, and so keeps them from being captured, shall change what is learned.
     assert on_a_pretended_gpu(monkeypatch, capture=False) == (True, False)
@@ -221,19 +221,19 @@ def test_a_session_fuses_what_it_would_compile(monkeypatch):
     assert on_a_pretended_gpu(monkeypatch, compile=False) == (False, False)
 
 
-def test_where_no_kernel_can_be_made_the_compiler_is_asked(monkeypatch):
+def test_without_kernels_the_network_is_compiled(monkeypatch):
     with pytest.warns(UserWarning, match="no C compiler"):
         assert on_a_pretended_gpu(monkeypatch, reason="RuntimeError: no C compiler") == (False, True)
 
 
-def test_why_not_gives_the_reason():
+def test_why_not_returns_the_reason():
     reason = batch_norm.why_not(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
     assert reason is not None
     assert "\n" not in reason
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_a_weight_that_does_not_learn_leaves_nothing_under_way(learns):
+def test_a_frozen_weight_leaves_no_pending_work(learns):
     """Whoever waits for gradients of weights is not asked where no weight has one."""
     images, weight = torch.randn(2, 3, 5, 5, requires_grad=True), torch.randn(4, 3, 3, 3, requires_grad=learns)
     asked = []
@@ -254,14 +254,14 @@ def test_a_weight_that_does_not_learn_leaves_nothing_under_way(learns):
     assert (weight.grad is not None) is learns
 
 
-def test_few_numbers_are_summed_by_fewer_programs():
-    few, many = batch_norm.tile_for_sums(batch_norm.FEW), batch_norm.tile_for_sums(batch_norm.FEW + 1)
+def test_small_tensors_are_summed_by_fewer_programs():
+    few, many = batch_norm.tile_for_sums(batch_norm.SMALL_SIZE), batch_norm.tile_for_sums(batch_norm.SMALL_SIZE + 1)
     assert few.programs < many.programs
     assert few.blocks(10**6, 64) == few.programs
 
 
 @pytest.mark.parametrize(("stride", "size"), [(2, (6, 6)), (2, (5, 7)), (2, (6, 3)), (3, (7, 4))])
-def test_a_convolution_with_a_stride_leaves_what_its_gradient_is_made_of(stride, size):
+def test_a_strided_convolution_stores_a_strided_gradient(stride, size):
     torch.manual_seed(0)
     images, weight = torch.randn(2, 8, *size, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
     geometry, deferred = ((stride, stride), (0, 0), (1, 1), 1), DeferredGradient()
@@ -280,7 +280,7 @@ def test_a_convolution_with_a_stride_leaves_what_its_gradient_is_made_of(stride,
     torch.testing.assert_close(weight.grad, usual[1].grad)
 
 
-def test_every_pixel_counts_where_a_convolution_is_of_another_kind():
+def test_other_convolutions_have_gradients_at_every_pixel():
     one, three = torch.zeros(8, 8, 1, 1), torch.zeros(8, 8, 3, 3)
     assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), one) == 2
     others = [(2, 1), (0, 0), (1, 1), 1], [(2, 2), (1, 1), (1, 1), 1], [(2, 2), (0, 0), (1, 1), 2]
@@ -288,7 +288,7 @@ def test_every_pixel_counts_where_a_convolution_is_of_another_kind():
     assert _stride_of_1x1(((2, 2), (0, 0), (1, 1), 1), three) == 1
 
 
-def test_what_is_left_cannot_be_differentiated_twice():
+def test_deferred_gradients_cannot_be_differentiated_twice():
     images, weight = torch.randn(2, 8, 4, 4, requires_grad=True), torch.randn(5, 8, 1, 1, requires_grad=True)
     geometry, defer = ((1, 1), (0, 0), (1, 1), 1), DeferredGradient().defer_product
     y, _ = _Convolution.apply(images, weight, geometry, SideStream(torch.device("cpu")), None, defer)

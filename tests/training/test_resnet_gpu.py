@@ -1,4 +1,4 @@
-"""On a GPU: fused residual networks against torch's layers, in wide and narrow numbers, and their bits."""
+"""On a GPU: fused ResNets against torch's layers, in float32 and low precision, and reproducibility."""
 
 import copy
 from typing import Any
@@ -39,7 +39,7 @@ def test_as_exact_as_torchs_layers(kind):
     assert one["evaluates alike"]
 
 
-def test_narrow_copies_are_those_of_torch():
+def test_low_precision_copies_equal_those_of_torch():
     found = narrowed("cuda")
     assert all(found.values()), found
 
@@ -57,7 +57,7 @@ def in_bf16(model: Any, images: torch.Tensor) -> dict[str, dict[str, torch.Tenso
 
 @pytest.mark.parametrize("name", ["resnet18_cifar", "resnet50_cifar"])
 @pytest.mark.parametrize("count", [3, 128])  # a part of a tile, and more tiles than programs
-def test_in_bfloat16_as_far_from_float64_as_torchs_layers(name, count):
+def test_bf16_is_as_exact_as_torchs_layers(name, count):
     plain = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
     fused = fuse(copy.deepcopy(plain))
     images = images_of(count)
@@ -89,7 +89,7 @@ def test_equal_inputs_give_equal_bits():
             assert torch.equal(value, again[part][name]), (part, name)
 
 
-def test_gradients_of_weights_beside_the_rest_are_those_after_it(monkeypatch):
+def test_weight_gradients_on_the_side_stream_equal_those_on_the_main_stream(monkeypatch):
     model = build_model("resnet50_cifar", 10).to("cuda", memory_format=torch.channels_last)
     model = fuse(model)
     images = images_of(128)
@@ -110,8 +110,8 @@ def assert_as_exact_as_without(
     images, asked = images_of(count), []
     right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
     model = fuse(model)
-    assert module._can_be_made(images.device)
-    assert conv1x1._can_be_made_back(images.device)
+    assert module._can_run(images.device)
+    assert conv1x1._can_run_backward(images.device)
     kernel = getattr(module, work)
     monkeypatch.setattr(module, work, lambda *given: asked.append(1) or kernel(*given))
     ours = in_bf16(copy.deepcopy(model), images)
@@ -127,14 +127,14 @@ def assert_as_exact_as_without(
 
 
 @pytest.mark.parametrize("count", [3, 128, 512])
-def test_a_step_with_the_kernels_of_the_first_layer_is_as_exact_as_one_without(count, monkeypatch):
+def test_a_step_with_the_stem_kernels_is_as_exact_as_without(count, monkeypatch):
     assert_as_exact_as_without("resnet18_cifar", count, stem, monkeypatch, work="convolve", times=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("shape", [(3, 5, 7, 64), (64, 32, 32, 64), (40, 31, 33, 128)])
-def test_the_first_layer_is_as_exact_as_its_type_and_gives_equal_bits(shape, twice, dtype):
+def test_the_stem_is_as_exact_as_its_type_and_reproducible(shape, twice, dtype):
     given = stem_case.layer(shape, "cuda")
     given = {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
     wide = {name: one.double() for name, one in given.items()}
@@ -146,15 +146,15 @@ def test_the_first_layer_is_as_exact_as_its_type_and_gives_equal_bits(shape, twi
 
 
 @pytest.mark.parametrize("count", [3, 128])
-def test_a_step_with_the_kernel_of_products_is_as_exact_as_one_without(count, monkeypatch):
-    monkeypatch.setattr(conv1x1, "MANY", 0)
+def test_a_step_with_the_conv1x1_kernel_is_as_exact_as_without(count, monkeypatch):
+    monkeypatch.setattr(conv1x1, "MIN_ROWS", 0)
     times = 12  # seven in the first stage, five in the second
     assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, work="multiply", times=times)
 
 
 @pytest.mark.parametrize("count", [3, 128])
-def test_a_step_with_the_kernel_of_their_gradients_is_as_exact_as_one_without(count, monkeypatch):
-    monkeypatch.setattr(conv1x1, "MANY_BACK", 0)
+def test_a_step_with_the_conv1x1_backward_kernel_is_as_exact_as_without(count, monkeypatch):
+    monkeypatch.setattr(conv1x1, "MIN_ROWS_BACKWARD", 0)
     about = {"work": "gradient_sums", "times": 13, "fits": "fits_back"}  # the first ones of the first 13 blocks
     assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, **about)
 
@@ -172,7 +172,7 @@ def test_a_step_with_the_kernel_of_their_gradients_is_as_exact_as_one_without(co
         (31, 17, 13, 192, 128),
     ],
 )
-def test_their_gradients_are_as_exact_as_their_type_and_give_equal_bits(shape, added, every, dtype):
+def test_conv1x1_gradients_are_as_exact_as_their_type_and_reproducible(shape, added, every, dtype):
     given = conv1x1_case.narrowed(conv1x1_case.block(shape, "cuda"), dtype)
     wide = {name: one.double() for name, one in given.items()}
     right = conv1x1_case.back_by_torch(wide, added, every)
@@ -190,7 +190,7 @@ def test_their_gradients_are_as_exact_as_their_type_and_give_equal_bits(shape, a
         (3, 5, 7, 64, 64), (31, 17, 13, 128, 192),
     ],
 )  # fmt: skip
-def test_conv1x1_are_as_exact_as_their_type_and_give_equal_bits(shape, dtype):
+def test_conv1x1_is_as_exact_as_its_type_and_reproducible(shape, dtype):
     given = conv1x1_case.narrowed(conv1x1_case.layer(shape, "cuda"), dtype)
     right = conv1x1_case.by_torch({name: one.double() for name, one in given.items()}, narrow=dtype)
     found, again = (conv1x1_case.by_kernels(given) for _ in range(2))
@@ -200,7 +200,7 @@ def test_conv1x1_are_as_exact_as_their_type_and_give_equal_bits(shape, dtype):
         assert distance({"": value}, {"": right[part]}) < bound, part
 
 
-def test_more_rows_than_an_axis_has_programs():
+def test_more_rows_than_programs_on_a_grid_axis():
     """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; all axes of a grid but the first end before."""
     y = torch.randn(4096, 64, 32, 33, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
@@ -216,7 +216,7 @@ def test_more_rows_than_an_axis_has_programs():
     assert bool(torch.isfinite(back.y).all())
 
 
-def test_weights_that_have_moved_are_found_again():
+def test_moved_weights_are_cast_correctly():
     model: Any = build_model("resnet18_cifar", 10).to("cuda", memory_format=torch.channels_last)
     model = fuse(model)
     images, other = images_of(8), copy.deepcopy(model)
@@ -235,7 +235,7 @@ def test_weights_that_have_moved_are_found_again():
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp16"}])
-def test_a_captured_step_equals_one_that_is_not_bit_for_bit(changes):
+def test_a_captured_step_equals_an_eager_step_bit_for_bit(changes):
     same = {"deterministic": True, "channels_last": True, "compile": True, "precision": "bf16"} | changes
     recipe = short("ce", model="resnet18_cifar", model_options={}, epochs=2, **same)
     captured, eager = trained(recipe, capture=True), trained(recipe, capture=False)

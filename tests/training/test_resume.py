@@ -1,4 +1,4 @@
-"""Stop and resume: whatever ends a run, and wherever, the resumed run equals the unbroken one bit for bit."""
+"""Stop and resume: a resumed run equals an uninterrupted run bit for bit."""
 
 import shutil
 import signal
@@ -124,7 +124,7 @@ fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(13, sig
     assert_continues(Run(tmp_path), unbroken("fedlas_ls"))
 
 
-def test_a_run_killed_while_it_predicts_only_predicts(unbroken, tmp_path):
+def test_a_run_killed_while_predicting_only_predicts(unbroken, tmp_path):
     run = Run(shutil.copytree(unbroken("mixed").folder, tmp_path / "run"))
     times = [record["machine"] for record in run.log]
     run.predictions_file("best-val").unlink()
@@ -132,14 +132,14 @@ def test_a_run_killed_while_it_predicts_only_predicts(unbroken, tmp_path):
     assert [record["machine"] for record in run.log] == times
 
 
-def test_an_unfinished_run_is_not_touched_unless_asked(tmp_path):
+def test_an_unfinished_run_needs_resume(tmp_path):
     with pytest.raises(StoppedError):
         fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
     with pytest.raises(RunError, match=r"--resume.*resume=True"):
         fit(short(), out=tmp_path)
 
 
-def test_a_terminal_that_is_closed_stops_a_run_unless_that_is_ignored(tmp_path):
+def test_sighup_stops_a_run_unless_ignored(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         with pytest.raises(StoppedError) as caught:
@@ -153,7 +153,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_that_is_ignored(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_checkpoints_come_as_often_as_asked(tmp_path):
+def test_checkpoint_every_sets_the_interval(tmp_path):
     with pytest.raises(StoppedError):
         fit(short("ce", checkpoint_every=5), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
     fit(short("ce", checkpoint_every=1000), out=tmp_path, resume=True)
@@ -161,7 +161,7 @@ def test_checkpoints_come_as_often_as_asked(tmp_path):
     assert (saved["epoch"], saved["position"]) == (3, 0)
 
 
-def test_parts_of_files_that_a_kill_has_left_are_removed(tmp_path):
+def test_partial_files_of_a_killed_run_are_removed(tmp_path):
     """Only those of checkpoints used to be; half a log, recipe or file of predictions stayed for ever."""
     with pytest.raises(StoppedError):
         fit(short("ce"), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
@@ -188,7 +188,7 @@ class SignalAfterEpoch(AbstractCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_between_epochs_stops_there(unbroken, tmp_path):
+def test_a_signal_between_epochs_stops_the_run(unbroken, tmp_path):
     with pytest.raises(StoppedError, match=r"\b2 .*\b3\b.*--resume"):
         fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(2)])
     saved = weights(Run(tmp_path))
@@ -196,7 +196,7 @@ def test_a_signal_between_epochs_stops_there(unbroken, tmp_path):
     assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), unbroken("fedlas_ls"))
 
 
-def test_a_signal_after_the_last_step_is_not_swallowed(unbroken, tmp_path):
+def test_a_signal_after_the_last_step_stops_the_run(unbroken, tmp_path):
     """Else a run that predicts when Ctrl-C comes would finish, and the next one of many would begin."""
     with pytest.raises(StoppedError) as caught:
         fit(RECIPES["mixed"], out=tmp_path, callbacks=[SignalAfterEpoch(3)])
@@ -204,7 +204,7 @@ def test_a_signal_after_the_last_step_is_not_swallowed(unbroken, tmp_path):
     assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), unbroken("mixed"))
 
 
-def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
+def test_a_signal_while_predicting_ends_fit_many(tmp_path, monkeypatch):
     recipes = [short("ce", epochs=2), short("ls", epochs=1)]
     save = Predictions.save
 
@@ -222,15 +222,15 @@ def test_a_signal_while_predicting_ends_many_runs(tmp_path, monkeypatch):
     assert not (tmp_path / recipes[1].name).exists()
 
 
-def test_a_repeated_signal_does_not_hit_the_checkpoint(monkeypatch):
+def test_a_repeated_signal_does_not_interrupt_the_checkpoint(monkeypatch):
     """A terminal and a launcher both pass Ctrl-C on; later, a person means it."""
     now = 100.0
     monkeypatch.setattr("fedlas.training.signals.time.monotonic", lambda: now)
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        for patient, expected in ((True, []), (False, [signal.SIGTERM])):
-            signals = StopSignals(patient=patient)
+        for ignore_repeats, expected in ((True, []), (False, [signal.SIGTERM])):
+            signals = StopSignals(ignore_repeats=ignore_repeats)
             with signals.listening():
                 for _ in range(3):
                     signal.raise_signal(signal.SIGTERM)
@@ -243,7 +243,7 @@ def test_a_repeated_signal_does_not_hit_the_checkpoint(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_resume_starts_where_nothing_is(tmp_path):
+def test_resume_starts_a_new_run_in_an_empty_folder(tmp_path):
     assert fit(short("ce", epochs=1), out=tmp_path / "new", resume=True).finished
 
 
@@ -275,7 +275,7 @@ def flipped(content: bytes) -> bytes:
     return bytes(changed)
 
 
-def test_torch_reads_flipped_bits_without_a_word_and_we_do_not(stopped, tmp_path):
+def test_flipped_bits_that_torch_accepts_are_detected(stopped, tmp_path):
     file = tmp_path / "checkpoint.pt"
     file.write_bytes(flipped(stopped.checkpoint.read_bytes()))
     assert torch.load(file, weights_only=True).keys() == weights(stopped).keys()
@@ -283,34 +283,34 @@ def test_torch_reads_flipped_bits_without_a_word_and_we_do_not(stopped, tmp_path
         checkpoint.load(file)
 
 
-def test_every_flipped_bit_is_noticed_or_changes_nothing(stopped):
+def test_every_flipped_bit_is_detected_or_changes_nothing(stopped):
     """Only a bit in the word that introduces the checksum may flip; then the checksums of the parts are looked at."""
     content, random = stopped.checkpoint.read_bytes(), np.random.default_rng(0)
-    assert checkpoint.intact(content)
+    assert checkpoint.is_intact(content)
     end = len(content) - 64
     places = [*random.integers(0, len(content), 300).tolist(), *range(end - 9, len(content))]
     for place in places:
         changed = bytearray(content)
         changed[place] ^= 1 << int(random.integers(8))
-        noticed = not checkpoint.intact(bytes(changed))
+        noticed = not checkpoint.is_intact(bytes(changed))
         assert noticed != (end - 7 <= place < end), place
     for length in random.integers(0, len(content), 100).tolist():
-        assert not checkpoint.intact(content[:length])
+        assert not checkpoint.is_intact(content[:length])
 
 
-def test_a_checkpoint_without_a_checksum_is_judged_by_its_parts(stopped, tmp_path):
+def test_a_checkpoint_without_a_checksum_is_checked_by_its_zip_members(stopped, tmp_path):
     """As all were that were written before there was one."""
     torch.save(torch.load(stopped.checkpoint, weights_only=True), tmp_path / "checkpoint.pt")
     content = (tmp_path / "checkpoint.pt").read_bytes()
-    assert checkpoint.intact(content)
-    assert not checkpoint.intact(flipped(content))
-    assert not checkpoint.intact(cut(content))
+    assert checkpoint.is_intact(content)
+    assert not checkpoint.is_intact(flipped(content))
+    assert not checkpoint.is_intact(cut(content))
 
 
 @pytest.mark.parametrize(
     "damage", [flipped, *(pytest.param(damage, marks=pytest.mark.campaign) for damage in (cut, lambda content: b""))]
 )
-def test_the_checkpoint_before_a_damaged_one_is_taken_and_this_is_said(unbroken, stopped, tmp_path, damage):
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one_with_a_warning(unbroken, stopped, tmp_path, damage):
     folder = shutil.copytree(stopped.folder, tmp_path / "run")
     run = Run(folder)
     written = damage(run.checkpoint.read_bytes())
@@ -334,7 +334,7 @@ def test_two_damaged_checkpoints_are_both_named(stopped, tmp_path):
     assert run.log[0]["machine"]["continued_at_step"] is None
 
 
-def test_a_log_that_lacks_epochs_is_named(stopped, tmp_path):
+def test_a_log_without_all_epochs_raises(stopped, tmp_path):
     """It used to be gone on with, and the run was never finished."""
     run = Run(shutil.copytree(stopped.folder, tmp_path / "run"))
     run.log_file.write_bytes(cut(run.log_file.read_bytes()))
@@ -342,7 +342,7 @@ def test_a_log_that_lacks_epochs_is_named(stopped, tmp_path):
         fit(RECIPES["fedlas_ls"], out=run.folder, resume=True)
 
 
-def test_where_there_are_no_links_the_checkpoint_before_is_a_copy(tmp_path, monkeypatch):
+def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypatch):
     def refuse(*_: Any) -> None:
         raise OSError("no links here")
 
@@ -354,7 +354,7 @@ def test_where_there_are_no_links_the_checkpoint_before_is_a_copy(tmp_path, monk
     assert [(one["epoch"], one["position"]) for one in stands] == [(0, 6), (0, 7)]
 
 
-def test_a_checkpoint_of_a_stranger_is_not_unpickled(tmp_path):
+def test_an_untrusted_checkpoint_is_not_unpickled(tmp_path):
     class Trap:
         def __reduce__(self):
             return Path.touch, (tmp_path / "sprung",)
@@ -367,7 +367,7 @@ def test_a_checkpoint_of_a_stranger_is_not_unpickled(tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-def test_signals_act_as_before_after_a_run(tmp_path):
+def test_signal_handlers_are_restored_after_a_run(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     fit(short("ce", epochs=1), out=tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) is before
@@ -401,7 +401,7 @@ def test_no_epoch_waits_for_a_slow_disk(unbroken, tmp_path, monkeypatch):
     assert_equal_runs(fitted, unbroken("mixed"))
 
 
-def test_whoever_asks_for_checkpoints_gets_each_of_them(tmp_path, monkeypatch):
+def test_checkpoint_every_writes_all_checkpoints_to_a_slow_disk(tmp_path, monkeypatch):
     """Each is written only when the run waits for it: whoever would skip the next one never does."""
     waited, wait, write = threading.Semaphore(0), checkpoint.Writer.wait, checkpoint._write
     epochs = []

@@ -1,4 +1,4 @@
-"""The step: a plain loop in torch, written out again, gives the same weights; bad numbers freeze everything."""
+"""The training step against a plain torch loop; non-finite values freeze the weights."""
 
 import gc
 import importlib
@@ -31,7 +31,7 @@ def steps(session: Session, count: int, epoch: int = 0) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"nesterov": False, "clip": None}, {"optimizer": "adamw", "lr": 0.003}])
 @pytest.mark.parametrize("loss", ["ce", "fedlas_ls"])
-def test_the_step_is_the_loop_that_one_would_write(loss, changes):
+def test_the_step_equals_a_plain_torch_loop(loss, changes):
     recipe = short(loss, **changes)
     ours, theirs = Session(recipe, CPU), Session(recipe, CPU)
     steps(ours, 5)
@@ -57,7 +57,7 @@ def test_the_step_is_the_loop_that_one_would_write(loss, changes):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
-def test_accumulated_parts_equal_the_whole_batch():
+def test_gradient_accumulation_equals_the_whole_batch():
     recipe = short("ls", model_options={"norm": "group"})
     whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
     steps(whole, 7)
@@ -67,7 +67,7 @@ def test_accumulated_parts_equal_the_whole_batch():
     assert whole.step.metrics.read()["loss"] == pytest.approx(parts.step.metrics.read()["loss"], rel=1e-4)
 
 
-def test_accumulated_parts_of_a_sum_are_not_averaged():
+def test_gradient_accumulation_of_a_summed_loss_is_not_averaged():
     """Each part's sum used to be multiplied by its share of the batch, which made a fifth of loss and gradient."""
     recipe = short("mbls", model_options={"norm": "group"}, loss_options={"reduction": "sum"}, lr=1e-4, clip=None)
     whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
@@ -78,7 +78,7 @@ def test_accumulated_parts_of_a_sum_are_not_averaged():
     assert whole.step.metrics.read() == pytest.approx(parts.step.metrics.read(), rel=1e-3)
 
 
-def test_the_gate_can_have_a_rate_of_its_own():
+def test_the_gate_can_have_its_own_learning_rate():
     recipe = short("fedlas_ls", gate_lr_factor=0.0, gate_weight_decay=0.0)
     session = Session(recipe, CPU)
     gate = [p.clone() for p in session.loss.parameters()]
@@ -98,7 +98,7 @@ def test_clipping_may_include_the_gate():
         assert (gate <= 1.01e-6) == clip_loss
 
 
-def test_a_bad_step_is_remembered_and_freezes_the_weights():
+def test_a_bad_step_is_recorded_and_freezes_the_weights():
     session = Session(short("fedlas_ls"), CPU)
     steps(session, 2)
     assert session.step.bad_step() is None
@@ -117,7 +117,7 @@ def test_a_bad_step_is_remembered_and_freezes_the_weights():
     )
 
 
-def test_a_bad_gradient_of_the_loss_alone_is_seen_in_its_step():
+def test_a_bad_gradient_of_the_loss_alone_is_detected_in_its_step():
     """Clipping looks at the network only; the flag must not."""
     session = Session(short("fedlas_ls"), CPU)
     steps(session, 2)
@@ -132,7 +132,7 @@ def test_a_bad_gradient_of_the_loss_alone_is_seen_in_its_step():
     assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
 
 
-def test_gradients_that_stay_bad_in_float16_are_no_overflow():
+def test_gradients_that_stay_bad_in_float16_are_not_an_overflow():
     session = Session(short("ce", precision="fp16", epochs=30, batch_size=2, data_options={"train_samples": 4}), CPU)
     next(session.net.parameters()).register_hook(lambda gradient: gradient * math.nan)
     for epoch in range(10):
@@ -155,7 +155,7 @@ def test_the_loss_scale_falls_after_an_overflow_and_grows_after_many_good_steps(
     assert float(unused.value) == 1
 
 
-def test_an_overflow_in_float16_skips_a_step_and_goes_on():
+def test_an_overflow_in_float16_skips_one_step():
     session = Session(short("ce", precision="fp16", data_options={"train_samples": 100}), CPU)
     session.step.scaler.value.fill_(1e30)
     before = [p.clone() for p in session.net.parameters()]
@@ -208,14 +208,14 @@ def test_rates_follow_a_counter_on_the_device():
     assert float(optimizer.param_groups[1]["lr"]) == float(table[4])
 
 
-def test_only_matrices_are_decayed_on_request():
+def test_decay_all_false_decays_only_matrices():
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     optimizer, _ = build_optimizer(PLAIN.replace(decay_all=False), net, nn.Identity(), torch.ones(1), CPU)
     decays = {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {4: 5e-4, 1: 0.0}
 
 
-def test_mixup_blends_neighbours_and_cutmix_pastes_them():
+def test_mixup_and_cutmix_mix_neighbours():
     images, labels = torch.rand(4, 1, 8, 8), torch.arange(4)
     for recipe in (PLAIN.replace(mixup=1.0), PLAIN.replace(cutmix=1.0)):
         mixer = Mixer(recipe, 50, 10, CPU)
@@ -233,7 +233,7 @@ def test_mixup_blends_neighbours_and_cutmix_pastes_them():
     assert unused(images, labels, torch.tensor(0)) == (images, labels)
 
 
-def test_draws_of_mixing_depend_on_the_seed_alone():
+def test_mixup_draws_depend_only_on_the_seed():
     one, same, other = (Mixer(PLAIN.replace(mixup=0.3, cutmix=0.5, seed=s), 30, 10, CPU).table for s in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
@@ -268,7 +268,7 @@ def replace_calls(session, net=None, loss=None):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
+def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(backward):
     recipe = short("fedlas_ls", accumulate=2)
     plain, broken = Session(recipe, CPU), Session(recipe, CPU)
     error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this network\nand more")
@@ -286,7 +286,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_no_step_twice(backward):
     assert broken.step.gate.read() == plain.step.gate.read()
 
 
-def test_a_batch_that_cannot_be_compiled_takes_nothing_with_it():
+def test_failed_compilation_of_the_batch_leaves_the_network_compiled():
     plain, broken = Session(short("ce"), CPU), Session(short("ce"), CPU)
     replace_calls(broken, *(CompiledCall(one, fullgraph=True, backend="eager") for one in (broken.net, broken.loss)))
     error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this batch")
@@ -299,7 +299,7 @@ def test_a_batch_that_cannot_be_compiled_takes_nothing_with_it():
     assert broken.step.metrics.read() == pytest.approx(plain.step.metrics.read())
 
 
-def test_a_lack_of_memory_is_no_fault_of_the_compiler():
+def test_errors_that_are_not_compilation_errors_are_raised():
     dynamo = importlib.import_module("torch._dynamo.exc")
     wrapped = dynamo.TorchDynamoException("while compiling")
     wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
@@ -358,7 +358,7 @@ def test_no_garbage_is_collected_during_a_capture():
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.75, 0.36, 0.0])
-def test_the_rectangle_of_cutmix_covers_what_is_not_kept(keep):
+def test_the_cutmix_rectangle_has_the_area_of_the_weight(keep):
     middle = torch.tensor(0.5)
     fraction, inside = _rectangle(torch.tensor(keep), middle, middle, 100, 50)
     assert float(fraction) == pytest.approx(1 - keep, abs=0.01)

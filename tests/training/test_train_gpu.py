@@ -1,4 +1,4 @@
-"""On a GPU: a captured step equals the eager one bit for bit, a compiled one nearly, and neither ever waits."""
+"""On a GPU: captured, compiled and eager steps agree, and none synchronises with the host."""
 
 import gc
 import math
@@ -120,7 +120,7 @@ def assert_never_waits(recipe, *, capture):
 
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize("loss", NAMES)
-def test_a_step_never_waits(loss, capture):
+def test_a_step_does_not_synchronise(loss, capture):
     assert_never_waits(short(loss, deterministic=False, compile=False, drop_last=True), capture=capture)
 
 
@@ -147,7 +147,7 @@ def test_a_run_on_a_gpu_resumes_and_repeats_bit_for_bit(tmp_path):
         assert log_without_times(run) == log_without_times(one)
 
 
-def test_the_log_tells_of_the_memory_of_its_own_run(tmp_path):
+def test_the_log_has_the_peak_memory_of_its_run(tmp_path):
     gc.collect()  # networks of other tests may still be there
     held = torch.cuda.memory_allocated() / 2**20
     torch.empty(2**30, dtype=torch.uint8, device="cuda").zero_()
@@ -156,7 +156,7 @@ def test_the_log_tells_of_the_memory_of_its_own_run(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_statistics_of_batchnorm_over_two_gpus_are_those_of_one(tmp_path):
+def test_synchronised_batch_norm_over_two_gpus_equals_one_gpu(tmp_path):
     changes = {"epochs": 1, "batch_size": 50, "compile": False, "sync_batchnorm": True, "lr": 0.01}
     recipe = short("fedlas_ls", **changes)
     words = ["--set", "epochs=1", "--set", "batch_size=50", "--set", "compile=false", "--set", "sync_batchnorm=true"]
@@ -177,7 +177,7 @@ def test_a_second_seed_replays_the_captured_step(tmp_path):
     assert prediction_bytes(runs[1]) == prediction_bytes(alone)
 
 
-def test_a_bad_gradient_of_the_gate_alone_is_found_in_a_captured_run():
+def test_a_bad_gate_gradient_is_detected_in_a_captured_run():
     device = select_device("cuda")
     recipe = short("fedlas_ls", compile=False, drop_last=True)
     with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
@@ -195,7 +195,7 @@ def test_a_bad_gradient_of_the_gate_alone_is_found_in_a_captured_run():
         assert all(value.isfinite().all() for value in session.loss.parameters())
 
 
-def test_a_bad_step_in_a_captured_run_is_found():
+def test_a_bad_step_is_detected_in_a_captured_run():
     recipe = short("ce", lr=1e30, clip=None, schedule="constant", compile=False, drop_last=True)
     session = trained(recipe, capture=True)
     assert session.step.bad_step() is not None

@@ -1,4 +1,4 @@
-"""Training without the folder of custom kernels."""
+"""Training without the custom kernels."""
 
 import sys
 

@@ -14,7 +14,7 @@ from fedlas.experiments import paper
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEST, Ledger, Line, Measure
 from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
-from fedlas.training import protocol_named, published_models, recipe_for, seen_otherwise
+from fedlas.training import official_preprocessing_differs, protocol_named, published_models, recipe_for
 from fedlas.training.recipe import Recipe
 
 PUBLISHED = ("paper", "official")
@@ -57,7 +57,7 @@ class Measured:
 
 def judged(recipe: Recipe, choice: Choice) -> str:
     """Give the split that is judged; where the published code looks at images as the recipe does, the usual one."""
-    return choice.split if seen_otherwise(recipe.data, recipe.data_options) else TEST
+    return choice.split if official_preprocessing_differs(recipe.data, recipe.data_options) else TEST
 
 
 class AbstractGrid(AbstractExperiment):

@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from fedlas.training.loop import fit_many as fit_many
     from fedlas.training.protocols import check_parts as check_parts
     from fedlas.training.protocols import list_recipes as list_recipes
+    from fedlas.training.protocols import official_preprocessing_differs as official_preprocessing_differs
     from fedlas.training.protocols import protocol_named as protocol_named
     from fedlas.training.protocols import published_models as published_models
     from fedlas.training.protocols import recipe_for as recipe_for
-    from fedlas.training.protocols import seen_otherwise as seen_otherwise
     from fedlas.training.recipe import Recipe as Recipe
     from fedlas.training.run_folder import Run as Run
     from fedlas.training.run_folder import RunError as RunError
     from fedlas.training.signals import StoppedError as StoppedError
     from fedlas.training.signals import StopSignals as StopSignals
 
-# Loaded when first used: a recipe can be made, and a run folder read, without data sets and networks.
-_HOMES = {
+# Imported on first use: recipes and run folders can be used without importing data sets and networks.
+_MODULES = {
     "AbstractCallback": "callbacks",
     "DivergedError": "loop",
     "Engine": "loop",
@@ -38,16 +38,16 @@ _HOMES = {
     "protocol_named": "protocols",
     "published_models": "protocols",
     "recipe_for": "protocols",
-    "seen_otherwise": "protocols",
+    "official_preprocessing_differs": "protocols",
 }
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     """Load a name on first use."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'fedlas.training' has no attribute {name!r}")
-    return getattr(import_module(f"fedlas.training.{_HOMES[name]}"), name)
+    return getattr(import_module(f"fedlas.training.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Callbacks of a run: the interface, and checks of user-defined ones."""
+"""Callbacks of a run: base class, and checks of user-defined callbacks."""
 
 import inspect
 from abc import ABC
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AbstractCallback(ABC):  # noqa: B024 (every method has a default)
-    """Follows a run; override the methods that you need.
+    """Base class of callbacks; override the methods that you need.
 
     Attributes:
         sees_steps: call `on_step_end` after each step. Steps are then not captured in a CUDA graph.
@@ -23,16 +23,16 @@ class AbstractCallback(ABC):  # noqa: B024 (every method has a default)
     sees_steps: ClassVar[bool] = False
 
     def on_train_start(self, run: Run, session: "Session", epoch: int) -> None:  # noqa: B027
-        """Handle the start of a run, or its continuation, at an epoch counted from 0."""
+        """Handle the start of a run, new or resumed, at an epoch counted from 0."""
 
     def on_step_dispatched(self, step: int) -> None:  # noqa: B027
-        """Handle a step that was dispatched to the device, which may not have finished it; do not wait for it here."""
+        """Handle a step that was dispatched to the device and may still run; do not synchronise here."""
 
     def on_step_end(self, session: "Session", step: int) -> None:  # noqa: B027
         """Handle the end of a step, with network, gradients and loss; needs `sees_steps = True`."""
 
     def on_epoch_end(self, record: Mapping[str, Any]) -> None:  # noqa: B027
-        """Handle the end of an epoch, with its line of the log."""
+        """Handle the end of an epoch, with its log record."""
 
     def on_train_end(self, run: Run) -> None:  # noqa: B027
         """Handle the end of a run, finished or stopped."""
@@ -42,11 +42,11 @@ HOOKS = tuple(name for name in vars(AbstractCallback) if name.startswith("on_"))
 
 
 def check_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCallback, ...]:
-    """Return the callbacks; raise if one is no callback or has a public method that would never be called."""
+    """Return the callbacks; raise if one is not a callback or has a public method that is never called."""
     if isinstance(callbacks, (AbstractCallback, type)) or not isinstance(callbacks, Iterable):
-        raise UserTypeError(f"callbacks takes a list, such as callbacks=[Watch()], not {callbacks!r}")
-    found = tuple(callbacks)
-    for callback in found:
+        raise TypeError(f"callbacks takes a list, such as callbacks=[MyCallback()], not {callbacks!r}")
+    checked = tuple(callbacks)
+    for callback in checked:
         kind = type(callback)
         if isinstance(callback, type):
             raise UserTypeError(
@@ -61,7 +61,5 @@ def check_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCall
                 hint = nearest(name, list(HOOKS))
                 raise UserTypeError(f"{kind.__name__}.{name} would never be called; {hint} Begin other names with _.")
         if kind.on_step_end is not AbstractCallback.on_step_end and not callback.sees_steps:
-            raise UserTypeError(
-                f"{kind.__name__}.on_step_end would never be called; set sees_steps = True in the class"
-            )
-    return found
+            raise TypeError(f"{kind.__name__}.on_step_end would never be called; set sees_steps = True in the class")
+    return checked

@@ -1,4 +1,4 @@
-"""Metrics of the training data, summed on the device during an epoch and read once at its end."""
+"""Training metrics of an epoch: sums on the device, read once at the end."""
 
 import math
 from typing import Protocol, runtime_checkable
@@ -40,11 +40,11 @@ class EpochSums(Protocol):
 
 
 class EpochMetrics:
-    """Mean loss, mean of each of its terms, accuracy and gradient norm of an epoch.
+    """Mean loss, mean of each loss term, accuracy and gradient norm of an epoch.
 
     Args:
-        device: where the sums live.
-        kernels: add a batch in one kernel, if given.
+        device: device of the sums.
+        kernels: custom kernels that add a batch, if available.
     """
 
     def __init__(self, device: torch.device, kernels: EpochSums | None = None) -> None:
@@ -52,7 +52,7 @@ class EpochMetrics:
         self.sums: dict[str, Tensor] = {}
 
     def total(self, name: str) -> Float[Tensor, ""]:
-        """Return a sum, initially zero, to be changed in place: a captured step holds its address."""
+        """Return a sum, initially zero; it is changed in place because a captured step holds its address."""
         if name not in self.sums:
             self.sums[name] = torch.zeros((), dtype=torch.float64, device=self.device)
         return self.sums[name]
@@ -65,7 +65,7 @@ class EpochMetrics:
     def add_batch(
         self, value: Tensor, terms: dict[str, Tensor], logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]
     ) -> None:
-        """Add a batch: the mean of the loss and of its terms, over the batch of all ranks."""
+        """Add a batch: samples, correct predictions, and the mean of the loss and of its terms."""
         rows = len(labels)
         samples, correct = self.total("samples"), self.total("correct")
         parts = terms if len(terms) > 1 else {}
@@ -101,12 +101,12 @@ class EpochMetrics:
             total.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the sums over all ranks of an unfinished epoch; all ranks have to call it."""
+        """Return the sums of an unfinished epoch over all ranks; call it on all ranks."""
         totals = ranks.total(torch.stack(list(self.sums.values()))).clone() if self.sums else ()
         return dict(zip(self.sums, totals, strict=True))
 
     def load_state_dict(self, state: dict[str, Tensor], *, first: bool = True) -> None:
-        """Continue an unfinished epoch; the sums are those of all ranks, so the first rank gets them."""
+        """Restore an unfinished epoch; the first rank gets the sums of all ranks."""
         self.reset()
         for name, value in state.items():
             self.add(name, value.to(self.device) * first)

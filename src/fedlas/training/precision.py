@@ -30,11 +30,11 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 
 class GradientScaler:
-    """Factor that keeps float16 gradients from underflow; constant 1 in any other precision.
+    """Loss scale that keeps float16 gradients from underflow; constant 1 in any other precision.
 
     Args:
-        precision: of the recipe.
-        device: where it lives.
+        precision: precision of the recipe.
+        device: device of the scale.
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:

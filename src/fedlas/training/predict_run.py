@@ -1,7 +1,7 @@
-"""Predictions of a trained run on any data: other splits, foreign data, or images of one's own.
+"""Predictions of a trained run on other data: other splits, OOD data sets, or a user's images.
 
-A name without the data set's, such as "best-test", belongs to predictions on the very data of the recipe. Other data,
-or other keywords of the same, give the file another name, and no file is replaced by other predictions.
+Predictions on the data of the recipe are named after the split, such as "best-test". Predictions on other data, or with
+other data options, get another file name. Existing predictions are never overwritten by different ones.
 """
 
 import hashlib
@@ -42,22 +42,22 @@ def predict_with(
     device: str | torch.device | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Let the network of a run look at data, and give the file of its predictions.
+    """Compute the predictions of a trained run on a data set, and return the path of the file.
 
-    Images pass through the transform of the data that the network was trained on. Labels are kept where the classes are
-    those of the network; otherwise the data is foreign to it.
+    Images are preprocessed by the transform of the training data. Labels are kept if the classes are those of the
+    network; otherwise the data is out-of-distribution.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         data: name of the data set.
-        split: of that data set; by default "test", and all images of a folder that the network was not trained on.
+        split: split of that data set; by default "test", or "all" for an image folder that the run was not trained on.
         state: "best" or "last" weights.
-        options: keywords of the data set, beside those of the recipe if it is the recipe's.
-        out: file to write; by default in the `predictions` of the run, which has to be finished then. Other predictions
-            that are there are not written over.
-        data_root: where data lies.
-        device: where to compute.
-        progress: whether to show a bar while data is fetched; by default in a terminal.
+        options: options of the data set, added to those of the recipe if it is the recipe's data set.
+        out: output file; by default in `predictions` of the run, which then has to be finished. Different predictions
+            in that file are not overwritten.
+        data_root: folder of the data sets.
+        device: device of the computation.
+        progress: whether to show a progress bar for downloads; by default in a terminal.
     """
     run = Run(Path(folder))
     recipe = run.recipe
@@ -65,77 +65,81 @@ def predict_with(
         raise UserError(f"state is {state!r}; {nearest(state, list(STATES))}")
     if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
         raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
-    held = None if out is None else _held(Path(out))
+    existing = None if out is None else _existing_predictions(Path(out))
     if not run.checkpoint.exists():
-        more = f"is finished, but its checkpoint is gone: train it again, and {ELSEWHERE}" if run.finished else ""
-        raise RunError(f"{run.folder} {more or 'has no checkpoint; train it first'}")
-    given = recipe.replace(data_options=dict(options or {})).data_options
-    wanted = {**recipe.data_options, **given} if data == recipe.data else dict(given)
-    own = data == recipe.data and wanted == recipe.data_options
-    with nullcontext() if out is not None else locked(run.folder), downloads(progress) as shown:
+        reason = f"is finished, but its checkpoint was removed: train it again, and {ELSEWHERE}" if run.finished else ""
+        raise RunError(f"{run.folder} {reason or 'has no checkpoint; train it first'}")
+    overrides = recipe.replace(data_options=dict(options or {})).data_options
+    data_options = {**recipe.data_options, **overrides} if data == recipe.data else dict(overrides)
+    is_training_data = data == recipe.data and data_options == recipe.data_options
+    with nullcontext() if out is not None else locked(run.folder), downloads(progress) as show_download:
         saved = checkpoint.load(run.checkpoint)
         checkpoint.check_recipe(saved, run.checkpoint, recipe)
-        checkpoint.check_stand(saved, run.checkpoint, recipe.epochs)
+        checkpoint.check_position(saved, run.checkpoint, recipe.epochs)
         if out is None and saved["epoch"] < recipe.epochs:
-            stands = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
-            raise RunError(f"{stands}; continue it with {RESUME}, or {WRITE_TO}")
-        common = {"seed": recipe.seed, "progress": shown} | ({} if data_root is None else {"root": data_root})
-        home = _home(run, recipe, common)
-        other = build_data(data, **common, **wanted)
-        split = split or ("all" if "all" in other.splits and not own else "test")
-        name = split if own else _name(data, split, wanted)
+            progress_text = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
+            raise RunError(f"{progress_text}; continue it with {RESUME}, or {WRITE_TO}")
+        common = {"seed": recipe.seed, "progress": show_download} | ({} if data_root is None else {"root": data_root})
+        training_data = _training_data(run, recipe, common)
+        dataset = build_data(data, **common, **data_options)
+        split = split or ("all" if "all" in dataset.splits and not is_training_data else "test")
+        name = split if is_training_data else _split_name(data, split, data_options)
         path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
-        held = _held(path) if out is None else held
-        found = other.split(split)
-        known = run.environment.get("data", {}).get(name)
-        if own and out is None and known is not None and known != found.checksum():
-            changed = f"images or labels of its {name} split have changed since {run.folder} looked at them"
-            raise RunError(f"{changed}; put back what was there, or {WRITE_TO}")
-        labelled = found.class_names == home.class_names
-        if held is not None and not _about(held, found, home.class_names, name=name, labelled=labelled):
-            raise _others(path)
-        net = _network(recipe, home, run, saved["best" if state == "best" else "model"], select_device(device))
-        _tell_of_labels(home, other)
-        made = _predictions(net, recipe, home, found, name=name, resident=other.resident, labelled=labelled)
-        if held is not None and not same_predictions(made, held):
-            raise _others(path)
-        made.save(path)
+        existing = _existing_predictions(path) if out is None else existing
+        samples = dataset.split(split)
+        recorded = run.environment.get("data", {}).get(name)
+        if is_training_data and out is None and recorded is not None and recorded != samples.checksum():
+            changed = f"images or labels of its {name} split have changed since {run.folder} was trained"
+            raise RunError(f"{changed}; restore the original data, or {WRITE_TO}")
+        labelled = samples.class_names == training_data.class_names
+        if existing is not None and not _cover_samples(
+            existing, samples, training_data.class_names, name=name, labelled=labelled
+        ):
+            raise _conflict(path)
+        net = _network(recipe, training_data, run, saved["best" if state == "best" else "model"], select_device(device))
+        _warn_about_labels(training_data, dataset)
+        predictions = _predictions(
+            net, recipe, training_data, samples, name=name, resident=dataset.resident, labelled=labelled
+        )
+        if existing is not None and not same_predictions(predictions, existing):
+            raise _conflict(path)
+        predictions.save(path)
     return path
 
 
-def _home(run: Run, recipe: Recipe, common: dict[str, Any]) -> AbstractDataset:
-    """Return the data that a network was trained on; where it is gone, what the run wrote down knows the classes."""
-    home = build_data(recipe.data, **common, **recipe.data_options)
+def _training_data(run: Run, recipe: Recipe, common: dict[str, Any]) -> AbstractDataset:
+    """Return the training data of a run; if its files are gone, take the class names from stored predictions."""
+    training_data = build_data(recipe.data, **common, **recipe.data_options)
     try:
-        _ = home.class_names
+        _ = training_data.class_names
     except MissingFileError as error:
         files = (run.predictions_file(f"{state}-{split}") for state in STATES for split in recipe.splits)
-        names = next((Predictions.load(one).class_names for one in files if one.exists()), None)
-        if names is None or "class_names" not in keywords(type(home)):
+        names = next((Predictions.load(file).class_names for file in files if file.exists()), None)
+        if names is None or "class_names" not in keywords(type(training_data)):
             raise MissingFileError(
-                f"{run.folder} was trained on data that is needed for its classes: {error}"
+                f"{run.folder} needs its training data for the names of the classes: {error}"
             ) from error
         return build_data(recipe.data, **common, **{**recipe.data_options, "class_names": list(names)})
-    return home
+    return training_data
 
 
-def _tell_of_labels(home: AbstractDataset, other: AbstractDataset) -> None:
-    """Say that labels of one's own images are left out, where they might have been meant for this network."""
-    mine, theirs = home.class_names, other.class_names
-    if "all" in other.splits and len(theirs) > 1 and mine != theirs:
+def _warn_about_labels(training_data: AbstractDataset, dataset: AbstractDataset) -> None:
+    """Warn that labels of a user's images are ignored if their classes are not those of the network."""
+    trained, given = training_data.class_names, dataset.class_names
+    if "all" in dataset.splits and len(given) > 1 and trained != given:
         warnings.warn(
-            f"labels are left out: the classes of the data ({_some(theirs)}) are not those of the network "
-            f"({_some(mine)}); class_names=[...] names those of the network, in its order",
+            f"labels are ignored: the classes of the data ({_abbreviate(given)}) are not those of the network "
+            f"({_abbreviate(trained)}); pass class_names=[...] with the classes of the network, in its order",
             stacklevel=3,
         )
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _abbreviate(names: tuple[str, ...]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _name(data: str, split: str, options: Mapping[str, Plain]) -> str:
-    """Call predictions on other data by its name, and by a hash of its keywords if there are any."""
+def _split_name(data: str, split: str, options: Mapping[str, Plain]) -> str:
+    """Return the name of predictions on other data: data set, split, and a hash of the options, if any."""
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
     return f"{data}-{split}-{digest}" if options else f"{data}-{split}"
 
@@ -149,7 +153,7 @@ def _network(
         raise RunError(f"{run.checkpoint} holds no such weights yet")
     try:
         checkpoint.restore_module(model, weights)
-    except checkpoint.UNFIT as error:
+    except checkpoint.RESTORE_ERRORS as error:
         first = " ".join(str(error).split("\n")[:2])
         raise RunError(
             f"{run.checkpoint} does not fit {recipe.model} for {data.num_classes} classes: {first}"
@@ -161,42 +165,44 @@ def _network(
 def _predictions(
     net: WithFeatures,
     recipe: Recipe,
-    home: AbstractDataset,
-    found: Split,
+    training_data: AbstractDataset,
+    samples: Split,
     *,
     name: str,
     resident: bool,
     labelled: bool,
 ) -> Predictions:
     device = next(net.parameters()).device
-    transform = home.transform_for(found.name if found.name in home.splits else "test")
+    transform = training_data.transform_for(samples.name if samples.name in training_data.splits else "test")
     with backend_flags(recipe, device):
-        source = evaluation_source(found, transform, recipe, device, resident=resident)
+        source = evaluation_source(samples, transform, recipe, device, resident=resident)
         return predictions_of(
-            net, source, recipe, device=device, split=name, class_names=home.class_names, labelled=labelled
+            net, source, recipe, device=device, split=name, class_names=training_data.class_names, labelled=labelled
         )
 
 
-def _held(path: Path) -> AnyPredictions | None:
-    """Read the predictions that are at a place already; what is something else is not written over."""
+def _existing_predictions(path: Path) -> AnyPredictions | None:
+    """Read the predictions at a path, if it exists; raise if the file is something else."""
     try:
         return held_at(path)
     except ValueError as error:
-        raise RunError(f"{path} is there and holds no predictions; remove it, or say where else to write") from error
+        raise RunError(f"{path} exists and holds no predictions; remove it, or choose another output file") from error
 
 
-def _about(held: AnyPredictions, found: Split, names: tuple[str, ...], *, name: str, labelled: bool) -> bool:
-    """Return whether predictions are about the samples that a network is going to look at, which takes much longer."""
-    index, labels = held.index, held.given_labels
+def _cover_samples(
+    existing: AnyPredictions, samples: Split, names: tuple[str, ...], *, name: str, labelled: bool
+) -> bool:
+    """Return whether existing predictions have these samples; checked before the slow forward pass."""
+    index, labels = existing.index, existing.given_labels
     return (
-        held.split == name
-        and held.class_names == names
-        and (index is None or torch.equal(index, found.index.cpu()))
-        and len(held) == len(found)
+        existing.split == name
+        and existing.class_names == names
+        and (index is None or torch.equal(index, samples.index.cpu()))
+        and len(existing) == len(samples)
         and (labels is not None) == labelled
-        and (labels is None or torch.equal(labels, found.labels.cpu()))
+        and (labels is None or torch.equal(labels, samples.labels.cpu()))
     )
 
 
-def _others(path: Path) -> RunError:
-    return RunError(f"{path} is there and holds other predictions; remove it, or {WRITE_TO}")
+def _conflict(path: Path) -> RunError:
+    return RunError(f"{path} exists and holds other predictions; remove it, or {WRITE_TO}")

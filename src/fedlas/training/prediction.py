@@ -1,7 +1,7 @@
-"""What a network says about a split, as `Predictions`: logits, labels, feature norm and index, on every rank alike.
+"""Compute the predictions of a network on a split: logits, labels, feature norm and index, the same on every rank.
 
-Files hold no clock times and no paths, so equal runs give equal bytes. With several processes each looks at its own
-part of the samples, and the parts are put together: none is counted twice, none is padded.
+Files contain no times and no paths, so equal runs write equal bytes. With several processes, each computes its own part
+of the samples, and the parts are gathered without padding or duplicates.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,14 +27,14 @@ Source: TypeAlias = Resident | Loader
 
 
 def rank() -> int:
-    """Return which of the processes this is."""
+    """Return the rank of this process."""
     return dist.get_rank() if ranks.count() > 1 else 0
 
 
 def evaluation_source(
     split: Split, transform: Transform, recipe: Recipe, device: torch.device, *, resident: bool
 ) -> Source:
-    """Make batches of a split as an evaluation sees it; each rank gets its own samples."""
+    """Return the batches of a split for evaluation; each rank gets its own samples."""
     dtype, layout = images_dtype(recipe), recipe.channels_last
     if resident:
         return Resident(
@@ -56,7 +56,7 @@ def evaluation_source(
 
 
 def images_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the type of the images: what the first layer would convert them to, in float32 arithmetic up to there."""
+    """Return the data type of the images, which is the input type of the first layer."""
     return autocast_dtype(recipe.precision) or torch.float32
 
 
@@ -71,16 +71,16 @@ def predictions_of(
     class_names: tuple[str, ...],
     labelled: bool = True,
 ) -> Predictions:
-    """Let a network look at all samples of a source; whatever its precision, the last layer computes in float32.
+    """Return the predictions of a network on all samples of a source; the last layer computes in float32.
 
     Args:
-        net: the network; it is put into evaluation mode and back.
-        source: where the samples come from.
+        net: the network; it is in evaluation mode during the call.
+        source: the batches.
         recipe: precision and batch size.
-        device: where the network lives.
-        split: what the predictions are called.
+        device: device of the network.
+        split: name of the predictions.
         class_names: the classes that the network was trained on.
-        labelled: whether the samples' labels are classes of the network.
+        labelled: whether the labels of the samples are classes of the network.
     """
     was_training = net.training
     net.eval()
@@ -88,21 +88,21 @@ def predictions_of(
     with _float32_head(net):
         for images, labels, index in _batches(source, recipe):
             with autocast(recipe.precision, device):
-                # Not compiled: validation is short, and another compilation is not.
+                # Not compiled: compilation would take longer than validation.
                 logits, features = net.forward(images)
             norm = torch.linalg.vector_norm(features.flatten(1), 1, 1, keepdim=True, dtype=torch.float32)
             rows.append((logits.float(), norm, labels, index))
     net.train(was_training)
     classes = len(class_names)
-    empty = (_none(device, classes), _none(device, 1), _no_index(device), _no_index(device))
-    logits, norm, labels, index = (gathered(torch.cat(parts)) for parts in zip(empty, *rows, strict=True))
+    empty = (_empty_rows(device, classes), _empty_rows(device, 1), _empty_index(device), _empty_index(device))
+    logits, norm, labels, index = (gather_rows(torch.cat(parts)) for parts in zip(empty, *rows, strict=True))
     names = class_names if len(class_names) == logits.shape[1] else None
     return Predictions(logits, labels if labelled else None, features=norm, index=index, class_names=names, split=split)
 
 
 @contextmanager
 def _float32_head(net: WithFeatures) -> Iterator[None]:
-    """Compute the last layer in float32: the eight bits of bf16 make ties between logits and coarse confidences."""
+    """Compute the last layer in float32; in bf16, logits would have ties and confidences would be coarse."""
 
     def in_float32(head: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
         with torch.autocast(inputs[0].device.type, enabled=False):
@@ -122,19 +122,19 @@ def _batches(source: Source, recipe: Recipe) -> Iterable[Sample]:
     return source
 
 
-def _none(device: torch.device, width: int) -> Float[Tensor, "0 width"]:
+def _empty_rows(device: torch.device, width: int) -> Float[Tensor, "0 width"]:
     return torch.zeros(0, width, device=device)
 
 
-def _no_index(device: torch.device) -> Int[Tensor, " 0"]:
+def _empty_index(device: torch.device) -> Int[Tensor, " 0"]:
     return torch.zeros(0, dtype=torch.int64, device=device)
 
 
-def gathered(rows: Tensor) -> Tensor:
-    """Put the rows of all ranks together, rank 0 first, however many each has."""
+def gather_rows(rows: Tensor) -> Tensor:
+    """Concatenate the rows of all ranks in the order of the ranks; ranks may have different numbers of rows."""
     if ranks.count() == 1:
         return rows
     counts = ranks.stacked(torch.tensor(len(rows), device=rows.device)).tolist()
-    filling = rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])
-    parts = ranks.stacked(torch.cat([rows, filling]))
+    padding = rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])
+    parts = ranks.stacked(torch.cat([rows, padding]))
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -1,4 +1,4 @@
-"""Progress bars, TensorBoard and the callbacks that a run has by default."""
+"""Progress bars, TensorBoard, and the default callbacks of a run."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(AbstractCallback):
-    """A bar with the time left, silent where there is no terminal."""
+    """Progress bar with the remaining time."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -25,10 +25,10 @@ class ProgressBar(AbstractCallback):
     def on_train_start(self, run: Run, session: "Session", epoch: int) -> None:  # noqa: ARG002
         rich = optional_module("rich.progress", "train")
         columns = ("[progress.description]{task.description}", rich.BarColumn(), "{task.completed}/{task.total}")
-        # A console of its own: the one that rich shares may have been made for another terminal.
+        # A separate console: rich's shared console may belong to another terminal.
         console = optional_module("rich.console", "train").Console()
-        left = rich.TimeRemainingColumn()
-        self._bar = rich.Progress(*columns, left, "{task.fields[shown]}", transient=True, console=console)
+        time_left = rich.TimeRemainingColumn()
+        self._bar = rich.Progress(*columns, time_left, "{task.fields[shown]}", transient=True, console=console)
         total = session.recipe.epochs * session.steps_per_epoch
         done = epoch * session.steps_per_epoch
         self._task = self._bar.add_task(session.recipe.loss, total=total, completed=done, shown="")
@@ -39,26 +39,26 @@ class ProgressBar(AbstractCallback):
 
     def on_epoch_end(self, record: Mapping[str, Any]) -> None:
         val = record["val"]
-        shown = f"epoch {record['epoch']}: accuracy {100 * val['accuracy']:.2f} %, ECE {100 * val['ece']:.2f} %"
-        self._bar.update(self._task, shown=shown)
+        summary = f"epoch {record['epoch']}: accuracy {100 * val['accuracy']:.2f} %, ECE {100 * val['ece']:.2f} %"
+        self._bar.update(self._task, shown=summary)
 
     def on_train_end(self, run: Run) -> None:  # noqa: ARG002
         if self._bar is not None:
             self._bar.stop()
 
 
-def _shown(progress: bool | None) -> bool:
+def _is_shown(progress: bool | None) -> bool:
     return sys.stderr.isatty() and sys.stdout.isatty() if progress is None else progress
 
 
 @contextmanager
 def downloads(progress: bool | None = None) -> Iterator[Callable[[str, int, int | None], None] | None]:
-    """Show a bar for each file that a data set fetches: what is given here is for its `progress`.
+    """Show a progress bar for each download; yield the `progress` argument of a data set.
 
     Args:
         progress: whether to show it; by default in a terminal.
     """
-    if not _shown(progress):
+    if not _is_shown(progress):
         yield None
         return
     rich = optional_module("rich.progress", "train")
@@ -67,20 +67,20 @@ def downloads(progress: bool | None = None) -> Iterator[Callable[[str, int, int 
     bar = rich.Progress("[progress.description]{task.description}", *columns, transient=True, console=console)
     tasks: dict[str, Any] = {}
 
-    def fetched(name: str, have: int, total: int | None) -> None:
+    def update(name: str, received: int, total: int | None) -> None:
         if name not in tasks:
             bar.start()
             tasks[name] = bar.add_task(name)
-        bar.update(tasks[name], completed=have, total=total)
+        bar.update(tasks[name], completed=received, total=total)
 
     try:
-        yield fetched
+        yield update
     finally:
         bar.stop()
 
 
 class TensorBoard(AbstractCallback):
-    """Writes the log for TensorBoard, into the run folder."""
+    """Writes the log for TensorBoard into the run folder."""
 
     def __init__(self) -> None:
         self._board: Board | None = None
@@ -98,7 +98,7 @@ class TensorBoard(AbstractCallback):
 
 
 def write_board(run: Run) -> None:
-    """Write the log of a finished run for TensorBoard, unless it is there."""
+    """Write the log of a finished run for TensorBoard, unless it exists."""
     if _board_folder(run).exists():
         return
     board = Board(_board_folder(run), first=1)
@@ -108,12 +108,12 @@ def write_board(run: Run) -> None:
 
 
 def _board_folder(run: Run) -> Path:
-    return run.own("tensorboard/any").parent
+    return run.path_of("tensorboard/any").parent
 
 
 def default_callbacks(tensorboard: bool, progress: bool | None) -> list[AbstractCallback]:
-    """Return the callbacks that a run has by default."""
-    found: list[AbstractCallback] = [TensorBoard()] if tensorboard else []
-    if _shown(progress):
-        found.append(ProgressBar())
-    return found
+    """Return the default callbacks of a run."""
+    callbacks: list[AbstractCallback] = [TensorBoard()] if tensorboard else []
+    if _is_shown(progress):
+        callbacks.append(ProgressBar())
+    return callbacks

@@ -1,15 +1,15 @@
-"""Ready recipes: the hyperparameters of the paper, of its released code, and of a fast protocol for many short runs.
+"""Predefined recipes: hyperparameters of the paper, of its official code, and of protocols for shorter runs.
 
-    "paper"      the numbers that the paper prints; selection on a held-out part of the training data
-    "official"   the same, with what the released code does where it departs (docs/decisions.md)
+    "paper"      the settings of the paper; model selection on a held-out part of the training data
+    "official"   the same, with the deviations of the official code (docs/decisions.md)
     "fast"       20 epochs of ResNet-18 on small images: batch 512, one cycle, Nesterov
     "small"      a few epochs for digits and the like, on a CPU
     "standard"   100 epochs of ResNet-18 on small images, batch 128; half of the validation split for feedback alone
 
-Sources of the published numbers: the paper's section on implementation and the configuration files of its code; where
-they differ, the paper wins in "paper" and the code in "official". Epochs on Tiny-ImageNet are 100 in both: the 10 of
-the released configuration end before its first milestone. Where the code selects on the test split, a loss that learns
-from validation data would learn from test labels; such a loss gets held-out images in "official" too.
+Sources: the section on implementation of the paper, and the configuration files of its official code; where they
+differ, "paper" follows the paper and "official" the code. Tiny-ImageNet has 100 epochs in both: the 10 epochs of the
+official configuration end before its first milestone. Where the official code selects on the test split, a loss that
+learns from validation data would learn from test labels; such a loss uses held-out images in "official" too.
 """
 
 import re
@@ -33,24 +33,24 @@ from fedlas.training.recipe_text import Plain
 Values = dict[str, Plain]
 
 SMALL_IMAGES = ("cifar10", "cifar100")
-PHOTOGRAPHS = ("cub200", "aircraft")
+NATURAL_IMAGES = ("cub200", "aircraft")
 TINY = "tiny_imagenet"
-# What differs from the fast protocol of CIFAR-10, by accuracy on validation.
-FAST: dict[str, Values] = {"cifar100": {"weight_decay": 2e-3}}
-# How residual networks for small images are computed. The paper does not print it (docs/decisions.md).
-QUICK: Values = {"precision": "bf16", "channels_last": True}
+# Differences from the fast protocol of CIFAR-10, tuned for validation accuracy.
+FAST_OVERRIDES: dict[str, Values] = {"cifar100": {"weight_decay": 2e-3}}
+# Precision and layout of ResNets for small images; not specified in the paper (docs/decisions.md).
+FAST_NUMERICS: Values = {"precision": "bf16", "channels_last": True}
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to train that does not depend on the loss.
+    """Training settings that do not depend on the loss.
 
     Args:
-        name: what `recipe_for(protocol=...)` takes.
-        summary: the protocol in a sentence.
-        models: the networks that it is meant for, given a data set; the first is the default.
-        values: its fields of a recipe, given data set and network.
-        published: whether others wrote it down, for some data sets and no others.
+        name: value for `recipe_for(protocol=...)`.
+        summary: description in one sentence.
+        models: returns the networks of the protocol for a data set; the first one is the default.
+        values: returns the recipe fields for a data set and a network.
+        published: whether the settings are those of a publication, defined for some data sets only.
     """
 
     name: str
@@ -61,32 +61,32 @@ class Protocol:
 
 
 def published_models(data: str) -> tuple[str, ...]:
-    """Name the networks that the paper trains on a data set."""
+    """Return the networks that the paper trains on a data set."""
     if data in SMALL_IMAGES:
         return "resnet50_cifar", "resnet101_cifar"
     if data == TINY:
         return "resnet50_tiny", "resnet101_tiny"
-    return ("vit_base_patch16_384", "resnet101") if data in PHOTOGRAPHS else ()
+    return ("vit_base_patch16_384", "resnet101") if data in NATURAL_IMAGES else ()
 
 
 def published_values(data: str, model: str) -> Values:
-    """Return the protocol of the paper."""
+    """Return the recipe fields of the paper."""
     sgd: Values = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "clip": 2.0}
     steps: Values = {"schedule": "multi_step", "decay": 0.1, "precision": "fp32"}
-    steps |= QUICK if model.startswith("resnet") and data not in PHOTOGRAPHS else {}
+    steps |= FAST_NUMERICS if model.startswith("resnet") and data not in NATURAL_IMAGES else {}
     if data in SMALL_IMAGES:
-        # 45,000 samples in batches of 128 leave 72 over, which the released loader drops on CIFAR-10 only.
+        # 45,000 samples in batches of 128 leave 72 samples, which the official code drops on CIFAR-10 only.
         drop = {"drop_last": data == "cifar10"}
         return sgd | steps | drop | {"epochs": 350, "milestones": (150, 250), "batch_size": 128}
     if data == TINY:
         return sgd | steps | {"epochs": 100, "milestones": (40, 60), "batch_size": 64}
     vit = model.removeprefix("timm:").startswith("vit")
-    # Of the ResNet-101 only data, batch size and a general learning rate are known, from the code before the released.
-    many: Values = {"optimizer": "adamw", "lr": 1e-4} if vit else {}
+    # For ResNet-101 only data, batch size and a general learning rate are known, from an earlier version of the code.
+    optimizer: Values = {"optimizer": "adamw", "lr": 1e-4} if vit else {}
     return (
         sgd
         | steps
-        | many
+        | optimizer
         | {"epochs": 200, "milestones": (80, 160), "batch_size": 16 if vit else 32, "drop_last": True}
         | {"eval_batch_size": 64, "data_options": {"image_size": _image_size(model)}}
         | ({"model_options": {"pretrained": True}} if _has_weights(model) else {})
@@ -94,72 +94,72 @@ def published_values(data: str, model: str) -> Values:
 
 
 def _image_size(model: str) -> int:
-    """Return the side of the images that a network for photographs is made for; many names end with it."""
-    known, told = MODELS.entries.get(model), re.search(r"_(\d{3})(?:\.|$)", model)
-    return (known and known.image_size) or (int(told[1]) if told else 224)
+    """Return the image size of a network for natural images, which many names end with."""
+    network, match = MODELS.entries.get(model), re.search(r"_(\d{3})(?:\.|$)", model)
+    return (network and network.image_size) or (int(match[1]) if match else 224)
 
 
 def _has_weights(model: str) -> bool:
-    """Return whether anybody publishes weights of a network; libraries do, as a rule."""
-    known = MODELS.entries.get(model)
-    return known is None or known.source is not AbstractNetwork.source
+    """Return whether pretrained weights of a network exist; assume so for networks of libraries."""
+    network = MODELS.entries.get(model)
+    return network is None or network.source is not AbstractNetwork.source
 
 
 def official_values(data: str, model: str) -> Values:
-    """Return the protocol of the released code."""
+    """Return the recipe fields of the official code."""
     values = published_values(data, model) | {"precision": "fp32", "channels_last": False}
     return values | {"data_options": {**values.get("data_options", {}), **DATA.find(data).published}}
 
 
-def seen_otherwise(data: str, options: Mapping[str, Plain] | None = None) -> bool:
-    """Return whether the released code looks at the test images of a data set otherwise than with these options."""
-    held = options or {}
-    return any(held.get(name) != value for name, value in DATA.find(data).published.items())
+def official_preprocessing_differs(data: str, options: Mapping[str, Plain] | None = None) -> bool:
+    """Return whether the official code preprocesses the test images differently from these options."""
+    options_used = options or {}
+    return any(options_used.get(name) != value for name, value in DATA.find(data).published.items())
 
 
 def fast_models(data: str) -> tuple[str, ...]:
-    """Name the network of the fast protocol."""
+    """Return the network of the fast protocol."""
     if data == TINY:
         return ("resnet18_tiny",)
     return ("resnet18_cifar",) if data in (*SMALL_IMAGES, "svhn") else ()
 
 
 def fast_values(data: str, _model: str) -> Values:
-    """Return the protocol for many short runs on a GPU."""
-    tuned: Values = {"lr": 0.2, "weight_decay": 1e-3} | FAST.get(data, {})
+    """Return the recipe fields for many short runs on a GPU."""
+    tuned: Values = {"lr": 0.2, "weight_decay": 1e-3} | FAST_OVERRIDES.get(data, {})
     step: Values = {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "batch_size": 512} | tuned
     cycle: Values = {"epochs": 20, "schedule": "one_cycle", "peak_at": 0.25, "start_factor": 0.1, "drop_last": True}
-    return step | cycle | QUICK | {"eval_batch_size": 2500}
+    return step | cycle | FAST_NUMERICS | {"eval_batch_size": 2500}
 
 
 def small_models(data: str) -> tuple[str, ...]:
-    """Name the network for small grey images."""
-    found = DATA.entries.get(data)
-    return ("small_cnn",) if found is not None and getattr(_transform(found), "channels", 3) == 1 else ()
+    """Return the network for small grey images."""
+    dataset = DATA.entries.get(data)
+    return ("small_cnn",) if dataset is not None and getattr(_transform(dataset), "channels", 3) == 1 else ()
 
 
 def small_values(_data: str, _model: str) -> Values:
-    """Return the protocol for a CPU."""
+    """Return the recipe fields for a CPU."""
     return {
         "epochs": 15, "batch_size": 64, "lr": 0.1, "nesterov": True, "schedule": "one_cycle", "clip": 2.0,
     }  # fmt: skip
 
 
 def standard_models(data: str) -> tuple[str, ...]:
-    """Name the network of the standard protocol."""
+    """Return the network of the standard protocol."""
     return ("resnet18_cifar",) if data in (*SMALL_IMAGES, "fashion_mnist") else ()
 
 
 def standard_values(_data: str, _model: str) -> Values:
-    """Return the protocol of the evaluation of `closed_loop` (docs/closed_loop_design.md)."""
+    """Return the recipe fields for the evaluation of `closed_loop` (docs/closed_loop_design.md)."""
     sgd: Values = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "clip": 2.0, "batch_size": 128}
     steps: Values = {"epochs": 100, "schedule": "multi_step", "milestones": (50, 75), "decay": 0.1}
-    return sgd | steps | QUICK | {"halve_validation": True, "evaluated": "last", "eval_batch_size": 2500}
+    return sgd | steps | FAST_NUMERICS | {"halve_validation": True, "evaluated": "last", "eval_batch_size": 2500}
 
 
 PROTOCOLS = (
-    Protocol("paper", "as the paper prints it", published_models, published_values, published=True),
-    Protocol("official", "as the released code does it", published_models, official_values, published=True),
+    Protocol("paper", "the settings of the paper", published_models, published_values, published=True),
+    Protocol("official", "the settings of the official code", published_models, official_values, published=True),
     Protocol("fast", "20 epochs of a ResNet-18, batch 512, one cycle", fast_models, fast_values),
     Protocol("small", "15 epochs of a small network, for a CPU", small_models, small_values),
     Protocol("standard", "100 epochs of a ResNet-18, batch 128, steps", standard_models, standard_values),
@@ -169,14 +169,14 @@ PROTOCOLS = (
 def recipe_for(
     data: str, model: str | None = None, loss: str = "ce", *, protocol: str | None = None, **changes: Plain
 ) -> Recipe:
-    """Return the ready recipe for a data set, a network and a loss.
+    """Return the predefined recipe for a data set, a network and a loss.
 
     Args:
         data: name of the data set.
-        model: name of the network; by default the protocol's own.
+        model: name of the network; by default that of the protocol.
         loss: name of the loss.
-        protocol: "paper", "official", "fast", "small" or "standard"; by default the first that knows the data set.
-        changes: fields that shall be otherwise; keywords in `..._options` are added to those of the protocol.
+        protocol: "paper", "official", "fast", "small" or "standard"; by default the first one for the data set.
+        changes: recipe fields to change; entries of `..._options` are added to those of the protocol.
     """
     DATA.find(data)
     LOSSES.find(loss)
@@ -187,8 +187,8 @@ def recipe_for(
         values["data_options"] = {n: v for n, v in _data_options(values).items() if n != "selection"}
     values["loss_options"] = loss_options(loss, data, official=chosen.name == "official")
     values["model_options"] = {**_channels(data, model), **values.get("model_options", {})}
-    joined = {n: {**values.get(n, {}), **v} if n.endswith("_options") else v for n, v in changes.items()}
-    return Recipe(data=data, model=model, loss=loss).replace(**values).replace(**joined)
+    merged = {n: {**values.get(n, {}), **v} if n.endswith("_options") else v for n, v in changes.items()}
+    return Recipe(data=data, model=model, loss=loss).replace(**values).replace(**merged)
 
 
 def _data_options(values: Values) -> Values:
@@ -197,31 +197,31 @@ def _data_options(values: Values) -> Values:
 
 
 def loss_options(loss: str, data: str, *, official: bool = False) -> Values:
-    """Return the published hyperparameters of a loss on a data set, where they are not its defaults."""
-    small, base, ours = data in SMALL_IMAGES, loss.removeprefix("fedlas_"), loss.startswith("fedlas_")
-    known = data in (*SMALL_IMAGES, TINY) or data in PHOTOGRAPHS
+    """Return the published hyperparameters of a loss on a data set where they differ from its defaults."""
+    small, base, is_fedlas = data in SMALL_IMAGES, loss.removeprefix("fedlas_"), loss.startswith("fedlas_")
+    has_values = data in (*SMALL_IMAGES, TINY) or data in NATURAL_IMAGES
     values: Values = {}
-    if not known:
+    if not has_values:
         return values
     if base == "ls":
         values["alpha"] = 0.1 if data == "cifar100" else 0.05
     if base in ("mbls", "acls"):
-        # The released configurations of the two baselines hold 0.1 everywhere, the paper prints 0.05 for large images.
-        values |= {"margin": 6.0 if small else 10.0, "lambda_": 0.1 if small or (official and not ours) else 0.05}
-    if ours:
+        # The official configurations of the two baselines have 0.1 everywhere, the paper has 0.05 for large images.
+        values |= {"margin": 6.0 if small else 10.0, "lambda_": 0.1 if small or (official and not is_fedlas) else 0.05}
+    if is_fedlas:
         values["beta"] = 4.0 if base == "ls" else (1.0 if data == "cifar100" else 0.5)
         values["theta"] = 0.95 if data == "cifar10" else 0.5
         if official:
             values["preset"] = "official"
-            # The paper refers to its settings for Tiny-ImageNet, the released configurations hold this.
-            values["theta"] = 0.001 if data in PHOTOGRAPHS else values["theta"]
+            # The paper refers to its settings for Tiny-ImageNet, the official configurations have this value.
+            values["theta"] = 0.001 if data in NATURAL_IMAGES else values["theta"]
     if loss == "dual_focal":
         values["gamma"] = 5.0 if small else 2.3
     return values
 
 
 def list_recipes(losses: list[str] | None = None) -> Iterator[tuple[str, Recipe]]:
-    """Go through all ready recipes, with the name of their protocol."""
+    """Iterate over the names of the protocols and their predefined recipes."""
     for protocol in PROTOCOLS:
         for data in DATA.entries:
             for model in protocol.models(data):
@@ -230,31 +230,31 @@ def list_recipes(losses: list[str] | None = None) -> Iterator[tuple[str, Recipe]
 
 
 def compared_losses() -> dict[str, str]:
-    """Name plain cross-entropy, and each FeDLaS loss after the one that it makes adaptive; with the papers' names."""
-    ours = [name for name in LOSSES.entries if name.startswith("fedlas_")]
-    names = ["ce", *(word for name in ours for word in (name.removeprefix("fedlas_"), name))]
+    """Return the display names of cross-entropy and of each FeDLaS loss, which follows its base loss."""
+    fedlas_losses = [name for name in LOSSES.entries if name.startswith("fedlas_")]
+    names = ["ce", *(name_in_pair for name in fedlas_losses for name_in_pair in (name.removeprefix("fedlas_"), name))]
     return {name: LOSSES.find(name).__name__.replace("FeDLaS", "FeDLaS-") for name in names}
 
 
 def protocol_named(name: str) -> Protocol:
-    """Look a protocol up."""
-    by_name = {one.name: one for one in PROTOCOLS}
+    """Return the protocol with a name."""
+    by_name = {protocol.name: protocol for protocol in PROTOCOLS}
     if name not in by_name:
-        raise UserError(f"no protocol is called {name!r}; {nearest(name, list(by_name))}")
+        raise ValueError(f"there is no protocol {name!r}; {nearest(name, list(by_name))}")
     return by_name[name]
 
 
 def check_parts(recipe: Recipe) -> None:
-    """Refuse a recipe whose data sets, network or loss nobody knows, or take no such keywords, before data is read."""
+    """Raise if a data set, network, loss or one of their options is unknown, before data is read."""
     build_data(recipe.data, seed=recipe.seed, **recipe.data_options)
     for name in recipe.ood:
         DATA.find(name.removesuffix(PUBLISHED))
     check_model(recipe.model, **recipe.model_options)
     classes, weight = getattr(DATA.find(recipe.data), "num_classes", None), recipe.loss_options.get("weight")
-    if not isinstance(classes, int):  # of a folder, which is counted when it is read
+    if not isinstance(classes, int):  # the classes of an image folder are counted when it is read
         classes = len(weight) if isinstance(weight, list) else 2
     options: dict[str, Any] = {"num_classes": classes, **recipe.loss_options}
-    for name, size in (("num_samples", 1), ("epochs", recipe.epochs)):  # the samples are counted when data are read
+    for name, size in (("num_samples", 1), ("epochs", recipe.epochs)):  # the samples are counted when the data is read
         if name in keywords(LOSSES.find(recipe.loss)):
             options.setdefault(name, size)
     with torch.random.fork_rng(devices=[]):
@@ -265,15 +265,17 @@ def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
     if name is not None:
         chosen = protocol_named(name)
         if chosen.published and not chosen.models(data):
-            others = [one for one in PROTOCOLS if not one.published]
-            words = [one.name + ("" if model or one.models(data) else " (with --model)") for one in others]
-            raise UserError(f"the protocol {name!r} says nothing about {data!r}; take one of: {', '.join(words)}")
+            others = [protocol for protocol in PROTOCOLS if not protocol.published]
+            alternatives = [
+                protocol.name + ("" if model or protocol.models(data) else " (with --model)") for protocol in others
+            ]
+            raise ValueError(f"the protocol {name!r} does not define {data!r}; use one of: {', '.join(alternatives)}")
         return chosen
-    # A network that some protocol is meant for, then a data set that one is meant for, then what asks for little.
-    for one in PROTOCOLS:
-        if model is not None and model in one.models(data):
-            return one
-    return next((one for one in PROTOCOLS if one.models(data)), protocol_named("small"))
+    # First a protocol for this network, then one for this data set, then the smallest.
+    for protocol in PROTOCOLS:
+        if model is not None and model in protocol.models(data):
+            return protocol
+    return next((protocol for protocol in PROTOCOLS if protocol.models(data)), protocol_named("small"))
 
 
 def _default_model(protocol: Protocol, data: str) -> str:
@@ -287,13 +289,13 @@ def _default_model(protocol: Protocol, data: str) -> str:
 
 
 def _channels(data: str, model: str) -> Values:
-    """Tell a network how many channels the images have, where that is not what it expects."""
+    """Return the network option for the number of image channels, if it differs from the default."""
     transform, network = _transform(DATA.find(data)), MODELS.entries.get(model)
     channels = getattr(transform, "channels", 3)
     if network is not None and "in_channels" not in keywords(network):
         return {}
-    usual = 1 if model == "small_cnn" else 3
-    return {} if channels == usual else {"in_channels": channels}
+    expected = 1 if model == "small_cnn" else 3
+    return {} if channels == expected else {"in_channels": channels}
 
 
 def _transform(data: type) -> Any:

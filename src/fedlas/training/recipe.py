@@ -1,8 +1,8 @@
-"""A recipe: every number that decides a training run, as plain values, and the key that names its folder.
+"""Recipes: all settings of a training run as plain values, and the key that names its folder.
 
-Two runs of one recipe in deterministic mode give equal bytes. The key is a hash of the values that differ from their
-defaults, so a field that a later version adds leaves old keys as they are. A few fields decide how a run is carried
-out, not what comes out of it; they are marked `carried_out` and are no part of the key.
+Two runs of one recipe in deterministic mode write equal bytes. The key is a hash of the values that differ from their
+defaults, so a field that a later version adds does not change old keys. Fields that affect the execution of a run but
+not its results are marked `execution_field` and are not part of the key.
 """
 
 import hashlib
@@ -31,18 +31,18 @@ Optimizer: TypeAlias = Literal["sgd", "adamw"]
 Schedule: TypeAlias = Literal["constant", "multi_step", "cosine", "one_cycle", "triangle"]
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
-PUBLISHED = "-published"  # a test split as the published code looks at it
+PUBLISHED = "-published"  # suffix of a test split with the preprocessing of the official code
 SPLITS = ("train", "val", "test", f"test{PUBLISHED}")
 OPTIONS = ("data_options", "model_options", "loss_options")
-# Keywords that a run fills in by itself, and who decides them.
-FILLED_IN: Mapping[str, Mapping[str, str]] = {
+# Options that a run sets itself, and where their values come from.
+RESERVED_OPTIONS: Mapping[str, Mapping[str, str]] = {
     "data_options": {"progress": "fit(..., progress=...)", "root": "--data-root, or fit(..., data_root=...)"},
     "model_options": {"num_classes": "the data"},
     "loss_options": {"num_classes": "the data"},
 }
-MOST = 2**31 - 1  # of what is counted
-# Fields that do nothing unless another one has one of some values.
-ACTS_WITH: Mapping[str, tuple[str, tuple[Plain, ...]]] = {
+MAX_COUNT = 2**31 - 1
+# Fields that have an effect only for some values of another field.
+REQUIRES: Mapping[str, tuple[str, tuple[Plain, ...]]] = {
     "momentum": ("optimizer", ("sgd",)),
     "nesterov": ("optimizer", ("sgd",)),
     "beta1": ("optimizer", ("adamw",)),
@@ -56,73 +56,73 @@ ACTS_WITH: Mapping[str, tuple[str, tuple[Plain, ...]]] = {
 }
 
 
-def carried_out(default: Any) -> Any:
-    """Mark a field that no result depends on."""
-    return field(default=default, metadata={"carried_out": True})
+def execution_field(default: Any) -> Any:
+    """Return a field that does not affect the results."""
+    return field(default=default, metadata={"execution": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that decides a run.
+    """All settings of a run.
 
     Args:
-        data: a data set, by its name in `fedlas.list_data()`.
-        model: a network, by its name for `fedlas.build_model`.
-        loss: a loss, by its name in `fedlas.list_losses()`.
-        data_options: keywords of the data set.
-        model_options: keywords of the network.
-        loss_options: keywords of the loss.
-        head: the path of the network's last linear layer, where `WithFeatures` does not find it or finds several.
-        seed: decides the split, the weights, the order of the samples and their augmentation.
+        data: name of a data set in `fedlas.list_data()`.
+        model: name of a network for `fedlas.build_model`.
+        loss: name of a loss in `fedlas.list_losses()`.
+        data_options: options of the data set.
+        model_options: options of the network.
+        loss_options: options of the loss.
+        head: path of the network's last linear layer, if `WithFeatures` finds none or several.
+        seed: seed of the split, the weights, the order of the samples and their augmentation.
         epochs: passes over the training split.
-        batch_size: samples in one step, over all processes together.
-        accumulate: parts in which a batch is computed, one after the other, to save memory.
-        drop_last: leave out a last batch that is not full.
+        batch_size: samples per step, over all processes together.
+        accumulate: number of parts in which the gradient of a batch is accumulated, to save memory.
+        drop_last: drop the last batch if it is incomplete.
         optimizer: "sgd" or "adamw".
-        lr: the largest learning rate.
-        momentum: of SGD.
-        nesterov: whether SGD looks ahead.
-        beta1: decay of AdamW's mean.
-        beta2: decay of AdamW's squares.
-        weight_decay: strength.
-        decay_all: decay every parameter, as published; otherwise only weight matrices and kernels.
-        gate_lr_factor: learning rate of the loss's own parameters, as a multiple.
-        gate_weight_decay: weight decay of the loss's own parameters; by default that of the others.
-        schedule: how the learning rate changes; `fedlas.training.optimizer` draws them.
+        lr: maximum learning rate.
+        momentum: momentum of SGD.
+        nesterov: use Nesterov momentum.
+        beta1: decay of AdamW's first moment.
+        beta2: decay of AdamW's second moment.
+        weight_decay: weight decay.
+        decay_all: apply weight decay to every parameter, as published; otherwise only to weight matrices and kernels.
+        gate_lr_factor: factor of the learning rate for the parameters of the loss.
+        gate_weight_decay: weight decay of the parameters of the loss; by default that of the network.
+        schedule: learning-rate schedule; `fedlas.training.optimizer` draws them.
         milestones: epochs after which "multi_step" multiplies the learning rate by `decay`.
         decay: factor of "multi_step".
         warmup: epochs in which the learning rate rises from 0.
-        peak_at: share of the steps after which "one_cycle" and "triangle" are highest.
-        start_factor: where they start, as a share of the highest.
-        end_factor: where they, and "cosine", end.
-        clip: largest gradient norm; None clips nothing.
+        peak_at: fraction of the steps after which "one_cycle" and "triangle" have their maximum.
+        start_factor: first learning rate of these two, as a fraction of the maximum.
+        end_factor: last learning rate of these two and of "cosine", as a fraction of the maximum.
+        clip: maximum gradient norm; None for no clipping.
         clip_loss: clip the parameters of the loss together with those of the network; published: the network alone.
-        mixup: alpha of mixup; 0 is without.
-        cutmix: alpha of CutMix; 0 is without. With both, a coin decides in every step.
-        precision: "fp32", "tf32", "bf16" or "fp16"; the loss computes in float32 in any case.
-        channels_last: memory layout of images and kernels.
+        mixup: alpha of mixup; 0 disables it.
+        cutmix: alpha of CutMix; 0 disables it. With both, each step uses one of them at random.
+        precision: "fp32", "tf32", "bf16" or "fp16"; the loss always computes in float32.
+        channels_last: use the channels-last memory layout for images and kernels.
         deterministic: same recipe, same machine, same bytes.
-        compile: compile network and loss, where there is a GPU.
-        sync_batchnorm: statistics of BatchNorm over all processes.
-        halve_validation: learn between epochs and select the best epoch on one half of the validation split (V1) only;
-            the other half (V2, `fedlas.training.validation.halves`) is left for temperature and hyperparameters.
+        compile: compile network and loss on a GPU.
+        sync_batchnorm: compute batch norm statistics over all processes.
+        halve_validation: use only one half of the validation split (V1) for feedback and the best epoch; the other half
+            (V2, `fedlas.training.validation.halves`) is reserved for temperature and hyperparameters.
         train_on_v1: train on V1 too, for losses without feedback; V2 then selects the best epoch.
         feedback: predictions that the loss learns from between epochs: of the validation split, or, as an ablation,
             of as many training samples ("train"), in evaluation mode and not augmented.
-        eval_batch_size: samples in one step of an evaluation.
-        splits: which splits predictions are made for at the end; a finished run makes up for one it lacks.
-            "test-published" are the test images as the published code normalises them, where it does that otherwise.
-        ood: the same for foreign data sets.
+        eval_batch_size: samples per batch in evaluation.
+        splits: splits to predict at the end; a finished run adds the predictions of new splits. "test-published" is the
+            test split with the preprocessing of the official code, if that differs.
+        ood: OOD data sets to predict at the end.
         evaluated: weights that reports and tables evaluate, "best" (the epoch with the best validation accuracy) or
             "last"; predictions of both are written.
-        capture: capture the step in a CUDA graph, where there is a GPU.
+        capture: capture the step in a CUDA graph on a GPU.
         custom_kernels: use the custom kernels of `accelerators` where they apply: torchvision-style ResNets in
-            channels-last layout, and SGD, in one process on one GPU. False leaves everything to `torch.compile`.
-        checkpoint_every: steps between checkpoints; 0 writes one after each epoch, or as many as the disk can follow
-            without the run waiting for it. The end of a run has one anyway.
+            channels-last layout, and SGD, in one process on one GPU. False uses `torch.compile` for everything.
+        checkpoint_every: steps between checkpoints; 0 writes one after each epoch, but skips an epoch while the
+            previous checkpoint is being written. The end of a run always has one.
         workers: processes that read large images; None for one per processor.
-        cache: a folder that keeps decoded large images.
-        tensorboard: write the log for TensorBoard too.
+        cache: folder for decoded large images.
+        tensorboard: also write the log for TensorBoard.
     """
 
     data: str
@@ -166,15 +166,15 @@ class Recipe:
     train_on_v1: bool = False
     feedback: Literal["validation", "train"] = "validation"
     eval_batch_size: int = 1000
-    splits: tuple[str, ...] = carried_out(("val", "test"))
-    ood: tuple[str, ...] = carried_out(())
-    evaluated: Literal["best", "last"] = carried_out("best")
-    capture: bool = carried_out(True)
-    custom_kernels: bool = carried_out(True)
-    checkpoint_every: int = carried_out(0)
-    workers: int | None = carried_out(None)
-    cache: str | None = carried_out(None)
-    tensorboard: bool = carried_out(False)
+    splits: tuple[str, ...] = execution_field(("val", "test"))
+    ood: tuple[str, ...] = execution_field(())
+    evaluated: Literal["best", "last"] = execution_field("best")
+    capture: bool = execution_field(True)
+    custom_kernels: bool = execution_field(True)
+    checkpoint_every: int = execution_field(0)
+    workers: int | None = execution_field(None)
+    cache: str | None = execution_field(None)
+    tensorboard: bool = execution_field(False)
     head: str | None = None
 
     def __post_init__(self) -> None:
@@ -186,9 +186,9 @@ class Recipe:
         check_field(bool(self.splits), "splits", self.splits, f"at least one of {', '.join(SPLITS)}")
         for name in self.splits:
             check_field(name in SPLITS, "splits", name, f"of {', '.join(SPLITS)}")
-        for name in _idle(vars(self)):
-            other, _ = ACTS_WITH[name]
-            raise UserError(f"{name} does nothing with {other}={getattr(self, other)}; leave it out")
+        for name in _unused(vars(self)):
+            other, _ = REQUIRES[name]
+            raise ValueError(f"{name} has no effect with {other}={getattr(self, other)}; leave it out")
         check_field(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
         check_field(
             self.halve_validation or not self.train_on_v1, "train_on_v1", True, "false without halve_validation"
@@ -201,10 +201,10 @@ class Recipe:
             )
 
     def _check_numbers(self) -> None:
-        """Refuse numbers that no run can mean."""
+        """Raise if a number is out of range."""
         for name in ("epochs", "batch_size", "accumulate", "eval_batch_size"):
             check_field(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-            check_field(getattr(self, name) <= MOST, name, getattr(self, name), f"at most {MOST}")
+            check_field(getattr(self, name) <= MAX_COUNT, name, getattr(self, name), f"at most {MAX_COUNT}")
         for name in ("lr", "weight_decay", "warmup", "mixup", "cutmix", "checkpoint_every", "seed", "gate_lr_factor"):
             check_field(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         for name in ("gate_weight_decay", "workers"):
@@ -215,32 +215,27 @@ class Recipe:
         for name in ("peak_at", "start_factor", "end_factor", "decay"):
             check_field(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
         check_field(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")
-        rising = all(before < after for before, after in pairwise((0, *self.milestones)))
-        check_field(rising, "milestones", self.milestones, "epochs from 1 on, each later than the one before")
+        increasing = all(earlier < later for earlier, later in pairwise((0, *self.milestones)))
+        check_field(increasing, "milestones", self.milestones, "epochs from 1 on, each later than the one before")
 
     def _check_options(self) -> None:
-        """Refuse keywords that the run fills in by itself, and those of a loss that no run can use."""
+        """Raise for options that the run sets itself, and for loss options that training does not support."""
         for name in OPTIONS:
             options = getattr(self, name)
             if "seed" in options:
-                raise UserError(f"{name} has a seed; the recipe's own seed decides: seed=...")
-            for word, decides in FILLED_IN[name].items():
-                if word in options:
-                    raise UserError(f"{name} has {word!r}, which is decided by {decides}; leave it out")
+                raise ValueError(f"{name} has a seed; set the seed of the recipe instead: seed=...")
+            for option, owner in RESERVED_OPTIONS[name].items():
+                if option in options:
+                    raise ValueError(f"{name} has {option!r}, which is set by {owner}; leave it out")
             check_finite(name, options)
-        if self.loss in LOSSES.entries:
-            known = _options_of(LOSSES.entries[self.loss])
-            for name in self.loss_options:
-                if name not in known:
-                    raise UserError(f"the loss {self.loss!r} has no option {name!r}; {nearest(name, known)}")
-        if self.loss_options.get("reduction", "mean") in ("none", None):  # None is what "none" means on a command line
-            raise UserError('loss_options has reduction="none", but a step needs one number: take "mean" or "sum"')
+        if self.loss_options.get("reduction", "mean") in ("none", None):  # the command line parses "none" as None
+            raise ValueError('loss_options has reduction="none", but a step needs a scalar loss: use "mean" or "sum"')
         if self.accumulate > 1:
-            # The parts of a batch do not know the denominator of the whole.
-            for word in ("weight", "ignore_index"):
-                if self.loss_options.get(word) is not None:
-                    raise UserError(
-                        f"accumulate={self.accumulate} with {word!r} in loss_options is not the mean over the batch, "
+            # A part of a batch does not have the sum of the weights of the whole batch.
+            for option in ("weight", "ignore_index"):
+                if self.loss_options.get(option) is not None:
+                    raise ValueError(
+                        f"accumulate={self.accumulate} with {option!r} in loss_options is not the mean over the batch, "
                         "because each part would be divided by its own weights; set accumulate=1"
                     )
 
@@ -249,27 +244,27 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """A short name that no other recipe has."""
-        return hashlib.sha256(to_canonical_json(self.deciding())).hexdigest()[:10]
+        """Hash of all values that affect the results."""
+        return hashlib.sha256(to_canonical_json(self.result_fields())).hexdigest()[:10]
 
     @property
     def name(self) -> str:
-        """What the folder of the run is called where nobody gives it another name."""
-        words = (self.data, self.model, self.loss, self.key)
-        return "-".join("".join(c if c.isalnum() or c in "_." else "_" for c in word) for word in words)
+        """Default name of the run folder."""
+        parts = (self.data, self.model, self.loss, self.key)
+        return "-".join("".join(c if c.isalnum() or c in "_." else "_" for c in part) for part in parts)
 
     def replace(self, **changes: Plain) -> "Recipe":
-        """Make a variant of the recipe; what can do nothing beside the changes goes back to its default."""
-        _known(changes)
-        idle = _idle({**vars(self), **changes})
+        """Return a copy with changes; fields that have no effect with the changes get their defaults."""
+        _check_names(changes)
+        unused = _unused({**vars(self), **changes})
         return dataclass_replace(
-            self, **{name: value for name, value in idle.items() if name not in changes}, **changes
+            self, **{name: value for name, value in unused.items() if name not in changes}, **changes
         )
 
     def with_settings(self, settings: Mapping[str, str]) -> "Recipe":
-        """Make a variant from text, as it comes from the command line: {"epochs": "10", "loss_options.alpha": "0.1"}.
+        """Return a copy with settings given as text: {"epochs": "10", "loss_options.alpha": "0.1"}.
 
-        Lists are separated by commas; "none" means no value; keywords of data, network and loss stand behind a dot.
+        Lists are separated by commas; "none" means no value; options of data, network and loss follow after a dot.
         """
         changes: dict[str, Plain] = {}
         for name, text in settings.items():
@@ -282,62 +277,66 @@ class Recipe:
         return self.replace(**changes)
 
     def _check_field(self, name: str) -> None:
-        """Refuse a setting that is no field; a keyword of the loss, the network or the data has a field before it."""
-        from fedlas.data import CATALOG as DATA  # noqa: PLC0415 - a recipe is made and read without data sets
+        """Raise if a setting is not a field; point to `..._options` if it is an option of loss, network or data."""
+        from fedlas.data import CATALOG as DATA  # noqa: PLC0415 - a recipe can be created and read without data sets
+        from fedlas.losses import CATALOG as LOSSES  # noqa: PLC0415
         from fedlas.models import CATALOG as MODELS  # noqa: PLC0415
 
         catalogues: dict[str, Catalog[Any]] = {"loss": LOSSES, "model": MODELS, "data": DATA}
         for kind, catalog in catalogues.items() if name not in _types() else ():
-            called = getattr(self, kind)
-            if called in catalog.entries and name in keywords(catalog.entries[called]):
-                of = f"a keyword of the {catalog.kind} {called!r}"
-                raise UserError(f"a recipe has no field {name!r}, which is {of}: set {kind}_options.{name}")
-        _known([name])
+            entry = getattr(self, kind)
+            if entry in catalog.entries and name in keywords(catalog.entries[entry]):
+                description = f"a keyword of the {catalog.kind} {entry!r}"
+                raise ValueError(f"a recipe has no field {name!r}, which is {description}: set {kind}_options.{name}")
+        _check_names([name])
 
-    def deciding(self) -> dict[str, Plain]:
-        """Return the values that a result depends on, where they are not the default."""
-        defaults = _defaults()
+    def result_fields(self) -> dict[str, Plain]:
+        """Return the values that affect the results and differ from their defaults."""
         return {
-            one.name: getattr(self, one.name)
-            for one in fields(self)
-            if not one.metadata.get("carried_out") and getattr(self, one.name) != defaults[one.name]
+            item.name: getattr(self, item.name)
+            for item in fields(self)
+            if not item.metadata.get("execution") and getattr(self, item.name) != _default(item)
         }
 
     def to_dict(self) -> dict[str, Plain]:
-        """Return every field as a value that JSON knows."""
-        return {one.name: to_plain(getattr(self, one.name)) for one in fields(self)}
+        """Return every field as a JSON value."""
+        return {item.name: to_plain(getattr(self, item.name)) for item in fields(self)}
 
     def to_json(self) -> str:
-        """Write the recipe in the one way there is."""
+        """Return canonical JSON."""
         return to_canonical_json(self.to_dict()).decode()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Plain]) -> "Recipe":
-        """Read back what `to_dict` wrote, also before fields that do nothing were refused."""
-        _known(values)
-        given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-        return cls(**given | _idle(given))
+        """Return the recipe of a `to_dict` dictionary; ignore fields without effect, which older versions wrote."""
+        _check_names(values)
+        fields_given: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+        return cls(**fields_given | _unused(fields_given))
 
 
-def differences(one: Recipe, other: Recipe) -> list[str]:
-    """Name the fields in which two recipes would give other results; the first is that of a folder."""
-    mine, theirs = one.deciding(), other.deciding()
-    names = [f.name for f in fields(Recipe) if mine.get(f.name, MISSING) != theirs.get(f.name, MISSING)]
-    return [f"{name}: {getattr(one, name)!r} there, {getattr(other, name)!r} here" for name in names]
+def differences(stored: Recipe, requested: Recipe) -> list[str]:
+    """Describe the fields that differ between two recipes and affect the results; the first is that of a folder."""
+    stored_values, requested_values = stored.result_fields(), requested.result_fields()
+    names = [
+        f.name for f in fields(Recipe) if stored_values.get(f.name, MISSING) != requested_values.get(f.name, MISSING)
+    ]
+    return [
+        f"{name}: {getattr(stored, name)!r} in the folder, {getattr(requested, name)!r} requested" for name in names
+    ]
 
 
-def _idle(values: Mapping[str, Plain]) -> dict[str, Plain]:
-    """Name the fields that were set and do nothing beside the others, with their defaults."""
-    defaults = _defaults()
+def _unused(values: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Return the fields that are set but have no effect with the other fields, with their defaults."""
+    defaults = {item.name: _default(item) for item in fields(Recipe)}
     return {
         name: defaults[name]
-        for name, (other, wanted) in ACTS_WITH.items()
-        if values.get(other, defaults[other]) not in wanted and values.get(name, defaults[name]) != defaults[name]
+        for name, (other, allowed) in REQUIRES.items()
+        if values.get(other, defaults[other]) not in allowed and values.get(name, defaults[name]) != defaults[name]
     }
 
 
-def _known(names: Any) -> None:
-    known = _defaults()
+def _check_names(names: Any) -> None:
+    known = [item.name for item in fields(Recipe)]
     for name in names:
         if name not in known:
             raise UserError(f"a recipe has no field {name!r}; {nearest(str(name), list(known))}")
@@ -354,11 +353,5 @@ def _types() -> dict[str, Any]:
     return get_type_hints(Recipe)
 
 
-@cache
-def _defaults() -> Mapping[str, Plain]:
-    """Return the default of each field; those that are dictionaries are only compared."""
-    return {one.name: _default(one) for one in fields(Recipe)}
-
-
-def _default(one: Any) -> Plain:
-    return one.default_factory() if one.default_factory is not MISSING else one.default
+def _default(item: Any) -> Plain:
+    return item.default_factory() if item.default_factory is not MISSING else item.default

@@ -1,4 +1,4 @@
-"""Values of recipe fields: types, checks, and parsing from text such as the command line's."""
+"""Values of recipe fields: type checks, conversion, and parsing from text such as command-line settings."""
 
 import json
 import math
@@ -7,25 +7,23 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
-from fedlas.errors import UserError, UserTypeError
-
-Plain: TypeAlias = Any  # what JSON knows: None, bool, int, float, str, list, dict
+Plain: TypeAlias = Any  # a JSON value: None, bool, int, float, str, list, dict
 
 
-def check_field(good: bool, name: str, value: Plain, wanted: str) -> None:
-    """Raise an error that names a field, its value and what is wanted, unless it is good."""
-    if not good:
-        raise UserError(f"{name} must be {wanted}, not {value!r}")
+def check_field(valid: bool, name: str, value: Plain, expected: str) -> None:
+    """Raise an error with the name, value and expected value of a field, unless it is valid."""
+    if not valid:
+        raise ValueError(f"{name} must be {expected}, not {value!r}")
 
 
 def check_finite(name: str, value: Plain) -> None:
-    """Raise if a number is NaN or infinite, also inside of lists and mappings; JSON has none."""
+    """Raise if a number, also in nested lists and mappings, is NaN or infinite, which JSON does not support."""
     if isinstance(value, Mapping):
-        for word, one in value.items():
-            check_finite(f"{name}.{word}", one)
+        for key, item in value.items():
+            check_finite(f"{name}.{key}", item)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            check_finite(name, one)
+        for item in value:
+            check_finite(name, item)
     elif isinstance(value, float):
         check_field(math.isfinite(value), name, value, "finite")
 
@@ -39,23 +37,23 @@ def convert(name: str, kind: Any, value: Plain) -> Plain:
     if _origin(kind) in (Union, types.UnionType):
         if value is None:
             return None
-        kind = next(one for one in _arguments(kind) if one is not type(None))
-    if _origin(kind) is Literal:
-        if value not in _arguments(kind):
-            raise UserError(f"{name} must be one of {', '.join(_arguments(kind))}, not {value!r}")
+        kind = next(item for item in get_args(kind) if item is not type(None))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
         return value
     if _origin(kind) is tuple:
         inner = _arguments(kind)[0]
         if isinstance(value, str) or not hasattr(value, "__iter__"):
-            raise UserTypeError(f"{name} must be a list, not {value!r}")
-        return tuple(convert(name, inner, one) for one in value)
+            raise TypeError(f"{name} must be a list, not {value!r}")
+        return tuple(convert(name, inner, item) for item in value)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         check_field(math.isfinite(value), name, value, "finite")
         return float(value)
     if isinstance(kind, type):
-        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if not right:
-            raise UserTypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
+        matches = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not matches:
+            raise TypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
         return value
     if not isinstance(value, Mapping):
         raise UserTypeError(f"{name} must be a dictionary, not {value!r}")
@@ -67,12 +65,12 @@ def parse_field(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one
     if get_origin(kind) in (Union, types.UnionType):
         if text.lower() in ("none", ""):
             return None
-        kind = next(one for one in get_args(kind) if one is not type(None))
+        kind = next(item for item in get_args(kind) if item is not type(None))
     if get_origin(kind) is tuple:
         parts = [part.strip() for part in text.strip("[]()").split(",")]
         return tuple(parse_field(name, get_args(kind)[0], part) for part in parts if part)
     if kind is bool:
-        words = {
+        booleans = {
             "true": True,
             "yes": True,
             "on": True,
@@ -82,15 +80,15 @@ def parse_field(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one
             "off": False,
             "0": False,
         }
-        if text.lower() not in words:
-            raise UserError(f"{name} must be true or false, not {text!r}")
-        return words[text.lower()]
+        if text.lower() not in booleans:
+            raise ValueError(f"{name} must be true or false, not {text!r}")
+        return booleans[text.lower()]
     if kind in (int, float):
         try:
             return kind(text)
         except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise UserError(f"{name} must be {wanted}, not {text!r}") from None
+            expected = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{name} must be {expected}, not {text!r}") from None
     if get_origin(kind) is Literal:
         return convert(name, kind, text)
     if kind is str:
@@ -104,10 +102,10 @@ def parse_field(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one
 
 
 def value_of(text: str) -> Plain:
-    """Parse a value of unknown type: JSON if it is JSON, otherwise the text itself."""
-    words = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
+    """Parse a value of unknown type: as JSON if valid, otherwise as text."""
+    constants = {"none": None, "true": True, "false": False}
+    if text.lower() in constants:
+        return constants[text.lower()]
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -115,11 +113,11 @@ def value_of(text: str) -> Plain:
 
 
 def to_plain(value: Plain) -> Plain:
-    """Convert to values that JSON knows, keys sorted."""
+    """Convert to JSON values with sorted keys."""
     if isinstance(value, Mapping):
         return {str(name): to_plain(value[name]) for name in sorted(value)}
     if isinstance(value, (list, tuple)):
-        return [to_plain(one) for one in value]
+        return [to_plain(item) for item in value]
     if value is not None and not isinstance(value, (bool, int, float, str)):
         if hasattr(value, "__fspath__"):
             return str(value)
@@ -128,5 +126,5 @@ def to_plain(value: Plain) -> Plain:
 
 
 def to_canonical_json(value: Plain) -> bytes:
-    """Write JSON with sorted keys and without spaces, so that equal values have equal bytes."""
+    """Return JSON with sorted keys and without spaces, so that equal values have equal bytes."""
     return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

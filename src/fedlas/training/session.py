@@ -28,7 +28,7 @@ from fedlas.training.build import (
     refill_step,
     steps_per_epoch,
 )
-from fedlas.training.checkpoint import UNFIT, restore_module
+from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
 from fedlas.training.distributed import gather_objects
 from fedlas.training.optimizer import load_optimizer_state, optimizer_state
 from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
@@ -272,8 +272,8 @@ class Session:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
             load_optimizer_state(self.step.parts.plain.optimizer, state["optimizer"])
-            self._load_step(state["step"])
-        except UNFIT as error:
+            self.step.load_state_dict(state["step"], first=rank() == 0)
+        except RESTORE_ERRORS as error:
             name, reason = path or "the checkpoint", " ".join(str(error).split())
             raise RunError(
                 f"{name} does not fit the network and data of today; has the data changed? ({reason})"

@@ -7,64 +7,65 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-REPEATS = 3.0  # seconds in which a repeated signal is ignored: a terminal and a launcher both forward Ctrl-C
+REPEAT_WINDOW = 3.0  # seconds in which a repeated signal is ignored: a terminal and a launcher both forward Ctrl-C
 
 
 class StopSignals:
-    """Remembers that a signal came, so that a run can end after the step that it is in.
+    """Records a signal, so that a run can stop after the current step.
 
-    SIGINT and SIGTERM are heard, and SIGHUP, which comes when a terminal is closed, unless `nohup` has it ignored.
+    Handles SIGINT, SIGTERM, and SIGHUP (closed terminal) unless it is ignored, as under `nohup`.
 
     Args:
-        patient: hear one signal only, as one of several processes: each may get its own and the others', and whoever
-            dies of the second takes the checkpoint with it. Alone, a second one acts as usual after some seconds.
+        ignore_repeats: ignore all signals after the first. With several processes, each may get its own signal and
+            those of the others, and a process that dies of the second one loses the checkpoint. Otherwise a repeated
+            signal has its usual effect after some seconds.
     """
 
-    def __init__(self, *, patient: bool = False) -> None:
+    def __init__(self, *, ignore_repeats: bool = False) -> None:
         self.caught: int | None = None
-        self.patient = patient
-        self._before: dict[int, Any] = {}
+        self.ignore_repeats = ignore_repeats
+        self._previous: dict[int, Any] = {}
 
     @contextmanager
     def listening(self) -> Iterator["StopSignals"]:
-        """Listen while a run lasts."""
+        """Handle signals within the context."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        hung_up = getattr(signal, "SIGHUP", None)  # not on Windows
-        asked = [signal.SIGINT, signal.SIGTERM]
-        if hung_up is not None and signal.getsignal(hung_up) != signal.SIG_IGN:
-            asked.append(hung_up)
-        self._before = {number: signal.signal(number, self._catch) for number in asked}
+        sighup = getattr(signal, "SIGHUP", None)  # not on Windows
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if sighup is not None and signal.getsignal(sighup) != signal.SIG_IGN:
+            numbers.append(sighup)
+        self._previous = {number: signal.signal(number, self._catch) for number in numbers}
         try:
             yield self
         finally:
-            self._put_back()
+            self._restore()
 
     def _catch(self, number: int, _frame: Any) -> None:
         self.caught = number
-        heard = time.monotonic()
+        caught_at = time.monotonic()
 
-        # Not a method: who looks for a listener that has heard nothing yet shall not take this for one.
-        def again(repeated: int, _frame: Any) -> None:
-            if not self.patient and time.monotonic() - heard > REPEATS:
-                self._put_back()
+        # A function, so that this handler is not mistaken for `_catch` of a listener without a signal.
+        def handle_repeat(repeated: int, _frame: Any) -> None:
+            if not self.ignore_repeats and time.monotonic() - caught_at > REPEAT_WINDOW:
+                self._restore()
                 signal.raise_signal(repeated)
 
-        for one in self._before:
-            signal.signal(one, again)
+        for other in self._previous:
+            signal.signal(other, handle_repeat)
 
-    def _put_back(self) -> None:
-        for number, handler in self._before.items():
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
 
 class StoppedError(Exception):
-    """A run was asked to stop; it has written a checkpoint, or is finished.
+    """A signal stopped a run, which has written a checkpoint or is finished.
 
     Args:
-        message: for the user.
-        signal_number: what asked it to.
+        message: text for the user.
+        signal_number: the signal.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of the validation split that the log of an epoch holds, and its two halves."""
+"""Validation metrics of an epoch, and the two halves of the validation split."""
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from fedlas.metrics.scoring import accuracy, nll
 from fedlas.predictions import Predictions
 from fedlas.training.run_folder import Run
 
-HALVES_SEED = 2026  # of all runs; another one is another experiment
+HALVES_SEED = 2026  # the same for all runs, so that their halves are the same
 
 
-def judged(validation: Predictions) -> dict[str, float]:
-    """Return the numbers of an epoch."""
+def validation_metrics(validation: Predictions) -> dict[str, float]:
+    """Return the validation metrics that the log records for an epoch."""
     over, under = over_under(validation)
     return {
         "accuracy": float(accuracy(validation)),
@@ -29,7 +29,7 @@ def judged(validation: Predictions) -> dict[str, float]:
 
 
 def second_half(validation: Predictions | Split, seed: int = HALVES_SEED) -> Bool[Tensor, " n"]:
-    """Select half of the samples at random, by their positions in the data set and not by the order of the rows."""
+    """Return a random mask of half of the samples; it depends on their index, not on the order of the rows."""
     if validation.index is None:
         raise UserError("predictions need an index, the positions of the samples, to be divided into halves")
     ordered = validation.index.argsort().cpu()
@@ -40,24 +40,24 @@ def second_half(validation: Predictions | Split, seed: int = HALVES_SEED) -> Boo
 
 
 def halves(validation: Predictions) -> tuple[Predictions, Predictions]:
-    """Divide predictions of the validation split into V1 (feedback, best epoch) and V2 (temperature, selection)."""
+    """Split validation predictions into V1 (feedback, best epoch) and V2 (temperature, selection)."""
     selected = second_half(validation).to(validation.logits.device)
     return validation[~selected], validation[selected]
 
 
 def with_first_half(train: Split, validation: Split) -> Split:
-    """Append V1 to the samples to train on."""
+    """Append V1 to the training samples."""
     return train.joined(validation.picked((~second_half(validation)).nonzero()[:, 0]))
 
 
 def feedback_samples(train: Split, count: int, seed: int = HALVES_SEED) -> Split:
-    """Draw training samples that take the place of V1 as feedback, an ablation."""
+    """Draw training samples that replace V1 as feedback (ablation)."""
     drawn = np.random.RandomState(seed).permutation(len(train))[:count]
     return train.picked(torch.from_numpy(drawn))
 
 
 def tuning_predictions(run: Run) -> Predictions:
-    """Read the validation predictions of a run that temperature and hyperparameters are fitted on: V2 if halved."""
+    """Read the validation predictions of a run for temperature and hyperparameters: V2 if halved."""
     recipe = run.recipe
     validation = run.predictions(f"{recipe.evaluated}-val")
     return halves(validation)[1] if recipe.halve_validation else validation

@@ -1,4 +1,4 @@
-"""Sums of an epoch, one kernel each; `epoch_metrics` and `gate_statistics` compute the same with torch.
+"""Metric sums of an epoch, one kernel each; `epoch_metrics` and `gate_statistics` compute the same with torch.
 
     logits, labels, loss ─► add_batch ─► samples, correct, loss and its terms
     psi, gamma, alpha_i ─► add_gate ─► state of the gate per sample, alpha_i / alpha, histogram of gamma
@@ -16,34 +16,37 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.training.accelerators.precompile import launch
 
-LOGITS = 4096  # that a program looks at
-WIDEST = 16384  # classes; more do not fit into the registers
-SAMPLES = 512  # whose gates are looked at together
+LOGITS_PER_PROGRAM = 4096
+MAX_CLASSES = 16384  # more classes do not fit into the registers
+SAMPLES_PER_TILE = 512
 
 
 @triton.jit
 @no_type_check
 def batch_kernel(
-    logits, labels, samples, correct, means, sums, rows, classes, down, across,
+    logits, labels, samples, correct, means, sums, rows, classes, row_stride, column_stride,
     MEANS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add a batch to the sums of the epoch.
 
-    A label is the network's answer if no other class is ahead: has a larger logit, or the same and comes first. NaN is
-    larger than all numbers, as torch has it.
+    A prediction is correct if no other class has a larger logit, or the same logit and a smaller index. NaN is larger
+    than all numbers, as in torch.
     """
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     label = tl.load(labels + row, mask=row < rows, other=-1)
-    known = (label >= 0) & (label < classes)
-    start = logits + row.to(tl.int64) * down
-    own = tl.load(start + label * across, mask=known, other=0.0).to(tl.float32)
-    there = (row < rows) & (column < classes)
-    other = tl.load(start + column * across, mask=there, other=-float("inf")).to(tl.float32)
-    first = column < label
-    is_nan, own_is_nan = other != other, own != own  # noqa: PLR0124
-    ahead = tl.where(own_is_nan, is_nan & first, is_nan | (other > own) | ((other == own) & first))
-    hits = known & (tl.sum(ahead.to(tl.int32), 1, keep_dims=True) == 0)
-    tl.atomic_add(correct, tl.sum(hits.to(tl.int32)).to(tl.float64))  # whole numbers: no order changes their sum
+    is_valid = (label >= 0) & (label < classes)
+    start = logits + row.to(tl.int64) * row_stride
+    label_logit = tl.load(start + label * column_stride, mask=is_valid, other=0.0).to(tl.float32)
+    mask = (row < rows) & (column < classes)
+    other = tl.load(start + column * column_stride, mask=mask, other=-float("inf")).to(tl.float32)
+    is_earlier = column < label
+    is_nan, label_is_nan = other != other, label_logit != label_logit  # noqa: PLR0124
+    ahead = tl.where(
+        label_is_nan, is_nan & is_earlier, is_nan | (other > label_logit) | ((other == label_logit) & is_earlier)
+    )
+    is_correct = is_valid & (tl.sum(ahead.to(tl.int32), 1, keep_dims=True) == 0)
+    # An integer: its sum does not depend on the order.
+    tl.atomic_add(correct, tl.sum(is_correct.to(tl.int32)).to(tl.float64))
     if tl.program_id(0) == 0:
         tl.store(samples, tl.load(samples) + rows)
         for number in tl.static_range(MEANS):
@@ -60,10 +63,10 @@ def add_batch(
 ) -> bool:
     """Add samples, correct predictions and means times samples; return False if there are too many classes."""
     rows, classes = logits.shape
-    if classes > WIDEST:
+    if classes > MAX_CLASSES:
         return False
     columns = triton.next_power_of_2(classes)
-    height = max(1, LOGITS // columns)
+    height = max(1, LOGITS_PER_PROGRAM // columns)
     launch(batch_kernel, (triton.cdiv(rows, height),),
         logits, labels.contiguous(), samples, correct, tuple(means), tuple(sums), rows, classes, *logits.stride(),
         MEANS=len(means), ROWS=height, COLUMNS=columns, num_warps=8,
@@ -77,28 +80,32 @@ def gate_kernel(
     index, psi, gamma, alphas, edges, now, sums, rows, samples, count, alpha,
     ROWS: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """Note what the gate did with a batch, by one program; a sample whose psi is NaN is passed over."""
+    """Add the gate of a batch to the sums, in one program; skip samples whose psi is NaN."""
     edge = tl.arange(0, EDGES)
     limit = tl.load(edges + edge, mask=edge < count, other=float("inf"))
-    reached, seen, against = tl.zeros((EDGES,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
+    reached, valid, opposed = tl.zeros((EDGES,), tl.int32), tl.zeros((ROWS,), tl.int32), tl.zeros((ROWS,), tl.int32)
     ratio = tl.zeros((ROWS,), tl.float64)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
-        there = row < rows
-        place = tl.load(index + row, mask=there, other=-1)
-        state = tl.load(psi + row, mask=there, other=float("nan")).to(tl.float32)
-        degree = tl.load(gamma + row, mask=there, other=float("nan")).to(tl.float32)
-        own = tl.load(alphas + row, mask=there, other=0.0).to(tl.float32)
-        known = state == state  # noqa: PLR0124
-        tl.store(now + place, tl.where(state > 0, 1, -1).to(tl.int8), mask=known & (place >= 0) & (place < samples))
-        sign = tl.where(degree > 0, 1.0, 0.0) - tl.where(degree < 0, 1.0, 0.0)
-        seen += known.to(tl.int32)
-        against += (known & (state == -sign)).to(tl.int32)
-        ratio += tl.where(known, tl.div_rn(own, alpha), 0.0).to(tl.float64)
-        reached += tl.sum((degree[:, None] >= limit[None, :]).to(tl.int32), 0)
-    tl.store(sums, tl.load(sums) + tl.sum(seen, 0))
+        mask = row < rows
+        position = tl.load(index + row, mask=mask, other=-1)
+        psi_value = tl.load(psi + row, mask=mask, other=float("nan")).to(tl.float32)
+        gamma_value = tl.load(gamma + row, mask=mask, other=float("nan")).to(tl.float32)
+        alpha_value = tl.load(alphas + row, mask=mask, other=0.0).to(tl.float32)
+        is_valid = psi_value == psi_value  # noqa: PLR0124
+        tl.store(
+            now + position,
+            tl.where(psi_value > 0, 1, -1).to(tl.int8),
+            mask=is_valid & (position >= 0) & (position < samples),
+        )
+        sign = tl.where(gamma_value > 0, 1.0, 0.0) - tl.where(gamma_value < 0, 1.0, 0.0)
+        valid += is_valid.to(tl.int32)
+        opposed += (is_valid & (psi_value == -sign)).to(tl.int32)
+        ratio += tl.where(is_valid, tl.div_rn(alpha_value, alpha), 0.0).to(tl.float64)
+        reached += tl.sum((gamma_value[:, None] >= limit[None, :]).to(tl.int32), 0)
+    tl.store(sums, tl.load(sums) + tl.sum(valid, 0))
     tl.store(sums + 1, tl.load(sums + 1) + tl.sum(ratio, 0))
-    tl.store(sums + 2, tl.load(sums + 2) + tl.sum(against, 0))
+    tl.store(sums + 2, tl.load(sums + 2) + tl.sum(opposed, 0))
     tl.store(sums + 3 + edge, tl.load(sums + 3 + edge, mask=edge < count) + reached, mask=edge < count)
 
 
@@ -113,10 +120,10 @@ def add_gate(
     sums: Float[Tensor, " 3+edges"],
 ) -> None:
     """Store the state of the gate per sample; add samples, alpha_i / alpha, psi = -sign(gamma) and gammas per edge."""
-    given = [one.contiguous() for one in (index, psi, gamma, alpha_i)]
-    if any(one.shape != index.shape for one in given):
-        raise UserError(f"index, psi, gamma and alpha_i have shapes {[tuple(one.shape) for one in given]}")
+    inputs = [tensor.contiguous() for tensor in (index, psi, gamma, alpha_i)]
+    if any(tensor.shape != index.shape for tensor in inputs):
+        raise ValueError(f"index, psi, gamma and alpha_i have shapes {[tuple(tensor.shape) for tensor in inputs]}")
     launch(gate_kernel, (1,),
-        *given, edges, now, sums, len(index), len(now), len(edges), alpha,
-        ROWS=SAMPLES, EDGES=triton.next_power_of_2(len(edges)), num_warps=8,
+        *inputs, edges, now, sums, len(index), len(now), len(edges), alpha,
+        ROWS=SAMPLES_PER_TILE, EDGES=triton.next_power_of_2(len(edges)), num_warps=8,
     )  # fmt: skip
