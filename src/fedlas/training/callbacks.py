@@ -44,7 +44,7 @@ HOOKS = tuple(name for name in vars(AbstractCallback) if name.startswith("on_"))
 def check_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCallback, ...]:
     """Return the callbacks; raise if one is not a callback or has a public method that is never called."""
     if isinstance(callbacks, (AbstractCallback, type)) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks takes a list, such as callbacks=[MyCallback()], not {callbacks!r}")
+        raise UserTypeError(f"callbacks takes a list, such as callbacks=[MyCallback()], not {callbacks!r}")
     checked = tuple(callbacks)
     for callback in checked:
         kind = type(callback)
@@ -61,5 +61,7 @@ def check_callbacks(callbacks: Sequence[AbstractCallback]) -> tuple[AbstractCall
                 hint = nearest(name, list(HOOKS))
                 raise UserTypeError(f"{kind.__name__}.{name} would never be called; {hint} Begin other names with _.")
         if kind.on_step_end is not AbstractCallback.on_step_end and not callback.sees_steps:
-            raise TypeError(f"{kind.__name__}.on_step_end would never be called; set sees_steps = True in the class")
+            raise UserTypeError(
+                f"{kind.__name__}.on_step_end would never be called; set sees_steps = True in the class"
+            )
     return checked

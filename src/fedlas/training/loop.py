@@ -50,7 +50,7 @@ TRAINING_SPLITS = ("train", "val")  # splits used for training and model selecti
 CPUS_WITHOUT_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # capabilities without bfloat16 instructions
 
 
-class DivergedError(ArithmeticError):
+class DivergedError(UserError, ArithmeticError):
     """A loss or gradient was not finite, or a loss was too large.
 
     Args:
@@ -113,7 +113,7 @@ def fit_many(
         options: device and data_root, as for `fit`.
     """
     if isinstance(recipes, Recipe):
-        raise TypeError("fit_many takes several recipes; use fit for a single recipe")
+        raise UserTypeError("fit_many takes several recipes; use fit for a single recipe")
     engine = Engine(**options)
     return (
         engine.fit(recipe, out=run_in(folder, recipe).folder, resume=resume, callbacks=callbacks, progress=progress)
@@ -145,7 +145,7 @@ class Engine:
     ) -> Run:
         """Train a recipe; see the function `fit`."""
         if not isinstance(recipe, Recipe):
-            raise TypeError(f"fit takes a Recipe, such as fedlas.recipe_for returns, not a {type(recipe).__name__}")
+            raise UserTypeError(f"fit takes a Recipe, such as fedlas.recipe_for returns, not a {type(recipe).__name__}")
         callbacks = check_callbacks(callbacks)
         run = run_in("runs", recipe) if out is None else Run(Path(out))
         with ExitStack() as stack:

@@ -240,7 +240,7 @@ def protocol_named(name: str) -> Protocol:
     """Return the protocol with a name."""
     by_name = {protocol.name: protocol for protocol in PROTOCOLS}
     if name not in by_name:
-        raise ValueError(f"there is no protocol {name!r}; {nearest(name, list(by_name))}")
+        raise UserError(f"there is no protocol {name!r}; {nearest(name, list(by_name))}")
     return by_name[name]
 
 
@@ -269,7 +269,7 @@ def _protocol(data: str, model: str | None, name: str | None) -> Protocol:
             alternatives = [
                 protocol.name + ("" if model or protocol.models(data) else " (with --model)") for protocol in others
             ]
-            raise ValueError(f"the protocol {name!r} does not define {data!r}; use one of: {', '.join(alternatives)}")
+            raise UserError(f"the protocol {name!r} does not define {data!r}; use one of: {', '.join(alternatives)}")
         return chosen
     # First a protocol for this network, then one for this data set, then the smallest.
     for protocol in PROTOCOLS:

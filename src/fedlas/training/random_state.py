@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedlas.errors import UserError
+
 NUMPY_STATE_SIZE = 624  # 32-bit words of the Mersenne Twister
 
 
@@ -34,9 +36,9 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["device"], device)
     version, key, gauss = state["python"]
     if gauss is not None and not isinstance(gauss, float):
-        raise ValueError("the cached Gaussian of Python's generator is not a number")
+        raise UserError("the cached Gaussian of Python's generator is not a number")
     random.setstate((version, tuple(key), gauss))
     kind, numpy_key, position, *numpy_gauss = state["numpy"]
     if type(position) is not int or not 0 <= position <= NUMPY_STATE_SIZE:  # numpy does not check it
-        raise ValueError(f"the position of numpy's generator is {position}, not within 0 to {NUMPY_STATE_SIZE}")
+        raise UserError(f"the position of numpy's generator is {position}, not within 0 to {NUMPY_STATE_SIZE}")
     np.random.set_state((kind, numpy_key.numpy().astype(np.uint32), position, *numpy_gauss))  # noqa: NPY002

@@ -188,7 +188,7 @@ class Recipe:
             check_field(name in SPLITS, "splits", name, f"of {', '.join(SPLITS)}")
         for name in _unused(vars(self)):
             other, _ = REQUIRES[name]
-            raise ValueError(f"{name} has no effect with {other}={getattr(self, other)}; leave it out")
+            raise UserError(f"{name} has no effect with {other}={getattr(self, other)}; leave it out")
         check_field(bool(self.milestones) or self.schedule != "multi_step", "milestones", (), "given for multi_step")
         check_field(
             self.halve_validation or not self.train_on_v1, "train_on_v1", True, "false without halve_validation"
@@ -223,18 +223,23 @@ class Recipe:
         for name in OPTIONS:
             options = getattr(self, name)
             if "seed" in options:
-                raise ValueError(f"{name} has a seed; set the seed of the recipe instead: seed=...")
+                raise UserError(f"{name} has a seed; set the seed of the recipe instead: seed=...")
             for option, owner in RESERVED_OPTIONS[name].items():
                 if option in options:
-                    raise ValueError(f"{name} has {option!r}, which is set by {owner}; leave it out")
+                    raise UserError(f"{name} has {option!r}, which is set by {owner}; leave it out")
             check_finite(name, options)
+        if self.loss in LOSSES.entries:
+            known = _options_of(LOSSES.entries[self.loss])
+            for name in self.loss_options:
+                if name not in known:
+                    raise UserError(f"the loss {self.loss!r} has no option {name!r}; {nearest(name, known)}")
         if self.loss_options.get("reduction", "mean") in ("none", None):  # the command line parses "none" as None
-            raise ValueError('loss_options has reduction="none", but a step needs a scalar loss: use "mean" or "sum"')
+            raise UserError('loss_options has reduction="none", but a step needs a scalar loss: use "mean" or "sum"')
         if self.accumulate > 1:
             # A part of a batch does not have the sum of the weights of the whole batch.
             for option in ("weight", "ignore_index"):
                 if self.loss_options.get(option) is not None:
-                    raise ValueError(
+                    raise UserError(
                         f"accumulate={self.accumulate} with {option!r} in loss_options is not the mean over the batch, "
                         "because each part would be divided by its own weights; set accumulate=1"
                     )
@@ -279,7 +284,6 @@ class Recipe:
     def _check_field(self, name: str) -> None:
         """Raise if a setting is not a field; point to `..._options` if it is an option of loss, network or data."""
         from fedlas.data import CATALOG as DATA  # noqa: PLC0415 - a recipe can be created and read without data sets
-        from fedlas.losses import CATALOG as LOSSES  # noqa: PLC0415
         from fedlas.models import CATALOG as MODELS  # noqa: PLC0415
 
         catalogues: dict[str, Catalog[Any]] = {"loss": LOSSES, "model": MODELS, "data": DATA}
@@ -287,7 +291,7 @@ class Recipe:
             entry = getattr(self, kind)
             if entry in catalog.entries and name in keywords(catalog.entries[entry]):
                 description = f"a keyword of the {catalog.kind} {entry!r}"
-                raise ValueError(f"a recipe has no field {name!r}, which is {description}: set {kind}_options.{name}")
+                raise UserError(f"a recipe has no field {name!r}, which is {description}: set {kind}_options.{name}")
         _check_names([name])
 
     def result_fields(self) -> dict[str, Plain]:
@@ -295,7 +299,7 @@ class Recipe:
         return {
             item.name: getattr(self, item.name)
             for item in fields(self)
-            if not item.metadata.get("execution") and getattr(self, item.name) != _default(item)
+            if not item.metadata.get("execution") and getattr(self, item.name) != _defaults()[item.name]
         }
 
     def to_dict(self) -> dict[str, Plain]:
@@ -327,7 +331,7 @@ def differences(stored: Recipe, requested: Recipe) -> list[str]:
 
 def _unused(values: Mapping[str, Plain]) -> dict[str, Plain]:
     """Return the fields that are set but have no effect with the other fields, with their defaults."""
-    defaults = {item.name: _default(item) for item in fields(Recipe)}
+    defaults = _defaults()
     return {
         name: defaults[name]
         for name, (other, allowed) in REQUIRES.items()
@@ -345,12 +349,18 @@ def _check_names(names: Any) -> None:
 @cache
 def _options_of(loss: type) -> list[str]:
     """List the keywords of a loss that a recipe may set."""
-    return [name for name in keywords(loss) if name not in FILLED_IN["loss_options"]]
+    return [name for name in keywords(loss) if name not in RESERVED_OPTIONS["loss_options"]]
 
 
 @cache
 def _types() -> dict[str, Any]:
     return get_type_hints(Recipe)
+
+
+@cache
+def _defaults() -> Mapping[str, Plain]:
+    """Return the default of each field; those that are dictionaries are only compared."""
+    return {item.name: _default(item) for item in fields(Recipe)}
 
 
 def _default(item: Any) -> Plain:

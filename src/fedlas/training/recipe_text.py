@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
 
+from fedlas.errors import UserError, UserTypeError
+
 Plain: TypeAlias = Any  # a JSON value: None, bool, int, float, str, list, dict
 
 
 def check_field(valid: bool, name: str, value: Plain, expected: str) -> None:
     """Raise an error with the name, value and expected value of a field, unless it is valid."""
     if not valid:
-        raise ValueError(f"{name} must be {expected}, not {value!r}")
+        raise UserError(f"{name} must be {expected}, not {value!r}")
 
 
 def check_finite(name: str, value: Plain) -> None:
@@ -37,15 +39,15 @@ def convert(name: str, kind: Any, value: Plain) -> Plain:
     if _origin(kind) in (Union, types.UnionType):
         if value is None:
             return None
-        kind = next(item for item in get_args(kind) if item is not type(None))
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
+        kind = next(item for item in _arguments(kind) if item is not type(None))
+    if _origin(kind) is Literal:
+        if value not in _arguments(kind):
+            raise UserError(f"{name} must be one of {', '.join(_arguments(kind))}, not {value!r}")
         return value
     if _origin(kind) is tuple:
         inner = _arguments(kind)[0]
         if isinstance(value, str) or not hasattr(value, "__iter__"):
-            raise TypeError(f"{name} must be a list, not {value!r}")
+            raise UserTypeError(f"{name} must be a list, not {value!r}")
         return tuple(convert(name, inner, item) for item in value)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         check_field(math.isfinite(value), name, value, "finite")
@@ -53,7 +55,7 @@ def convert(name: str, kind: Any, value: Plain) -> Plain:
     if isinstance(kind, type):
         matches = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not matches:
-            raise TypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
+            raise UserTypeError(f"{name} must be of type {kind.__name__}, not {value!r}")
         return value
     if not isinstance(value, Mapping):
         raise UserTypeError(f"{name} must be a dictionary, not {value!r}")
@@ -81,14 +83,14 @@ def parse_field(name: str, kind: Any, text: str) -> Plain:  # noqa: PLR0911 (one
             "0": False,
         }
         if text.lower() not in booleans:
-            raise ValueError(f"{name} must be true or false, not {text!r}")
+            raise UserError(f"{name} must be true or false, not {text!r}")
         return booleans[text.lower()]
     if kind in (int, float):
         try:
             return kind(text)
         except ValueError:
             expected = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name} must be {expected}, not {text!r}") from None
+            raise UserError(f"{name} must be {expected}, not {text!r}") from None
     if get_origin(kind) is Literal:
         return convert(name, kind, text)
     if kind is str:

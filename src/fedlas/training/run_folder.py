@@ -40,7 +40,7 @@ ELSEWHERE = "choose another --out (in Python out=)"
 WRITE_TO = "choose an output file: --out FILE (in Python out=)"
 
 
-class RunError(ValueError):
+class RunError(UserError):
     """A run cannot continue; the message gives the reason in one line."""
 
 
@@ -120,7 +120,7 @@ class Run:
                 except json.JSONDecodeError:
                     break
                 if not isinstance(record, dict):
-                    raise ValueError(f"line {number} is not a record of an epoch")  # noqa: TRY004 (the content of a file)
+                    raise UserError(f"line {number} is not a record of an epoch")
                 records.append(record)
         return records
 

@@ -426,13 +426,11 @@ def shape_of(y: Tensor) -> tuple[int, int]:
     """Return rows and columns of images as a matrix."""
     count, channels, height, width = y.shape
     if not y.is_contiguous(memory_format=torch.channels_last) or channels % NARROWEST:
-        raise ValueError(
+        raise UserError(
             f"images of shape {tuple(y.shape)} need channels-last layout and a multiple of {NARROWEST} channels"
         )
     if count * height * width == 1:
-        raise ValueError(
-            f"batch norm needs more than one value per channel, but the images have shape {tuple(y.shape)}"
-        )
+        raise UserError(f"batch norm needs more than one value per channel, but the images have shape {tuple(y.shape)}")
     return count * height * width, channels
 
 

@@ -122,7 +122,7 @@ def add_gate(
     """Store the state of the gate per sample; add samples, alpha_i / alpha, psi = -sign(gamma) and gammas per edge."""
     inputs = [tensor.contiguous() for tensor in (index, psi, gamma, alpha_i)]
     if any(tensor.shape != index.shape for tensor in inputs):
-        raise ValueError(f"index, psi, gamma and alpha_i have shapes {[tuple(tensor.shape) for tensor in inputs]}")
+        raise UserError(f"index, psi, gamma and alpha_i have shapes {[tuple(tensor.shape) for tensor in inputs]}")
     launch(gate_kernel, (1,),
         *inputs, edges, now, sums, len(index), len(now), len(edges), alpha,
         ROWS=SAMPLES_PER_TILE, EDGES=triton.next_power_of_2(len(edges)), num_warps=8,
