@@ -18,7 +18,7 @@ from fedlas.data.digits import Digits
 from fedlas.losses.closed_loop import ClosedLoop
 from fedlas.training import AbstractCallback, DivergedError, Run, RunError, fit, fit_many
 from fedlas.training import backend_flags as flags_module
-from fedlas.training.build import select_device
+from fedlas.training.build import SessionCache, select_device
 from fedlas.training.checkpoint import Writer
 from fedlas.training.progress import downloads
 from fedlas.training.run_folder import locked
@@ -447,11 +447,11 @@ def test_backend_flags_and_random_state_are_restored(tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("stumbles", [True, False])
-def test_onednn_is_disabled_from_the_start_if_it_lacks_bf16(monkeypatch, stumbles):
+@pytest.mark.parametrize("lacks", [True, False])
+def test_onednn_is_disabled_from_the_start_if_it_lacks_bf16(monkeypatch, lacks):
     """Dropped in the middle of a step, a run that was stopped would go on with other last digits."""
-    monkeypatch.setattr(flags_module, "_stumbles_over_bf16", lambda: stumbles)
-    for kind, there in {"bf16": not stumbles, "fp32": True}.items():
+    monkeypatch.setattr(flags_module, "_lacks_onednn_bf16", lambda: lacks)
+    for kind, there in {"bf16": not lacks, "fp32": True}.items():
         with flags_module.backend_flags(short(precision=kind), torch.device("cpu")):
             assert torch.backends.mkldnn.enabled is there
             torch.backends.mkldnn.enabled = False  # as torch does

@@ -272,7 +272,7 @@ class Session:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
             load_optimizer_state(self.step.parts.plain.optimizer, state["optimizer"])
-            self.step.load_state_dict(state["step"], first=rank() == 0)
+            self._load_step(state["step"])
         except RESTORE_ERRORS as error:
             name, reason = path or "the checkpoint", " ".join(str(error).split())
             raise RunError(
