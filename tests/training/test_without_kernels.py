@@ -25,6 +25,7 @@ def test_cpu_training_does_not_need_the_kernels(tmp_path, no_kernels, request):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:\\nOnline softmax", "ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32")
 def test_gpu_training_gives_the_same_without_the_kernels(tmp_path, no_kernels, request):
     recipe = short(model="resnet18_cifar", model_options={"in_channels": 1}, channels_last=True, precision="bf16")
     without = fit(recipe, out=tmp_path / "without")
