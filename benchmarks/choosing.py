@@ -24,7 +24,7 @@ import torch
 from fedlas.evaluation import evaluate
 from fedlas.losses import list_losses
 from fedlas.metrics import bootstrap, ece
-from fedlas.train import Recipe, fit_many, recipe_for
+from fedlas.training import Recipe, fit_many, recipe_for
 
 SEEDS = (1, 2, 3, 4, 5)
 SITUATIONS: dict[str, dict[str, Any]] = {

@@ -245,7 +245,7 @@ def evaluations(most: int, patience: float) -> Iterator[Point]:
 
 def training(epochs: int, **options: Any) -> list[dict[str, float]]:
     """Train on digits and note memory and open files after each epoch; options are those of a recipe."""
-    from fedlas.train.callbacks import AbstractCallback
+    from fedlas.training.callbacks import AbstractCallback
 
     class Watch(AbstractCallback):
         """Notes what is held."""
@@ -253,7 +253,7 @@ def training(epochs: int, **options: Any) -> list[dict[str, float]]:
         def __init__(self) -> None:
             self.seen: list[dict[str, float]] = []
 
-        def epoch_ended(self, record: Any) -> None:
+        def on_epoch_end(self, record: Any) -> None:
             ctypes.CDLL(None).malloc_trim(0)  # what is free is not held
             text = Path("/proc/self/status").read_text(encoding="ascii")
             held = int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmRSS"))) / 1024

@@ -1,4 +1,4 @@
-"""Time the batch norms of `fedlas.train.kernels.norms` with other tiles, for the shapes of real networks; needs a GPU.
+"""Time the custom batch norms with other tiles, for the shapes of real networks; needs a GPU.
 
     python benchmarks/norms.py [--warps 4,8] [--rows 64] [--programs 132,264] [--stages 1,4]
 
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from fedlas.train.kernels import norms
+from fedlas.training.accelerators import batch_norm
 
 # Images, channels, side: norms without and with a skip; those of the skips themselves are left out.
 NETWORKS = {
@@ -48,7 +48,7 @@ def microseconds(work: Callable[[], object]) -> float:
     return 1e6 * min(times[1:])
 
 
-def measured(shape: tuple[int, int, int], tile: norms.Tile) -> dict[str, float]:
+def measured(shape: tuple[int, int, int], tile: batch_norm.Tile) -> dict[str, float]:
     """Time the passes that sum, with one tile."""
     count, channels, side = shape
     size = (count, channels, side, side)
@@ -56,21 +56,21 @@ def measured(shape: tuple[int, int, int], tile: norms.Tile) -> dict[str, float]:
         torch.randn(size, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last) for _ in range(6)
     )
     weight, bias, mean, var = torch.ones(4, channels, device="cuda").unbind()
-    norm = norms.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
-    counter = torch.zeros(channels // norms.NARROWEST, dtype=torch.int32, device="cuda")
+    norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+    counter = torch.zeros(channels // batch_norm.NARROWEST, dtype=torch.int32, device="cuda")
 
     def forward() -> None:
         y.copy_(before)
-        after.copy_(norms.activation(y, norms.statistics(y, norm, counter), None, None)[0])
+        after.copy_(batch_norm.activation(y, batch_norm.statistics(y, norm, counter), None, None)[0])
 
     def backward(other: torch.Tensor | None, bits: torch.Tensor) -> None:
         first.copy_(before)
-        sums = norms.gradient_sums(first, other, y, bits, about, counter)
-        after.copy_(norms.gradients(sums, y, about).y)
+        sums = batch_norm.gradient_sums(first, other, y, bits, about, counter)
+        after.copy_(batch_norm.gradients(sums, y, about).y)
 
-    with patch.object(norms, "tile_for_sums", lambda _: tile), patch.object(norms, "SUMS_WITH_KEPT", tile):
-        about = norms.statistics(y, norm, counter)
-        bits = norms.activation(y, about, skip, None)[1]
+    with patch.object(batch_norm, "tile_for_sums", lambda _: tile), patch.object(batch_norm, "SUMS_WITH_OUTPUT", tile):
+        about = batch_norm.statistics(y, norm, counter)
+        bits = batch_norm.activation(y, about, skip, None)[1]
         return {
             "forward": microseconds(forward),
             "back": microseconds(lambda: backward(None, bits[:0])),
@@ -88,9 +88,9 @@ def main() -> None:
     options = parser.parse_args()
     words = options.rows, options.warps, options.programs, options.stages
     numbers = itertools.product(*([int(one) for one in some.split(",")] for some in words))
-    tiles = [norms.Tile(rows, 64, warps, programs, stages) for rows, warps, programs, stages in numbers]
+    tiles = [batch_norm.Tile(rows, 64, warps, programs, stages) for rows, warps, programs, stages in numbers]
     for name, shapes in NETWORKS.items():
-        totals: dict[tuple[str, norms.Tile], float] = defaultdict(float)
+        totals: dict[tuple[str, batch_norm.Tile], float] = defaultdict(float)
         for shape, (plain, skips) in shapes.items():
             for tile in tiles:
                 found = measured(shape, tile)

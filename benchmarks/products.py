@@ -1,4 +1,4 @@
-"""Time the 1 x 1 convolutions of `resnet50_cifar`, by `fedlas.train.kernels` and by cuDNN; needs a GPU.
+"""Time the 1 x 1 convolutions of `resnet50_cifar`, by `fedlas.training.accelerators` and by cuDNN; needs a GPU.
 
     python benchmarks/products.py [--back] [--tiles 64x64x4x396x3,64x128x4x264x3] [--shapes 131072x64x256] [--batch 128]
     for i in 0 1 2 3; do python benchmarks/products.py --part $i/4 & done; wait   # compiles all kernels, prints nothing
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.train.kernels import norms, products
+from fedlas.training.accelerators import batch_norm, conv1x1
 from norms import microseconds
 
 # Rows at a batch of one, channels before and after: how many of them are in the network, with a stride of one.
@@ -40,16 +40,16 @@ SIDES = {1024: 32, 256: 16, 64: 8}
 Way = Callable[[], Any]
 
 
-def some_tiles(inputs: int, outputs: int) -> list[norms.Tile]:
+def some_tiles(inputs: int, outputs: int) -> list[batch_norm.Tile]:
     """Give tiles that suit a shape, the usual one first."""
     wide = 128 if outputs % 128 == 0 else 64
     others = [
-        norms.Tile(64, wide, 4, 264, 3),
-        norms.Tile(128, wide, 8, 132, 3),
-        norms.Tile(64, 64, 4, 396, 3),
-        norms.Tile(64, wide, 8, 132, 3),
+        batch_norm.Tile(64, wide, 4, 264, 3),
+        batch_norm.Tile(128, wide, 8, 132, 3),
+        batch_norm.Tile(64, 64, 4, 396, 3),
+        batch_norm.Tile(64, wide, 8, 132, 3),
     ]
-    return list(dict.fromkeys([products.tile_for(inputs), *others]))
+    return list(dict.fromkeys([conv1x1.tile_for(inputs), *others]))
 
 
 def read(words: str, size: int) -> list[tuple[int, ...]]:
@@ -77,8 +77,8 @@ class Case:
         self.x = self.before.clone()
         self.factors = (torch.randn(outputs, inputs, 1, 1, device="cuda") / inputs**0.5).to(torch.bfloat16)
         weight, bias, mean, var = (torch.full((outputs,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
-        self.norm = norms.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
-        self.counter = torch.zeros(outputs // norms.NARROWEST, dtype=torch.int32, device="cuda")
+        self.norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+        self.counter = torch.zeros(outputs // batch_norm.NARROWEST, dtype=torch.int32, device="cuda")
         self.y, self.about = self.usual()
         self.after = torch.empty_like(self.y)
 
@@ -87,16 +87,16 @@ class Case:
         """Give y in float64, as a matrix."""
         return torch.mm(as_matrix(self.x), self.factors.double().flatten(1).T)
 
-    def usual(self) -> tuple[Tensor, norms.Normed]:
+    def usual(self) -> tuple[Tensor, batch_norm.Normed]:
         """Convolve by cuDNN, and sum in a pass of its own."""
         y = functional.conv2d(self.x, self.factors)
-        return y, norms.statistics(y, self.norm, self.counter)
+        return y, batch_norm.statistics(y, self.norm, self.counter)
 
-    def ours(self) -> tuple[Tensor, norms.Normed]:
+    def ours(self) -> tuple[Tensor, batch_norm.Normed]:
         """Convolve and sum in one kernel."""
-        return products.multiply(self.x, self.factors, self.norm, self.counter)
+        return conv1x1.multiply(self.x, self.factors, self.norm, self.counter)
 
-    def far(self, found: tuple[Tensor, norms.Normed]) -> list[float]:
+    def far(self, found: tuple[Tensor, batch_norm.Normed]) -> list[float]:
         """Give the distances of results from the right ones."""
         y, about = as_matrix(found[0]), found[1]
         spread, mean = torch.var_mean(y, 0, correction=0)
@@ -130,10 +130,10 @@ class BackCase(Case):
     def __init__(self, shape: tuple[int, ...], batch: int, *, two_norms: bool = False) -> None:
         super().__init__(shape, batch)  # of which x is the gradient that comes, y what was normalised
         self.other, skip = torch.randn_like(self.y), torch.randn_like(self.y)
-        self.met = shape[2] > shape[1] or shape[1] == norms.NARROWEST  # at the end of a block, not inside of one
-        _, bits = norms.activation(self.y, self.about, skip, None)
+        self.met = shape[2] > shape[1] or shape[1] == batch_norm.NARROWEST  # at the end of a block, not inside of one
+        _, bits = batch_norm.activation(self.y, self.about, skip, None)
         self.bits = bits if shape[2] > shape[1] else bits[:0]
-        self.beside = (skip, norms.statistics(skip, self.norm, self.counter)) if two_norms else ()
+        self.beside = (skip, batch_norm.statistics(skip, self.norm, self.counter)) if two_norms else ()
         self.weight = self.factors.transpose(0, 1).contiguous()
 
     @property
@@ -147,10 +147,10 @@ class BackCase(Case):
         found = torch.mm(as_matrix(self.x), self.weight.double().flatten(1))
         found += as_matrix(self.other) if self.met else 0
         gradient = torch.ones_like(self.y)
-        sums = norms.gradient_sums(gradient, gradient * 0, self.y, self.bits, self.about, self.counter)
+        sums = batch_norm.gradient_sums(gradient, gradient * 0, self.y, self.bits, self.about, self.counter)
         return found * as_matrix(sums.gradient)
 
-    def far(self, found: norms.GradientSums) -> list[float]:  # type: ignore[override]
+    def far(self, found: batch_norm.GradientSums) -> list[float]:  # type: ignore[override]
         """Give the distances of results from the right ones."""
         product = (self.right * (as_matrix(self.y) - self.about.mean)).sum(0) * self.about.rstd
         gradient = as_matrix(found.gradient)
@@ -166,7 +166,7 @@ class BackCase(Case):
             return super().usual()
         about = None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, False, False]
         first = torch.ops.aten.convolution_backward(self.x, self.y, self.weight, *about)[0]
-        return norms.gradient_sums(first, self.second, *self._norms)
+        return batch_norm.gradient_sums(first, self.second, *self._norms)
 
     @property
     def _norms(self) -> tuple[Any, ...]:
@@ -174,8 +174,8 @@ class BackCase(Case):
 
     def ours(self) -> Any:
         """Multiply and sum in one kernel."""
-        owed = products.Product(self.x, self.weight)
-        return products.gradient_sums(owed, self.second, *self._norms)
+        owed = conv1x1.Product(self.x, self.weight)
+        return conv1x1.gradient_sums(owed, self.second, *self._norms)
 
 
 def distance(found: Tensor, right: Tensor) -> float:
@@ -202,8 +202,8 @@ def main() -> None:
         for (rows, *channels), times in (BACK if options.back else SHAPES).items()
     }
     make = partial(BackCase, two_norms=options.two_norms) if options.back else Case
-    given = [norms.Tile(*one) for one in read(options.tiles, 5)]
-    chosen = [products.BACK] if options.back else []
+    given = [batch_norm.Tile(*one) for one in read(options.tiles, 5)]
+    chosen = [conv1x1.BACKWARD_TILE] if options.back else []
     tried = [(shape, given or list(dict.fromkeys(chosen + some_tiles(*shape[1:])))) for shape in shapes]
     if options.part:
         warm(
@@ -227,13 +227,15 @@ def main() -> None:
 
 
 @contextmanager
-def trying(tile: norms.Tile) -> Iterator[None]:
+def trying(tile: batch_norm.Tile) -> Iterator[None]:
     """Let both kernels work with a tile."""
-    with patch.object(products, "tile_for", lambda *_: tile), patch.object(products, "BACK", tile):
+    with patch.object(conv1x1, "tile_for", lambda *_: tile), patch.object(conv1x1, "BACKWARD_TILE", tile):
         yield
 
 
-def warm(tried: list[tuple[tuple[int, ...], norms.Tile]], part: str, make: Callable[[tuple[int, ...]], Case]) -> None:
+def warm(
+    tried: list[tuple[tuple[int, ...], batch_norm.Tile]], part: str, make: Callable[[tuple[int, ...]], Case]
+) -> None:
     """Compile and run a part of the kernels, so that Triton finds them compiled afterwards."""
     first, step = (int(one) for one in part.split("/"))
     for shape, tile in tried[first::step]:

@@ -1,4 +1,4 @@
-"""Time the first layer of `resnet18_cifar`, by `fedlas.train.kernels.stem` with some tiles and by cuDNN; needs a GPU.
+"""Time the first layer of `resnet18_cifar`, by the custom kernel and by cuDNN; needs a GPU.
 
     python benchmarks/stem.py [--forward 128x8x264x3,64x4x528x3] [--backward 64x4x264x3,64x4x528x1] [--batch 512,128]
 
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlas.train.kernels import norms, stem
+from fedlas.training.accelerators import batch_norm, stem
 from norms import microseconds
 
 FORWARD = "128x8x264x3,64x4x528x3,64x4x396x3,128x8x132x3,256x8x264x3"
 BACKWARD = "64x4x264x3,64x4x528x1,64x4x396x1,128x4x264x2,128x8x132x3,128x8x264x1"
 
 
-def tiles(words: str) -> list[norms.Tile]:
+def tiles(words: str) -> list[batch_norm.Tile]:
     """Read tiles from the command line."""
     numbers = [[int(one) for one in word.split("x")] for word in words.split(",")]
-    return [norms.Tile(rows, 64, warps, programs, stages) for rows, warps, programs, stages in numbers]
+    return [batch_norm.Tile(rows, 64, warps, programs, stages) for rows, warps, programs, stages in numbers]
 
 
 def shown(name: str, work: Callable[[], Tensor], right: Tensor) -> None:
@@ -37,19 +37,19 @@ def shown(name: str, work: Callable[[], Tensor], right: Tensor) -> None:
         print(f"{name:70} {type(error).__name__}: {error}", flush=True)
 
 
-def measured(batch: int, forward: list[norms.Tile], backward: list[norms.Tile]) -> None:
+def measured(batch: int, forward: list[batch_norm.Tile], backward: list[batch_norm.Tile]) -> None:
     """Time both directions, both ways."""
     wide = (torch.randn(batch, 3, 32, 32), torch.randn(64, 3, 3, 3) / 5, torch.randn(batch, 64, 32, 32))
     images, filters, given = (
         one.to("cuda", torch.bfloat16).contiguous(memory_format=torch.channels_last) for one in wide
     )
     weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
-    norm = norms.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+    norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
     counter = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def usual_forward() -> Tensor:
         y = functional.conv2d(images, filters, padding=1)
-        norms.statistics(y, norm, counter)
+        batch_norm.statistics(y, norm, counter)
         return y
 
     y = functional.conv2d(images.double(), filters.double(), padding=1)
@@ -59,15 +59,15 @@ def measured(batch: int, forward: list[norms.Tile], backward: list[norms.Tile]) 
             shown(f"{batch} forward, {tile}", lambda: stem.convolve(images, filters, norm, counter)[0], y)
 
     y = usual_forward()
-    about = norms.statistics(y, norm, counter)
+    about = batch_norm.statistics(y, norm, counter)
     bits = torch.empty(0, device="cuda", dtype=torch.uint8)
     for second in (None, given):
-        sums = norms.gradient_sums(given, second, y, bits, about, counter)
+        sums = batch_norm.gradient_sums(given, second, y, bits, about, counter)
         sides: list[int] = [1, 1]
         sizes = None, sides, sides, sides, False, [0, 0], 1, [False, True, False]
 
-        def usual_backward(sums: norms.GradientSums = sums, sizes: tuple[object, ...] = sizes) -> Tensor:
-            dy = norms.gradient_applied(sums, y, about, sums.slope, sums.offset)
+        def usual_backward(sums: batch_norm.GradientSums = sums, sizes: tuple[object, ...] = sizes) -> Tensor:
+            dy = batch_norm.apply_gradient(sums, y, about, sums.slope, sums.offset)
             found: Tensor = torch.ops.aten.convolution_backward(dy, images, filters, *sizes)[1]
             return found
 

@@ -9,7 +9,8 @@
     resident     images live on the device and are augmented there; no wait in the step; fused optimizer
     bf16         the same in bfloat16, channels last
     compile      network and loss compiled
-    graph        the whole step captured as one CUDA graph: what `fit` does
+    captured     the whole step captured as one CUDA graph, network and loss by torch.compile
+    graph        the same with custom kernels: what `fit` does
 
 Before all rungs: the first step of a fresh process with an empty compiler cache. Every figure is the wall time of
 whole epochs, after warming up; of several, the median. On the last rung the losses of `--losses` take turns with `ce`,
@@ -43,15 +44,23 @@ from fedlas.data.base import Part
 from fedlas.data.base.images import CIFAR, Transform
 from fedlas.models import build_model
 from fedlas.predictions import Predictions
-from fedlas.train import Recipe, recipe_for
-from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.precision import machine, try_all_convolutions
-from fedlas.train.predict import predictions_of
+from fedlas.training import Recipe, recipe_for
+from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark
+from fedlas.training.build import SessionCache, select_device
+from fedlas.training.prediction import predictions_of
+from fedlas.training.session import Session
 
 RUNGS: dict[str, dict[str, Any]] = {
     "resident": {"precision": "tf32", "channels_last": False, "compile": False, "capture": False},
     "bf16": {"precision": "bf16", "channels_last": True, "compile": False, "capture": False},
     "compile": {"precision": "bf16", "channels_last": True, "compile": True, "capture": False},
+    "captured": {
+        "precision": "bf16",
+        "channels_last": True,
+        "compile": True,
+        "capture": True,
+        "custom_kernels": False,
+    },
     "graph": {"precision": "bf16", "channels_last": True, "compile": True, "capture": True},
 }
 # Dense bfloat16 TFLOP/s and TB/s of memory, as the makers state them.
@@ -105,27 +114,27 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def steps(bench: Bench, count: int) -> None:
+def steps(session: Session, count: int) -> None:
     """Train some steps."""
-    bench.net.train()
-    for number, inputs in enumerate(bench.batches(0)):
+    session.net.train()
+    for number, inputs in enumerate(session.batches(0)):
         if number == count:
             return
-        bench.step(*inputs)
+        session.execute(*inputs)
 
 
-def epoch(bench: Bench, number: int, validation: Predictions | None = None) -> float:
+def epoch(session: Session, number: int, validation: Predictions | None = None) -> float:
     """Train an epoch, read its sums, let the loss learn from validation predictions, and give images per second."""
-    bench.net.train()
-    synchronize(bench.device)
+    session.net.train()
+    synchronize(session.device)
     start = time.perf_counter()
-    for inputs in bench.batches(number):
-        bench.step(*inputs)
-    bench.step.meter.read()
+    for inputs in session.batches(number):
+        session.execute(*inputs)
+    session.step.metrics.read()
     if validation is not None:
-        bench.loss.end_epoch(validation)
-        synchronize(bench.device)
-    return bench.steps_per_epoch * bench.recipe.batch_size / (time.perf_counter() - start)
+        session.loss.end_epoch(validation)
+        synchronize(session.device)
+    return session.steps_per_epoch * session.recipe.batch_size / (time.perf_counter() - start)
 
 
 class AsMostPeople(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -189,26 +198,31 @@ def reference(data: AbstractDataset, model: str, rows: int, device: torch.device
     return statistics.median(speeds)
 
 
-def validation_seconds(bench: Bench) -> float:
+def validation_seconds(session: Session) -> float:
     """Time a pass over the validation split, metrics not included."""
-    source = bench.evaluation("val")
+    source = session.evaluation("val")
     times = []
     for _ in range(4):
-        synchronize(bench.device)
+        synchronize(session.device)
         start = time.perf_counter()
         predictions_of(
-            bench.net, source, bench.recipe, device=bench.device, split="val", class_names=bench.data.class_names
+            session.net,
+            source,
+            session.recipe,
+            device=session.device,
+            split="val",
+            class_names=session.data.class_names,
         )
-        synchronize(bench.device)
+        synchronize(session.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
 def first_step(data: str, model: str, rows: int, device: torch.device, root: str | None) -> None:
     """Do one step in this process and say when; the process that started this one holds the watch."""
-    with machine(chosen := recipe(data, model, rows, "fedlas_ls", "graph"), device), on_stream(device):
-        try_all_convolutions()
-        steps(Bench(chosen, device, root), 1)
+    with backend_flags(chosen := recipe(data, model, rows, "fedlas_ls", "graph"), device), on_stream(device):
+        enable_cudnn_benchmark()
+        steps(Session(chosen, device, root), 1)
         synchronize(device)
     print("first step done", flush=True)
 
@@ -256,22 +270,22 @@ def work_per_image(model: str) -> tuple[float, float]:
     return 3 * counter.get_total_flops() / 1e9, 6 * 2 * sum(sizes) / 1e6
 
 
-def profile(bench: Bench) -> None:
+def profile(session: Session) -> None:
     """List the kernels of a compiled step by their time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    steps(bench, 5)
-    synchronize(bench.device)
+    steps(session, 5)
+    synchronize(session.device)
     with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        steps(bench, 10)
-        synchronize(bench.device)
+        steps(session, 10)
+        synchronize(session.device)
     print(seen.key_averages().table(sort_by="self_cuda_time_total", row_limit=18, max_name_column_width=70))
 
 
 def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dict[str, Any]:
     """Climb all rungs with one network and batch size."""
-    device = chosen_device(options.device)
+    device = select_device(options.device)
     found: dict[str, Any] = {"model": model, "batch_size": rows, "images_per_second": {}, "machine": name_of(device)}
     speeds = found["images_per_second"]
 
@@ -284,47 +298,50 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
         found["first_step_seconds"] = first_step_seconds(options, model, rows)
         print(f"{model} b{rows}  first step of a cold process after {found['first_step_seconds']:.1f} s", flush=True)
     if "reference" in options.rungs:
-        with machine(recipe(data, model, rows, "ce", "resident"), device):
+        with backend_flags(recipe(data, model, rows, "ce", "resident"), device):
             dataset = CATALOG.build(data, **({"root": options.data_root} if options.data_root else {}))
             told("reference", "", reference(dataset, model, rows, device, options.epochs))
     for rung in [one for one in RUNGS if one in options.rungs]:
-        with machine(recipe(data, model, rows, "ce", rung), device), on_stream(device):
-            bench = Bench(recipe(data, model, rows, "ce", rung), device, options.data_root)
+        with backend_flags(recipe(data, model, rows, "ce", rung), device), on_stream(device):
+            cache = SessionCache()
+            session = Session(recipe(data, model, rows, "ce", rung), device, options.data_root, cache=cache)
             if rung == "graph":
-                try_all_convolutions()  # as `fit` does
-            steps(bench, WARM_STEPS)
+                enable_cudnn_benchmark()  # as `fit` does
+            steps(session, WARM_STEPS)
             if rung == "graph":
-                found |= top(options, bench, told)
+                found |= top(options, session, cache, told)
             else:
-                told(rung, "ce", statistics.median(epoch(bench, n) for n in range(options.epochs)))
-        del bench
+                told(rung, "ce", statistics.median(epoch(session, n) for n in range(options.epochs)))
+        del session
         gc.collect()
         torch.cuda.empty_cache() if device.type == "cuda" else None
     return found | roofline(model, max(speeds.values(), default=0.0), found["machine"])
 
 
-def top(options: argparse.Namespace, bench: Bench, told: Callable[[str, str, float], None]) -> dict[str, Any]:
+def top(
+    options: argparse.Namespace, session: Session, cache: SessionCache, told: Callable[[str, str, float], None]
+) -> dict[str, Any]:
     """Measure the last rung: losses that take turns on one compiled network, and a validation pass."""
-    benches = {"ce": bench}
+    sessions = {"ce": session}
     for loss in options.losses.split(","):
-        benches[loss] = Bench(bench.recipe.replace(loss=loss), bench.device, options.data_root, before=bench)
-        steps(benches[loss], WARM_STEPS)
+        sessions[loss] = Session(session.recipe.replace(loss=loss), session.device, options.data_root, cache=cache)
+        steps(sessions[loss], WARM_STEPS)
     validation = predictions_of(
-        bench.net, bench.evaluation("val"), bench.recipe, device=bench.device, split="val",
-        class_names=bench.data.class_names,
+        session.net, session.evaluation("val"), session.recipe, device=session.device, split="val",
+        class_names=session.data.class_names,
     )  # fmt: skip
     rounds = [
-        {loss: epoch(one, n, validation) for loss, one in benches.items()} for n in range(max(ROUNDS, options.epochs))
+        {loss: epoch(one, n, validation) for loss, one in sessions.items()} for n in range(max(ROUNDS, options.epochs))
     ]
-    medians = {loss: statistics.median(one[loss] for one in rounds) for loss in benches}
+    medians = {loss: statistics.median(one[loss] for one in rounds) for loss in sessions}
     for loss, speed in medians.items():
         told("graph", loss, speed)
-    ratios = {loss: statistics.median(one[loss] / one["ce"] for one in rounds) for loss in benches if loss != "ce"}
-    seconds = validation_seconds(bench)
-    print(f"{bench.recipe.model}  of plain CE: {', '.join(f'{k} {v:.3f}' for k, v in ratios.items())}; ", end="")
-    print(f"validation pass over {len(bench.data.split('val')):,} images: {seconds:.3f} s", flush=True)
+    ratios = {loss: statistics.median(one[loss] / one["ce"] for one in rounds) for loss in sessions if loss != "ce"}
+    seconds = validation_seconds(session)
+    print(f"{session.recipe.model}  of plain CE: {', '.join(f'{k} {v:.3f}' for k, v in ratios.items())}; ", end="")
+    print(f"validation pass over {len(session.data.split('val')):,} images: {seconds:.3f} s", flush=True)
     if options.profile:
-        unrecorded = Bench(bench.recipe, bench.device, options.data_root, capture=False, before=bench)
+        unrecorded = Session(session.recipe, session.device, options.data_root, capture=False, cache=cache)
         profile(unrecorded)
     return {"of_plain_ce": ratios, "validation_seconds": seconds}
 
@@ -377,7 +394,7 @@ def main() -> None:
     data = Synthetic.name if options.synthetic else recipe_for("cifar10").data
     pairs = [(one.partition(":")[0], int(one.partition(":")[2])) for one in options.settings.split(",")]
     if options.first_step:
-        first_step(data, *pairs[0], chosen_device(options.device), options.data_root)
+        first_step(data, *pairs[0], select_device(options.device), options.data_root)
         return
     print(f"torch {torch.__version__}, {name_of(torch.device(options.device))}, {data}", flush=True)
     with empty_compiler_cache():

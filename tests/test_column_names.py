@@ -21,6 +21,7 @@ LOGITS = make.normal(size=(12, 3)).round(3)
 PROBS = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
 LABELS = np.array([0, 1, 2, 2] * 3)
 WORDS = [NAMES[label] for label in LABELS]
+ONE_HOT = {"one-hot": np.int64, "bool one-hot": np.bool_, "f4 one-hot": np.float32, "f8 one-hot": np.float64}
 
 
 def write_table(path: Path, columns: dict, mark: str = ",") -> Path:
@@ -370,14 +371,10 @@ def test_a_long_label_among_many_does_not_fill_the_memory(tmp_path):
     assert peak < 20e6  # 400 MB in fixed widths
 
 
-@pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "f4", "?", "column", "one-hot", "bool one-hot"])
+@pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", "f4", "?", "column", *ONE_HOT])
 def test_labels_of_every_type(kind):
     labels = LABELS if kind != "?" else LABELS % 2
-    given = {
-        "column": labels[:, None],
-        "one-hot": np.eye(3, dtype=np.int64)[labels],
-        "bool one-hot": np.eye(3)[labels] > 0,
-    }
+    given = {"column": labels[:, None]} | {name: np.eye(3, dtype=dtype)[labels] for name, dtype in ONE_HOT.items()}
     found = Predictions.from_probs(PROBS, given[kind] if kind in given else labels.astype(kind))
     assert found.labels.dtype == torch.int64
     assert found.labels.tolist() == labels.tolist()
@@ -388,6 +385,23 @@ def test_a_row_that_is_not_one_hot_is_named():
     labels[4, :] = 1
     with pytest.raises(ValueError, match=r"labels.*row 4.*one-hot"):
         Predictions.from_probs(PROBS, labels)
+
+
+def test_soft_labels_stay_soft_and_one_hot_labels_have_a_column_for_each_class():
+    soft = np.eye(3)[LABELS]
+    soft[4] = [0.5, 0.5, 0]
+    assert torch.equal(Predictions.from_probs(PROBS, soft).labels, torch.from_numpy(soft))
+    for dtype in ONE_HOT.values():
+        with pytest.raises(ValueError, match=r"labels.*\(12, 4\)"):
+            Predictions.from_probs(PROBS, np.eye(4, dtype=dtype)[LABELS])
+
+
+def test_models_with_one_hot_labels_and_class_numbers_are_compared(tmp_path):
+    write_table(tmp_path / "a.csv", family("prob_") | family("label_", np.eye(3)[LABELS]))
+    write_table(tmp_path / "b.csv", family("prob_") | {"label": WORDS})
+    command = ["compare", f"{tmp_path}/a.csv", f"{tmp_path}/b.csv", "--metrics", "accuracy", "--resamples", "50"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
 
 
 def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
@@ -414,6 +428,36 @@ def test_compare_has_the_options_about_columns(tmp_path):
     command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50", "--prob-columns", "s*"]
     done = CliRunner().invoke(app, [*command, "--label-column", "species"])
     assert done.exit_code == 0, done.output
+
+
+def test_a_label_column_that_one_of_two_files_lacks_names_the_option_for_labels(tmp_path):
+    paths = [write_table(tmp_path / f"{name}.csv", family("prob_") | {name: WORDS}) for name in ("species", "kind")]
+    command = ["compare", *map(str, paths), "--metrics", "accuracy", "--resamples", "50"]
+    refused = CliRunner().invoke(app, [*command, "--label-column", "species"])
+    assert refused.exit_code == 1
+    assert "kind.csv" in refused.output
+    assert "--labels" in refused.output
+    done = CliRunner().invoke(app, [*command, "--labels", str(write_table(tmp_path / "y.csv", {"label": WORDS}))])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ("0.7,0.2,0.1,0", {}),
+        ("0.7,0.2,0.1,0", {"label_column": "3"}),
+        ("0.25,0.25,0.5,2", {}),  # two columns of one name
+        ("0,7;0,2;0,1;0", {}),
+    ],
+)
+def test_a_file_without_a_header_names_the_option(tmp_path, row, options):
+    (tmp_path / "p.csv").write_text(f"{row}\n{row}\n")
+    with pytest.raises(ValueError, match=r"p\.csv.*--no-header"):
+        read_predictions(tmp_path / "p.csv", **options)
+    assert len(read_predictions(tmp_path / "p.csv", header=False, label_column="3")) == 2
+    with pytest.raises(ValueError, match=r"p\.csv.*label_column.*9") as error:
+        read_predictions(tmp_path / "p.csv", header=False, label_column="9")
+    assert "--no-header" not in str(error.value)
 
 
 def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fedlas import ood as ood
     from fedlas import posthoc as posthoc
     from fedlas import report as report
-    from fedlas import train as train
+    from fedlas import training as training
     from fedlas.data import build_data as build_data
     from fedlas.data import list_data as list_data
     from fedlas.evaluation import Report as Report
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from fedlas.report.figures import save_figures as save_figures
     from fedlas.report.html import save_page as save_page
     from fedlas.report.subjects import Model as Model
-    from fedlas.train import Recipe as Recipe
-    from fedlas.train import fit as fit
-    from fedlas.train import fit_many as fit_many
-    from fedlas.train import list_recipes as list_recipes
-    from fedlas.train import recipe_for as recipe_for
+    from fedlas.training import Recipe as Recipe
+    from fedlas.training import fit as fit
+    from fedlas.training import fit_many as fit_many
+    from fedlas.training import list_recipes as list_recipes
+    from fedlas.training import recipe_for as recipe_for
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ _HOMES = {
     "Model": "fedlas.report.subjects",
     "Output": "fedlas.models.base",
     "Predictions": "fedlas.predictions",
-    "Recipe": "fedlas.train",
+    "Recipe": "fedlas.training",
     "Report": "fedlas.evaluation",
     "TopLabelPredictions": "fedlas.predictions",
     "WithFeatures": "fedlas.models.base",
@@ -69,14 +69,14 @@ _HOMES = {
     "checks": "fedlas.losses",
     "data": None,
     "evaluate": "fedlas.evaluation",
-    "fit": "fedlas.train",
-    "fit_many": "fedlas.train",
+    "fit": "fedlas.training",
+    "fit_many": "fedlas.training",
     "judge_files": "fedlas.report.answers",
     "list_calibrators": "fedlas.posthoc",
     "list_data": "fedlas.data",
     "list_losses": "fedlas.losses",
     "list_models": "fedlas.models",
-    "list_recipes": "fedlas.train",
+    "list_recipes": "fedlas.training",
     "load_calibrator": "fedlas.posthoc",
     "losses": None,
     "metrics": None,
@@ -85,12 +85,12 @@ _HOMES = {
     "parameters": "fedlas.models.base",
     "posthoc": None,
     "read_predictions": "fedlas.files",
-    "recipe_for": "fedlas.train",
+    "recipe_for": "fedlas.training",
     "report": None,
     "save_figures": "fedlas.report.figures",
     "save_page": "fedlas.report.html",
     "smoothed_cross_entropy": "fedlas.losses",
-    "train": None,
+    "training": None,
     "write_predictions": "fedlas.files",
 }
 __all__ = list(_HOMES)

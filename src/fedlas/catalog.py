@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
+from fedlas.errors import UserError, UserTypeError
+
 Entry = TypeVar("Entry")
 # What a keyword of a plain type takes, in words; NumPy's numbers are such numbers too.
 PLAIN: dict[Any, tuple[type, str]] = {
@@ -93,9 +95,9 @@ class Catalog(Generic[Entry]):
         for cls in self._classes():
             name: str = getattr(cls, "name", "")
             if not name:
-                raise TypeError(f"{cls.__module__}.{cls.__name__} has no `name`; every {self.kind} needs one")
+                raise UserTypeError(f"{cls.__module__}.{cls.__name__} has no `name`; every {self.kind} needs one")
             if name in found:
-                raise TypeError(
+                raise UserTypeError(
                     f"two files call their {self.kind} {name!r}: {found[name].__module__}, {cls.__module__}"
                 )
             found[name] = cls
@@ -104,7 +106,7 @@ class Catalog(Generic[Entry]):
     def find(self, name: str) -> type[Entry]:
         """Look an entry up by name."""
         if name not in self.entries:
-            raise ValueError(f"no {self.kind} is called {name!r}; {nearest(str(name), list(self.entries))}")
+            raise UserError(f"no {self.kind} is called {name!r}; {nearest(str(name), list(self.entries))}")
         return self.entries[name]
 
     def build(self, name: str, **options: object) -> Entry:
@@ -117,7 +119,7 @@ class Catalog(Generic[Entry]):
         known = _annotations(self.find(name))
         for option, value in options.items():
             if option not in known:
-                raise TypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, list(known))}")
+                raise UserTypeError(f"{self.kind} {name!r} takes no {option!r}; {nearest(option, list(known))}")
             wanted = _wrong_type(value, known[option][0])
             if wanted is not None:
                 number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -125,7 +127,7 @@ class Catalog(Generic[Entry]):
                 raise kind(f"{option} of {self.kind} {name!r} must be {wanted}, not {value!r}")
         for option, (_, needed) in known.items():
             if needed and option not in options:
-                raise TypeError(f"{self.kind} {name!r} needs {option!r}: {option}=...")
+                raise UserTypeError(f"{self.kind} {name!r} needs {option!r}: {option}=...")
 
     def class_called(self, name: str) -> type[Entry]:
         """Look an entry up by the name of its class, for a room's `__getattr__`."""

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
+from fedlas.errors import UserError, UserTypeError
+
 LABELS = ("label", "labels")
 LABEL_NAMES = {
     *LABELS, "target", "targets", "y", "y_true", "true", "truth", "ground_truth", "gt", "class", "true_label",
@@ -78,7 +80,9 @@ class ReadOptions(ColumnOptions, total=False):
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise an error about a keyword that does not exist."""
     for name in options.keys() - ReadOptions.__annotations__.keys():
-        raise TypeError(f"unknown keyword {name!r}; those about columns are {', '.join(ReadOptions.__annotations__)}")
+        raise UserTypeError(
+            f"unknown keyword {name!r}; those about columns are {', '.join(ReadOptions.__annotations__)}"
+        )
 
 
 class LabelFile(NamedTuple):
@@ -145,7 +149,7 @@ class Family(NamedTuple):
         """Return the names that fedlas uses for the columns."""
         if self.logits is False and options.get("logits"):
             listed = short_list(self.names, 6)
-            raise ValueError(
+            raise UserError(
                 f"{path}: --logits (logits=True) contradicts the names of {listed}, which are probabilities; leave it "
                 f"out, or, if they are logits, name them with {option('prob_columns')}, too"
             )
@@ -203,13 +207,21 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')} (in Python {name}=)"
 
 
+def header_advice(names: Iterable[str], options: ReadOptions) -> str:
+    """Return the advice about a file whose header is a row of numbers: it may have none."""
+    cells = [cell for name in names if name.casefold() not in ROW_NAMES for cell in name.split(";")]  # 0,7;0,3
+    if not cells or not options.get("header", True) or not all(map(parses, cells)):
+        return ""
+    return "; if this is the first row of a text file without a header, add --no-header (in Python header=False)"
+
+
 def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
     """Take the columns that the caller names."""
     names: dict[str, str] = {}
     for role in ("label", "confidence", "prediction", "correct"):
         column = options.get(f"{role}_column")
         if column is not None and (role != "label" or options.get("labels") is None):
-            names[_there(str(column), columns, f"{role}_column", path)] = role
+            names[_there(str(column), columns, f"{role}_column", options, path)] = role
     wanted = options.get("prob_columns")
     if wanted is None:
         return names
@@ -221,12 +233,12 @@ def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> d
     classes: dict[str, str] = {}
     for name in given:
         if name in columns or "*" not in name:
-            classes[_there(name, columns, "prob_columns", path)] = name[shared:]
+            classes[_there(name, columns, "prob_columns", options, path)] = name[shared:]
             continue
         pattern = re.compile("(.*)".join(map(re.escape, name.split("*"))))
         found = {column: match for column in columns if column not in names and (match := pattern.fullmatch(column))}
         if not found:
-            _there(name, columns, "prob_columns", path)
+            _there(name, columns, "prob_columns", options, path)
         classes |= {column: "".join(match.groups()) or column for column, match in found.items()}
     if len(classes) == 1:  # a table, or the probability of class 1
         classes = dict.fromkeys(classes, "")
@@ -237,9 +249,15 @@ def _has_prefix(name: str, prefix: str) -> bool:
     return name.casefold().startswith(prefix) and len(name) > len(prefix)
 
 
-def _there(name: str, columns: Mapping[str, Any], chosen: str, path: object) -> str:
+def _there(name: str, columns: Mapping[str, Any], chosen: str, options: ReadOptions, path: object) -> str:
     if name not in columns:
-        raise ValueError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}")
+        advice = header_advice(columns, options)
+        if chosen == "label_column":
+            advice += (
+                f"; labels may come from another file: {option('labels')}, for calibration data "
+                f"{option('calibrate_labels')}"
+            )
+        raise UserError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}{advice}")
     return name
 
 
@@ -260,7 +278,7 @@ def _label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -
     others = [name for name in columns if name.casefold() in LABEL_NAMES and name not in taken]
     found = exact or others
     if len(found) > 1:
-        raise ValueError(
+        raise UserError(
             f"{path}: several columns may hold the labels: {', '.join(found)}; choose one with {option('label_column')}"
         )
     return dict.fromkeys(found, "label")
@@ -281,7 +299,7 @@ def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadO
         candidates = find(free, labels)
         if len(candidates) > 1:
             listed = "; ".join(short_list(one.names, 6) for one in candidates)
-            raise ValueError(
+            raise UserError(
                 f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
                 f"--logits (logits=True) for logits"
             )
@@ -299,7 +317,7 @@ def _check_ranks(family: Family, columns: Mapping[str, Any], path: object) -> No
         others = [f"{prefix}{rank}" for rank in ranks]
         if all(name in columns for name in others):
             scores = list(family.names)
-            raise ValueError(
+            raise UserError(
                 f"{path}: {short_list(scores, 6)} are scores of the most likely classes, which are in "
                 f"{short_list(others, 6)}, not of class 0, 1, ...; evaluate the most likely one with "
                 f"{option('confidence_column')} {scores[0]} and {option('prediction_column')} {others[0]}"
@@ -365,7 +383,7 @@ def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: objec
         names = [role] if role in columns else [name for name in columns if name.casefold() in known]
         names = [name for name in names if name not in found]
         if len(names) > 1:
-            raise ValueError(
+            raise UserError(
                 f"{path}: several columns may hold the {role}: {', '.join(names)}; choose with "
                 f"{option(f'{role}_column')}"
             )
@@ -373,7 +391,7 @@ def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: objec
     roles = {*found.values(), *taken.values()}
     if "confidence" in roles and not roles & {"prediction", "correct"}:
         column = next(name for name, role in {**taken, **found}.items() if role == "confidence")
-        raise ValueError(
+        raise UserError(
             f"{path}: {column!r} is read as the confidence, and the predicted class is missing: name its column with "
             f"{option('prediction_column')}, or that of correctness with {option('correct_column')}; if {column!r} is "
             f"the probability of the second of two classes, use {option('prob_columns')} {column}"

@@ -31,11 +31,13 @@ from fedlas.column_names import (
     ReadOptions,
     Roles,
     find_roles,
+    header_advice,
     label_names,
     option,
     parses,
     short_list,
 )
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.storage import (
     ObjectsError,
@@ -99,11 +101,11 @@ def read_npz(path: str | Path) -> dict[str, Any]:
     """Read the arrays of an npz file."""
     with readable(path), np.load(path, allow_pickle=False) as file:
         if not isinstance(file, np.lib.npyio.NpzFile) or file.zip is None:
-            raise ValueError("it holds one array alone; named ones are expected (numpy.savez)")
+            raise UserError("it holds one array alone; named ones are expected (numpy.savez)")
         check_unpacked(path, sum(int(entry.file_size) for entry in file.zip.infolist()))
         name, count = Counter(file.zip.namelist()).most_common(1)[0] if file.files else ("", 0)
         if count > 1:
-            raise ValueError(f"{count} of its arrays are called {name.removesuffix('.npy')!r}")
+            raise UserError(f"{count} of its arrays are called {name.removesuffix('.npy')!r}")
         check_arrays(file.zip, unused=UNUSED)
         return {name: file[name] for name in file.files if name not in UNUSED}
 
@@ -170,7 +172,7 @@ class _Parquet:
             # A name also selects columns that have it and a dot as a prefix.
             selected = any(start in wanted for start in accumulate(field.name.split("."), "{}.{}".format))
             if selected and not len(_arrow_example(field.type)):
-                raise ValueError(
+                raise UserError(
                     f"{self._path}: {field.name} holds {field.type}; numbers, texts or lists of numbers are read"
                 )
         with readable(self._path):
@@ -206,8 +208,8 @@ def no_scores(columns: Mapping[str, Any], roles: Roles, options: ReadOptions, pa
     way = f"name the columns of the classes with {option('prob_columns')}"
     if "label" not in roles.names.values() and options.get("labels") is None:
         way += f", or, if these are called by class names alone, that of the labels with {option('label_column')}"
-    held = f"its columns are {short_list(columns)}" if columns else "it is empty"
-    return ValueError(f"{path}: expected one of {wanted}; {way}; {held}")
+    held = f"its columns are {short_list(columns)}{header_advice(columns, options)}" if columns else "it is empty"
+    return UserError(f"{path}: expected one of {wanted}; {way}; {held}")
 
 
 def no_labels(roles: Roles | None, path: object, labels: str = "labels") -> ValueError:
@@ -215,7 +217,7 @@ def no_labels(roles: Roles | None, path: object, labels: str = "labels") -> Valu
     unread = () if roles is None else roles.unread
     there = f"; these columns are not understood: {short_list(unread)}" if unread else ""
     way = f"name their column with {option('label_column')}, or give them with {option(labels)}"
-    return ValueError(f"{path}: no labels were found{there}; {way}")
+    return UserError(f"{path}: no labels were found{there}; {way}")
 
 
 def renamed(columns: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
@@ -237,7 +239,7 @@ def read_labels(path: str | Path, options: ReadOptions) -> LabelFile:
     if kind == ".npy":
         return LabelFile(path, read_npy(path))
     if kind not in {".npz", ".csv", ".tsv", ".txt", ".parquet"}:
-        raise ValueError(f"{path}: labels are read from .npy, .npz, .csv, .tsv, .txt and .parquet files")
+        raise UserError(f"{path}: labels are read from .npy, .npz, .csv, .tsv, .txt and .parquet files")
     header: ReadOptions = {"header": options.get("header", True)}
     table = _Parquet(path) if kind == ".parquet" else None
     if table is not None:
@@ -249,9 +251,9 @@ def read_labels(path: str | Path, options: ReadOptions) -> LabelFile:
     rest = [name for name in columns if name.casefold() not in ROW_NAMES]
     names = [str(chosen)] if chosen in columns else list(known) or (rest if len(rest) == 1 else [])
     if not names:
-        raise ValueError(
+        raise UserError(
             f"{path}: no column is called label; name it with {option('label_column')}; its columns are "
-            f"{short_list(columns)}"
+            f"{short_list(columns)}{header_advice(columns, header)}"
         )
     values = columns[names[0]] if table is None else table.read(names)[names[0]]
     single = len(columns) == 1 and kind not in {".npz", ".parquet"}
@@ -277,7 +279,7 @@ def labels_for(given: LabelFile, n: int, source: str) -> Any:
     if given.may_have_header and len(values) == n + 1:
         values = values[1:]
     if len(values) != n:
-        raise ValueError(f"{source}: {len(values):,} labels for {n:,} samples")
+        raise UserError(f"{source}: {len(values):,} labels for {n:,} samples")
     if not isinstance(values, list):
         return values
     words = [_word(value) for value in values]
@@ -310,13 +312,13 @@ def understood(columns: Mapping[str, Any], path: str | Path, source: str | None 
             names = ["0" if names[0] == "1" else f"not {names[0]}", names[0]]
     classes = np.shape(scores)[-1] if np.ndim(scores) > 1 else 0
     if classes > MOST_CLASSES:
-        raise ValueError(f"{path}: it has {classes:,} classes; from a file at most {MOST_CLASSES:,} are read")
+        raise UserError(f"{path}: it has {classes:,} classes; from a file at most {MOST_CLASSES:,} are read")
     if names is not None and _has_numbers(columns):
         names = _told_apart(names)
     tell_twins(names)
     soft = names is not None and all(f"label_{name}" in columns for name in names)
     if soft and any(name in columns for name in LABELS):
-        raise ValueError(f"{path}: it has both a column of labels and label_NAME; leave one of them out")
+        raise UserError(f"{path}: it has both a column of labels and label_NAME; leave one of them out")
     by_column = kind.endswith("_")
     try:
         labels = (
@@ -327,7 +329,7 @@ def understood(columns: Mapping[str, Any], path: str | Path, source: str | None 
     except RowError as error:
         if source is None:
             raise
-        raise ValueError(str(error)) from error  # the lines of the predictions are not those of the labels
+        raise UserError(str(error)) from error  # the lines of the predictions are not those of the labels
     wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
     features = _numbers(columns, "feature_", wide, path) if wide else columns.get("features")
     rest = {"features": features, "class_names": names, **_about_samples(columns, path)}
@@ -338,7 +340,7 @@ def _top_label(columns: Mapping[str, Any], path: str | Path) -> Understood:
     """Find confidences, and which of them are correct, where nothing is known of other classes."""
     confidence = _numbers(columns, "", ["confidence"], path)[:, 0]
     if not len(confidence):
-        raise ValueError(f"{path}: confidence has no rows; at least one sample is needed")
+        raise UserError(f"{path}: confidence has no rows; at least one sample is needed")
     given = columns.get("class_names")
     names = None if given is None else [str(name) for name in given]
     called = {} if "correct" in columns and not set(LABELS) & columns.keys() else {"label": _label(columns, path)}
@@ -348,7 +350,7 @@ def _top_label(columns: Mapping[str, Any], path: str | Path) -> Understood:
         words = {word: [_word(value) for value in one.values] for word, one in held.items()}
         if len(words) == 2 and _mixes_numbers_and_names(*words.values()):
             shown = ", ".join(some[0] for some in words.values())
-            raise ValueError(f"{path}: one of label and prediction holds numbers, the other names: {shown}")
+            raise UserError(f"{path}: one of label and prediction holds numbers, the other names: {shown}")
         mentioned = sorted({word for some in words.values() for word in some}, key=_by_number)
         if names is None and mentioned:
             names = mentioned
@@ -356,7 +358,7 @@ def _top_label(columns: Mapping[str, Any], path: str | Path) -> Understood:
         number = {name: i for i, name in enumerate(names or ())}
         for word in mentioned:
             if word not in number:
-                raise ValueError(f"{path}: {word!r} is none of class_names: {short_list(number)}")
+                raise UserError(f"{path}: {word!r} is none of class_names: {short_list(number)}")
         found = {word: np.array([number[one] for one in some])[held[word].rows] for word, some in words.items()}
     else:
         found = {word: _whole(columns[name], word) for word, name in called.items()}
@@ -438,14 +440,14 @@ def _one_of(columns: Mapping[str, Any], names: Sequence[str], path: str | Path) 
     """Take the column that has one of several names, or None."""
     there = [name for name in names if columns.get(name) is not None]
     if len(there) > 1:
-        raise ValueError(f"{path}: {' and '.join(there)} mean the same; leave one of them out")
+        raise UserError(f"{path}: {' and '.join(there)} mean the same; leave one of them out")
     return columns[there[0]] if there else None
 
 
 def _label(columns: Mapping[str, Any], path: str | Path) -> str:
     there = [name for name in LABELS if name in columns]
     if len(there) != 1:
-        raise ValueError(f"{path}: expected one column `label` or `labels`; its columns are {short_list(columns)}")
+        raise UserError(f"{path}: expected one column `label` or `labels`; its columns are {short_list(columns)}")
     return there[0]
 
 
@@ -460,7 +462,7 @@ def _numbers(columns: Mapping[str, Any], kind: str, names: Sequence[str], path: 
     try:
         return np.stack(arrays, axis=1).astype(wide, copy=False)
     except ValueError as error:
-        raise ValueError(f"{path}: a {kind}... column holds something that is not a number ({error})") from error
+        raise UserError(f"{path}: a {kind}... column holds something that is not a number ({error})") from error
 
 
 def _neighbours(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
@@ -544,7 +546,7 @@ def _quoted_rows(lines: Iterable[str], path: str | Path, mark: str, start: int =
             yield begins, row
             begins = start + reader.line_num
     except csv.Error as error:
-        raise ValueError(f"{path}: line {start + reader.line_num - 1} cannot be split into cells ({error})") from error
+        raise UserError(f"{path}: line {start + reader.line_num - 1} cannot be split into cells ({error})") from error
 
 
 def _grouped(rows: Iterator[tuple[int, list[str]]], width: int, path: str | Path) -> Iterator[Batch]:
@@ -553,7 +555,7 @@ def _grouped(rows: Iterator[tuple[int, list[str]]], width: int, path: str | Path
     while some := list(islice(filled, max(1, AT_ONCE // max(1, width)))):
         for line, row in some:
             if len(row) != width:
-                raise ValueError(f"{path}: line {line} has {len(row)} cells, the header has {width}")
+                raise UserError(f"{path}: line {line} has {len(row)} cells, the header has {width}")
         yield Batch([line for line, _ in some], list(zip(*(row for _, row in some), strict=True)))
 
 
@@ -582,7 +584,7 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
         try:
             part = np.array([list(map(float, column)) for column in cells]).T.reshape(len(begins), len(number))
         except ValueError as error:
-            raise ValueError(f"{path}: {_no_number([header[i] for i in number], cells, begins)}") from error
+            raise UserError(f"{path}: {_no_number([header[i] for i in number], cells, begins)}") from error
         values.frombytes(part.tobytes())
         if classes:
             limits = np.tile((1e-6, 1e-6, 0.0), (len(begins), 1))
@@ -602,7 +604,8 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
 def _check_names(header: Sequence[str], path: str | Path) -> None:
     name, count = next(iter(Counter(header).most_common(1)), ("", 0))
     if count > 1:
-        raise ValueError(f"{path}: {count} columns are called {name!r}; each needs a name of its own")
+        advice = header_advice(header, {})
+        raise UserError(f"{path}: {count} columns are called {name!r}; each needs a name of its own{advice}")
 
 
 def _numeric_columns(
@@ -685,7 +688,7 @@ def _arrow_column(column: Any, name: str, path: str | Path) -> Any:
         lists = column.combine_chunks()
         length = optional_module("pyarrow.compute").list_value_length(lists).to_numpy(zero_copy_only=False)
         for row in np.flatnonzero(length != length[:1])[:1]:
-            raise ValueError(f"{path}: row {row} of {name} has {length[row]} entries, row 0 has {length[0]}")
+            raise UserError(f"{path}: row {row} of {name} has {length[row]} entries, row 0 has {length[0]}")
         return lists.flatten().to_numpy(zero_copy_only=False).reshape(len(lists), -1)
     if types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type):
         return column.to_numpy()
@@ -737,7 +740,7 @@ def _classes(
     if names is None and len(bad) == len(words) and not any(map(parses, bad.values())):
         reason = "labels are names, and nothing says which class each name is"
         way = "give class numbers, or name the columns of the classes as labels do"
-        raise ValueError(f"{path}: class_names is missing: {reason}; {way}")
+        raise UserError(f"{path}: class_names is missing: {reason}; {way}")
     for row in sorted(bad)[:1]:
         raise RowError(
             f"{path}: ", row, f" has label {bad[row][:80]!r}, expected {_expected(bad[row], names or (), named)}"
@@ -803,7 +806,7 @@ def _check_spelling(labels: Sequence[str], names: Sequence[str], path: str | Pat
     for label in map(str.strip, labels):
         name = spelled.get(_spelled(label))
         if name is not None and NUMBER.fullmatch(label):
-            raise ValueError(
+            raise UserError(
                 f"{path}: is the label {label!r} the class {name!r}, or the place {label} among the columns, counted "
                 f"from 0? Write labels as the classes are called: {short_list(names)}"
             )

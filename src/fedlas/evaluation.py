@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedlas.catalog import nearest
 from fedlas.column_names import ColumnOptions
+from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
 from fedlas.files import as_predictions
 from fedlas.metrics.bins import Bins
@@ -203,7 +204,7 @@ class Report:
     def from_dict(cls, fields: Mapping[str, Any]) -> "Report":
         """Read back what `to_dict` wrote."""
         if fields.get("format") != FORMAT:
-            raise ValueError(f"this is not a report that fedlas wrote: its format is {fields.get('format')!r}")
+            raise UserError(f"this is not a report that fedlas wrote: its format is {fields.get('format')!r}")
         before, *after = (State.from_dict(one) for one in fields["states"])
         n, classes = (checked_number(fields[name], name) for name in ("n", "classes"))
         split = None if fields["split"] is None else checked_text(fields["split"], "split")
@@ -312,15 +313,15 @@ def evaluate(
     chosen = [posthoc] if isinstance(posthoc, str | AbstractCalibrator) else list(posthoc)
     for one in chosen:
         if not isinstance(one, str | AbstractCalibrator):
-            raise TypeError(f"posthoc holds names or built calibrators, such as Temperature(), not {one!r}")
+            raise UserTypeError(f"posthoc holds names or built calibrators, such as Temperature(), not {one!r}")
     if ood is not None and not isinstance(ood, Mapping):
-        raise TypeError('ood is a mapping from names to predictions or logits, such as {"svhn": logits}')
+        raise UserTypeError('ood is a mapping from names to predictions or logits, such as {"svhn": logits}')
     if not 1 <= bins <= MOST_BINS:
-        raise ValueError(f"bins is {bins}; a number from 1 to {MOST_BINS:,} is needed")
+        raise UserError(f"bins is {bins}; a number from 1 to {MOST_BINS:,} is needed")
     if folds < 2:
-        raise ValueError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
+        raise UserError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
     if not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
+        raise UserError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
     way = Intervals(level, resamples, seed) if intervals else None
     dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
@@ -500,7 +501,7 @@ def _repair(
     folds = int(dealt.max()) + 1
     if len(predictions) < 2 * folds:
         few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"
-        raise ValueError(f"{few}; give calibration=...")
+        raise UserError(f"{few}; give calibration=...")
     place, samples = dealt.to(predictions.scores.device), predictions.scores_only()
     fitted = []
     for fold in range(folds):

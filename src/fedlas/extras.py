@@ -3,13 +3,15 @@
 import importlib
 from typing import Any
 
+from fedlas.errors import MissingPackageError
+
 
 def optional_module(name: str, extra: str = "report") -> Any:
     """Import a package that only some functions need, or say how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(needed(name, extra, error)) from error
+        raise MissingPackageError(needed(name, extra, error)) from error
 
 
 def needed(name: str, extra: str, error: ImportError) -> str:

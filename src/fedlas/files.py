@@ -41,11 +41,13 @@ from fedlas.columns import (
     texts,
     with_labels,
 )
+from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
 from fedlas.storage import (
     MOST_TIMES,
     MOST_UNPACKED,
+    ObjectsError,
     check_file,
     check_unpacked,
     memory_errors,
@@ -84,7 +86,7 @@ def read_predictions(
     reader = READERS.get(kind) if not packed or kind in PACKED else None
     if reader is None:
         known = ", ".join([*READERS, *(f"{text}.gz" for text in PACKED)])
-        raise ValueError(f"{path}: predictions are read from {known}, not from {path.suffix or 'this'}")
+        raise UserError(f"{path}: predictions are read from {known}, not from {path.suffix or 'this'}")
     options = with_labels(options)
     with named(path):
         return reader(path, split, watch, options)
@@ -104,12 +106,12 @@ def as_predictions(
     if given is None and logits is not None:
         given, logits = logits, True
     if given is None or isinstance(given, bool):
-        raise TypeError("give probabilities, logits=..., a file, a DataFrame or Predictions")
+        raise UserTypeError("give probabilities, logits=..., a file, a DataFrame or Predictions")
     if logits is not None and not isinstance(logits, bool):
-        raise TypeError("give probabilities or logits=..., not both")
+        raise UserTypeError("give probabilities or logits=..., not both")
     if isinstance(given, AnyPredictions):
         if labels is not None or logits is not None or columns:
-            raise TypeError("Predictions have their own labels and columns; give nothing else with them")
+            raise UserTypeError("Predictions have their own labels and columns; give nothing else with them")
         return given
     options: Any = dict(columns, labels=labels, logits=bool(logits))
     check_options(options)
@@ -125,7 +127,7 @@ def as_predictions(
     output = hasattr(given, "predictions") and hasattr(given, "label_ids")
     if set(given_options) - ({"normalize"} if not logits and not output else set()):
         what = "a PredictionOutput of logits" if output else "an array of logits" if logits else "an array"
-        raise TypeError(f"{', '.join(given_options)} cannot be used with {what}")
+        raise UserTypeError(f"{', '.join(given_options)} cannot be used with {what}")
     if output:
         labels = given.label_ids if labels is None else labels
         outputs, logits = given.predictions, True
@@ -156,7 +158,7 @@ def write_predictions(predictions: AnyPredictions, path: str | Path, *, probs: b
     writer = WRITERS[path.suffix.lower()]
     if isinstance(predictions, TopLabelPredictions):
         if path.suffix.lower() != ".safetensors":
-            raise ValueError(f"{path}: of these predictions only the top class is known; write them to .safetensors")
+            raise UserError(f"{path}: of these predictions only the top class is known; write them to .safetensors")
         predictions.save(path)
         return path
     write_whole(path, writer(predictions, probs or predictions.given_probs is not None))
@@ -167,7 +169,7 @@ def check_ending(path: str | Path) -> None:
     """Raise an error where predictions cannot be written to a file of this name."""
     path = Path(path)
     if path.suffix.lower() not in WRITERS:
-        raise ValueError(f"{path}: predictions are written to {', '.join(WRITERS)}, not to {path.suffix or 'this'}")
+        raise UserError(f"{path}: predictions are written to {', '.join(WRITERS)}, not to {path.suffix or 'this'}")
 
 
 def held_at(path: str | Path) -> AnyPredictions | None:
@@ -245,11 +247,11 @@ def _json(path: Path, split: str | None, _: Watch | None, options: ReadOptions) 
     if isinstance(found, list):
         return Predictions.from_columns(_columns(enumerate(found), path, "record")[0], path, split, **options)
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: an object of columns or a list of records is expected, not {type(found).__name__}")  # noqa: TRY004
+        raise UserError(f"{path}: an object of columns or a list of records is expected, not {type(found).__name__}")
     scalars = {"split", "format"}
     for name, column in found.items():
         if name not in scalars and not isinstance(column, list):
-            raise ValueError(f"{path}: {name} is {type(column).__name__}; every column is a list")
+            raise UserError(f"{path}: {name} is {type(column).__name__}; every column is a list")
     columns = {}
     for name, column in found.items():
         if name not in scalars:
@@ -273,10 +275,12 @@ def _torch(path: Path, split: str | None, _: Watch | None, options: ReadOptions)
                 found = read_torch(path)
         except (MemoryError, FileNotFoundError, PermissionError):
             raise
+        except ObjectsError as error:
+            raise ObjectsError(f"{error}; save tensors (torch.from_numpy), or a .npz file (numpy.savez)") from error
         except Exception as error:
-            raise ValueError(f"{error}; save a dictionary of tensors: torch.save({{'logits': ...}})") from error
+            raise UserError(f"{error}; save a dictionary of tensors: torch.save({{'logits': ...}})") from error
     if not isinstance(found, Mapping):
-        raise ValueError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")  # noqa: TRY004
+        raise UserError(f"{path}: a dictionary of tensors is expected, not {type(found).__name__}")
     # A tensor may be longer than what is stored of it, by a stride of zero.
     check_unpacked(path, sum(value.nbytes for value in found.values() if isinstance(value, torch.Tensor)))
     return Predictions.from_columns({str(name): value for name, value in found.items()}, path, split, **options)
@@ -288,7 +292,7 @@ def _records(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line, parse_constant=_no_number, object_pairs_hook=_once)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}: line {number} is no JSON ({error})") from error
+                raise UserError(f"{path}: line {number} is no JSON ({error})") from error
 
 
 def _columns(records: Iterable[tuple[int, Any]], path: Path, word: str) -> tuple[dict[str, Any], Sequence[int]]:
@@ -301,7 +305,7 @@ def _columns(records: Iterable[tuple[int, Any]], path: Path, word: str) -> tuple
     for number, record in records:
         if not isinstance(record, dict):
             kind = type(record).__name__
-            raise ValueError(f"{path}: {word} {number} is {kind}; an object with names is expected")  # noqa: TRY004
+            raise UserError(f"{path}: {word} {number} is {kind}; an object with names is expected")
         flat: dict[str, Any] = {}
         for name, value in record.items():
             if isinstance(value, dict):  # {"probs": {"cat": 0.7, "dog": 0.3}}
@@ -314,11 +318,11 @@ def _columns(records: Iterable[tuple[int, Any]], path: Path, word: str) -> tuple
         numbers.append(number)
         if flat.keys() != columns.keys():
             odd = short_list(sorted(flat.keys() ^ columns.keys()))
-            raise ValueError(f"{path}: {word} {number} and the first one do not have the same names: {odd}")
+            raise UserError(f"{path}: {word} {number} and the first one do not have the same names: {odd}")
         for name, value in flat.items():
             columns[name].add(value, number, path)
     if not columns:
-        raise ValueError(f"{path} has no records; at least one sample is needed")
+        raise UserError(f"{path} has no records; at least one sample is needed")
     return {name: column.filled(path) for name, column in columns.items()}, numbers
 
 
@@ -342,11 +346,11 @@ class _Column:
         many = self.width is not None
         if isinstance(value, list) is not many or (many and len(value) != self.width):
             wanted = f"a list of {self.width} numbers like the first" if many else "a number"
-            raise ValueError(f"{path}: {self.word} {row} of {self.name} is not {wanted}")
+            raise UserError(f"{path}: {self.word} {row} of {self.name} is not {wanted}")
         given = value if many else [value]
         if not set(map(type, given)) <= {int, float}:
             kinds = " and ".join(sorted({type(one).__name__ for one in given}))
-            raise ValueError(f"{path}: {self.word} {row} of {self.name} holds {kinds}; numbers are expected")
+            raise UserError(f"{path}: {self.word} {row} of {self.name} holds {kinds}; numbers are expected")
         self.values.extend(given)
 
     def filled(self, path: Path) -> Any:
@@ -364,7 +368,7 @@ class _Column:
         if kinds <= {int, float}:
             return self.values
         named = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"{path}: {self.name} holds {named}; numbers or words are expected")
+        raise UserError(f"{path}: {self.name} holds {named}; numbers or words are expected")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -372,12 +376,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {name[:80]!r} occurs twice in one object")
+        raise UserError(f"the key {name[:80]!r} occurs twice in one object")
     return found
 
 
 def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+    raise UserError(f"{word} is no number")
 
 
 def _to_safetensors(predictions: Predictions, probs: bool) -> bytes:
@@ -399,7 +403,7 @@ def _fixed_width(given: Any, name: str) -> Any:
     listed = [given] if isinstance(given, str) else list(given)
     size = 4 * len(listed) * max(map(len, listed), default=0)
     if size > max(MOST_UNPACKED, MOST_TIMES * sum(map(len, listed))):
-        raise ValueError(f"{name} would take {size:,} bytes in an npz file, because one is very long; write .parquet")
+        raise UserError(f"{name} would take {size:,} bytes in an npz file, because one is very long; write .parquet")
     return np.asarray(given, dtype=str)
 
 
@@ -474,7 +478,7 @@ def _column_names(predictions: Predictions) -> tuple[str, ...]:
     """Name a column for each class; names that could not be read again are an error."""
     names = predictions.class_names or tuple(map(str, range(predictions.num_classes)))
     if len({name.strip() for name in names}) < len(names):
-        raise ValueError("two classes have the same name; a table with a column for each class needs different ones")
+        raise UserError("two classes have the same name; a table with a column for each class needs different ones")
     return names
 
 

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.column_names import SCORES, LabelFile, ReadOptions, Roles, find_roles, is_number, option, short_list
+from fedlas.errors import UserError, UserTypeError
 
 Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
 Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
@@ -186,7 +187,7 @@ class Predictions:
     ) -> None:
         for name in rest:
             if name not in Rest.__annotations__:
-                raise TypeError(f"Predictions takes no {name!r}; it takes {', '.join(Rest.__annotations__)}")
+                raise UserTypeError(f"Predictions takes no {name!r}; it takes {', '.join(Rest.__annotations__)}")
         table = given_probs if logits is None else logits
         assert table is not None
         n, classes = table.shape
@@ -194,7 +195,7 @@ class Predictions:
         truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(table.device), n, classes)
         names, features, index = rest.get("class_names"), rest.get("features"), rest.get("index")
         if names is not None and len(names) != classes:
-            raise ValueError(f"class_names has {len(names)} names for {classes} classes")
+            raise UserError(f"class_names has {len(names)} names for {classes} classes")
         called = None if names is None else tuple(map(str, names))
         check_distinct(called)
         width = None if features is None else as_floats(features, "features")
@@ -206,7 +207,7 @@ class Predictions:
         )
         for name, rows in {"features": width, "index": order, "ids": ids, "paths": paths}.items():
             if rows is not None and len(rows) != n:
-                raise ValueError(f"{name} has {len(rows)} rows, logits have {n}")
+                raise UserError(f"{name} has {len(rows)} rows, logits have {n}")
         given: tuple[Any, ...] = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs)
         values = (*given, decimals, None)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
@@ -247,7 +248,7 @@ class Predictions:
         if self.given_logits is None and "logits" in self.__dict__:
             made.__dict__["logits"] = self.logits[place.to(self.logits.device) if isinstance(place, Tensor) else place]
         if not len(made):
-            raise ValueError("no sample is left")
+            raise UserError("no sample is left")
         return made
 
     def __repr__(self) -> str:
@@ -264,7 +265,7 @@ class Predictions:
     def labels(self) -> Labels:
         """The truth: one class number, or one row of class probabilities, per sample."""
         if self.given_labels is None:
-            raise ValueError("these predictions have no labels (in a file: a column `label` or `labels`)")
+            raise UserError("these predictions have no labels (in a file: a column `label` or `labels`)")
         return self.given_labels
 
     @property
@@ -346,7 +347,7 @@ class Predictions:
         columns: dict[str, Any] = dict(tensors)
         kind = words.get("format", "")
         if kind.startswith('"fedlas.') and kind != json.dumps(FORMAT):
-            raise ValueError(f"{path} holds no predictions: it is a file of another kind ({kind[:80]})")
+            raise UserError(f"{path} holds no predictions: it is a file of another kind ({kind[:80]})")
         with readable(path):
             about = {k: json.loads(v) for k, v in words.items()} if kind == json.dumps(FORMAT) else {}
         columns |= {name: about[name] for name in ("class_names", *WORDS) if about.get(name) is not None}
@@ -513,7 +514,7 @@ class TopLabelPredictions:
     ) -> None:
         scores = as_floats(confidence, "confidence")
         if scores.ndim != 1:
-            raise ValueError(f"confidence has shape {tuple(scores.shape)}; one number per sample is expected")
+            raise UserError(f"confidence has shape {tuple(scores.shape)}; one number per sample is expected")
         percent = "; percentages are divided by 100 before" if scores.numel() and bool(scores.amax() > 1) else ""
         check_rows("confidence", scores, (scores > 0) & (scores <= 1), f"is not above 0 and at most 1{percent}")
         n, called = len(scores), None if class_names is None else tuple(map(str, class_names))
@@ -527,15 +528,15 @@ class TopLabelPredictions:
             equal = truth == said
             if right is not None and not torch.equal(right, equal):
                 row = int((right != equal).nonzero()[0])
-                raise ValueError(f"correct: row {row} contradicts its label and prediction; leave one of them out")
+                raise UserError(f"correct: row {row} contradicts its label and prediction; leave one of them out")
             right = equal
         if right is None:
-            raise ValueError("correct is missing, or labels and prediction: nothing says which predictions are correct")
+            raise UserError("correct is missing, or labels and prediction: nothing says which predictions are correct")
         order = None if index is None else as_tensor(index, "index").long()
         samples, files = (None if given is None else tuple(map(str, given)) for given in (ids, paths))
         for name, rows in {"index": order, "ids": samples, "paths": files}.items():
             if rows is not None and len(rows) != n:
-                raise ValueError(f"{name} has {len(rows)} rows, confidence has {n}")
+                raise UserError(f"{name} has {len(rows)} rows, confidence has {n}")
         values = (scores, right, truth, said, order, called, split, samples, files, None)
         for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
             object.__setattr__(self, field, value)
@@ -554,7 +555,7 @@ class TopLabelPredictions:
                 taken = tuple(value[row] for row in torch.arange(len(self))[place].tolist())
             object.__setattr__(made, field, taken)
         if not len(made):
-            raise ValueError("no sample is left")
+            raise UserError("no sample is left")
         return made
 
     def __repr__(self) -> str:
@@ -579,7 +580,7 @@ class TopLabelPredictions:
     def labels(self) -> Int[Tensor, " n"]:
         """The label of each sample."""
         if self.given_labels is None:
-            raise ValueError("these predictions have no labels, only which predictions are correct")
+            raise UserError("these predictions have no labels, only which predictions are correct")
         return self.given_labels
 
     @property
@@ -623,14 +624,14 @@ def _selection(rows: Any, n: int) -> slice | Tensor:
         return rows if (rows.step or 1) > 0 else torch.tensor(range(*rows.indices(n)), dtype=torch.long)
     if isinstance(rows, Tensor | np.ndarray | list):
         return torch.as_tensor(rows)
-    raise TypeError(f"samples are taken by a slice, their numbers or a mask, not by {type(rows).__name__}")
+    raise UserTypeError(f"samples are taken by a slice, their numbers or a mask, not by {type(rows).__name__}")
 
 
 def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None) -> Int[Tensor, " n"]:
     """Raise an error unless there is one class number per sample."""
     given = _class_numbers(given)
     if given.is_floating_point() or given.shape != (n,):
-        raise ValueError(f"{name} is {given.dtype} of shape {tuple(given.shape)}; expected {n} integers")
+        raise UserError(f"{name} is {given.dtype} of shape {tuple(given.shape)}; expected {n} integers")
     most = CLASS_LIMIT if names is None else len(names)
     check_rows(name, given, (given >= 0) & (given < most), f"is outside 0..{most - 1} (classes count from 0)")
     return given.long()
@@ -639,7 +640,7 @@ def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None
 def _check_flags(given: Tensor, n: int) -> Bool[Tensor, " n"]:
     """Raise an error unless each sample is correct (1, true) or incorrect (0, false)."""
     if given.shape != (n,):
-        raise ValueError(f"correct has shape {tuple(given.shape)}; expected {n} values of 0 or 1")
+        raise UserError(f"correct has shape {tuple(given.shape)}; expected {n} values of 0 or 1")
     if given.dtype != torch.bool:
         check_rows("correct", given, (given == 0) | (given == 1), "is neither 0 nor 1")
     return given.bool()
@@ -654,7 +655,7 @@ def with_every_class(given: AnyPredictions, what: str) -> Predictions:
     """
     if isinstance(given, TopLabelPredictions):
         needed = "the logits or probabilities of every class"
-        raise ValueError(f"only the top confidence of each sample is known; {what} needs {needed}")  # noqa: TRY004
+        raise UserError(f"only the top confidence of each sample is known; {what} needs {needed}")
     return given
 
 
@@ -670,7 +671,7 @@ def check_every_class(given: AnyPredictions, name: str, other: AnyPredictions, o
     for one, called in ((given, name), (other, others)):
         if isinstance(one, TopLabelPredictions):
             needed = "the logits or probabilities of every class are needed"
-            raise ValueError(f"{called}: only the top confidence of each sample is known; {needed}")  # noqa: TRY004
+            raise UserError(f"{called}: only the top confidence of each sample is known; {needed}")
 
 
 def as_tensor(values: Array, name: str) -> Tensor:
@@ -678,22 +679,22 @@ def as_tensor(values: Array, name: str) -> Tensor:
     if isinstance(values, Tensor):
         if values.is_meta or values.layout != torch.strided:
             kind = "on the device meta, which holds no numbers" if values.is_meta else f"of layout {values.layout}"
-            raise TypeError(f"{name} is a tensor {kind}; a dense one is needed (to_dense)")
+            raise UserTypeError(f"{name} is a tensor {kind}; a dense one is needed (to_dense)")
         if values.is_complex():
-            raise TypeError(f"{name} holds {values.dtype}; real numbers are expected")
+            raise UserTypeError(f"{name} holds {values.dtype}; real numbers are expected")
         return values.detach()
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-        raise TypeError(f"{name} is a masked array; leave out what is masked before, or it would count")
+        raise UserTypeError(f"{name} is a masked array; leave out what is masked before, or it would count")
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise ValueError(f"{name} is no table of numbers ({error})") from error
+        raise UserError(f"{name} is no table of numbers ({error})") from error
     if array.dtype == np.longdouble and array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     if array.dtype.kind not in "fiub":
         names = "; names of classes go with a table that has a column for each class, or with class_names, such as "
         names += '{"probs": ..., "labels": ..., "class_names": [...]}'
-        raise TypeError(f"{name} holds {array.dtype}, not numbers{names if name == 'labels' else ''}")
+        raise UserTypeError(f"{name} holds {array.dtype}, not numbers{names if name == 'labels' else ''}")
     plain = array.dtype.isnative and all(stride >= 0 for stride in array.strides)  # what torch can share
     # Not ascontiguousarray: one number that is read backwards counts as contiguous and would stay as it is.
     array = array if plain else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
@@ -706,11 +707,11 @@ def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
     if not tensor.is_floating_point():
         advice = f"; {PERCENTAGES}" if name in {"probs", "logits"} and _are_percentages(tensor) else ""
         advice += ", and give them as probs" if advice and name == "logits" else ""
-        raise TypeError(f"{name} holds {tensor.dtype}; floating-point numbers are expected{advice}")
+        raise UserTypeError(f"{name} holds {tensor.dtype}; floating-point numbers are expected{advice}")
     if tensor.dtype.itemsize == 1:
-        raise TypeError(f"{name} holds {tensor.dtype}; convert it to float16 or wider, such as {name}.half()")
+        raise UserTypeError(f"{name} holds {tensor.dtype}; convert it to float16 or wider, such as {name}.half()")
     if tensor.ndim == 0:
-        raise ValueError(f"{name} is a single number; one row per sample is expected")
+        raise UserError(f"{name} is a single number; one row per sample is expected")
     return tensor
 
 
@@ -720,9 +721,9 @@ def two_columns(values: Float[Tensor, "..."], name: str) -> Float[Tensor, "n cla
         one = values.reshape(-1)
         return torch.stack([1 - one if name == "probs" else torch.zeros_like(one), one], dim=1)
     if values.ndim != 2:
-        raise ValueError(f"{name} have shape {tuple(values.shape)}; one row of classes per sample is expected")
+        raise UserError(f"{name} have shape {tuple(values.shape)}; one row of classes per sample is expected")
     if not values.shape[1]:
-        raise ValueError(f"{name} have shape {tuple(values.shape)}; at least one class is needed")
+        raise UserError(f"{name} have shape {tuple(values.shape)}; at least one class is needed")
     return values
 
 
@@ -849,7 +850,7 @@ def check_finite(logits: Float[Tensor, "..."], name: str = "logits") -> None:
 def check_rows(name: str, values: Tensor, good: Bool[Tensor, "n *space"], fault: str) -> None:
     """Raise an error that names the first row that is not good."""
     if good.numel() == 0:
-        raise ValueError(f"{name} has no rows; at least one sample is needed")
+        raise UserError(f"{name} has no rows; at least one sample is needed")
     if bool(good.all()):
         return
     from fedlas.storage import RowError
@@ -922,7 +923,7 @@ def _check_turned(probs: Tensor, labels: Array | None) -> None:
     count = shape[0] if shape else len(labels) if isinstance(labels, Sequence) else 0
     if probs.ndim == 2 and count == probs.shape[1] != probs.shape[0]:
         rows = "1 row" if len(probs) == 1 else f"{len(probs)} rows"
-        raise ValueError(f"probs has {rows} for {count} labels; is it transposed?")
+        raise UserError(f"probs has {rows} for {count} labels; is it transposed?")
 
 
 def rounding_limits(probs: Float[Tensor, "n classes"]) -> RowLimits | None:
@@ -973,7 +974,7 @@ def _completed(probs: Float[Tensor, "n classes"], limits: RowLimits) -> Float[Te
 def _normalized(table: Tensor) -> Float[Tensor, "n classes"]:
     """Divide every row by its sum."""
     if table.ndim != 2 or table.shape[1] < 2:
-        raise ValueError(f"normalize needs a column for each class, not a table of shape {tuple(table.shape)}")
+        raise UserError(f"normalize needs a column for each class, not a table of shape {tuple(table.shape)}")
     sums = _row_sums(table)
     good = torch.isfinite(sums) & (sums > 0) & (table.amin(dim=1) >= 0)
     check_rows("probs", table, good, "cannot be divided by its sum (entries of 0 or more, sum above 0)")
@@ -1004,15 +1005,16 @@ def check_distinct(names: Sequence[str] | None) -> None:
     """Refuse two classes of one name."""
     name, count = next(iter(Counter(names or ()).most_common(1)), ("", 0))
     if count > 1:
-        raise ValueError(f"two classes have the same name, {name!r}; each needs one of its own")
+        raise UserError(f"two classes have the same name, {name!r}; each needs one of its own")
 
 
 def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
     """Raise an error unless there is one valid label per sample; hard labels come back as int64."""
     if len(labels) != n:
         turned = "; is the table transposed?" if len(labels) == classes else ""
-        raise ValueError(f"labels has {len(labels)} rows for {n} samples{turned}")
-    labels = _class_numbers(labels)
+        raise UserError(f"labels has {len(labels)} rows for {n} samples{turned}")
+    # One-hot labels of a wrong width are an error below, not class numbers.
+    labels = _class_numbers(labels) if labels.ndim != 2 or labels.shape[1] in {1, classes} else labels
     if labels.ndim == 1 and not labels.is_floating_point():
         check_rows(
             "labels", labels, (labels >= 0) & (labels < classes), f"is outside 0..{classes - 1} (classes count from 0)"
@@ -1020,7 +1022,7 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
         return labels.long()
     if labels.ndim != 2 or not labels.is_floating_point() or labels.shape[1] != classes:
         given = f"labels are {labels.dtype} of shape {tuple(labels.shape)}"
-        raise ValueError(f"{given}; expected {n} integers, or soft labels: ({n}, {classes}) floats")
+        raise UserError(f"{given}; expected {n} integers, or soft labels: ({n}, {classes}) floats")
     check_probs(labels, name="labels")
     return labels
 
@@ -1033,8 +1035,10 @@ def _class_numbers(labels: Tensor) -> Tensor:
         labels = labels[:, 0]
     if labels.ndim == 1 and labels.is_floating_point() and bool((labels == labels.round()).all()):
         return labels.long()
-    if labels.ndim == 2 and not labels.is_floating_point():
-        one_hot = (labels.amin(dim=1) == 0) & (labels.amax(dim=1) == 1) & (labels.sum(dim=1) == 1)
+    if labels.ndim == 2:
+        one_hot = (labels.amin(dim=1) == 0) & (labels.amax(dim=1) == 1) & ((labels != 0).sum(dim=1) == 1)
+        if labels.is_floating_point() and not bool(one_hot.all()):
+            return labels  # soft labels
         check_rows("labels", labels, one_hot, "is not one-hot (a single 1, zeros otherwise)")
         return labels.argmax(dim=1)
     return labels

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fedlas.errors import UserError
+
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import _functional_collectives as functional
 
@@ -59,7 +61,7 @@ def joined(x: Tensor) -> Tensor:
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         rows = stacked(torch.tensor(len(x))).tolist()
         if len(set(rows)) > 1:
-            raise ValueError(f"ranks hold {rows} samples, but their batch is joined: give each rank equally many")
+            raise UserError(f"ranks hold {rows} samples, but their batch is joined: give each rank equally many")
     result: Tensor = _Join.apply(x)
     return result
 

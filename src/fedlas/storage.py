@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
 
 # Names a CRC-32 among the words of a file. It finds every single flipped bit, as a SHA-256 would; that takes three
@@ -43,7 +44,7 @@ PART = ".part"  # ends the name of a file that is being written
 MOST_UNPACKED, MOST_TIMES = 2**28, 100
 
 
-class RowError(ValueError):
+class RowError(UserError):
     """An error about one row, which is counted from 0; who reads a text file says which line that is.
 
     Args:
@@ -61,11 +62,11 @@ class RowError(ValueError):
 
     def at_line(self, lines: Sequence[int]) -> ValueError:
         """Make the same error that names the line of the file, as editors count them."""
-        return ValueError(f"{self.before}line {lines[self.row]}{self.after}")
+        return UserError(f"{self.before}line {lines[self.row]}{self.after}")
 
 
-class ObjectsError(ValueError):
-    """An array holds Python objects, which are never read: the file is whole, and has to be written otherwise."""
+class ObjectsError(UserError):
+    """A file holds Python objects, which are never read: it is not damaged, and has to be written otherwise."""
 
 
 def check_file(path: str | Path) -> None:
@@ -76,7 +77,7 @@ def check_file(path: str | Path) -> None:
         return  # who opens it says why it cannot
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-        raise ValueError(f"{path} is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")
+        raise UserError(f"{path} is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")
 
 
 def own_file(folder: Path, name: str | Path, whose: str) -> Path:
@@ -91,12 +92,12 @@ def own_file(folder: Path, name: str | Path, whose: str) -> Path:
     """
     parts = Path(name).parts
     if Path(name).is_absolute() or ".." in parts:
-        raise ValueError(f"{folder / name} lies outside of {folder}")
+        raise UserError(f"{folder / name} lies outside of {folder}")
     path = folder
     for part in parts:
         path /= part
         if path.is_symlink():
-            raise ValueError(f"{path} is a link; {whose}'s own files are never links: remove it, or copy what it names")
+            raise UserError(f"{path} is a link; {whose}'s own files are never links: remove it, or copy what it names")
     return path
 
 
@@ -134,7 +135,7 @@ def readable(path: str | Path) -> Iterator[None]:
             raise  # a file that is not there says so itself; a plain one without a number is a reader's word for damage
         # Not numpy's own words about Python objects: they advise to load whatever is in there.
         reason = "it holds no arrays of numbers" if "allow_pickle" in str(error) else error
-        raise ValueError(f"{path} is damaged, or not a file of this kind: {reason}") from error
+        raise UserError(f"{path} is damaged, or not a file of this kind: {reason}") from error
 
 
 @contextmanager
@@ -153,7 +154,7 @@ def named(path: str | Path, lines: Sequence[int] | None = None) -> Iterator[None
         raise
     except Exception as given:
         error = given.at_line(lines) if isinstance(given, RowError) and lines is not None else given
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        kind = UserTypeError if isinstance(error, TypeError) else UserError
         if isinstance(error, kind) and str(path) in str(error):
             if error is given:
                 raise
@@ -168,7 +169,7 @@ def check_unpacked(path: str | Path, size: int) -> None:
     """Refuse a small file that would fill the memory."""
     there = Path(path).stat().st_size
     if size > max(MOST_UNPACKED, MOST_TIMES * there):
-        raise ValueError(f"its {there:,} bytes would unpack to {size:,}, which no predictions do")
+        raise UserError(f"its {there:,} bytes would unpack to {size:,}, which no predictions do")
 
 
 def check_arrays(folder: zipfile.ZipFile, unused: Container[str] = ()) -> None:
@@ -178,21 +179,27 @@ def check_arrays(folder: zipfile.ZipFile, unused: Container[str] = ()) -> None:
     """
     for entry in folder.infolist():
         name = entry.filename.removesuffix(".npy")
-        with folder.open(entry) as file:
-            if name in unused or file.read(6) != np.lib.format.MAGIC_PREFIX:
-                continue
-            file.seek(0)
-            version = np.lib.format.read_magic(file)
-            if version not in {(1, 0), (2, 0)}:
-                raise ValueError(f"{entry.filename} is no array of numbers")
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, kind = read(file)
-            if kind.hasobject:
-                label = name in {"label", "labels"}
-                way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
-                raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
-            if math.prod(shape) * kind.itemsize > entry.file_size:
-                raise ValueError(f"{entry.filename} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
+        if name not in unused:
+            with folder.open(entry) as file:
+                check_array(name, file, entry.file_size)
+
+
+def check_array(name: str, file: Any, size: int) -> None:
+    """Raise if a file in the format of NumPy holds Python objects, or announces more numbers than its size allows."""
+    if file.read(6) != np.lib.format.MAGIC_PREFIX:
+        return
+    file.seek(0)
+    version = np.lib.format.read_magic(file)
+    if version not in {(1, 0), (2, 0)}:
+        raise UserError(f"{name} is no array of numbers")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, kind = read(file)
+    if kind.hasobject:
+        label = name in {"label", "labels"}
+        way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
+        raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
+    if math.prod(shape) * kind.itemsize > size:
+        raise UserError(f"{name} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
 
 
 class _Unpacked(io.RawIOBase):
@@ -208,7 +215,7 @@ class _Unpacked(io.RawIOBase):
         try:
             content = self._file.read(len(buffer))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{self._path} is damaged, or not a gzip file: {error}") from error
+            raise UserError(f"{self._path} is damaged, or not a gzip file: {error}") from error
         self._size += len(content)
         check_unpacked(self._path, self._size)
         buffer[: len(content)] = content
@@ -244,7 +251,7 @@ def read_batches(
                 watch(min(1.0, file.buffer.tell() / size))  # type: ignore[attr-defined]
             yield lines
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error
+        raise UserError(f"{path} is no text in UTF-8 ({error}); save it in that encoding") from error
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -254,7 +261,7 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
         words, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     written = words.pop(CHECKSUM, None)  # older files, and those of others, have none
     if written is not None and written != _checksum(words, tensors):
-        raise ValueError(f"{path} is damaged: what it holds does not have the checksum that was written with it")
+        raise UserError(f"{path} is damaged: what it holds does not have the checksum that was written with it")
     return words, tensors
 
 
@@ -275,7 +282,7 @@ def read_torch(path: str | Path, content: bytes | None = None, stand_ins: Mappin
         except (ValueError, OSError, MemoryError):
             raise
         except Exception as error:  # a damaged pickle may raise anything
-            raise ValueError("it is truncated, or torch.save did not write it") from error
+            raise UserError("it is truncated, or torch.save did not write it") from error
         file.seek(0)
         names: list[Any] = [(one, name) for name, one in (stand_ins or {}).items()]
         try:
@@ -283,7 +290,7 @@ def read_torch(path: str | Path, content: bytes | None = None, stand_ins: Mappin
                 return torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             # Not torch's own words: they advise to unpickle whatever is in there.
-            raise ValueError(MORE_THAN_TENSORS) from error
+            raise UserError(MORE_THAN_TENSORS) from error
 
 
 def _check_torch(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
@@ -293,21 +300,21 @@ def _check_torch(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
         return
     with zipfile.ZipFile(file) as parts:
         if min((entry.header_offset for entry in parts.infolist()), default=0):
-            raise ValueError("other data comes before its archive, which torch.save does not do")
+            raise UserError("other data comes before its archive, which torch.save does not do")
         entries = {entry.filename: entry for entry in parts.infolist()}
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values())
         if packed or len(entries) < len(parts.infolist()) or sum(one.file_size for one in entries.values()) > size:
-            raise ValueError("its parts are compressed, or overlap, which torch.save does not do")
+            raise UserError("its parts are compressed, or overlap, which torch.save does not do")
         damaged = parts.testzip()
         if damaged is not None:
-            raise ValueError(f"the checksum of {damaged} is wrong: bits have changed since it was written")
+            raise UserError(f"the checksum of {damaged} is wrong: bits have changed since it was written")
         folder = next(iter(entries), "").partition("/")[0]
         unpickler = _Sizes(io.BytesIO(parts.read(f"{folder}/data.pkl")), stand_ins)
         unpickler.load()
     for key, needed in unpickler.storages.items():
         held = entries.get(f"{folder}/data/{key}")
         if held is None or held.file_size < needed:
-            raise ValueError(
+            raise UserError(
                 f"a tensor needs {needed:,} bytes, and {0 if held is None else held.file_size:,} are stored"
             )
 
@@ -317,14 +324,14 @@ def _check_legacy(file: Any, size: int, stand_ins: Mapping[str, Any]) -> None:
     # A pickle may announce a text of any length, and a file allocates it before it is read.
     bounded = SimpleNamespace(read=lambda count: file.read(min(count, size)), readline=file.readline)
     if _Sizes(bounded, {}).load() != LEGACY:
-        raise ValueError("torch.save did not write it")
+        raise UserError("torch.save did not write it")
     for _ in range(2):  # the version of the format, and properties of the machine
         _Sizes(bounded, {}).load()
     unpickler = _Sizes(bounded, stand_ins)
     unpickler.load()
     needed, left = sum(unpickler.storages.values()), size - file.tell()
     if needed > left:
-        raise ValueError(f"it is truncated: its tensors need {needed:,} bytes, and {left:,} are stored")
+        raise UserError(f"it is truncated: its tensors need {needed:,} bytes, and {left:,} are stored")
 
 
 class _Sizes(pickle._Unpickler):
@@ -346,7 +353,7 @@ class _Sizes(pickle._Unpickler):
 
     def refuse(self) -> None:
         """Refuse an operation that torch does not write: this one allocates any number of bytes."""
-        raise ValueError("it holds a bytearray, which torch.save does not write")
+        raise UserError("it holds a bytearray, which torch.save does not write")
 
     dispatch: ClassVar[dict[int, Any]] = {
         **pickle._Unpickler.dispatch,
@@ -359,14 +366,16 @@ class _Sizes(pickle._Unpickler):
         if module in {"torch", "torch.storage"} and name.removesuffix("Storage") in WIDTHS:
             return WIDTHS[name.removesuffix("Storage")]
         if f"{module}.{name}" not in self._known:
-            raise ValueError(MORE_THAN_TENSORS)
+            if module.partition(".")[0] == "numpy":
+                raise ObjectsError("it holds NumPy arrays or numbers, which are not read from a file of torch.save")
+            raise UserError(MORE_THAN_TENSORS)
         return self._known[f"{module}.{name}"]
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the number of elements of a storage, and their size."""
         kind, width, key, _, count = pid[:5] if isinstance(pid, tuple) and len(pid) > 4 else [None] * 5
         if kind != "storage" or type(width) is not int or type(count) is not int or count < 0:
-            raise ValueError("a storage has no size")
+            raise UserError("a storage has no size")
         self.storages[str(key)] = max(self.storages.get(str(key), 0), count * width)
         return count * width, width
 
@@ -374,12 +383,12 @@ class _Sizes(pickle._Unpickler):
         """Check that a tensor lies inside of its storage: torch would enlarge the storage."""
         numbers = [offset, *shape, *strides]
         if not all(type(one) is int and one >= 0 for one in numbers) or len(shape) != len(strides):
-            raise ValueError("a tensor has no shape")
+            raise UserError("a tensor has no shape")
         last = offset + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
         dtypes = [one for one in rest if isinstance(one, torch.dtype)]  # of types that came after typed storages
         held = storage[0] // (dtypes[0].itemsize if dtypes else storage[1])
         if 0 not in shape and last >= held:
-            raise ValueError(f"a tensor of shape {tuple(shape)} is larger than the {held:,} numbers stored for it")
+            raise UserError(f"a tensor of shape {tuple(shape)} is larger than the {held:,} numbers stored for it")
 
 
 def _first(value: Any, *_: Any) -> Any:
@@ -389,7 +398,7 @@ def _first(value: Any, *_: Any) -> Any:
 def _encode(text: str, encoding: str) -> bytes:
     """Stand in for `_codecs.encode`, by which a pickle of torch holds bytes."""
     if encoding != "latin1":
-        raise ValueError(f"bytes are encoded as {str(encoding)[:20]!r}")
+        raise UserError(f"bytes are encoded as {str(encoding)[:20]!r}")
     return text.encode("latin1")
 
 

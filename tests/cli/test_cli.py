@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import fedlas
 from fedlas.cli import app
-from fedlas.train import Run
+from fedlas.training import Run
 
 SMALL = ("epochs=2", "batch_size=50", "data_options.train_samples=200", "model_options.width=8")
 SHORT = tuple(word for change in SMALL for word in ("--set", change))
@@ -43,7 +43,7 @@ def test_training_leaves_a_finished_run(run):
 
 
 def test_a_finished_run_is_shown_again_and_nothing_is_built(run, monkeypatch):
-    monkeypatch.setattr("fedlas.train.loop.Bench", lambda *_, **__: pytest.fail("it was trained again"))
+    monkeypatch.setattr("fedlas.training.loop.Session", lambda *_, **__: pytest.fail("it was trained again"))
     done = call("train", "--data", "digits", "--loss", "fedlas_ls", *SHORT, "--out", str(run), "--resume")
     assert done.exit_code == 0
     assert "test split" in done.stdout
@@ -201,7 +201,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, wrapped):
             raise ImportError("initialization failed") from KeyboardInterrupt()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedlas.train.recipe_for", interrupt, raising=False)
+    monkeypatch.setattr("fedlas.training.recipe_for", interrupt, raising=False)
     done = call("train", "--data", "digits", "--loss", "ce")
     assert done.exit_code == 130
     assert done.stderr.count("\n") == 1
@@ -282,7 +282,7 @@ def test_the_demo_shows_five_losses(tmp_path, monkeypatch):
 def test_the_demo_shows_a_problem(tmp_path):
     """Plain cross-entropy is over-confident there, and temperature scaling helps."""
     from fedlas.experiments.demo import recipes
-    from fedlas.train import fit_many
+    from fedlas.training import fit_many
 
     (run,) = fit_many([one for one in recipes() if one.loss == "ce"], folder=tmp_path)
     test, val = run.predictions("best-test"), run.predictions("best-val")

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fedlas
 from fedlas import ranks
-from fedlas.train.processes import KEEPER
+from fedlas.training.distributed import KEEPER
 from start_method import START_METHOD
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -12,7 +12,7 @@ import pytest
 from fedlas.experiments import kept
 from fedlas.experiments.ledger import SHOWN, Ledger, Line
 from fedlas.metrics.digest import Intervals
-from fedlas.train import Recipe
+from fedlas.training import Recipe
 
 
 @contextmanager

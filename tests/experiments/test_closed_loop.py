@@ -24,8 +24,8 @@ from fedlas.experiments.planning import experiment_named, planned
 from fedlas.experiments.reproduce import reproduce
 from fedlas.metrics import nll
 from fedlas.posthoc import build_calibrator
-from fedlas.train.runs import run_in
-from fedlas.train.validation import halves, second_half
+from fedlas.training.run_folder import run_in
+from fedlas.training.validation import halves, second_half
 
 CHANGES = {"epochs": "1", "milestones": "1", "batch_size": "100", "precision": "fp32", "channels_last": "false",
            "model_options.width": "8"}  # fmt: skip

@@ -9,7 +9,7 @@ from little_drawn import bare_ledger, bare_line
 from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.gate_stability import GateStability
 from fedlas.experiments.ledger import Ledger
-from fedlas.train.protocols import recipe_for
+from fedlas.training.protocols import recipe_for
 
 CHOICE = Choice(seeds=(1, 2))
 

@@ -17,8 +17,8 @@ from fedlas.experiments.indicator import Indicator
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.reproduce import drawn
 from fedlas.predictions import Predictions
-from fedlas.train import Run, RunError, fit, recipe_for
-from fedlas.train.checkpoint import load
+from fedlas.training import Run, RunError, fit, recipe_for
+from fedlas.training.checkpoint import load
 
 CHANGES = {"epochs": "3", "data_options.train_samples": "200"}
 CHOICE = Choice(data=("digits",), seeds=(4, 5), changes=CHANGES)

@@ -17,8 +17,8 @@ import torch
 
 from fedlas.experiments import launch
 from fedlas.experiments.launch import LaunchError, launched
-from fedlas.train import Recipe, Run, StoppedError, recipe_for
-from fedlas.train.runs import locked
+from fedlas.training import Recipe, Run, StoppedError, recipe_for
+from fedlas.training.run_folder import locked
 from waiting import until
 
 HERE = Path(__file__).parent
@@ -197,7 +197,7 @@ def test_two_processes_of_which_one_is_killed(tmp_path, words, monkeypatch, meth
     Processes are spawned; here they are forked from a server that has imported torch once.
     """
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["fedlas.experiments.crews", "fedlas.train.loop"])
+    context.set_forkserver_preload(["fedlas.experiments.crews", "fedlas.training.loop"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     hit, bad = short(epochs=LONG), short("focal", lr=1e30)
     recipes = [hit, short("ls", epochs=LONG), bad, short("mbls")]

@@ -18,8 +18,8 @@ import torch
 from test_launch import ENDLESS, HERE, LONG, assert_complete, exists, holder, in_the_middle, short, times
 
 from fedlas.experiments.launch import LaunchError, launched
-from fedlas.train import Recipe, Run
-from fedlas.train.runs import locked
+from fedlas.training import Recipe, Run
+from fedlas.training.run_folder import locked
 from waiting import until
 
 pytest.importorskip("ray")

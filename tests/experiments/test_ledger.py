@@ -23,7 +23,7 @@ from fedlas.metrics.digest import Digest
 from fedlas.posthoc import build_calibrator
 from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions
-from fedlas.train import Recipe, Run, fit
+from fedlas.training import Recipe, Run, fit
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 

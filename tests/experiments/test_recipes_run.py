@@ -18,9 +18,9 @@ from fedlas.data.base import AbstractDataset, Split
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
-from fedlas.train import Recipe, RunError, recipe_for
-from fedlas.train import bench as bench_module
-from fedlas.train.bench import Bench
+from fedlas.training import Recipe, RunError, recipe_for
+from fedlas.training import session as session_module
+from fedlas.training.session import Session
 
 SAMPLES = 4
 CLASSES = {"cifar10": 10, "cifar100": 100, "tiny_imagenet": 200, "cub200": 200, "aircraft": 100}
@@ -66,22 +66,22 @@ def made_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(type(data), "num_classes", len(names), raising=False)
         return data
 
-    monkeypatch.setattr(bench_module, "build_data", built)
+    monkeypatch.setattr(session_module, "build_data", built)
 
 
 def two_steps(recipe: Recipe) -> Iterator[torch.Tensor]:
     """Train two steps; yield the weights of the last layer before and after."""
     small = recipe.replace(batch_size=2, drop_last=False, workers=0, precision="fp32")
     small = small.replace(model_options={k: v for k, v in small.model_options.items() if k != "pretrained"})
-    bench = Bench(small, torch.device("cpu"))
-    last = list(bench.net.parameters())[-1]
+    session = Session(small, torch.device("cpu"))
+    last = list(session.net.parameters())[-1]
     yield last.detach().clone()
     steps = 0
-    for inputs in bench.batches(0):
-        bench.step(*inputs)
+    for inputs in session.batches(0):
+        session.execute(*inputs)
         steps += 1
     assert steps == 2
-    assert bench.step.bad_step() is None
+    assert session.step.bad_step() is None
     yield last.detach().clone()
 
 
@@ -130,23 +130,23 @@ def first_images(source) -> torch.Tensor:
 def test_the_official_code_normalises_test_images_differently(made_up):
     recipe = recipe_for("cifar100", "small_cnn", protocol="fast", model_options={"in_channels": 3}, precision="fp32")
     recipe = recipe.replace(batch_size=2, splits=("val", "test", "test-published"), ood=("cifar10",))
-    bench = Bench(recipe, torch.device("cpu"))
-    bench.check()
-    ours, theirs = (first_images(bench.evaluation(name)) for name in ("test", "test-published"))
+    session = Session(recipe, torch.device("cpu"))
+    session.check()
+    ours, theirs = (first_images(session.evaluation(name)) for name in ("test", "test-published"))
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
     bytes_ = ours * std.view(3, 1, 1) + mean.view(3, 1, 1)
     imagenet = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     expected = (bytes_ - imagenet[0].view(3, 1, 1)) / imagenet[1].view(3, 1, 1)
     assert theirs == pytest.approx(expected, abs=1e-5)
-    assert torch.equal(first_images(bench.foreign("cifar10")), ours)
-    other = Bench(recipe.replace(data="cifar10", splits=("val", "test")), torch.device("cpu"))
+    assert torch.equal(first_images(session.ood_source("cifar10")), ours)
+    other = Session(recipe.replace(data="cifar10", splits=("val", "test")), torch.device("cpu"))
     assert first_images(other.foreign("cifar100-published")) == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_official_normalisation_that_equals_ours_is_refused(made_up):
     recipe = recipe_for("cifar10", "small_cnn", protocol="fast", model_options={"in_channels": 3})
-    bench = Bench(recipe.replace(batch_size=2, splits=("test-published",), precision="fp32"), torch.device("cpu"))
+    session = Session(recipe.replace(batch_size=2, splits=("test-published",), precision="fp32"), torch.device("cpu"))
     with pytest.raises(RunError, match="cifar10"):
-        bench.check()
+        session.check()
     with pytest.raises(ValueError, match="splits"):
         recipe.replace(splits=("tests",))

@@ -28,8 +28,8 @@ from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration import ece
 from fedlas.predictions import Predictions
-from fedlas.train import Run, check_parts, recipe_for
-from fedlas.train.protocols import list_recipes, protocol_named
+from fedlas.training import Run, check_parts, recipe_for
+from fedlas.training.protocols import list_recipes, protocol_named
 from waiting import until
 
 pytestmark = pytest.mark.usefixtures("few_resamples")

@@ -9,7 +9,7 @@ from little_drawn import bare_ledger, bare_line
 from fedlas.experiments.kept import problems
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.page import reproduction_page, results_tables
-from fedlas.train import recipe_for
+from fedlas.training import recipe_for
 
 ROOT = Path(__file__).parents[2]
 

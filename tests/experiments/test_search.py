@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from fedlas.cli import app
 from fedlas.experiments.search import Range, search
 from fedlas.metrics import nll
-from fedlas.train import Run, recipe_for
+from fedlas.training import Run, recipe_for
 
 SMALL = {"epochs": 1, "batch_size": 100, "data_options": {"train_samples": 200}, "model_options": {"width": 8}}
 RECIPE = recipe_for("digits", "small_cnn", "ls", **SMALL)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fedlas import ranks
-from fedlas.train.processes import KEEPER
+from fedlas.training.distributed import KEEPER
 
 WORLD = 2
 WAYS = ("plain", "compiled", "functional")

@@ -44,8 +44,6 @@ SAFE = {
     "sklearn.datasets.load_digits",
     "tomllib.load",
     "tomllib.loads",
-    "triton.experimental.gluon.language.load",
-    "triton.experimental.gluon.language.nvidia.hopper.tma.async_load",
     "triton.language.load",
 }
 SAFE_METHODS = {"load_state_dict", "_load_from_state_dict"}  # takes what has been read already
@@ -81,13 +79,11 @@ ADMITTED = {
         "place.pipe.recv",
     },
     "integrations/base.py": {"torch.distributed.all_gather_object"},
-    # from the memory of a GPU's multiprocessor
-    "train/kernels/hopper.py": {"staging.reshape().load"},
     "metrics/stores.py": {"torch.distributed.all_gather_object"},
-    "train/processes.py": {
+    "training/distributed.py": {
         "torch.distributed.all_gather_object",
         "torch.distributed.broadcast_object_list",
-        "importlib.import_module(KEEPER)",
+        "importlib.import_module(FUNCTIONAL)",
     },
     # where weights are kept, and bytes fetched; timm draws a network with the settings of a recipe
     "models/pretrained.py": {

@@ -31,7 +31,7 @@ from kill import LOSSES, STEPS, recipe_of
 from zygote import SHOWN, differences, ended, finish, fork, lines, parts, table, train_and_record, warm
 
 from fedlas.experiments import kept
-from fedlas.train import Recipe, Run
+from fedlas.training import Recipe, Run
 
 ENOUGH = 64 * 2**20
 NO_ROOM = "No space left on device"
@@ -54,7 +54,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Session:
     """A recipe, the unbroken run that it makes, and a folder to work in."""
 
     recipe: Recipe
@@ -127,37 +127,37 @@ def can_mount() -> bool:
     return False
 
 
-def full_disk(bench: Bench, dice: random.Random) -> Trial:
+def full_disk(session: Session, dice: random.Random) -> Trial:
     """The disk has a random part of the room that the run needs; then somebody makes room."""
-    needed = sum(file.stat().st_size for file in bench.unbroken.folder.parent.rglob("*") if file.is_file())
-    size = dice.randrange(4096, needed + 2 * bench.unbroken.checkpoint.stat().st_size)
-    with mounted(bench.folder / "disk", size) as disk:
-        code = finish(bench.start(disk / "run"))
-        trial = Trial(f"{size:,} bytes", bench.said() if code else "it was enough")
+    needed = sum(file.stat().st_size for file in session.unbroken.folder.parent.rglob("*") if file.is_file())
+    size = dice.randrange(4096, needed + 2 * session.unbroken.checkpoint.stat().st_size)
+    with mounted(session.folder / "disk", size) as disk:
+        code = finish(session.start(disk / "run"))
+        trial = Trial(f"{size:,} bytes", session.said() if code else "it was enough")
         if code and not (NO_ROOM in trial.said and str(disk) in trial.said):
             trial.wrong.append(f"it ended with {code} and does not name the file that found no room: {trial.said}")
         trial.wrong += [f"{path} was left" for path in disk.rglob(".*.part")]
         mount("-o", f"remount,size={ENOUGH}", str(disk))
-        return bench.finished(trial, disk / "run")
+        return session.finished(trial, disk / "run")
 
 
-def read_only(bench: Bench, dice: random.Random) -> Trial:
+def read_only(session: Session, dice: random.Random) -> Trial:
     """The file system cannot be written when the run is resumed, and when it is finished."""
-    with mounted(bench.folder / "disk") as disk:
-        bench.stopped(disk / "run", dice)
+    with mounted(session.folder / "disk") as disk:
+        session.stopped(disk / "run", dice)
         held = contents(disk)
         mount("-o", "remount,ro", str(disk))
-        code = finish(bench.start(disk / "run"))
-        trial = Trial("resumed, and asked for again when finished", bench.said())
+        code = finish(session.start(disk / "run"))
+        trial = Trial("resumed, and asked for again when finished", session.said())
         if code != 1 or "Read-only file system" not in trial.said:
             trial.wrong.append(f"it ended with {code}: {trial.said}")
         if contents(disk) != held:
             trial.wrong.append("files were changed")
         mount("-o", "remount,rw", str(disk))
-        bench.finished(trial, disk / "run")
+        session.finished(trial, disk / "run")
         mount("-o", "remount,ro", str(disk))
-        if finish(bench.start(disk / "run")):
-            trial.wrong.append(f"finished, it was not found: {bench.said()}")
+        if finish(session.start(disk / "run")):
+            trial.wrong.append(f"finished, it was not found: {session.said()}")
         mount("-o", "remount,rw", str(disk))
         return trial
 
@@ -166,28 +166,28 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def cut_short(bench: Bench, dice: random.Random) -> Trial:
+def cut_short(session: Session, dice: random.Random) -> Trial:
     """The newest checkpoint loses its end."""
-    run = bench.folder / "run"
-    bench.stopped(run, dice)
+    run = session.folder / "run"
+    session.stopped(run, dice)
     file = Run(run).checkpoint
     content = file.read_bytes()
     length = dice.randrange(len(content))
     replaced(file, content[:length])
-    return said_so(bench, Trial(f"cut to {length:,} of {len(content):,} bytes"), run)
+    return said_so(session, Trial(f"cut to {length:,} of {len(content):,} bytes"), run)
 
 
-def flipped_bits(bench: Bench, dice: random.Random) -> Trial:
+def flipped_bits(session: Session, dice: random.Random) -> Trial:
     """Some bits of the newest checkpoint flip."""
-    run = bench.folder / "run"
-    bench.stopped(run, dice)
+    run = session.folder / "run"
+    session.stopped(run, dice)
     file = Run(run).checkpoint
     content = bytearray(file.read_bytes())
     places = [dice.randrange(len(content)) for _ in range(dice.choice((1, 1, 8)))]
     for place in places:
         content[place] ^= 1 << dice.randrange(8)
     replaced(file, bytes(content))
-    return said_so(bench, Trial(f"bits in bytes {places}"), run)
+    return said_so(session, Trial(f"bits in bytes {places}"), run)
 
 
 def replaced(file: Path, content: bytes) -> None:
@@ -196,53 +196,53 @@ def replaced(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-def said_so(bench: Bench, trial: Trial, run: Path) -> Trial:
+def said_so(session: Session, trial: Trial, run: Path) -> Trial:
     """Continue a run whose checkpoint is damaged, and look whether that is said."""
-    bench.finished(trial, run, "checkpoint-damaged.pt")
-    words = (bench.folder / "words.txt").read_text(encoding="utf-8")
+    session.finished(trial, run, "checkpoint-damaged.pt")
+    words = (session.folder / "words.txt").read_text(encoding="utf-8")
     trial.said = next((line for line in words.splitlines() if "is damaged" in line), "")
-    if "goes on from the checkpoint before" not in trial.said:
+    if "resumes from the previous checkpoint" not in trial.said:
         trial.wrong.append("nobody said that it was damaged")
     return trial
 
 
-def two_processes(bench: Bench, dice: random.Random) -> Trial:
+def two_processes(session: Session, dice: random.Random) -> Trial:
     """Two processes begin the same run at nearly the same moment; one of them is turned away."""
-    run, trial = bench.folder / "run", Trial("two at once")
+    run, trial = session.folder / "run", Trial("two at once")
     SHOWN.clear()
     children = []
     for number in range(2):
-        children.append(bench.start(run, f"words {number}.txt"))
+        children.append(session.start(run, f"words {number}.txt"))
         time.sleep(dice.uniform(0, 0.3))
     codes = [finish(child) for child in children]
-    trial.said = bench.said(f"words {codes.index(1)}.txt") if 1 in codes else ""
-    if sorted(codes) != [0, 1] or "another process is working in" not in trial.said:
+    trial.said = session.said(f"words {codes.index(1)}.txt") if 1 in codes else ""
+    if sorted(codes) != [0, 1] or "another process is using" not in trial.said:
         trial.wrong.append(f"they ended with {codes}: {trial.said}")
     if SHOWN.steps != STEPS:
         trial.wrong.append(f"both together took {SHOWN.steps} steps")
-    return bench.finished(trial, run)
+    return session.finished(trial, run)
 
 
-def jumping_clock(bench: Bench, dice: random.Random) -> Trial:
+def jumping_clock(session: Session, dice: random.Random) -> Trial:
     """The time of day jumps by years, back and forth, at every look; and files are from the future or the past."""
-    run, trial = bench.folder / "run", Trial("jumps of up to ten years")
+    run, trial = session.folder / "run", Trial("jumps of up to ten years")
     seed = dice.randrange(2**32)
     SHOWN.clear()
-    child, until = bench.start(run, before=partial(jumping, seed)), dice.randint(1, STEPS - 1)
+    child, until = session.start(run, before=partial(jumping, seed)), dice.randint(1, STEPS - 1)
     while SHOWN.steps < until:
         if ended(child, 0.001) is not None:
-            trial.wrong.append(f"it failed: {bench.said()}")
+            trial.wrong.append(f"it failed: {session.said()}")
             return trial
     os.kill(child, signal.SIGKILL)
     finish(child)
     SHOWN.begin_again()
     for path in run.rglob("*"):
         os.utime(path, (time.time() + dice.uniform(-YEARS, YEARS),) * 2)
-    if finish(bench.start(run, before=partial(jumping, seed + 1))):
-        trial.wrong.append(f"resumed, it failed: {bench.said()}")
+    if finish(session.start(run, before=partial(jumping, seed + 1))):
+        trial.wrong.append(f"resumed, it failed: {session.said()}")
     if not STEPS <= SHOWN.steps < 1.5 * STEPS:
         trial.wrong.append(f"it took {SHOWN.steps} steps")
-    return bench.finished(trial, run)
+    return session.finished(trial, run)
 
 
 def jumping(seed: int) -> None:
@@ -261,7 +261,7 @@ def jumping(seed: int) -> None:
     kept.datetime = Jumping
 
 
-FAULTS: dict[str, Callable[[Bench, random.Random], Trial]] = {
+FAULTS: dict[str, Callable[[Session, random.Random], Trial]] = {
     "full disk": full_disk,
     "read-only disk": read_only,
     "checkpoint cut short": cut_short,
@@ -280,29 +280,29 @@ def campaign(
     """Try every fault so many times."""
     dice = random.Random(seed)
     warm(recipe_of(0), folder)
-    benches = [unbroken(recipe_of(number), folder / f"unbroken {number}") for number in range(min(runs, len(LOSSES)))]
+    sessions = [unbroken(recipe_of(number), folder / f"unbroken {number}") for number in range(min(runs, len(LOSSES)))]
     found: dict[str, list[Trial]] = {}
     for name in only or FAULTS:
         for number in range(runs):
             place = folder / f"{name} {number}"
             place.mkdir()
-            bench = replace(benches[number % len(benches)], folder=place)
-            trial = FAULTS[name](bench, dice)
+            session = replace(sessions[number % len(sessions)], folder=place)
+            trial = FAULTS[name](session, dice)
             found.setdefault(name, []).append(trial)
             if shown:
-                told = (name, bench.recipe.loss, trial.about, trial.said, *trial.wrong)
+                told = (name, session.recipe.loss, trial.about, trial.said, *trial.wrong)
                 print(*told, sep=" | ", file=sys.stderr, flush=True)
             shutil.rmtree(place)
     return found
 
 
-def unbroken(recipe: Recipe, folder: Path) -> Bench:
+def unbroken(recipe: Recipe, folder: Path) -> Session:
     """Train a recipe without any fault."""
     folder.mkdir()
-    bench = Bench(recipe, Run(folder / "run"), folder)
-    if finish(bench.start(bench.unbroken.folder)):
-        raise RuntimeError(bench.said())
-    return bench
+    session = Session(recipe, Run(folder / "run"), folder)
+    if finish(session.start(session.unbroken.folder)):
+        raise RuntimeError(session.said())
+    return session
 
 
 def rows(found: dict[str, list[Trial]]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from zygote import PHASES, SHOWN, differences, ended, finish, fork, lines, parts
 
 from fedlas.experiments.kept import problems
 from fedlas.experiments.ledger import Ledger
-from fedlas.train import Recipe, Run, recipe_for
+from fedlas.training import Recipe, Run, recipe_for
 
 LOSSES = ("fedlas_ls", "ce", "adafocal", "crl")  # without a state, and with states of three kinds
 STEPS = 28

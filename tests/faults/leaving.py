@@ -6,7 +6,7 @@
 A thread of gloo that lets go of a tensor needs Python, and aborts the process if Python is ending. So the threads have
 to be gone by then, with their group. But functions of torch that are imported while a group is there, as Dynamo does
 for DistributedDataParallel, have that group as a default, and keep it for good. That `fit` leaves no such thread is
-tested in tests/train/test_processes.py.
+tested in tests/training/test_distributed.py.
 """
 
 import argparse

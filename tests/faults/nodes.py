@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / name) for name in ("", "train", "experiments")]
+sys.path[:0] = [str(TESTS / name) for name in ("", "training", "experiments")]
 
 from runs_of import log_without_times, prediction_bytes  # noqa: E402
 from test_launch import exists, holder  # noqa: E402
@@ -37,7 +37,7 @@ from zygote import lines, parts, table  # noqa: E402
 
 from fedlas.experiments.kept import problems  # noqa: E402
 from fedlas.experiments.ledger import Ledger  # noqa: E402
-from fedlas.train import Run  # noqa: E402
+from fedlas.training import Run  # noqa: E402
 from waiting import until  # noqa: E402
 
 LOSSES, SEEDS = ("ce", "ls", "focal", "mbls"), (1, 2, 3)
@@ -161,7 +161,7 @@ def judged(folder: Path, code: int | None) -> dict[str, Any]:
 TORCHRUN = """
 import sys
 from pathlib import Path
-from fedlas.train import fit, recipe_for
+from fedlas.training import fit, recipe_for
 options = {"model_options": {"norm": "group", "width": 8}, "data_options": {"train_samples": 400}}
 often = {"epochs": int(sys.argv[1]), "batch_size": 100, "checkpoint_every": 3, "deterministic": True}
 recipe = recipe_for("digits", loss="fedlas_ls", **often, **options)

@@ -462,8 +462,8 @@ def _checkpoints(add: Callable[..., Path], file: Path) -> None:
     write("an optimizer of fewer weights", good | {"optimizer": good["optimizer"][:1]})
     write("sparse weights", good | {"model": {name: one.to_sparse() for name, one in good["model"].items()}})
     write("a loss of other names", good | {"loss": {"a": torch.ones(1), "_extra_state": 5}})
-    history = step["watch"]["history"] | {"_extra_state": [5]}
-    write("a history of numbers", good | {"step": step | {"watch": step["watch"] | {"history": history}}})
+    history = step["gate"]["history"] | {"_extra_state": [5]}
+    write("a history of numbers", good | {"step": step | {"gate": step["gate"] | {"history": history}}})
     write("no generators", good | {"random": []})
     for name in random:
         for odd in ("x", [1, 2, 3], torch.ones(3)):
@@ -622,9 +622,9 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     from fedlas.integrations.export import load_program
     from fedlas.integrations.official import read_official
     from fedlas.models.pretrained import read_weights
-    from fedlas.train import checkpoint
-    from fedlas.train.runs import Run
-    from fedlas.train.trained import predict_with
+    from fedlas.training import checkpoint
+    from fedlas.training.predict_run import predict_with
+    from fedlas.training.run_folder import Run
 
     def recipe(path: Path) -> Any:
         if path.name != "recipe.json":

@@ -63,7 +63,7 @@ sys.path.insert(0, sys.argv[1])
 import disk, kill
 from zygote import differences, lines, parts
 from runs_of import short
-from fedlas.train import fit
+from fedlas.training import fit
 folder = Path(sys.argv[2])
 kill.NETWORK["width"] = 8
 for name in ("kills", "ends", "faults", "results"):
@@ -146,5 +146,5 @@ def test_a_worker_of_torchrun_dies_and_the_run_goes_on(tmp_path):
 
 
 def test_two_processes_exchange_numbers_and_end():
-    """From a compiled function: what is not compiled is exchanged in tests/train/test_processes.py."""
+    """From a compiled function: what is not compiled is exchanged in tests/training/test_distributed.py."""
     assert outcome(100, "compiled", limit=200) == "every round right"

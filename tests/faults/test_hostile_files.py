@@ -19,7 +19,7 @@ import fedlas
 from fedlas.files import read_predictions, write_predictions
 from fedlas.integrations.official import read_official
 from fedlas.models.pretrained import read_weights
-from fedlas.train import RunError, checkpoint
+from fedlas.training import RunError, checkpoint
 
 LONG = 100_000  # letters of one label
 ROWS = 3_000

@@ -34,9 +34,9 @@ from fedlas.integrations.official import read_official
 from fedlas.models.pretrained import Source as Weights
 from fedlas.models.pretrained import read_weights
 from fedlas.storage import named, readable
-from fedlas.train import checkpoint
-from fedlas.train.runs import Run, RunError
-from fedlas.train.trained import predict_with
+from fedlas.training import checkpoint
+from fedlas.training.predict_run import predict_with
+from fedlas.training.run_folder import Run, RunError
 
 SOURCE = Path(fedlas.__file__).parent
 
@@ -134,7 +134,7 @@ def test_the_search_finds_what_it_looks_for(text):
         "import numpy as np\nnp.load(x, allow_pickle=False)",
         "from safetensors.torch import load_file\nload_file(x)",
         "optional_module('safetensors.torch').load_file(x)",
-        "from fedlas.train import checkpoint\ncheckpoint.load(x)",
+        "from fedlas.training import checkpoint\ncheckpoint.load(x)",
         "def load(x): return x\nload(1)",
         "net.load_state_dict(state)",
         "import re\nre.compile(x)",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "train")]
+sys.path[:0] = [str(TESTS), str(TESTS / "training")]
 
 import torch  # noqa: E402
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(path) for path in (TESTS, TESTS / "train") if str(path) not in sys.path]
+sys.path[:0] = [str(path) for path in (TESTS, TESTS / "training") if str(path) not in sys.path]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads do not survive a fork
 os.environ.setdefault("FEDLAS_COMMIT", "campaign")  # else every attempt asks git
 
@@ -30,8 +30,8 @@ from runs_of import assert_same, log_without_times, prediction_bytes  # noqa: E4
 from fedlas.experiments import kept  # noqa: E402
 from fedlas.experiments.ledger import Ledger  # noqa: E402
 from fedlas.metrics.digest import Intervals  # noqa: E402
-from fedlas.train import Recipe, Run, checkpoint, fit, loop  # noqa: E402
-from fedlas.train.bench import Bench  # noqa: E402
+from fedlas.training import Recipe, Run, checkpoint, fit, loop  # noqa: E402
+from fedlas.training.session import Session  # noqa: E402
 
 PHASES = ("start-up", "step", "validation", "checkpoint writing", "between", "predictions", "ledger")
 PROTOCOL = "small"
@@ -97,7 +97,7 @@ def phase(name: str, then: str | None = None) -> Iterator[None]:
 def _watched() -> None:
     """Wrap the functions of the product between which the phases change."""
     epoch, predict, everything = loop._Training._epoch, loop._Training._predict, loop._Training._predict_everything
-    write, batches = checkpoint._write, Bench.batches
+    write, batches = checkpoint._write, Session.batches
 
     def watched_epoch(self: Any, *words: Any) -> None:
         with phase("step", then="between"):
@@ -126,7 +126,7 @@ def _watched() -> None:
 
     loop._Training._epoch, loop._Training._predict = watched_epoch, watched_predict
     loop._Training._predict_everything = watched_everything
-    checkpoint._write, Bench.batches = watched_write, watched_batches
+    checkpoint._write, Session.batches = watched_write, watched_batches
 
 
 def train_and_record(recipe: Recipe, folder: Path, ledger: Path) -> None:
@@ -157,7 +157,7 @@ def fork(job: Callable[[], Any], words: Path) -> int:
         os._exit(code)
 
 
-def ended(child: int, seconds: float = PATIENCE) -> int | None:
+def on_train_end(child: int, seconds: float = PATIENCE) -> int | None:
     """Wait for a child, and give its exit code, negative for a signal; None where it takes too long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -46,7 +46,7 @@ def foreign(n: int = 300, classes: int = 10, spread: float = 1.5) -> Predictions
 
 
 def log(epochs: int = 12) -> list[dict[str, Any]]:
-    """The log of a run with a gate, as `fedlas.train` writes it."""
+    """The log of a run with a gate, as `fedlas.training` writes it."""
     counts = [round(200 * math.exp(-((place - 8.5) ** 2) / 8)) for place in range(18)]
     return [
         {

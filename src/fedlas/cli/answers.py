@@ -21,6 +21,7 @@ from fedlas.cli.places import (
     write_text,
 )
 from fedlas.cli.terminal import command_line, progress, show, show_table
+from fedlas.errors import UserError
 
 CONDITION_HOLDS = 3  # the exit code of `evaluate --fail-if`
 FOREIGN = "fedlas.ood/1"  # the format of what `ood --json` writes
@@ -165,8 +166,8 @@ def detect_foreign(
 def run_model(folder: Path, images: Path | None, watch: Callable[[str, float], None]) -> Any:
     """Read all that a run folder says about its model: predictions of the weights to evaluate, its log, its recipe."""
     from fedlas.report.subjects import Model
-    from fedlas.train.runs import Run
-    from fedlas.train.validation import tuning_predictions
+    from fedlas.training.run_folder import Run
+    from fedlas.training.validation import tuning_predictions
 
     run = Run(folder)
     recipe, state = run.recipe.to_dict(), run.recipe.evaluated
@@ -193,9 +194,9 @@ def foreign_files(given: Sequence[str]) -> dict[str, Path]:
     for text in given:
         name, equals, path = text.partition("=")
         if not equals or not name or not path:
-            raise ValueError(f"foreign data is given as NAME=FILE, not as {text!r}")
+            raise UserError(f"foreign data is given as NAME=FILE, not as {text!r}")
         if name in found:
-            raise ValueError(f"two files are called {name!r}")
+            raise UserError(f"two files are called {name!r}")
         found[name] = Path(path)
     return found
 

@@ -55,7 +55,7 @@ def listed(what: Catalogue) -> tuple[list[str], list[list[str]]]:
         from fedlas.experiments.planning import list_experiments
 
         return ["name", "in a sentence"], list_experiments()
-    from fedlas.train import list_recipes
+    from fedlas.training import list_recipes
 
     head = ["protocol", "data", "model", "loss", "epochs", "batch", "optimizer", "lr", "options of the loss", "key"]
     return head, [

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from fedlas.cli.terminal import harmless, show
+from fedlas.errors import UserError
 
 usual_warning = warnings.formatwarning
 
@@ -25,7 +26,7 @@ def one_line_errors() -> Iterator[None]:
     """End with one line where the user can do something about it."""
     try:
         yield
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
+    except (UserError, OSError) as error:
         if from_interrupt(error):
             raise typer.Exit(interrupted()) from None
         if isinstance(error, BrokenPipeError) and reader_left():
@@ -46,6 +47,9 @@ def one_line_errors() -> Iterator[None]:
             show(f"fedlas: {error}", err=True)
             raise typer.Exit(1) from None
         if number is None:
+            show(
+                "fedlas: an internal error, not one of your input; please report it with the traceback below", err=True
+            )
             raise
         show(f"fedlas: {error}", err=True)
         raise typer.Exit(128 + number) from None

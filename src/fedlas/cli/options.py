@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fedlas.errors import UserError
+
 LARGEST_SEED = 2**63 - 1  # that generators of random numbers take
 
 Settings = Annotated[
@@ -26,9 +28,9 @@ def words(text: str | None) -> tuple[str, ...] | None:
         return None
     found = tuple(word.strip() for word in text.split(",") if word.strip())
     if not found:
-        raise ValueError(f"{text!r} names nothing; leave the option out, or give words separated by commas")
+        raise UserError(f"{text!r} names nothing; leave the option out, or give words separated by commas")
     if twice := sorted({word for word in found if found.count(word) > 1}):
-        raise ValueError(f"{', '.join(twice)}: named twice in {text!r}")
+        raise UserError(f"{', '.join(twice)}: named twice in {text!r}")
     return found
 
 
@@ -37,9 +39,9 @@ def numbers(text: str) -> tuple[int, ...]:
     try:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise ValueError(f"--seeds takes whole numbers separated by commas, not {text!r}") from None
+        raise UserError(f"--seeds takes whole numbers separated by commas, not {text!r}") from None
     if len(set(found)) < len(found):
-        raise ValueError(f"--seeds {text}: a seed that counts twice makes the spread too small")
+        raise UserError(f"--seeds {text}: a seed that counts twice makes the spread too small")
     return found
 
 
@@ -49,9 +51,9 @@ def parsed(settings: Sequence[str] | None) -> dict[str, str]:
     for text in settings or ():
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise ValueError(f"--set takes FIELD=VALUE, not {text!r}")
+            raise UserError(f"--set takes FIELD=VALUE, not {text!r}")
         if name.strip() in found:
-            raise ValueError(f"--set {name.strip()} is given twice: {found[name.strip()]!r} and {value.strip()!r}")
+            raise UserError(f"--set {name.strip()} is given twice: {found[name.strip()]!r} and {value.strip()!r}")
         found[name.strip()] = value.strip()
     return found
 
@@ -61,7 +63,7 @@ def parsed_fields(settings: Sequence[str] | None) -> dict[str, str]:
     found = parsed(settings)
     for name in ("data", "model", "loss"):
         if name in found:
-            raise ValueError(f"give --{name} {found[name]} and not --set {name}: it decides about the other fields")
+            raise UserError(f"give --{name} {found[name]} and not --set {name}: it decides about the other fields")
     return found
 
 

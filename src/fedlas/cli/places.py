@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from fedlas.errors import UserError
+
 Kind = Callable[[Path], bool]  # says whether a file is of some kind
 
 
@@ -40,7 +42,7 @@ def refuse_own_input(given: Iterable[Path], made: Iterable[Path | None]) -> None
     read = {path.resolve() for path in given}
     for path in filter(None, made):
         if path.resolve() in read:
-            raise ValueError(f"{path} is read, so it is not written over; name another file")
+            raise UserError(f"{path} is read, so it is not written over; name another file")
 
 
 def refuse_other_kind(path: Path | None, what: str, written: Callable[[Path], object]) -> None:
@@ -60,9 +62,7 @@ def refuse_other_kind(path: Path | None, what: str, written: Callable[[Path], ob
     except (ValueError, TypeError, KeyError, RecursionError):
         fine = False
     if not fine:
-        raise ValueError(
-            f"{path} is there and is no {what}, so it is not written over; remove it, or name another file"
-        )
+        raise UserError(f"{path} is there and is no {what}, so it is not written over; remove it, or name another file")
 
 
 def refuse_strangers(folder: Path | None, names: str, drawn: Sequence[str], numbers: str, ours: Kind) -> None:
@@ -83,7 +83,7 @@ def refuse_strangers(folder: Path | None, names: str, drawn: Sequence[str], numb
         if path.suffix in {*drawn, numbers} and re.fullmatch(names, path.stem):
             beside = path.with_suffix(numbers)
             if not beside.is_file() or not ours(beside):
-                raise ValueError(
+                raise UserError(
                     f"{path} is there and is not from fedlas, so it is not written over; remove it, or name another "
                     "folder"
                 )
@@ -127,7 +127,7 @@ def check_places(files: Sequence[Path | None], folder: Path | None = None) -> No
     seen: set[Path] = set()
     for path in filter(None, files):
         if path.resolve() in seen:
-            raise ValueError(f"{path} is named for two results, and one would write over the other; name another file")
+            raise UserError(f"{path} is named for two results, and one would write over the other; name another file")
         seen.add(path.resolve())
         with suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()  # an error where its name is too long

@@ -11,6 +11,7 @@ from fedlas.cli.endings import one_line_errors
 from fedlas.cli.options import parsed, with_columns
 from fedlas.cli.places import check_places, read_file, refuse_other_kind, refuse_own_input
 from fedlas.cli.terminal import progress, show
+from fedlas.errors import UserError
 
 
 @with_columns
@@ -31,10 +32,10 @@ def calibrate_fit(
         from fedlas.metrics import nll as loss_of
         from fedlas.posthoc import build_calibrator, load_calibrator
         from fedlas.posthoc.base import DoubtfulFit
-        from fedlas.train.recipe import value_of
+        from fedlas.training.recipe_text import value_of
 
         if out.suffix.lower() != ".safetensors":
-            raise ValueError(f"--out {out}: a calibrator is kept in a .safetensors file")
+            raise UserError(f"--out {out}: a calibrator is kept in a .safetensors file")
         check_places([out])
         refuse_own_input([file], [out])
         refuse_other_kind(out, "calibrator", load_calibrator)

@@ -28,7 +28,7 @@ def train_run(
 ) -> None:
     """Train a network, and write its predictions."""
     with one_line_errors():
-        from fedlas.train import fit, recipe_for
+        from fedlas.training import fit, recipe_for
 
         check_places([], out)
         recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed_fields(settings))
@@ -55,8 +55,8 @@ def predict_run(
 ) -> None:
     """Write the predictions of a trained run on any data."""
     with one_line_errors():
-        from fedlas.train.recipe import value_of
-        from fedlas.train.trained import predict_with
+        from fedlas.training.predict_run import predict_with
+        from fedlas.training.recipe_text import value_of
 
         check_places([out])
         options = {name: value_of(text) for name, text in parsed(settings).items()}
@@ -83,7 +83,7 @@ def search_options(
     """Search keywords of a loss on the validation split; the test split is never looked at."""
     with one_line_errors():
         from fedlas.experiments.search import FORMAT, KEPT, Range, search
-        from fedlas.train import recipe_for
+        from fedlas.training import recipe_for
 
         check_places([], out)
         refuse_other_kind(out / KEPT, "search of fedlas", partial(has_format, FORMAT))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fedlas.data.base import AbstractDataset, Common, Part, Split, as_images, as_labels
 from fedlas.data.base.images import Transform
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
 TRAINING = 1000
@@ -45,9 +46,9 @@ class Digits(AbstractDataset):
         super().__init__(**common)
         most = TRAINING - round(TRAINING * self.val_share)
         if train_samples is not None and not 1 <= train_samples <= most:
-            raise ValueError(f"train_samples must lie between 1 and {most}, not {train_samples}")
+            raise UserError(f"train_samples must lie between 1 and {most}, not {train_samples}")
         if not 0 <= label_noise <= 1:
-            raise ValueError(f"label_noise must lie between 0 and 1, not {label_noise}")
+            raise UserError(f"label_noise must lie between 0 and 1, not {label_noise}")
         self.train_samples = train_samples
         self.label_noise = label_noise
 

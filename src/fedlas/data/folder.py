@@ -29,6 +29,7 @@ from fedlas.data.base import (
     one_of,
 )
 from fedlas.data.base.fetching import DamagedFileError, MissingFileError
+from fedlas.errors import UserError
 
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 GIVEN = ("train", "val", "test")
@@ -101,7 +102,7 @@ class Folder(AbstractDataset):
             return tuple(sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found))
         strangers = sorted(found - set(self._names))
         if strangers:
-            raise ValueError(f"{self.path} has classes that class_names lacks: {', '.join(strangers)}")
+            raise UserError(f"{self.path} has classes that class_names lacks: {', '.join(strangers)}")
         return self._names
 
     @cached_property
@@ -163,7 +164,7 @@ class Folder(AbstractDataset):
         counts = zip(self.class_names, torch.bincount(whole.labels, minlength=self.num_classes).tolist(), strict=True)
         shown = ", ".join(f"{name} {count}" for name, count in list(counts)[:SHOWN])
         more = f" and {self.num_classes - SHOWN} more classes" if self.num_classes > SHOWN else ""
-        raise ValueError(
+        raise UserError(
             f"{self.path} has too few images for its {made.name} split, which is a tenth of each class: {shown}{more}; "
             "add images, or divide them yourself into train/, val/ and test/"
         )
@@ -183,7 +184,7 @@ def _rows_of_directory(folder: Path) -> list[_Row]:
     for one in divided:
         meant = ALSO.get(one.name.lower(), one.name.lower())
         if meant in GIVEN and one.name != meant:
-            raise ValueError(f"{one} holds directories, as a split does; call it {meant}, so that it is taken for one")
+            raise UserError(f"{one} holds directories, as a split does; call it {meant}, so that it is taken for one")
     if any(one.name in GIVEN for one in divided):
         others = [one.name for one in inside if one.name not in GIVEN]
         if others:
@@ -255,7 +256,7 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
     parts = given.strip("[]() ").split(",") if isinstance(given, str) else given
     names = tuple(str(part).strip() for part in parts)
     if not all(names):
-        raise ValueError(f"class_names has an empty name: {given!r}")
+        raise UserError(f"class_names has an empty name: {given!r}")
     if len(set(names)) < len(names):
-        raise ValueError(f"class_names has a name twice: {', '.join(names)}")
+        raise UserError(f"class_names has a name twice: {', '.join(names)}")
     return names

@@ -19,6 +19,7 @@ from torch.nn import functional
 from fedlas.data.base import Sample, Split, share_of_batch
 from fedlas.data.base.images import Transform, normalised
 from fedlas.data.base.keyed import Number, crops, order
+from fedlas.errors import UserError
 
 
 class Resident:
@@ -91,7 +92,7 @@ class Resident:
     def refill(self, split: Split, seed: int) -> None:
         """Put another split of the same size in the place of this one, for another run with the same captured graph."""
         if len(split) != len(self):
-            raise ValueError(f"{len(split)} samples cannot take the place of {len(self)}")
+            raise UserError(f"{len(split)} samples cannot take the place of {len(self)}")
         for here, there in zip((self.images, self.labels, self.index), self._placed(split), strict=True):
             here.copy_(there)
         self.set_epoch(0, seed)

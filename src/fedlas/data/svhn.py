@@ -15,6 +15,7 @@ import numpy as np
 from fedlas.data.base import AbstractDataset, Part, as_images, as_labels
 from fedlas.data.base.fetching import DamagedFileError, Source, checked_bytes, regular
 from fedlas.data.base.images import CIFAR, Transform
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
 # No address with TLS is known.
@@ -87,7 +88,7 @@ def _rebuilt(path: Path, md5: str) -> Part:
         with np.load(regular(path), allow_pickle=False) as file:
             size = sum(entry.file_size for entry in file.zip.infolist())
             if size > LARGEST_REBUILT:
-                raise ValueError(f"it would unpack to {size:,} bytes")  # noqa: TRY301
+                raise UserError(f"it would unpack to {size:,} bytes")
             images, labels = file["images"], file["labels"]
     except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DamagedFileError(f"{path} is damaged: {error!r}") from error

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedlas.errors import UserError
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Measured, Place, judged
 from fedlas.experiments.ledger import ADVICE, Ledger
-from fedlas.train import recipe_for
-from fedlas.train.recipe import Recipe
+from fedlas.training import recipe_for
+from fedlas.training.recipe import Recipe
 
 OURS = "fedlas_ls"
 BASE = OURS.removeprefix("fedlas_")
@@ -117,5 +118,5 @@ class Ablations(AbstractGrid):
             return None
         ratio = line.curve[-1].get("gate", {}).get("alpha_ratio") if line.curve else None
         if ratio is None:
-            raise ValueError(f"{ledger.where(line)} has no alpha_ratio in the last epoch of its curve; {ADVICE}")
+            raise UserError(f"{ledger.where(line)} has no alpha_ratio in the last epoch of its curve; {ADVICE}")
         return round(float(ratio) * float(ours.loss_options.get("alpha", ALPHA)), DIGITS)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from fedlas.catalog import nearest
+from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.report.tables import Table
-from fedlas.train import protocol_named
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run
+from fedlas.training import protocol_named
+from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import Run
 
 FOR = "For "  # how a note begins that says what stands for the data of a heading
 CHANGED = "Changed: "  # and one that says what is not as the protocol has it
@@ -55,10 +56,10 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.split not in LOOKS:
-            raise ValueError(f"nothing is judged on {self.split!r}; {nearest(self.split, list(LOOKS))}")
+            raise UserError(f"nothing is judged on {self.split!r}; {nearest(self.split, list(LOOKS))}")
         for name, option in NAMING.items():
             if name in self.changes:
-                raise ValueError(f"{name} names a row, a column or a seed of the table: choose it with {option}")
+                raise UserError(f"{name} names a row, a column or a seed of the table: choose it with {option}")
 
     @property
     def summary(self) -> str:
@@ -76,7 +77,7 @@ class Choice:
         names = list(known)
         for name in asked or ():
             if name not in names:
-                raise ValueError(f"this experiment has no {kind} {name!r}; {nearest(name, names)}")
+                raise UserError(f"this experiment has no {kind} {name!r}; {nearest(name, names)}")
         return [name for name in names if asked is None or name in asked]
 
 

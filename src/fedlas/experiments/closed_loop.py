@@ -21,7 +21,7 @@ from fedlas.experiments.ledger import V2, Ledger
 from fedlas.experiments.paper import data_name
 from fedlas.report.figures import feedback_data, feedback_figure, save_with_data
 from fedlas.report.tables import Table
-from fedlas.train.recipe import Recipe
+from fedlas.training.recipe import Recipe
 
 
 class ClosedLoopEvaluation(AbstractExperiment):

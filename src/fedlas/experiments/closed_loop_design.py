@@ -3,13 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from typing import Any
 
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
-from fedlas.train import recipe_for
-from fedlas.train.recipe import Recipe
+from fedlas.training import recipe_for
+from fedlas.training.recipe import Recipe
 
 PROTOCOL = "standard"
 SEARCH_SEED = 11
@@ -52,7 +53,7 @@ class Candidate:
 
 def search_recipe(data: str, candidate: Candidate, choice: Choice) -> Recipe:
     """Make the recipe of a configuration in the search, which makes no test predictions."""
-    return _recipe(data, candidate, SEARCH_SEED, choice).replace(splits=("val",))
+    return _recipe(data, candidate, SEARCH_SEED, choice, splits=("val",))
 
 
 def primary_recipe(data: str, row: tuple[str, str | None], seed: int, choice: Choice, ledger: Ledger) -> Recipe | None:
@@ -60,7 +61,7 @@ def primary_recipe(data: str, row: tuple[str, str | None], seed: int, choice: Ch
     chosen = selected(data, *row, choice, ledger)
     if chosen is None:
         return None
-    return _recipe(data, chosen, seed, choice).replace(ood=tuple(OOD.get(data, ())))
+    return _recipe(data, chosen, seed, choice, ood=tuple(OOD.get(data, ())))
 
 
 def selected(data: str, method: str, posthoc: str | None, choice: Choice, ledger: Ledger) -> Candidate | None:
@@ -107,11 +108,18 @@ def row_name(method: str, posthoc: str | None) -> str:
     return method if posthoc is None else f"{method}+{posthoc}"
 
 
-def _recipe(data: str, candidate: Candidate, seed: int, choice: Choice) -> Recipe:
-    changes = CONFIGURATIONS[candidate.method][candidate.number - 1]
+def _recipe(data: str, candidate: Candidate, seed: int, choice: Choice, **fields: tuple[str, ...]) -> Recipe:
     model = choice.models[0] if choice.models else None
+    return _standard_recipe(data, model, candidate, seed, tuple(choice.changes.items())).replace(**fields)
+
+
+@lru_cache(maxsize=1024)  # tables look the recipes of a search up many times
+def _standard_recipe(
+    data: str, model: str | None, candidate: Candidate, seed: int, settings: tuple[tuple[str, str], ...]
+) -> Recipe:
+    changes = CONFIGURATIONS[candidate.method][candidate.number - 1]
     made = recipe_for(data, model, candidate.method, protocol=PROTOCOL, seed=seed, **changes)
-    return made.with_settings(choice.changes)
+    return made.with_settings(dict(settings))
 
 
 def data_sets(choice: Choice) -> tuple[str, ...]:

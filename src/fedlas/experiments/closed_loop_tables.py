@@ -15,7 +15,7 @@ from fedlas.experiments.versus import METRICS as COMPARED
 from fedlas.metrics.comparison import of_each_sample
 from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
 from fedlas.report.tables import Cell, Column, Row, Table
-from fedlas.train.recipe import Recipe
+from fedlas.training.recipe import Recipe
 
 FEWEST_SEEDS = 5  # of the comparisons, by the design
 OTHERS = (("ce", TEMPERATURE), ("pskd", None), ("pskd", TEMPERATURE))
@@ -102,8 +102,9 @@ def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> lis
     }
     if any(len(found) < len(choice.seeds) for found in lines.values()):
         return []
+    values = _SampleValues(ledger)
     tests = {
-        (data, other, metric): _compared(lines[data, OURS, None], lines[data, *other], metric, ledger)
+        (data, other, metric): values.compare(lines[data, OURS, None], lines[data, *other], metric)
         for data in family
         for other in OTHERS
         for metric in TESTED
@@ -119,17 +120,17 @@ def _family_tables(ledger: Ledger, choice: Choice, family: Sequence[str]) -> lis
     names = ("comparison", "margins") if len(family) > 1 else ("confirmation", "confirmation-margins")
     title = "Primary comparison" if len(family) > 1 else f"Confirmation on {data_name(family[0])}"
     tests_table = Table(f"closed_loop-{names[0]}", title, columns, tuple(rows), (note,))
-    return [tests_table, _margin_table(f"closed_loop-{names[1]}", ledger, lines, family)]
+    return [tests_table, _margin_table(f"closed_loop-{names[1]}", values, lines, family)]
 
 
 def _margin_table(
-    name: str, ledger: Ledger, lines: Mapping[tuple[str, str, str | None], list[Line]], family: Sequence[str]
+    name: str, values: "_SampleValues", lines: Mapping[tuple[str, str, str | None], list[Line]], family: Sequence[str]
 ) -> Table:
     """Make the table of one-sided bounds against CE + TS, and their margins."""
     rows = []
     for data in family:
         for metric, (word, margin) in MARGINS.items():
-            one = _compared(lines[data, OURS, None], lines[data, "ce", TEMPERATURE], metric, ledger)
+            one = values.compare(lines[data, OURS, None], lines[data, "ce", TEMPERATURE], metric)
             ends = one.interval(0.9)
             bound = ends.low if margin < 0 else ends.high
             inside = float(bound > margin if margin < 0 else bound < margin)
@@ -166,11 +167,12 @@ def control_tables(ledger: Ledger, choice: Choice) -> list[Table]:
     tables.append(
         Table("closed_loop-controls", "Controls of the label budget", _columns(measures), tuple(rows), (note,))
     )
+    values = _SampleValues(ledger)
     differences = [
         Row(
             f"{data}/{row}/{metric}",
             f"{data_name(data)}: closed loop - {about[row]}, {TESTED[metric]}",
-            _difference(_compared(ours[data], theirs, metric, ledger), metric),
+            _difference(values.compare(ours[data], theirs, metric), metric),
         )
         for (data, row), theirs in lines.items()
         for metric in TESTED
@@ -244,19 +246,32 @@ def _difference(one: SeedComparison, metric: str) -> tuple[Cell, ...]:
     return tuple(Cell((scale * value,)) for value in (one.difference, ends.low, ends.high))
 
 
-def _compared(ours: Sequence[Line], theirs: Sequence[Line], metric: str, ledger: Ledger) -> SeedComparison:
-    sides = [[_values(line, metric, ledger) for line in lines] for lines in (ours, theirs)]
-    return over_seeds(*sides)
+class _SampleValues:
+    """Metrics of each test sample; every line of the ledger is read once, though several comparisons need it.
 
+    Args:
+        ledger: the lines and their stored predictions.
+    """
 
-def _values(line: Line, metric: str, ledger: Ledger) -> Tensor:
-    """Return one value per test sample, whose mean is the metric."""
-    kept = kept_of(line, ledger)
-    stored = kept.of_each_sample()
-    if metric in stored:
-        return stored[metric].values
-    top = kept.tops()
-    return ece_values(top) if metric == "ece" else of_each_sample(COMPARED[metric], top).values
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._read: dict[str, dict[str, Tensor]] = {}
+
+    def compare(self, ours: Sequence[Line], theirs: Sequence[Line], metric: str) -> SeedComparison:
+        """Compare two methods over their seeds."""
+        return over_seeds(*([self._of(line)[metric] for line in lines] for lines in (ours, theirs)))
+
+    def _of(self, line: Line) -> dict[str, Tensor]:
+        """Return for each metric one value per test sample, whose mean is the metric."""
+        if line.id not in self._read:
+            kept = kept_of(line, self._ledger)
+            stored, top = kept.of_each_sample(), kept.tops()
+            found = {name: one.values for name, one in stored.items()} | {"ece": ece_values(top)}
+            found |= {
+                name: of_each_sample(COMPARED[name], top).values for name in (*TESTED, *MARGINS) if name not in found
+            }
+            self._read[line.id] = found
+        return self._read[line.id]
 
 
 def _plain_column(name: str) -> Column:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedlas.experiments.crews import AbstractCrew, Outcome, Trainer, Word, even_if_stopped, heard
-from fedlas.train import Recipe, Run
+from fedlas.training import Recipe, Run
 
 RETRIES = 5  # of a run whose node died; Ray counts them
 VISIBLE_AFTER = 60.0  # seconds until all machines see a file; what NFS remembers of a folder is that old at most

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from fedlas.train import AbstractCallback, Engine, Recipe, Run, RunError, StoppedError, StopSignals
+from fedlas.training import AbstractCallback, Engine, Recipe, Run, RunError, StoppedError, StopSignals
 
 Word: TypeAlias = Literal["finished", "busy", "stopped", "died", "failed"]
 
@@ -68,7 +68,7 @@ class _StopWhen(AbstractCallback):
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self.wanted = wanted
 
-    def advanced(self, step: int) -> None:
+    def on_step_dispatched(self, step: int) -> None:
         if not self.wanted():
             return
         if threading.current_thread() is not threading.main_thread():

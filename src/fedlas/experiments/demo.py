@@ -15,8 +15,8 @@ from pathlib import Path
 from fedlas.evaluation import Report, State, evaluate
 from fedlas.metrics.result import Result
 from fedlas.report.figures import Reliability, reliability_data, reliability_figure, save_with_data
-from fedlas.train import Recipe, Run, fit_many, recipe_for
-from fedlas.train.protocols import compared_losses
+from fedlas.training import Recipe, Run, fit_many, recipe_for
+from fedlas.training.protocols import compared_losses
 
 SAMPLES, BATCH, EPOCHS = 40, 10, 60
 FIGURES, FIGURE = "figures", "reliability"  # the folder, and the name of the files in it

@@ -18,8 +18,8 @@ from fedlas.experiments.ledger import Ledger, Line
 from fedlas.experiments.paper import data_name
 from fedlas.report.figures import course_data, gate_data, gate_figure, save_with_data
 from fedlas.report.tables import Cell, Column, Row, Table
-from fedlas.train.protocols import compared_losses, list_recipes, recipe_for
-from fedlas.train.recipe import Recipe
+from fedlas.training.protocols import compared_losses, list_recipes, recipe_for
+from fedlas.training.recipe import Recipe
 
 PAPER = "cifar10"
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import ClassVar, NamedTuple
 
+from fedlas.errors import UserError
 from fedlas.experiments import paper
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEST, Ledger, Line, Measure
 from fedlas.report.tables import Cell, Column, Row, Table, mean_rank_columns
-from fedlas.train import protocol_named, published_models, recipe_for, seen_otherwise
-from fedlas.train.recipe import Recipe
+from fedlas.training import official_preprocessing_differs, protocol_named, published_models, recipe_for
+from fedlas.training.recipe import Recipe
 
 PUBLISHED = ("paper", "official")
 
@@ -56,7 +57,7 @@ class Measured:
 
 def judged(recipe: Recipe, choice: Choice) -> str:
     """Give the split that is judged; where the published code looks at images as the recipe does, the usual one."""
-    return choice.split if seen_otherwise(recipe.data, recipe.data_options) else TEST
+    return choice.split if official_preprocessing_differs(recipe.data, recipe.data_options) else TEST
 
 
 class AbstractGrid(AbstractExperiment):
@@ -110,7 +111,7 @@ class AbstractGrid(AbstractExperiment):
             models = choice.models or self.models(data, choice.protocol) or (self._no_model(data, choice),)
             found += [Place(data, model) for model in models]
         if not found:
-            raise ValueError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
+            raise UserError(f"the protocol {protocol.name!r} has no network for the data of this experiment")
         return found
 
     def _no_model(self, data: str, choice: Choice) -> str:

@@ -45,12 +45,14 @@ from fedlas.report.figures import (
     theorem_figure,
 )
 from fedlas.report.tables import Table
-from fedlas.train.bench import Bench, chosen_device
-from fedlas.train.checkpoint import check_recipe, load, restore_module
-from fedlas.train.precision import autocast, machine
-from fedlas.train.protocols import list_recipes, recipe_for
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run, RunError
+from fedlas.training.backend_flags import backend_flags
+from fedlas.training.build import select_device
+from fedlas.training.checkpoint import check_recipe, load, restore_module
+from fedlas.training.precision import autocast
+from fedlas.training.protocols import list_recipes, recipe_for
+from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import Run, RunError
+from fedlas.training.session import Session
 
 PROTOCOL, MODEL, LOSS = "small", "small_cnn", "ce"
 PAPER, ALWAYS_THERE = "mnist", "digits"
@@ -113,12 +115,12 @@ def _recipes(choice: Choice) -> Iterator[Recipe]:
 
 def _at_hand(recipe: Recipe, data_root: Path | None) -> bool:
     """Say whether the data can be read without fetching it."""
-    # A bench is the way to data from here; this variant of the recipe, which may not fetch, is never trained.
+    # A session is the way to data from here; this variant of the recipe, which may not fetch, is never trained.
     offline = recipe.replace(data_options={**recipe.data_options, "download": False})
     cpu = torch.device("cpu")
     try:
-        with machine(offline, cpu):
-            Bench(offline, cpu, data_root, capture=False).evaluation("test")
+        with backend_flags(offline, cpu):
+            Session(offline, cpu, data_root, capture=False).evaluation("test")
     except FileNotFoundError:
         return False
     return True
@@ -126,18 +128,18 @@ def _at_hand(recipe: Recipe, data_root: Path | None) -> bool:
 
 def _drawn(drawing: Drawing, run: Run) -> Iterator[Path]:
     """Draw the three figures of one run."""
-    recipe, device = run.recipe, chosen_device(drawing.device)
-    with machine(recipe, device):
-        bench = Bench(recipe, device, drawing.data_root, capture=False)
-        before = look(bench)
+    recipe, device = run.recipe, select_device(drawing.device)
+    with backend_flags(recipe, device):
+        session = Session(recipe, device, drawing.data_root, capture=False)
+        before = look(session)
         saved = load(run.checkpoint)
         check_recipe(saved, run.checkpoint, recipe)
-        restore_module(bench.net.model, saved["best"])
-        after = look(bench)
+        restore_module(session.net.model, saved["best"])
+        after = look(session)
     written = run.predictions("best-test")
     if written.index is None or not torch.equal(written.index, cast("Tensor", after.predictions.index)):
         raise RunError(f"the test split of {recipe.data} is not the one that {run.folder} was judged on")
-    title = bench.data.title if recipe.data == PAPER else f"{bench.data.title} instead of the paper's MNIST"
+    title = session.data.title if recipe.data == PAPER else f"{session.data.title} instead of the paper's MNIST"
     indicator = indicator_data(written, title)
     yield from save_with_data(indicator_figure(indicator), indicator, drawing.folder, f"indicator-{recipe.data}")
     activations = activations_data(after.predictions, after.images, title)
@@ -155,14 +157,14 @@ def _theorem(seen: Look, title: str, written: Predictions | None = None) -> Theo
 
 
 @torch.no_grad()
-def look(bench: Bench) -> Look:
-    """Let the network of a bench look at all test images."""
-    split, net = bench.data.split("test"), bench.net
-    source: Any = bench.evaluation("test")  # small images live on the device
+def look(session: Session) -> Look:
+    """Let the network of a session look at all test images."""
+    split, net = session.data.split("test"), session.net
+    source: Any = session.evaluation("test")  # small images live on the device
     net.eval()
     rows = []
-    for images, labels, index in source.batches(bench.recipe.eval_batch_size):
-        with autocast(bench.recipe.precision, bench.device):
+    for images, labels, index in source.batches(session.recipe.eval_batch_size):
+        with autocast(session.recipe.precision, session.device):
             logits, features = net.forward(images)  # as predictions are made: not compiled
         rows.append((logits.float(), labels, features.float().flatten(1), index))
     logits, labels, features, index = (torch.cat(parts).cpu() for parts in zip(*rows, strict=True))

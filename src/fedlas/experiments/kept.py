@@ -22,9 +22,12 @@ import hashlib
 import io
 import math
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
@@ -33,19 +36,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEMPERATURE, TEST, V2, Ledger, Line, Measure, line_id
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.comparison import EachSample
 from fedlas.metrics.digest import Digest, Intervals
 from fedlas.metrics.result import Result
 from fedlas.metrics.selective import area_values
-from fedlas.ood.detection import detect_scores
+from fedlas.ood.detection import auroc
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
-from fedlas.storage import check_arrays, readable
-from fedlas.train.runs import MACHINE, Run
-from fedlas.train.validation import second_half, tuning_predictions
+from fedlas.storage import check_array, readable
+from fedlas.training.run_folder import MACHINE, Run
+from fedlas.training.validation import second_half, tuning_predictions
 
 FEW_CLASSES = 10
 SCORES = ("entropy", "max_probability")
@@ -148,25 +152,31 @@ class Kept:
     def metrics(self, intervals: Intervals | None = None) -> dict[str, Measure]:
         """Compute every metric, and those of the paper's code beside ours."""
         digest = self._digest()
-        found = digest.results(intervals)
-        found |= {f"{metric.__name__}_official": metric(digest.top, compat="official") for metric in (ece, aece)}
+        found, top = digest.results(intervals), digest.top
+        found |= {f"{metric.__name__}_official": metric(top, compat="official") for metric in (ece, aece)}
         return {name: _measure(result) for name, result in found.items()}
 
     def detection(self) -> dict[str, dict[str, Measure]]:
-        """Compute how well foreign data is told apart: the AUROC of each score on each foreign data set."""
+        """Compute the AUROC of OOD detection, for each score and OOD data set."""
         places = sorted({name.split("/")[1] for name in self.arrays if name.startswith("ood/")})
         if not places:
             return {}
-        foreign = {place: {score: self._tensor(f"ood/{place}/{score}") for score in SCORES} for place in places}
-        found = detect_scores(self._known_scores(), foreign)
-        return {place: {score: _measure(found[place][score].auroc) for score in SCORES} for place in places}
+        known = self._known_scores()
+        return {
+            place: {score: _measure(auroc(known[score], self._tensor(f"ood/{place}/{score}"))) for score in SCORES}
+            for place in places
+        }
 
     def predictions(self) -> Predictions | None:
-        """Give the predictions back, where logits were kept.
+        """Return the predictions; None where logits were not stored.
 
         In float64: in float32 a tenth of the confidences are equal to others, or not, by processor, and samples at the
         edges of bins of equal mass change places.
         """
+        return self._predictions
+
+    @cached_property
+    def _predictions(self) -> Predictions | None:
         if "logits" not in self.arrays:
             return None
         split = V2 if "folds" in self.arrays else TEST
@@ -206,16 +216,10 @@ class Kept:
         with readable(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
             size = sum(entry.file_size for entry in folder.infolist())
             if size > LARGEST_FILE:
-                raise ValueError(f"it would unpack to {size:,} bytes; kept predictions are small")
-            check_arrays(folder)
-            arrays = {
-                entry.filename.removesuffix(".npy"): np.lib.format.read_array(
-                    io.BytesIO(folder.read(entry)), allow_pickle=False
-                )
-                for entry in folder.infolist()
-            }
+                raise UserError(f"it would unpack to {size:,} bytes; kept predictions are small")
+            arrays = {entry.filename.removesuffix(".npy"): _read_array(folder, entry) for entry in folder.infolist()}
         if "labels" not in arrays or not {"logits", "confidence"} & set(arrays):
-            raise ValueError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")
+            raise UserError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")
         return cls(arrays)
 
     def _digest(self) -> Digest:
@@ -235,6 +239,14 @@ class Kept:
 
     def _tensor(self, name: str) -> Tensor:
         return torch.from_numpy(np.asarray(self.arrays[name]).copy())
+
+
+def _read_array(folder: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[np.generic]:
+    """Read an array that is not of Python objects; unpacking takes most of the time, so it is done once."""
+    file = io.BytesIO(folder.read(entry))
+    check_array(entry.filename.removesuffix(".npy"), file, entry.file_size)
+    file.seek(0)
+    return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
 
 
 def _selected(predictions: Predictions, ood: Mapping[str, Predictions]) -> dict[str, NDArray[np.generic]]:
@@ -272,9 +284,18 @@ def _validation_logits(validation: Predictions) -> NDArray[np.floating]:
 
 def kept_of(line: Line, ledger: Ledger) -> Kept:
     """Read the stored predictions of a line."""
-    kept = Kept.unpack(ledger.content_of(line), str(ledger.file_of(line)))
-    scaled = None if line.posthoc is None else kept.scaled()
-    return kept if scaled is None else scaled
+    return _of_line(line, _stored(line, ledger))
+
+
+def _stored(line: Line, ledger: Ledger) -> Kept:
+    """Read the file of a line, which the lines of a run share."""
+    return Kept.unpack(ledger.content_of(line), str(ledger.file_of(line)))
+
+
+def _of_line(line: Line, stored: Kept) -> Kept:
+    """Return the stored predictions as trained, or after temperature scaling, as the line evaluates them."""
+    scaled = None if line.posthoc is None else stored.scaled()
+    return stored if scaled is None else scaled
 
 
 def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
@@ -326,7 +347,7 @@ def _kept_test(run: Run, split: str, *, validation: bool) -> Kept:
 
 def _kept_validation(run: Run) -> Kept:
     if not run.recipe.halve_validation:
-        raise ValueError(f"{run.folder} has no V2: its recipe does not set halve_validation")
+        raise UserError(f"{run.folder} has no V2: its recipe does not set halve_validation")
     made = tuning_predictions(run)
     return Kept.of_validation(made, second_half(made, FOLDS_SEED))
 
@@ -342,16 +363,25 @@ def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
     for path in sorted((ledger.folder / "predictions").glob("*")):
         if f"predictions/{path.name}" not in named:
             yield f"{path} belongs to no line"
-    for line in ledger.lines.values():
-        yield from (f"{line.id}: {problem}" for problem in _problems_of(line, ledger, intervals))
+    for _, lines in groupby(ledger.lines.values(), key=attrgetter("predictions")):
+        yield from _problems_of(list(lines), ledger, intervals)
 
 
-def _problems_of(line: Line, ledger: Ledger, intervals: bool) -> Iterator[str]:
-    try:
-        kept = kept_of(line, ledger)
-    except ValueError as error:
-        yield str(error)
-        return
+def _problems_of(lines: Sequence[Line], ledger: Ledger, intervals: bool) -> Iterator[str]:
+    """Name what does not agree in lines that have the same file of predictions."""
+    stored = None
+    for line in lines:
+        try:
+            stored = _stored(line, ledger) if stored is None else stored
+            kept = _of_line(line, stored)
+        except ValueError as error:
+            yield f"{line.id}: {error}"
+            continue
+        yield from (f"{line.id}: {problem}" for problem in _differences(line, kept, intervals))
+
+
+def _differences(line: Line, kept: Kept, intervals: bool) -> Iterator[str]:
+    """Name the numbers of a line that its predictions do not give."""
     learned, said = ((one or {}).get(TEMPERATURE) for one in (kept.posthoc, line.posthoc))
     if learned is not None and not _agree(learned, said, SAME):
         yield f"the temperature is {said} in the ledger and {learned} now"

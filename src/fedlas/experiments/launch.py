@@ -22,12 +22,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from fedlas.errors import UserError
 from fedlas.experiments.cluster import VISIBLE_AFTER, Share, Tasks
 from fedlas.experiments.crews import LOOK_EVERY, AbstractCrew, Alone, Outcome, Processes
 from fedlas.extras import optional_module
-from fedlas.train import Recipe, Run, RunError
-from fedlas.train.recipe import differences
-from fedlas.train.runs import run_in
+from fedlas.training import Recipe, Run, RunError
+from fedlas.training.recipe import differences
+from fedlas.training.run_folder import run_in
 
 How: TypeAlias = Literal["local", "ray"]
 
@@ -36,7 +37,7 @@ AGAIN_AFTER = 5.0  # seconds until a locked folder is tried again
 PATIENCE = 3600.0  # seconds for which a locked folder may stay as it is
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError):
     """Some runs failed; all others are done.
 
     Args:
@@ -128,23 +129,23 @@ def check_launch(
     """
     there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     if not there.is_dir():
-        raise ValueError(f"{there} is no folder; run folders lie in one: name another for them (--runs)")
+        raise UserError(f"{there} is no folder; run folders lie in one: name another for them (--runs)")
     if how not in ("local", "ray"):
-        raise ValueError(f"launch must be local or ray, not {how!r}")
+        raise UserError(f"launch must be local or ray, not {how!r}")
     if how == "local" and address is not None:
-        raise ValueError("an address is that of a Ray cluster; launch with ray")
+        raise UserError("an address is that of a Ray cluster; launch with ray")
     if how == "ray" and workers is not None:
-        raise ValueError("workers are processes on this machine; on Ray, gpus_per_run and cpus_per_run decide")
+        raise UserError("workers are processes on this machine; on Ray, gpus_per_run and cpus_per_run decide")
     if workers is not None and workers < 1:
-        raise ValueError(f"workers must be at least 1, not {workers}")
+        raise UserError(f"workers must be at least 1, not {workers}")
     if gpus_per_run is not None and not 0 <= gpus_per_run <= 1:
-        raise ValueError(f"gpus_per_run must be from 0 to 1, not {gpus_per_run}; one run on many GPUs is for torchrun")
+        raise UserError(f"gpus_per_run must be from 0 to 1, not {gpus_per_run}; one run on many GPUs is for torchrun")
     if not cpus_per_run >= 0:
-        raise ValueError(f"cpus_per_run must be at least 0, not {cpus_per_run}")
+        raise UserError(f"cpus_per_run must be at least 0, not {cpus_per_run}")
     if limit_minutes is not None and not limit_minutes >= 0:
-        raise ValueError(f"limit_minutes must be at least 0, not {limit_minutes}")
+        raise UserError(f"limit_minutes must be at least 0, not {limit_minutes}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("torchrun is for one run on many GPUs; start many runs without it")
+        raise UserError("torchrun is for one run on many GPUs; start many runs without it")
 
 
 def _neighbours(recipes: Sequence[Recipe]) -> list[Recipe]:

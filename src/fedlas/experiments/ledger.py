@@ -22,8 +22,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from fedlas.errors import UserError
 from fedlas.storage import check_file, clear_parts, own_file, write_whole
-from fedlas.train.recipe import Recipe
+from fedlas.training.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
 TEST = "test"
@@ -113,7 +114,7 @@ class Line:
             line = cls(**values)
             _check(line.id == line.own_id, "id", line.id, f"what its recipe is called, {line.own_id}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{where} is no line of a ledger: {error}; {ADVICE}") from error
+            raise UserError(f"{where} is no line of a ledger: {error}; {ADVICE}") from error
         return line
 
 
@@ -127,7 +128,7 @@ class Ledger:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is no folder; a ledger is one")
+            raise UserError(f"{self.folder} is no folder; a ledger is one")
 
     @cached_property
     def lines(self) -> dict[str, Line]:
@@ -136,7 +137,7 @@ class Ledger:
         for where, text in self._texts():
             line = Line.from_json(text, where)
             if line.id in found:
-                raise ValueError(f"{where}: the run {line.id} is in the ledger twice; remove one of its lines")
+                raise UserError(f"{where}: the run {line.id} is in the ledger twice; remove one of its lines")
             found[line.id] = line
         return found
 
@@ -173,7 +174,7 @@ class Ledger:
         """Say where the predictions of a line lie; nowhere but in the ledger."""
         name = Path(line.predictions["file"])
         if name.is_absolute() or ".." in name.parts:
-            raise ValueError(f"{self.where(line)}: predictions lie outside of the ledger ({name}); {ADVICE}")
+            raise UserError(f"{self.where(line)}: predictions lie outside of the ledger ({name}); {ADVICE}")
         return self.own(name)
 
     def content_of(self, line: Line) -> bytes:
@@ -182,9 +183,9 @@ class Ledger:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            raise ValueError(f"{self.where(line)}: its predictions {path} are not there; {ADVICE}") from None
+            raise UserError(f"{self.where(line)}: its predictions {path} are not there; {ADVICE}") from None
         if hashlib.sha256(content).hexdigest() != line.predictions["sha256"]:
-            raise ValueError(
+            raise UserError(
                 f"{self.where(line)}: its predictions {path} are damaged, or others: they do not have the checksum "
                 f"that the line names; {ADVICE}"
             )
@@ -221,21 +222,21 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8 ({error})") from error
+        raise UserError(f"{path} is no text in UTF-8 ({error})") from error
 
 
 def _fields(values: Any) -> dict[str, Any]:
     """Check that a line has our format, all fields that it needs, and none that we do not know."""
     found = dict(_table(values, "line"))
     if found.pop("format", None) != FORMAT:
-        raise ValueError("it has another format")
+        raise UserError("it has another format")
     known = fields(Line)
     unknown = set(found) - {one.name for one in known}
     if unknown:
-        raise ValueError(f"it has unknown fields: {', '.join(sorted(unknown))}")
+        raise UserError(f"it has unknown fields: {', '.join(sorted(unknown))}")
     needed = [one.name for one in known if one.default is MISSING and one.default_factory is MISSING]
     if lacking := [name for name in needed if name not in found]:
-        raise ValueError(f"it has no {', '.join(lacking)}")
+        raise UserError(f"it has no {', '.join(lacking)}")
     return found
 
 
@@ -249,7 +250,7 @@ def _measures(given: Any, name: str, needed: tuple[str, ...] = ()) -> dict[str, 
     found = _table(given, name)
     lacking = [word for word in needed if word not in found]
     if lacking or not found:
-        raise ValueError(f"{name} lack {', '.join(lacking) or 'every number'}")
+        raise UserError(f"{name} lack {', '.join(lacking) or 'every number'}")
     for word, measure in found.items():
         right = isinstance(measure, list) and len(measure) == 3 and _is_number(measure[0])
         right = right and all(end is None or _is_number(end) for end in measure[1:])
@@ -291,4 +292,4 @@ def _is_number(value: Any) -> bool:
 
 def _check(good: bool, name: str, value: Any, wanted: str) -> None:
     if not good:
-        raise ValueError(f"{name} must be {wanted}, not {reprlib.repr(value)}")
+        raise UserError(f"{name} must be {wanted}, not {reprlib.repr(value)}")

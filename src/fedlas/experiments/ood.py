@@ -8,8 +8,8 @@ from fedlas.experiments.base import FOR, Choice
 from fedlas.experiments.grid import AbstractGrid, Measured
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.report.tables import Table
-from fedlas.train import seen_otherwise
-from fedlas.train.recipe import PUBLISHED
+from fedlas.training import official_preprocessing_differs
+from fedlas.training.recipe import PUBLISHED
 
 
 class OutOfDistribution(AbstractGrid):
@@ -32,7 +32,7 @@ class OutOfDistribution(AbstractGrid):
 
     def _looked_at(self, ood: str, choice: Choice) -> str:
         """Name a foreign data set as the published code looks at it, where that was asked for and it does otherwise."""
-        return f"{ood}{PUBLISHED}" if choice.split != TEST and seen_otherwise(ood) else ood
+        return f"{ood}{PUBLISHED}" if choice.split != TEST and official_preprocessing_differs(ood) else ood
 
     def foreign(self, data: str, choice: Choice) -> tuple[str, ...]:
         """List the foreign data sets; those that are looked at as published also as they should be.

@@ -13,7 +13,7 @@ from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import TEST, Ledger
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.report.tables import RANKS, Detail, Table
-from fedlas.train import protocol_named
+from fedlas.training import protocol_named
 
 AS_PRINTED = ("paper", "official")  # protocols whose numbers can be compared with the paper's
 HEAD = """\

@@ -7,11 +7,12 @@ from statistics import median
 from typing import Any
 
 from fedlas.catalog import Catalog, summary
+from fedlas.errors import UserError
 from fedlas.experiments.base import AbstractExperiment, Choice, Wanted
 from fedlas.experiments.ledger import TEMPERATURE, Ledger
-from fedlas.train import check_parts
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import run_in
+from fedlas.training import check_parts
+from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import run_in
 
 NAMED = 3  # folders in an error message
 
@@ -109,7 +110,7 @@ def planned(
     if only is not None and not meant:
         more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
         held = f"there are {', '.join(list(wanted)[:NAMED])}{more}" if wanted else "none is planned"
-        raise ValueError(f"no planned run has a folder whose name contains {only!r}; {held}")
+        raise UserError(f"no planned run has a folder whose name contains {only!r}; {held}")
     here = runs if experiment.draws_runs else None
     missing = tuple(
         one for one in meant if one.missing(ledger) or (here is not None and not trained_in(here, one.recipe))

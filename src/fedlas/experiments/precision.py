@@ -6,7 +6,7 @@ from typing import Any
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid, Place
 from fedlas.experiments.ledger import Ledger
-from fedlas.train.recipe import Recipe
+from fedlas.training.recipe import Recipe
 
 # As most people train: float32 weights and images, TF32 products, nothing compiled.
 PLAIN: dict[str, Any] = {"precision": "tf32", "channels_last": False, "compile": False, "capture": False}

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fedlas.errors import UserError
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing
 from fedlas.experiments.kept import record
 from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import planned, trained_in
 from fedlas.report.tables import Table
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run, run_in
+from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import Run, run_in
 
 
 def reproduce(
@@ -77,7 +78,7 @@ def reproduce(
 def check_limit(minutes: float | None) -> None:
     """Refuse a limit in which nothing could be done."""
     if minutes is not None and not minutes > 0:
-        raise ValueError(f"limit_minutes must be a positive number, not {minutes:g}")
+        raise UserError(f"limit_minutes must be a positive number, not {minutes:g}")
 
 
 class _Clock:

@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.storage import own_file, write_whole
-from fedlas.train import DivergedError, Engine
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import run_in
-from fedlas.train.validation import tuning_predictions
+from fedlas.training import DivergedError, Engine
+from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import run_in
+from fedlas.training.validation import tuning_predictions
 
 FORMAT = "fedlas.search/1"
 KEPT = "search.json"
@@ -63,13 +64,13 @@ class Range:
         except ValueError:
             low = high = math.nan
         if not (name and len(parts) == 2 + log and math.isfinite(high - low)):
-            raise ValueError(f"a range is written NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C; not {text!r}")
+            raise UserError(f"a range is written NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C; not {text!r}")
         if low > high:
-            raise ValueError(f"{text}: the lower end, {parts[0]}, is above the upper, {parts[1]}; exchange them")
+            raise UserError(f"{text}: the lower end, {parts[0]}, is above the upper, {parts[1]}; exchange them")
         if low == high:
-            raise ValueError(f"{text}: both ends are {parts[0]}; give it with --set loss_options.{name}={parts[0]}")
+            raise UserError(f"{text}: both ends are {parts[0]}; give it with --set loss_options.{name}={parts[0]}")
         if log and low <= 0:
-            raise ValueError(f"{text}: with :log the lower end has to be above zero, not {parts[0]}")
+            raise UserError(f"{text}: with :log the lower end has to be above zero, not {parts[0]}")
         return cls(name, low, high, log)
 
     def suggested(self, trial: Any) -> Any:
@@ -123,7 +124,7 @@ class Search:
         """The trial with the best mean."""
         good = [trial for trial in self.trials if trial.mean is not None]
         if not good:
-            raise ValueError("every trial diverged; there is nothing to choose from")
+            raise UserError("every trial diverged; there is nothing to choose from")
         sign = -1 if self.metric == "accuracy" else 1
         return min(good, key=lambda trial: sign * (trial.mean or 0.0))
 
@@ -160,14 +161,14 @@ def search(
         engine: device and data_root.
     """
     if metric not in METRICS:
-        raise ValueError(f"{metric!r} cannot be searched for; known: {', '.join(METRICS)}")
+        raise UserError(f"{metric!r} cannot be searched for; known: {', '.join(METRICS)}")
     if not ranges or trials < 1:
-        raise ValueError("a search needs at least one range and one trial")
+        raise UserError("a search needs at least one range and one trial")
     names = [one.name for one in ranges]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"--over names {', '.join(twice)} twice; give one range, or one list, for each keyword")
+        raise UserError(f"--over names {', '.join(twice)} twice; give one range, or one list, for each keyword")
     if recipe.data_options.get("selection") == "official":
-        raise ValueError(
+        raise UserError(
             "the released code selects on the test split, which a search must not look at; "
             "set data_options.selection=held_out, or take another protocol"
         )
@@ -177,12 +178,12 @@ def search(
         direction="maximize" if metric == "accuracy" else "minimize",
         sampler=optuna.samplers.TPESampler(seed=sampler_seed),
     )
-    bench, done = Engine(**engine), []
+    session, done = Engine(**engine), []
     for number in range(1, trials + 1):
         asked = study.ask()
         options = {one.name: one.suggested(asked) for one in ranges}
         varied = recipe.replace(loss_options={**recipe.loss_options, **options}, splits=("val",), ood=())
-        trial = _tried(bench, [varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder)
+        trial = _tried(session, [varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder)
         done.append(trial)
         if trial.mean is None:
             study.tell(asked, state=optuna.trial.TrialState.FAIL)

@@ -15,9 +15,9 @@ from fedlas.experiments.base import AbstractExperiment, Choice, Drawing, Wanted
 from fedlas.experiments.ledger import Ledger
 from fedlas.report.figures import save_with_data, smoothing_data, smoothing_figure
 from fedlas.report.tables import Table
-from fedlas.train.bench import Bench
-from fedlas.train.precision import machine
-from fedlas.train.protocols import loss_options, recipe_for
+from fedlas.training.backend_flags import backend_flags
+from fedlas.training.protocols import loss_options, recipe_for
+from fedlas.training.session import Session
 
 LOSS, PUBLISHED_FOR = "fedlas_ls", "cifar10"
 BETAS = (0.0, 0.5, 1.0, 4.0)  # plain label smoothing, and the published ones
@@ -60,8 +60,8 @@ def alpha_of(nci: Float[Tensor, " n"], *, alpha: float, beta: float, mode: str) 
     """
     options = {"alpha": alpha, "beta": beta, "gate": mode, "source": "max_logit", "normalise": "none"}
     recipe, cpu = recipe_for("digits", loss=LOSS, protocol="small", loss_options=options), torch.device("cpu")
-    with machine(recipe, cpu), torch.no_grad():
-        # A bench is the way to a loss from here.
-        loss: Any = Bench(recipe, cpu, capture=False).loss.eval()
+    with backend_flags(recipe, cpu), torch.no_grad():
+        # A session is the way to a loss from here.
+        loss: Any = Session(recipe, cpu, capture=False).loss.eval()
         loss.smoothing(nci[:, None].expand(-1, loss.num_classes))
     return loss.gamma, loss.alpha_i

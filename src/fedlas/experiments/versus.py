@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fedlas.errors import UserError
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.kept import kept_of
@@ -39,9 +40,9 @@ from fedlas.metrics.selective import aurc
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
 from fedlas.report.duels import NAMES, RESAMPLES, WHOLE, paired_with
 from fedlas.storage import named
-from fedlas.train import recipe_for
-from fedlas.train.recipe import Recipe
-from fedlas.train.runs import Run
+from fedlas.training import recipe_for
+from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import Run
 
 Metric = Callable[..., Any]
 METRICS: Mapping[str, Metric] = {
@@ -173,7 +174,7 @@ def side(text: str, ledger: Ledger, **columns: Any) -> Side:
     lines = [ledger.lines[text]] if text in ledger.lines else lines_of(text, ledger)
     if not lines:
         held = ", ".join(_known(ledger)) or "it is empty, or not there: --ledger says where it lies"
-        raise ValueError(
+        raise UserError(
             f"{text!r} is neither a run folder nor a file nor in the ledger {ledger.folder}; rows of the ledger are"
             f" written as data/method or data/protocol/method: {held}"
         )
@@ -182,7 +183,7 @@ def side(text: str, ledger: Ledger, **columns: Any) -> Side:
     for line in lines:
         if line.seed in found:
             several = ", ".join(one.id for one in lines if one.seed == line.seed)
-            raise ValueError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
+            raise UserError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
         with named(ledger.file_of(line)):
             kept = kept_of(line, ledger)
             found[line.seed], each[line.seed] = kept.tops(), kept.of_each_sample()
@@ -241,7 +242,7 @@ def _paired_seeds(first: Side, second: Side) -> dict[int | None, int | None]:
         return dict(zip(first.runs, second.runs, strict=True))
     seeds: dict[int | None, int | None] = {seed: seed for seed in first.runs if seed in second.runs}
     if not seeds:
-        raise ValueError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
+        raise UserError(f"no seed is on both sides: {list(first.runs)} and {list(second.runs)}")
     return seeds
 
 
@@ -292,9 +293,9 @@ def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **op
         metrics = [name for name in USUAL if not any(one.lacks(name) for one in sides)]
     for name in metrics:
         if name not in METRICS:
-            raise ValueError(f"{name!r} cannot be compared; known: {', '.join(METRICS)}")
+            raise UserError(f"{name!r} cannot be compared; known: {', '.join(METRICS)}")
         if tops := [one.name for one in sides if one.lacks(name)]:
-            raise ValueError(
+            raise UserError(
                 f"{name} needs the probabilities of all classes, and of {tops[0]} only the largest are kept; "
                 f"compare {', '.join(one for one in METRICS if one not in WHOLE)}, or name run folders"
             )

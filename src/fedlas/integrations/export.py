@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.models.base import WithFeatures
 from fedlas.posthoc import AbstractCalibrator, FeatureClipping
@@ -63,7 +64,7 @@ class CalibratedModel(nn.Module):
     ) -> None:
         super().__init__()
         if output not in {"probs", "logits"}:
-            raise ValueError(f'output is {output!r}; expected "probs" or "logits"')
+            raise UserError(f'output is {output!r}; expected "probs" or "logits"')
         _check_fitted(calibrator)
         needs_features = isinstance(calibrator, FeatureClipping) and not isinstance(net, WithFeatures)
         self.net = WithFeatures(net) if needs_features else net
@@ -126,7 +127,7 @@ def program(model: CalibratedModel, example: Inputs) -> torch.export.ExportedPro
         try:
             return torch.export.export(model, inputs, dynamic_shapes=shapes)
         except Exception as error:
-            raise ValueError(_blame(model, said, error)) from error
+            raise UserError(_blame(model, said, error)) from error
 
 
 def save_program(model: CalibratedModel, example: Inputs, path: str | Path) -> Path:
@@ -149,7 +150,7 @@ def load_program(path: str | Path) -> Exported:
         found = torch.export.load(io.BytesIO(content), extra_files=words)
         about = json.loads(words[ABOUT] or "{}")
     if about.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a program that fedlas wrote; torch.export.load reads any other")
+        raise UserError(f"{path} is not a program that fedlas wrote; torch.export.load reads any other")
     return Exported(found.module(), about)
 
 
@@ -159,7 +160,7 @@ def _check_constants(content: bytes) -> None:
         for name in folder.namelist():
             parts = name.split("/")
             if "constants" in parts[:-1] and not parts[-1].startswith("tensor_") and not name.endswith(".json"):
-                raise ValueError(f"it holds {name[:80]}, which is more than a tensor and is not unpickled")
+                raise UserError(f"it holds {name[:80]}, which is more than a tensor and is not unpickled")
 
 
 @contextmanager
@@ -206,7 +207,7 @@ def save_onnx(
     try:
         content = made.model_proto.SerializeToString()
     except ValueError as error:
-        raise ValueError("a single ONNX file holds up to 2 GiB; this network is larger, take save_program") from error
+        raise UserError("a single ONNX file holds up to 2 GiB; this network is larger, take save_program") from error
     if tolerance is not None:
         _compare(model, inputs, content, names, tolerance)
     write_whole(Path(path), content)
@@ -226,7 +227,7 @@ def _compare(model: CalibratedModel, inputs: tuple[Tensor, ...], content: bytes,
             theirs = torch.from_numpy(session.run(None, fed)[0])
             apart = float((own - theirs).abs().max()) if own.shape == theirs.shape else math.inf
             if not apart <= most:
-                raise ValueError(
+                raise UserError(
                     f"the ONNX file says something else than the network: {model.output} of the example differ by "
                     f"{apart:.3g}, more than tolerance={most:g}, and nothing was written. A calibrator with steps can "
                     "do that where a sample lies on one; then compare on your own data, and set tolerance=None"
@@ -237,7 +238,7 @@ def _logits(said: Any) -> Tensor:
     found = getattr(said, "logits", said)
     if not isinstance(found, Tensor) or found.ndim != 2:
         kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise ValueError(
+        raise UserError(
             f"the network returns {kind}; one row of logits per sample is expected (WithFeatures(net) takes them out "
             "of what other libraries return)"
         )
@@ -268,10 +269,10 @@ def _check_fitted(calibrator: AbstractCalibrator | FeatureClipping | None) -> No
 def _check_classes(model: CalibratedModel, said: Tensor) -> None:
     classes = said.shape[1]
     if model.class_names is not None and len(model.class_names) != classes:
-        raise ValueError(f"class_names has {len(model.class_names)} names for {classes} classes")
+        raise UserError(f"class_names has {len(model.class_names)} names for {classes} classes")
     fitted = getattr(model.calibrator, "fitted", None)
     if fitted is not None and fitted.classes != classes:
-        raise ValueError(f"the network has {classes} classes; its calibrator was fitted on {fitted.classes}")
+        raise UserError(f"the network has {classes} classes; its calibrator was fitted on {fitted.classes}")
     if isinstance(model.calibrator, AbstractCalibrator):
         model.calibrator.check_names(model.class_names)
 
@@ -281,7 +282,7 @@ def _two_or_more(example: Inputs) -> tuple[Tensor, ...]:
     inputs = (example,) if isinstance(example, Tensor) else tuple(example)
     counts = {len(one) if one.ndim else 0 for one in inputs}
     if len(counts) != 1 or 0 in counts:
-        raise ValueError("example holds tensors whose first axis counts samples: one at least, and equally many in all")
+        raise UserError("example holds tensors whose first axis counts samples: one at least, and equally many in all")
     return tuple(torch.cat([one, one]) if len(one) == 1 else one for one in inputs)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
 from fedlas.integrations.base import Gate, Numbers
 from fedlas.losses.base import IGNORE_INDEX, AbstractLoss
@@ -32,7 +33,7 @@ from fedlas.predictions import Predictions
 try:
     from transformers import TrainerCallback
 except ImportError as missing:
-    raise ImportError(needed("transformers", "integrations", missing)) from missing
+    raise MissingPackageError(needed("transformers", "integrations", missing)) from missing
 
 NAME = "calibration_loss"
 
@@ -49,11 +50,11 @@ class Calibration(TrainerCallback):
 
     def __init__(self, model: nn.Module, loss: AbstractLoss, *, head: str | None = None, bins: int = 15) -> None:
         if loss.reduction != "mean":
-            raise ValueError(f'the Trainer needs a loss with reduction="mean", not {loss.reduction!r}')
+            raise UserError(f'the Trainer needs a loss with reduction="mean", not {loss.reduction!r}')
         if loss.ignore_index != IGNORE_INDEX:
-            raise ValueError(f"the Trainer counts labels other than {IGNORE_INDEX}; ignore_index cannot be another one")
+            raise UserError(f"the Trainer counts labels other than {IGNORE_INDEX}; ignore_index cannot be another one")
         if hasattr(model, NAME):
-            raise ValueError("this model has a calibration loss already; call remove() of the one that gave it")
+            raise UserError("this model has a calibration loss already; call remove() of the one that gave it")
         self.model, self.loss, self.bins = model, loss, bins
         self._body = _Body(model)
         self._net = WithFeatures(self._body, None if head is None else f"network.{head}")
@@ -73,7 +74,7 @@ class Calibration(TrainerCallback):
     ) -> Tensor:
         """Compute the loss of what the model just said: the Trainer's `compute_loss_func`."""
         if labels is None:
-            raise ValueError(
+            raise UserError(
                 "a loss needs labels; name their column 'labels', or set TrainingArguments(label_names=...)"
             )
         features, index = self._features, self._index

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
 from fedlas.integrations.base import Gate, Numbers
 from fedlas.losses.base import AbstractLoss
@@ -45,7 +46,7 @@ def _callbacks() -> tuple[type, ...]:
         others = [sys.modules[other] for other in loaded if other != name]
         return tuple(dict.fromkeys(package.Callback for package in (first, *others)))
     assert missing is not None
-    raise ImportError(needed("lightning", "integrations", missing)) from missing
+    raise MissingPackageError(needed("lightning", "integrations", missing)) from missing
 
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _found(module: nn.Module, name: str | None) -> AbstractLoss:
         return losses[name]
     known = ", ".join(losses) or "none"
     asked = "which loss is meant" if name is None else f"there is no loss {name!r}"
-    raise ValueError(
+    raise UserError(
         f"{asked}: {type(module).__name__} has {known}; assign self.loss = fedlas.build_loss(...) in its __init__, "
         "or pass CalibrationCallback(loss=...) the name of one of several"
     )

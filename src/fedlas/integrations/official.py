@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.errors import UserError
 from fedlas.models.base import WithFeatures
 from fedlas.storage import read_torch, readable
 
@@ -63,10 +64,10 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
     while isinstance(weights, Mapping) and isinstance(weights.get(PLACE), Mapping):
         weights, depth = weights[PLACE], depth + 1
         if depth > DEEPEST:  # a pickle can also hold a table inside of itself
-            raise ValueError(f"{path} has more than {DEEPEST} tables {PLACE!r} inside of each other, or one in itself")
+            raise UserError(f"{path} has more than {DEEPEST} tables {PLACE!r} inside of each other, or one in itself")
     if not isinstance(weights, Mapping) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
         known = f"; it holds {_some(list(map(str, outer)))}" if outer else ""
-        raise ValueError(f"{path} holds no weights, neither itself nor under {PLACE!r}{known}")
+        raise UserError(f"{path} holds no weights, neither itself nor under {PLACE!r}{known}")
     epoch, accuracy = outer.get("epoch"), outer.get("val_score")
     return OfficialCheckpoint(
         _renamed(weights, path),
@@ -95,7 +96,7 @@ def load_official(path: str | Path, net: nn.Module) -> OfficialCheckpoint:
     faults = {"not in the file": missing, "not in the network": unknown, "of another shape": reshaped}
     if any(faults.values()):
         listed = "; ".join(f"{fault}: {_some(names)}" for fault, names in faults.items() if names)
-        raise ValueError(f"{path} does not fit {type(model).__name__}: {listed}. {_advice(found.weights)}")
+        raise UserError(f"{path} does not fit {type(model).__name__}: {listed}. {_advice(found.weights)}")
     model.load_state_dict(found.weights)
     return found
 
@@ -109,13 +110,13 @@ def _renamed(weights: Mapping[str, Tensor], path: str | Path) -> dict[str, Tenso
         if vision and name.startswith("fc."):
             twin = weights.get(given.replace("fc.", "vit.head.", 1))
             if twin is None or not torch.equal(twin, weights[given]):
-                raise ValueError(
+                raise UserError(
                     f"{path}: {given} should be the head vit.{name.replace('fc.', 'head.')} again, and is not"
                 )
             continue
         ours = name.removeprefix("vit.") if vision else re.sub(r"(?<=\.)shortcut(?=\.)", "downsample", name)
         if ours in renamed:
-            raise ValueError(f"{path} has two weights for {ours}")
+            raise UserError(f"{path} has two weights for {ours}")
         renamed[ours] = weights[given]
     return renamed
 
@@ -155,7 +156,7 @@ def _number(kind: _Kind, content: bytes | str) -> float:
     """Stand in for the function that makes a numpy number of its bytes."""
     raw = content.encode("latin-1") if isinstance(content, str) else content
     if not isinstance(kind, _Kind) or kind.code not in _FORMATS:
-        raise ValueError("a numpy object in the file is not a plain number")
+        raise UserError("a numpy object in the file is not a plain number")
     return float(struct.unpack(f"{kind.order}{_FORMATS[kind.code]}", raw)[0])
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import FOLDS
 from fedlas.extras import optional_module
 from fedlas.metrics.calibration import ece
@@ -73,7 +74,7 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
             validation.check_is_fitted(self.estimator)
         classes = np.asarray(self.estimator.classes_) if prefit else np.unique(labels)
         if len(classes) < 2:
-            raise ValueError(f"y has one class, {_shown(classes)}; a classifier needs two at least")
+            raise UserError(f"y has one class, {_shown(classes)}; a classifier needs two at least")
         codes = _codes(labels, classes)
         if prefit:
             fitted, logits = self.estimator, self._logits(self.estimator, X)
@@ -119,19 +120,19 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
 
     def _check_parameters(self) -> None:
         if self.response_method not in RESPONSES:
-            raise ValueError(
+            raise UserError(
                 f"response_method is {self.response_method!r}; expected {' or '.join(map(repr, RESPONSES))}"
             )
         if not isinstance(self.calibrator, str | AbstractCalibrator):
-            raise TypeError(f"calibrator is a name or a calibrator, such as Temperature(), not {self.calibrator!r}")
+            raise UserTypeError(f"calibrator is a name or a calibrator, such as Temperature(), not {self.calibrator!r}")
         if isinstance(self.cv, str) and self.cv != "prefit":
-            raise ValueError(f'cv is {self.cv!r}; a number of folds, a splitter or "prefit" is expected')
+            raise UserError(f'cv is {self.cv!r}; a number of folds, a splitter or "prefit" is expected')
         if not 0 < self.floor < 0.1:
-            raise ValueError(f"floor is {self.floor}; a small positive probability is needed, such as 1e-7")
+            raise UserError(f"floor is {self.floor}; a small positive probability is needed, such as 1e-7")
         if not hasattr(self.estimator, self.response_method):
             other = next(name for name in RESPONSES if name != self.response_method)
             there = f'; it has {other}: say response_method="{other}"' if hasattr(self.estimator, other) else ""
-            raise ValueError(f"{type(self.estimator).__name__} has no {self.response_method}{there}")
+            raise UserError(f"{type(self.estimator).__name__} has no {self.response_method}{there}")
 
     def _fresh(self) -> AbstractCalibrator:
         given = self.calibrator
@@ -144,7 +145,7 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
         for number, (train, _) in enumerate(folds, start=1):
             absent = np.setdiff1d(classes, labels[train])
             if len(absent):
-                raise ValueError(
+                raise UserError(
                     f"the training part of fold {number} of {len(folds)} has no sample of {_shown(absent)}; each class "
                     'needs two samples at least, in different folds: give more samples, fewer folds, or cv="prefit"'
                 )
@@ -161,7 +162,7 @@ class CalibratedClassifier(base.ClassifierMixin, base.MetaEstimatorMixin, base.B
         if table.ndim == 1:
             table = np.stack([np.zeros_like(table), table], axis=1)
         if table.ndim != 2 or table.shape[1] != classes:
-            raise ValueError(
+            raise UserError(
                 f"{self.response_method} of {type(self.estimator).__name__} has shape {table.shape} for {classes} "
                 'classes; one column for each is expected (for SVC: decision_function_shape="ovr")'
             )
@@ -206,7 +207,7 @@ def _codes(labels: NDArray[Any], classes: NDArray[Any]) -> NDArray[np.int64]:
     try:
         return np.asarray([places[value] for value in labels.tolist()], dtype=np.int64)
     except KeyError as error:
-        raise ValueError(f"y holds {error.args[0]!r}, which is none of the classes {_shown(classes)}") from None
+        raise UserError(f"y holds {error.args[0]!r}, which is none of the classes {_shown(classes)}") from None
 
 
 def _softmax(logits: NDArray[Any]) -> NDArray[np.float64]:

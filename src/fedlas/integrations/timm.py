@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fedlas.errors import MissingPackageError
 from fedlas.losses.base import AbstractLoss
 from fedlas.models.base import WithFeatures, WithLoss
 from fedlas.predictions import Predictions
@@ -22,7 +23,9 @@ try:
     from timm.task import TrainingTask
     from timm.utils.model import unwrap_model
 except ImportError as missing:
-    raise ImportError("timm, with its training tasks, is needed for this: pip install -U 'timm>=1.0.30'") from missing
+    raise MissingPackageError(
+        "timm, with its training tasks, is needed for this: pip install -U 'timm>=1.0.30'"
+    ) from missing
 
 Joined = dict[str, dict[str, Tensor]]
 

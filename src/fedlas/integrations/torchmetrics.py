@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args
 import torch
 from torch import Tensor
 
+from fedlas.errors import MissingPackageError, UserError, UserTypeError
 from fedlas.extras import needed
 from fedlas.metrics import streaming
 from fedlas.metrics.bins import Bins
@@ -27,7 +28,7 @@ from fedlas.metrics.streaming import AbstractStream
 try:
     from torchmetrics import Metric
 except ImportError as missing:
-    raise ImportError(needed("torchmetrics", "integrations", missing)) from missing
+    raise MissingPackageError(needed("torchmetrics", "integrations", missing)) from missing
 
 Given = Literal["logits", "probs"]
 BIN_SUMS = ("counts", "confidence_sum", "correct_sum")
@@ -61,7 +62,7 @@ class AbstractMetric(Metric):
     def __init__(self, given: Given, *, ignore_index: int | None = None, **options: Unpack[Options]) -> None:
         super().__init__(**options)
         if given not in get_args(Given):
-            raise ValueError(f'given is {given!r}; say what updates bring: given="logits" or given="probs"')
+            raise UserError(f'given is {given!r}; say what updates bring: given="logits" or given="probs"')
         self.given = given
         self.ignore_index = ignore_index
         # A collection takes metrics for equal whose states are equal after the first batch. Other rules may only show
@@ -101,7 +102,7 @@ class AbstractStreamed(AbstractMetric):
     def chosen(self, found: Result | tuple[Result, Result]) -> Result:
         """Pick the number that this metric is."""
         if isinstance(found, tuple):
-            raise TypeError(f"{type(self).__name__} gives two numbers")
+            raise UserTypeError(f"{type(self).__name__} gives two numbers")
         return found
 
     @abstractmethod
@@ -219,7 +220,7 @@ class Accuracy(AbstractBins):
 
     def compute(self) -> Tensor:
         if not self.samples:
-            raise ValueError("no samples yet; call update first")
+            raise UserError("no samples yet; call update first")
         return self.correct_sum.sum() / self.samples
 
 
@@ -342,7 +343,7 @@ class Brier(AbstractMetric):
     def compute(self) -> Tensor:
         """Give the score of all samples so far; its parts are not kept, see fedlas.metrics.Brier."""
         if not self.samples:
-            raise ValueError("no samples yet; call update first")
+            raise UserError("no samples yet; call update first")
         return self.squares / self.samples
 
 

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlas.errors import MissingPackageError, UserError, UserTypeError
 from fedlas.evaluation import Report, State
 from fedlas.extras import optional_module
 from fedlas.metrics.result import Result
@@ -43,7 +44,7 @@ class AbstractTracker(ABC):
     def log(self, record: Mapping[str, Any]) -> None:
         """Send one line of a run's log."""
         if "epoch" not in record:
-            raise ValueError(
+            raise UserError(
                 f"a line of a log knows its epoch; this has only {', '.join(map(str, record)) or 'nothing'}"
             )
         epoch = int(record["epoch"])
@@ -135,7 +136,7 @@ class WeightsAndBiases(AbstractTracker):
     def __init__(self, run: Any = None, **init: Any) -> None:
         self._wandb = _brought("wandb")
         if run is not None and init:
-            raise TypeError(f"a run that was begun already takes no {', '.join(init)}")
+            raise UserTypeError(f"a run that was begun already takes no {', '.join(init)}")
         self._begun_here = run is None
         self.run = self._wandb.init(**init) if run is None else run
         if self._begun_here:
@@ -266,7 +267,7 @@ def _pixels(figure: Any) -> NDArray[np.uint8]:
     """Draw a figure; wandb and torch would do it through pyplot, which wants a screen or a setting."""
     agg = optional_module("matplotlib.backends.backend_agg")
     if not isinstance(figure, optional_module("matplotlib.figure").Figure):
-        raise TypeError(f"a matplotlib figure is expected, not a {type(figure).__name__}")
+        raise UserTypeError(f"a matplotlib figure is expected, not a {type(figure).__name__}")
     canvas = agg.FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
@@ -283,4 +284,4 @@ def _brought(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{package} is needed for this: pip install {package}") from error
+        raise MissingPackageError(f"{package} is needed for this: pip install {package}") from error

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from fedlas import ranks
 from fedlas.catalog import keywords, nearest
+from fedlas.errors import UserError, UserTypeError
 from fedlas.losses.input_checks import (
     all_are_classes,
     check_shapes,
@@ -220,6 +221,22 @@ class AbstractExact(AbstractPart):
         return self
 
 
+class GateState(NamedTuple):
+    """State of the gate of a FeDLaS loss in a batch, detached; NaN where a sample is ignored.
+
+    Attributes:
+        psi: direction of each sample, +1 or -1.
+        gamma: normalised feature norm of each sample.
+        alpha_i: smoothing of each sample.
+        alpha: smoothing that alpha_i varies around.
+    """
+
+    psi: Tensor
+    gamma: Tensor
+    alpha_i: Tensor
+    alpha: float
+
+
 class AbstractLoss(AbstractExact):
     """A training loss: a drop-in for `nn.CrossEntropyLoss` that may also look at features and sample indices.
 
@@ -243,6 +260,8 @@ class AbstractLoss(AbstractExact):
     needs_features: bool = False
     needs_index: bool = False
     """Whether a training step needs the position of each sample in the training split; an evaluation never does."""
+    has_gate: ClassVar[bool] = False
+    """Whether a gate adapts the smoothing per sample; `gate_state` then returns its state."""
     index_limit: int | None = None
     identical_buffers: tuple[str, ...] = ()
     """Large buffers that are equal on all ranks without a broadcast; `WithLoss` exempts them from that of DDP."""
@@ -263,13 +282,13 @@ class AbstractLoss(AbstractExact):
         self.register_buffer("weight", _class_weight(weight, num_classes))
         # Looked at once, here: in a training step it would make the host wait.
         if self.weight is not None and not bool(((self.weight >= 0) & self.weight.isfinite()).all()):
-            raise ValueError(f"weight must be finite and not negative, not {self.weight.tolist()}")
+            raise UserError(f"weight must be finite and not negative, not {self.weight.tolist()}")
         if not isinstance(ignore_index, int):
-            raise TypeError(f"ignore_index must be a whole number, not {ignore_index!r}")
+            raise UserTypeError(f"ignore_index must be a whole number, not {ignore_index!r}")
         self.ignore_index = ignore_index
         self.reduction: Reduction = one_of("reduction", reduction, ("mean", "sum", "none"))
         if not isinstance(sync, bool):
-            raise TypeError(f"sync must be true or false, not {sync!r}")
+            raise UserTypeError(f"sync must be true or false, not {sync!r}")
         self.sync = sync
         self.last_terms: dict[str, Tensor] = {}
         self._update_check = UpdateCheck()
@@ -287,12 +306,18 @@ class AbstractLoss(AbstractExact):
 
         """
         if self.needs_validation and validation is None:
-            raise ValueError(f"{self.name} learns from a validation set: {self._end_epoch_call}")
+            raise UserError(f"{self.name} learns from a validation set: {self._end_epoch_call}")
         if validation is not None and not isinstance(validation, Predictions):
-            raise TypeError(f"validation must be fedlas.Predictions(logits, labels), not {type(validation).__name__}")
+            raise UserTypeError(
+                f"validation must be fedlas.Predictions(logits, labels), not {type(validation).__name__}"
+            )
         self._epoch_check.finish()
         self._update_check.end_epoch(self.name, self)
         self.learn_from_epoch(validation)
+
+    def gate_state(self) -> GateState | None:
+        """Return the state of the gate in the latest batch, for losses with `has_gate`."""
+        return None
 
     def extra_repr(self) -> str:
         """Show the hyperparameters, and the common keywords that are not as usual."""
@@ -377,17 +402,17 @@ class AbstractLoss(AbstractExact):
 
     def _batch(self, logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None) -> Batch:
         if self.needs_features and features is None:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} needs features, the input of the network's last layer: loss(logits, labels, features). "
                 "fedlas.WithFeatures(model) gives them for any network"
             )
         updates_state = self.updates_state
         if self.needs_index and updates_state and index is None:
-            raise ValueError(f"{self.name} needs index, each sample's position in the training split: index=...")
+            raise UserError(f"{self.name} needs index, each sample's position in the training split: index=...")
         if logits.ndim > 2 and not self.takes_maps:
-            raise ValueError(f"{self.name} takes logits of shape (N, C), not maps of shape {tuple(logits.shape)}")
+            raise UserError(f"{self.name} takes logits of shape (N, C), not maps of shape {tuple(logits.shape)}")
         if labels.is_floating_point() and labels.ndim > 1 and not self.takes_soft_labels:
-            raise ValueError(f"{self.name} takes one class number per sample, not soft labels")
+            raise UserError(f"{self.name} takes one class number per sample, not soft labels")
         if self.index_limit is not None and updates_state and index is not None and index.ndim == 1:
             index = checked_index(index, self.index_limit)
         shared = updates_state and self.sync and ranks.count() > 1
@@ -402,7 +427,7 @@ class AbstractLoss(AbstractExact):
         )
         for built_for in (self.num_classes, None if self.weight is None else len(self.weight)):
             if built_for not in (None, logits.shape[1]):
-                raise ValueError(f"{self.name} was built for {built_for} classes; logits have {logits.shape[1]}")
+                raise UserError(f"{self.name} was built for {built_for} classes; logits have {logits.shape[1]}")
         return batch
 
 
@@ -548,7 +573,7 @@ def as_batch(
     if labels.is_floating_point():
         labels = checked_labels(labels, classes, ignore_index)
         if ignore_index != IGNORE_INDEX:
-            raise ValueError("ignore_index has no meaning for soft labels; give those samples a weight of your own")
+            raise UserError("ignore_index has no meaning for soft labels; give those samples a weight of your own")
         labels = _rows(labels).to(dtype)
         valid = torch.ones_like(logits[:, 0], dtype=torch.bool)
     else:
@@ -650,7 +675,7 @@ def smoothed_cross_entropy(
         batch = as_batch(logits, labels, ignore_index=ignore_index)
         if isinstance(alpha, Tensor) and alpha.ndim > 0:
             if tuple(alpha.shape) != _without_classes(logits):
-                raise ValueError(f"alpha must have shape {_without_classes(logits)}, not {tuple(alpha.shape)}")
+                raise UserError(f"alpha must have shape {_without_classes(logits)}, not {tuple(alpha.shape)}")
             alpha = alpha.reshape(-1).to(batch.logits.dtype)
         elif not isinstance(alpha, Tensor):
             within("alpha", alpha, 0, 1)
@@ -662,7 +687,7 @@ def smoothed_cross_entropy(
 def one_of(name: str, value: Word, known: Sequence[Word]) -> Word:
     """Refuse a word that is not one of the known ones."""
     if value not in known:
-        raise ValueError(f"{name} {value!r} is unknown; {nearest(str(value), list(known))}")
+        raise UserError(f"{name} {value!r} is unknown; {nearest(str(value), list(known))}")
     return value
 
 
@@ -670,7 +695,7 @@ def at_least(name: str, value: float, lowest: float) -> float:
     """Refuse a number that is too small or infinite, or no number."""
     _check_number(name, value)
     if not (value >= lowest and math.isfinite(value)):
-        raise ValueError(f"{name} must be at least {lowest}, not {value}")
+        raise UserError(f"{name} must be at least {lowest}, not {value}")
     return value
 
 
@@ -678,7 +703,7 @@ def whole(name: str, value: int, lowest: int = 1) -> int:
     """Refuse what is no whole number, or too small."""
     at_least(name, value, lowest)
     if value != int(value):
-        raise ValueError(f"{name} must be a whole number, not {value}")
+        raise UserError(f"{name} must be a whole number, not {value}")
     return int(value)
 
 
@@ -686,13 +711,13 @@ def within(name: str, value: float, lowest: float, highest: float) -> float:
     """Refuse a number outside of a closed interval, or no number."""
     _check_number(name, value)
     if not lowest <= value <= highest:
-        raise ValueError(f"{name} must lie between {lowest} and {highest}, not {value}")
+        raise UserError(f"{name} must lie between {lowest} and {highest}, not {value}")
     return value
 
 
 def _check_number(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        raise UserTypeError(f"{name} must be a number, not {value!r}")
 
 
 def _sum(terms: dict[str, Tensor]) -> Tensor:
@@ -726,9 +751,9 @@ def _class_weight(weight: Tensor | Sequence[float] | None, num_classes: int | No
     try:
         weight = torch.as_tensor(weight, dtype=None if isinstance(weight, Tensor) else torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{wanted}, not {weight!r}") from error
+        raise UserError(f"{wanted}, not {weight!r}") from error
     if weight.ndim != 1 or not weight.is_floating_point():
-        raise ValueError(f"{wanted}, not a tensor of {weight.dtype} and shape {tuple(weight.shape)}")
+        raise UserError(f"{wanted}, not a tensor of {weight.dtype} and shape {tuple(weight.shape)}")
     if num_classes is not None and len(weight) != num_classes:
-        raise ValueError(f"weight has {len(weight)} entries for {num_classes} classes")
+        raise UserError(f"weight has {len(weight)} entries for {num_classes} classes")
     return weight

@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.losses.base import AbstractSelfDistillation, Batch, Options, TableType, at_least, one_of, whole, within
 from fedlas.metrics.bins import EdgeRule, add_up, bin_index, count_up, equal_mass_edges, exact
 from fedlas.predictions import Predictions
@@ -55,9 +56,9 @@ def _recorded(given: Sequence[Mapping[str, Sequence[float]]], strengths: int) ->
     for one in given:
         sizes = {name: len(one.get(name, ())) for name in wanted}
         if sizes != wanted:
-            raise ValueError(f"an epoch of replay has {sizes} numbers, but {strengths} bins need {wanted}")
+            raise UserError(f"an epoch of replay has {sizes} numbers, but {strengths} bins need {wanted}")
     if not given:
-        raise ValueError("replay has no epoch; leave it out for strengths that follow the validation set")
+        raise UserError("replay has no epoch; leave it out for strengths that follow the validation set")
     return _Recorded(given)
 
 
@@ -154,7 +155,7 @@ class ClosedLoop(AbstractSelfDistillation):
         values = validation.confidence
         if self.indicator == "norm":
             if validation.features is None:
-                raise ValueError(
+                raise UserError(
                     "closed_loop with indicator='norm' needs the features of the validation set: "
                     "loss.end_epoch(validation=fedlas.Predictions(logits, labels, features=features))"
                 )

@@ -38,11 +38,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlas import ranks
+from fedlas.errors import UserError
 from fedlas.losses.base import (
     AbstractExact,
     AbstractLoss,
     AbstractPart,
     Batch,
+    GateState,
     Options,
     at_least,
     at_least_float32,
@@ -180,7 +182,7 @@ class NCI(AbstractExact):
         if self.source == "max_logit":
             return logits.amax(1)
         if features is None:
-            raise ValueError("the indicator needs features; source='max_prob' and 'max_logit' do without")
+            raise UserError("the indicator needs features; source='max_prob' and 'max_logit' do without")
         dtype = at_least_float32(features.dtype)
         if self.norm == 1 and self.is_eager_on_cpu(features):  # four times as fast as the general norm
             return features.detach().abs().sum(1, dtype=dtype)
@@ -241,7 +243,7 @@ class BCG(AbstractPart):
         super().__init__()
         self.kind = one_of("gate", kind, get_args(Gate))
         if zero not in (-1, 0) or positive_index not in (0, 1):
-            raise ValueError(f"gate_zero must be -1 or 0 ({zero}), gate_positive_index 0 or 1 ({positive_index})")
+            raise UserError(f"gate_zero must be -1 or 0 ({zero}), gate_positive_index 0 or 1 ({positive_index})")
         self.zero = float(zero)
         self.positive_index = positive_index
         self.width = max(1, num_classes // 2) if width is None else whole("gate_width", width)
@@ -397,9 +399,9 @@ class AdaptiveSmoothing(AbstractPart):
     ) -> Float[Tensor, " n"]:
         """Give alpha_i of each sample; a gradient flows through it into the gate, none into logits or features."""
         if logits.ndim != 2 or logits.shape[1] != self.num_classes:
-            raise ValueError(f"logits must have shape (N, {self.num_classes}), not {tuple(logits.shape)}")
+            raise UserError(f"logits must have shape (N, {self.num_classes}), not {tuple(logits.shape)}")
         if features is not None and (features.ndim != 2 or len(features) != len(logits)):
-            raise ValueError(f"features must have shape ({len(logits)}, D), not {tuple(features.shape)}")
+            raise UserError(f"features must have shape ({len(logits)}, D), not {tuple(features.shape)}")
         with full_precision(logits):
             logits = logits.to(at_least_float32(logits.dtype))
             shared = self.training and torch.is_grad_enabled() and self.sync and ranks.count() > 1
@@ -424,6 +426,7 @@ class AbstractFeDLaS(AbstractLoss):
     """What both FeDLaS losses share: an adaptive smoothing of their own, and a view into its latest batch."""
 
     citation = CITATION
+    has_gate = True
 
     def __init__(self, *, num_classes: int, alpha: float, beta: float, **options: Unpack[FeDLaSOptions]) -> None:
         smoothing = {name: value for name, value in options.items() if name in SmoothingOptions.__annotations__}
@@ -433,6 +436,13 @@ class AbstractFeDLaS(AbstractLoss):
             num_classes=num_classes, alpha=alpha, beta=beta, sync=self.sync, **cast("SmoothingOptions", smoothing)
         )
         self.needs_features = self.smoothing.nci.source == "features"
+
+    def gate_state(self) -> GateState | None:
+        """Return direction, normalised feature norm and smoothing of each sample of the latest batch."""
+        one = self.smoothing
+        if one.psi is None or one.gamma is None or one.alpha_i is None:
+            return None
+        return GateState(one.psi, one.gamma, one.alpha_i, one.alpha)
 
     @property
     def psi(self) -> Tensor | None:

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fedlas import ranks
+from fedlas.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class GateHistory(nn.Module):
     def __init__(self, num_samples: int) -> None:
         super().__init__()
         if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, not {num_samples}")
+            raise UserError(f"num_samples must be at least 1, not {num_samples}")
         self.now: Tensor
         self.before: Tensor
         self.register_buffer("now", torch.zeros(num_samples, dtype=torch.int8))
@@ -49,11 +50,11 @@ class GateHistory(nn.Module):
     def update(self, index: Int[Tensor, " n"], psi: Float[Tensor, " n"]) -> None:
         """Note the state of a batch, on all ranks; samples whose psi is NaN, the ignored ones, are passed over."""
         if index.shape != psi.shape:
-            raise ValueError(f"index has shape {tuple(index.shape)}, psi {tuple(psi.shape)}")
+            raise UserError(f"index has shape {tuple(index.shape)}, psi {tuple(psi.shape)}")
         # On a GPU a look at the numbers would make the host wait.
         if index.device.type == "cpu" and len(index) and (index.min() < 0 or index.max() >= len(self.now)):
             span = f"from {index.min()} to {index.max()}"
-            raise ValueError(f"index reaches {span}, outside of the {len(self.now)} samples of the history")
+            raise UserError(f"index reaches {span}, outside of the {len(self.now)} samples of the history")
         index, psi = ranks.joined(index.long()), ranks.joined(psi)
         state = torch.where(psi > 0, 1, -1).to(torch.int8)
         self.now[index] = torch.where(psi.isnan(), self.now[index], state)

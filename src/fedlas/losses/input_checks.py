@@ -12,6 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedlas.errors import UserError, UserTypeError
+
 _transforms_are_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
@@ -42,46 +44,46 @@ def check_tensors(logits: object, labels: object, features: object = None, index
             continue
         if isinstance(value, Tensor):
             if value.layout != torch.strided:
-                raise TypeError(f"{name} has the layout {value.layout}; a dense tensor is needed (to_dense)")
+                raise UserTypeError(f"{name} has the layout {value.layout}; a dense tensor is needed (to_dense)")
             continue
         hint = "; unpack what the network returns: logits, features = net(x)" if isinstance(value, tuple) else ""
-        raise TypeError(f"{name} must be a tensor, not {type(value).__name__}{hint}")
+        raise UserTypeError(f"{name} must be a tensor, not {type(value).__name__}{hint}")
 
 
 def check_shapes(logits: Tensor, labels: Tensor, features: Tensor | None, index: Tensor | None) -> None:
     """Refuse tensors whose shapes, types or devices do not belong together."""
     shape = tuple(logits.shape)
     if not logits.is_floating_point():
-        raise ValueError(f"logits must be floating point, not {logits.dtype}")
+        raise UserError(f"logits must be floating point, not {logits.dtype}")
     if logits.ndim < 2 or logits.shape[1] < 2:
         hint = "; a single logit z of class 1 is torch.cat([0 * z, z], 1)" if logits.ndim == 2 else ""
-        raise ValueError(f"logits must have shape (N, C) or (N, C, d1, ...) with at least 2 classes, not {shape}{hint}")
+        raise UserError(f"logits must have shape (N, C) or (N, C, d1, ...) with at least 2 classes, not {shape}{hint}")
     without_classes = (shape[0], *shape[2:])
     if labels.dtype == torch.bool or labels.is_complex():
-        raise ValueError(f"labels must be integers, or probabilities in floating point, not {labels.dtype}")
+        raise UserError(f"labels must be integers, or probabilities in floating point, not {labels.dtype}")
     if labels.is_floating_point():
         if tuple(labels.shape) != shape:
-            raise ValueError(
+            raise UserError(
                 f"floating-point labels are soft labels and must have the shape of the logits, {shape}, not "
                 f"{tuple(labels.shape)}; class numbers must be integers (labels.long())"
             )
     elif tuple(labels.shape) != without_classes:
-        raise ValueError(f"labels must have shape {without_classes} for logits of shape {shape}: {tuple(labels.shape)}")
+        raise UserError(f"labels must have shape {without_classes} for logits of shape {shape}: {tuple(labels.shape)}")
     if features is not None:
         if not features.is_floating_point():
-            raise ValueError(f"features must be floating point, not {features.dtype}")
+            raise UserError(f"features must be floating point, not {features.dtype}")
         if features.ndim != logits.ndim or (features.shape[0], *features.shape[2:]) != without_classes:
-            raise ValueError(
+            raise UserError(
                 f"features must have shape (N, D) or (N, D, d1, ...) beside logits of shape {shape}, not "
                 f"{tuple(features.shape)}"
             )
     if index is not None and (
         index.is_floating_point() or index.dtype == torch.bool or tuple(index.shape) != shape[:1]
     ):
-        raise ValueError(f"index must be {shape[0]} integers, one per sample, not {index.dtype} {tuple(index.shape)}")
+        raise UserError(f"index must be {shape[0]} integers, one per sample, not {index.dtype} {tuple(index.shape)}")
     for name, tensor in (("labels", labels), ("features", features), ("index", index)):
         if tensor is not None and tensor.device != logits.device:
-            raise ValueError(f"{name} are on {tensor.device}, logits on {logits.device}; move them to one device")
+            raise UserError(f"{name} are on {tensor.device}, logits on {logits.device}; move them to one device")
 
 
 def checked_labels(labels: Tensor, num_classes: int, ignore_index: int) -> Tensor:
@@ -139,7 +141,7 @@ def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
         if bad.any():
             row = int(bad.nonzero()[0])
             values = [round(value, 4) for value in rows[row, :5].tolist()]
-            raise ValueError(
+            raise UserError(
                 f"soft labels must be non-negative and sum to 1; row {row} sums to {float(rows[row].sum()):.6g} "
                 f"and begins {values}"
             )
@@ -148,7 +150,7 @@ def _check_labels(labels: Tensor, num_classes: int, ignore_index: int) -> None:
     bad = ((labels < 0) | (labels >= num_classes)) & (labels != ignore_index)
     if bad.any():
         where = bad.nonzero()[0].tolist()
-        raise ValueError(
+        raise UserError(
             f"label {int(labels[tuple(where)])} at position {where} is not one of {num_classes} classes "
             f"(0 to {num_classes - 1}, or ignore_index={ignore_index})"
         )
@@ -159,7 +161,7 @@ def _check_index(index: Tensor, num_samples: int) -> None:
     bad = (index < 0) | (index >= num_samples)
     if bad.any():
         row = int(bad.nonzero()[0])
-        raise ValueError(
+        raise UserError(
             f"index {int(index[row])} at position {row} is outside of the training split of {num_samples} samples; "
             "build the loss with num_samples=len(training split)"
         )

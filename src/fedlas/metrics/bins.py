@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 
+from fedlas.errors import UserError
+
 NO_FLOAT64 = {"mps"}
 MOST_AT_ONCE = 2**30  # probabilities; CUDA cannot list the hits of more than 2^31
 COPIES_OF_CELLS = 2**16
@@ -64,10 +66,10 @@ class Bins:
 
     def __add__(self, other: "Bins") -> "Bins":
         if self.rule != other.rule or not torch.equal(self.edges, other.edges.to(self.edges.device)):
-            raise ValueError("bins with different edges cannot be added")
+            raise UserError("bins with different edges cannot be added")
         if self.counts.shape != other.counts.shape:
             before, now = self.counts.shape[0], other.counts.shape[0]
-            raise ValueError(f"there were {before} classes before and there are {now} now")
+            raise UserError(f"there were {before} classes before and there are {now} now")
         device = self.counts.device
         return type(self)(
             self.edges,
@@ -132,14 +134,14 @@ class Entries(NamedTuple):
 def equal_width_edges(bins: int) -> Float64[Tensor, " edges"]:
     """Cut the interval from 0 to 1 into bins of one width."""
     if bins < 1:
-        raise ValueError(f"bins is {bins}; at least one is needed")
+        raise UserError(f"bins is {bins}; at least one is needed")
     return torch.arange(bins + 1, dtype=torch.float64) / bins
 
 
 def equal_mass_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Tensor, " edges"]:
     """Cut the sorted confidences into parts whose sizes differ by at most one, without parting equal values."""
     if bins < 1:
-        raise ValueError(f"bins is {bins}; at least one is needed")
+        raise UserError(f"bins is {bins}; at least one is needed")
     n = len(confidence)
     parts = torch.arange(bins + 1, device=confidence.device)
     ends = (parts * (n // bins) + parts.clamp_max(n % bins) - 1).clamp_min(0)
@@ -152,7 +154,7 @@ def equal_mass_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Tens
 def interpolated_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Tensor, " edges"]:
     """Find equal-mass edges as the published code does, by interpolation in the sorted confidences."""
     if bins < 1:
-        raise ValueError(f"bins is {bins}; at least one is needed")
+        raise UserError(f"bins is {bins}; at least one is needed")
     ranked = exact(confidence).sort().values
     n = len(ranked)
     position = torch.arange(bins + 1, dtype=torch.float64, device=ranked.device) * (n / bins)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Unpack
 from jaxtyping import Float64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.presets import Binning, Compat, Kind
 from fedlas.metrics.result import Definition, Result
@@ -150,7 +151,7 @@ def debiased_l2(
     """Measure the RMS gap less the part that chance alone would produce in bins of this size (Kumar et al., 2019)."""
     filled = histogram(probs, labels, bins, binning=binning, **options)
     if "soft" in (filled.about.scope or ""):
-        raise ValueError("the debiased L2 error subtracts the variance of hard labels; these labels are soft")
+        raise UserError("the debiased L2 error subtracts the variance of hard labels; these labels are soft")
     found = filled.bins
     chance = found.accuracy * (1 - found.accuracy) / (found.counts - 1).clamp_min(1)
     squares = (found.gap**2 - chance) * (found.counts >= 2)
@@ -161,7 +162,7 @@ def debiased_l2(
 def power_error(filled: Histogram, p: float) -> Result:
     """Take the p-th root of the mean p-th power of the gaps."""
     if not 1 <= p < math.inf:
-        raise ValueError(f"p is {p}; at least 1 is needed, and for the largest gap take mce")
+        raise UserError(f"p is {p}; at least 1 is needed, and for the largest gap take mce")
     each = (filled.bins.share * filled.bins.gap.abs() ** p).sum(-1)
     name = "RMS calibration error" if p == 2 else f"L{p:g} calibration error"
     return _result(filled, name, f"L{p:g}", float(each.mean()) ** (1 / p), each ** (1 / p))
@@ -186,10 +187,10 @@ def per_image(
     """
     maps, truth = as_tensor(probs, "probs"), as_tensor(labels, "labels")
     if len(maps) != len(truth):
-        raise ValueError(f"labels has {len(truth)} rows for {len(maps)} samples")
+        raise UserError(f"labels has {len(truth)} rows for {len(maps)} samples")
     counted = [i for i, one in enumerate(truth) if ignore_index is None or bool((one != ignore_index).any())]
     if not counted:
-        raise ValueError("no image has a label that counts")
+        raise UserError("no image has a label that counts")
     found = [metric(maps[i : i + 1], truth[i : i + 1], ignore_index=ignore_index, **options) for i in counted]
     values = tuple(float(one) for one in found)
     first = found[0].definition

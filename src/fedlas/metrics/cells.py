@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.bins import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
 from fedlas.metrics.calibration import Histogram
 from fedlas.metrics.presets import Binning
@@ -30,7 +31,7 @@ class CellStore(AbstractHistogram):
     def __init__(self, bins: int, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
         if scope not in {"top-label", "positive"}:
-            raise ValueError("equal-mass bins of every class need all probabilities at once: use the function")
+            raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
         self.way = Binning(bins, "mass")
         self.edges = fine_edges()
         self.cells: Bins | None = None
@@ -87,7 +88,7 @@ class CellStore(AbstractHistogram):
 
     def _filled(self) -> Bins:
         if self.cells is None:
-            raise ValueError("no samples yet; call update first")
+            raise UserError("no samples yet; call update first")
         return self.cells
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.column_names import short_list
+from fedlas.errors import UserError
 from fedlas.metrics import scoring
 from fedlas.metrics.bins import exact
 from fedlas.metrics.interval import BOUNDS, Metric, brier_values, check_level, check_mean, gaps_of, nll_values
@@ -226,7 +227,7 @@ def _gap_difference(
     """Find the interval of the difference of two sums of absolute gaps, and the p-value of no difference."""
     single = [one for one in gaps if isinstance(one, Gaps)]
     if len(single) < len(gaps):
-        raise ValueError("two models are compared by their top-label or binary errors, not by class-wise ones")
+        raise UserError("two models are compared by their top-label or binary errors, not by class-wise ones")
     bins = single[0].bins
     index, gap = np.stack([one.index for one in single]), np.stack([one.gap for one in single])
     drawn = sample_deviations(index, gap, bins, resamples, rng)
@@ -269,7 +270,7 @@ def check_draws(level: float, resamples: int) -> None:
     check_level(level, resamples)
     needed = round(2 / (1 - level), 6)  # p-values end at 2 / (resamples + 1)
     if resamples + 1 <= needed:
-        raise ValueError(
+        raise UserError(
             f"{resamples:,} resamples show no difference at a level of {level:g}, however large it is; "
             f"take at least {math.floor(needed):,} for a comparison"
         )
@@ -278,13 +279,13 @@ def check_draws(level: float, resamples: int) -> None:
 def check_same_samples(first: AnyPredictions | Array, second: AnyPredictions | Array) -> None:
     """Refuse models that were judged on other samples, as far as that can be seen."""
     if len(first) != len(second):
-        raise ValueError(f"the first model has {len(first)} samples, the second {len(second)}")
+        raise UserError(f"the first model has {len(first)} samples, the second {len(second)}")
     if isinstance(first, AnyPredictions) and isinstance(second, AnyPredictions):
         for name in ("ids", "index"):
             held = (getattr(first, name), getattr(second, name))
             names = [one.tolist() if isinstance(one, Tensor) else one for one in held]
             if None not in names and names[0] != names[1]:
-                raise ValueError(f"the names of the samples ({name}) differ: other samples, or in another order")
+                raise UserError(f"the names of the samples ({name}) differ: other samples, or in another order")
         _check_classes(first, second)
         _check_labels(first, second)
 
@@ -295,14 +296,14 @@ def _check_classes(first: AnyPredictions, second: AnyPredictions) -> None:
         return  # such a file knows the classes that it mentions, and nothing of others
     ours, theirs = first.class_names, second.class_names
     if ours is not None and theirs is not None and ours != theirs and sorted(ours) == sorted(theirs):
-        raise ValueError("both models have the same classes in another order; give both the same order")
+        raise UserError("both models have the same classes in another order; give both the same order")
     ours, theirs = _class_names(first), _class_names(second)
     if ours is not None and theirs is not None and ours != theirs:
         alone = {"first": sorted(set(ours) - set(theirs)), "second": sorted(set(theirs) - set(ours))}
         said = [f"{short_list(map(repr, names), 5)} in the {which} alone" for which, names in alone.items() if names]
-        raise ValueError(f"the models know other classes: {'; '.join(said)}")
+        raise UserError(f"the models know other classes: {'; '.join(said)}")
     if first.num_classes != second.num_classes:
-        raise ValueError(f"the first model has {first.num_classes} classes, the second {second.num_classes}")
+        raise UserError(f"the first model has {first.num_classes} classes, the second {second.num_classes}")
 
 
 def _class_names(given: AnyPredictions) -> tuple[str, ...] | None:
@@ -316,9 +317,9 @@ def _check_labels(first: AnyPredictions, second: AnyPredictions) -> None:
         return  # top-label predictions may know only which of them are correct
     labels = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels").to(first.labels.device)
     if labels[0].ndim != labels[1].ndim:
-        raise ValueError("one model has hard labels and the other soft ones")
+        raise UserError("one model has hard labels and the other soft ones")
     if labels[0].shape != labels[1].shape:
-        raise ValueError(f"soft labels have {labels[0].shape[1]} classes and {labels[1].shape[1]}")
+        raise UserError(f"soft labels have {labels[0].shape[1]} classes and {labels[1].shape[1]}")
     hard = labels[0].ndim == 1
     names = _names_of_labels(first, second)
     ours, theirs = _numbered(labels, names) if hard and names is not None else labels
@@ -332,7 +333,7 @@ def _check_labels(first: AnyPredictions, second: AnyPredictions) -> None:
         for words, one in zip(called, labels, strict=True)
     ]
     which = f" ({first.ids[row]!r})" if first.ids is not None else ""
-    raise ValueError(
+    raise UserError(
         f"labels: row {row}{which} is {shown[0]} in the first model and {shown[1]} in the second; {count:,} of "
         f"{len(same):,} differ, so these are other samples, or in another order"
     )
@@ -370,7 +371,7 @@ def _numbered(labels: Sequence[Tensor], names: Sequence[Sequence[str]]) -> list[
 def across_seeds(results: Sequence[float]) -> Result:
     """Average a metric over runs that differ by their seed; `details` hold the standard deviation."""
     if not results:
-        raise ValueError("no runs to average")
+        raise UserError("no runs to average")
     first = results[0]
     about = first.definition if isinstance(first, Result) else Definition(estimator="mean over seeds", unit="")
     for other in results[1:]:
@@ -381,7 +382,7 @@ def across_seeds(results: Sequence[float]) -> Result:
             about.edges,
             about.scope,
         ):
-            raise ValueError(f"runs measured by different metrics cannot be averaged: {about} and {theirs}")
+            raise UserError(f"runs measured by different metrics cannot be averaged: {about} and {theirs}")
     values = [float(value) for value in results]
     spread = stdev(values) if len(values) > 1 else math.nan
     return Result(fmean(values), about, None, {"std": spread, "seeds": len(values), "values": tuple(values)})

@@ -34,6 +34,7 @@ import torch
 from jaxtyping import Float64, Shaped
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.metrics import calibration, scoring, selective
 from fedlas.metrics.bins import EdgeRule, exact
@@ -143,9 +144,9 @@ def _inverted(gaps: AbstractGaps, distribution: World, part: Part, level: float)
 def check_level(level: float, resamples: int | None = None) -> None:
     """Refuse a level in percent, no level at all, and too few resamples for the tails that the level asks for."""
     if not 0 < level < 1:
-        raise ValueError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+        raise UserError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
     if resamples is not None and resamples < FEWEST_RESAMPLES:
-        raise ValueError(f"resamples is {resamples}; at least {FEWEST_RESAMPLES} are needed, better a thousand")
+        raise UserError(f"resamples is {resamples}; at least {FEWEST_RESAMPLES} are needed, better a thousand")
 
 
 def mean_with_interval(
@@ -169,7 +170,7 @@ def check_mean(found: Result, values: Float64[Tensor, " n"]) -> None:
     """Refuse a mean that is beyond the largest number, and name the sample that adds the most to it."""
     if not math.isfinite(float(found)):
         row = int(values.abs().argmax())
-        raise ValueError(
+        raise UserError(
             f"{found.definition.estimator} is beyond the largest number: row {row} alone has {float(values[row]):.3g}; "
             "its logits are too far apart"
         )
@@ -232,13 +233,13 @@ def gaps_of(
     """Find the bin and the gap of every sample, for a metric that is a sum of absolute or squared gaps."""
     sums: set[Metric] = {calibration.ece, calibration.aece, calibration.classwise_ece, calibration.over_under}
     if metric not in sums | ROOTS:
-        raise ValueError(f"no interval with known coverage exists for {getattr(metric, '__name__', metric)}")
+        raise UserError(f"no interval with known coverage exists for {getattr(metric, '__name__', metric)}")
     usual: Kind = "mass" if metric in {calibration.aece, calibration.debiased_l2} else "width"
     way = Binning(bins, binning or usual, compat)
     scope = "class-wise" if metric is calibration.classwise_ece else scope
     if scope in {"class-wise", "multi-label"}:
         if metric in ROOTS:
-            raise ValueError("no interval with known coverage exists for the root of class-wise squares")
+            raise UserError("no interval with known coverage exists for the root of class-wise squares")
         return _class_gaps(probs, labels, way, scope, ignore_index)
     found = pairs(probs, labels, scope, ignore_index)
     return found.once(("gaps", way), lambda: _pair_gaps(found, way))
@@ -259,7 +260,7 @@ def _pair_gaps(found: Pairs, way: Binning) -> Gaps:
 
 def _class_gaps(probs: Given, labels: Array | None, way: Binning, scope: Scope, ignore_index: int | None) -> ClassGaps:
     if way.kind == "mass" or way.compat is not None:
-        raise ValueError("intervals of class-wise errors exist for equal-width bins of our own rule only")
+        raise UserError("intervals of class-wise errors exist for equal-width bins of our own rule only")
     table = rows(probs, labels, scope, ignore_index)
     return ClassGaps(table.probs, table.labels, way.bins, "soft" in (table.about.scope or ""))
 
@@ -292,7 +293,7 @@ def _area_values(area: selective.Area, probs: Given, labels: Array | None, **opt
     found = selective.ranked_answers(probs, labels, **options)
     if not has_area_interval(found):
         correct = float(exact(found.correct).sum())
-        raise ValueError(
+        raise UserError(
             f"no interval with known coverage exists for the {area} of {len(found.correct) - correct:g} errors and "
             f"{correct:g} correct predictions; {FEWEST} of each are needed"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
 Floats = NDArray[np.float64]
@@ -63,14 +64,14 @@ def mean_ranks(
     """
     methods = list(table)
     if len(methods) < 2:
-        raise ValueError("at least two methods are needed to rank them")
+        raise UserError("at least two methods are needed to rank them")
     lengths = {len(values) for values in table.values()}
     if len(lengths) != 1 or not min(lengths):
-        raise ValueError(f"every method needs a value on every data set; lengths are {sorted(lengths)}")
+        raise UserError(f"every method needs a value on every data set; lengths are {sorted(lengths)}")
     values = np.array([list(table[name]) for name in methods], dtype=np.float64)
     if np.isnan(values).any():
         row, column = (int(i) for i in np.argwhere(np.isnan(values))[0])
-        raise ValueError(f"{methods[row]} has no value on data set {column}")
+        raise UserError(f"{methods[row]} has no value on data set {column}")
     signed = -values if higher_is_better else values
     before = (signed[None, :, :] < signed[:, None, :]).sum(1)
     equal = (signed[None, :, :] == signed[:, None, :]).sum(1)

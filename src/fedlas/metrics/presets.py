@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.bins import (
     Bins,
     EdgeRule,
@@ -61,13 +62,13 @@ class Binning:
 
     def __post_init__(self) -> None:
         if not isinstance(self.bins, int) or isinstance(self.bins, bool) or self.bins < 1:
-            raise ValueError(f"bins is {self.bins!r}; a whole number of at least one is needed")
+            raise UserError(f"bins is {self.bins!r}; a whole number of at least one is needed")
         if self.kind not in get_args(Kind):
-            raise ValueError(f'binning is {self.kind!r}; expected "width" or "mass"')
+            raise UserError(f'binning is {self.kind!r}; expected "width" or "mass"')
         if self.compat not in RULES:
-            raise ValueError(f"compat is {self.compat!r}; expected one of {', '.join(map(repr, get_args(Compat)))}")
+            raise UserError(f"compat is {self.compat!r}; expected one of {', '.join(map(repr, get_args(Compat)))}")
         if self.kind == "mass" and self.compat == "torchmetrics":
-            raise ValueError("torchmetrics has no equal-mass bins to reproduce")
+            raise UserError("torchmetrics has no equal-mass bins to reproduce")
 
     @property
     def rule(self) -> EdgeRule:

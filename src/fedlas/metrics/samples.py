@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
+from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.result import Definition
 from fedlas.predictions import (
     AnyPredictions,
@@ -154,16 +155,16 @@ def pairs(
     """
     if isinstance(probs, Pairs):
         if labels is not None or ignore_index is not None:
-            raise TypeError("pairs carry their own correctness; give neither labels nor ignore_index with them")
+            raise UserTypeError("pairs carry their own correctness; give neither labels nor ignore_index with them")
         if not (probs.about.scope or "").startswith(scope):
-            raise ValueError(f"these pairs are {probs.about.scope}, not {scope}")
+            raise UserError(f"these pairs are {probs.about.scope}, not {scope}")
         return probs
     if isinstance(probs, Predictions):
         probs, labels, ignore_index = _counted(probs, labels, ignore_index), None, None
     if isinstance(probs, TopLabelPredictions):
         probs = _counted(probs, labels, ignore_index)
         if scope != "top-label":
-            raise ValueError(f'only the top confidence of each sample is known; scope "{scope}" needs every class')
+            raise UserError(f'only the top confidence of each sample is known; scope "{scope}" needs every class')
         return Pairs(probs.confidence, probs.correct, _about(probs.confidence, scope, soft=False, split=probs.split))
     if scope in {"positive", "confidence"}:
         found = _positive(probs, labels, ignore_index, scope)
@@ -172,7 +173,7 @@ def pairs(
         return found
     if scope != "top-label":
         known = '"top-label", "positive" or "confidence"'
-        raise ValueError(f"scope {scope!r} has no single confidence per sample; expected {known}")
+        raise UserError(f"scope {scope!r} has no single confidence per sample; expected {known}")
     if isinstance(probs, Predictions):
         soft = probs.labels.ndim == 2
         about = _about(probs.confidence, scope, soft, probs.split)
@@ -216,12 +217,14 @@ def rows(
 ) -> Rows:
     """Check predictions and give them one row per sample."""
     if isinstance(probs, Pairs):
-        raise TypeError("pairs of confidence and correctness know the top class alone; this metric needs every class")
+        raise UserTypeError(
+            "pairs of confidence and correctness know the top class alone; this metric needs every class"
+        )
     if isinstance(probs, AnyPredictions):
         probs = with_every_class(probs, "this metric")
     if scope == "multi-label":
         if ignore_index is not None:
-            raise ValueError('scope "multi-label" has no single label to ignore; leave rows out before')
+            raise UserError('scope "multi-label" has no single label to ignore; leave rows out before')
         return _label_rows(probs, labels)
     if isinstance(probs, Predictions):
         probs = _counted(probs, labels, ignore_index)
@@ -291,7 +294,7 @@ def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
 def _table_of_logits(scores: Float[Tensor, "..."]) -> Float[Tensor, "n classes *space"]:
     if scores.ndim < 2:
         advice = 'scope="positive" where there is one, else give the logits of both classes'
-        raise ValueError(f"logits have shape {tuple(scores.shape)}; for a one-logit head say {advice}")
+        raise UserError(f"logits have shape {tuple(scores.shape)}; for a one-logit head say {advice}")
     if len(scores) == 0:
         check_finite(scores)
     return scores
@@ -327,10 +330,10 @@ def _table(maps: Float[Tensor, "n classes *space"]) -> Float[Tensor, "rows class
 
 def _label_rows(probs: Predictions | Array, labels: Array | None) -> Rows:
     if isinstance(probs, Predictions):
-        raise TypeError('scope "multi-label" needs arrays: the rows of Predictions sum to one')
+        raise UserTypeError('scope "multi-label" needs arrays: the rows of Predictions sum to one')
     scores, truth = _arrays(probs, labels)
     if scores.ndim != 2 or truth.shape != scores.shape:
-        raise ValueError(f"multi-label needs two tables of one shape, not {tuple(scores.shape)}, {tuple(truth.shape)}")
+        raise UserError(f"multi-label needs two tables of one shape, not {tuple(scores.shape)}, {tuple(truth.shape)}")
     _check_range("probs", scores)
     _check_range("labels", truth)
     return Rows(scores, truth.to(scores.dtype), _about(scores, "multi-label", truth.is_floating_point()))
@@ -340,7 +343,7 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
     split = None
     if isinstance(probs, Predictions):
         if scope == "confidence":
-            raise TypeError('Predictions know their classes; scope "confidence" is for confidences alone')
+            raise UserTypeError('Predictions know their classes; scope "confidence" is for confidences alone')
         scores, truth, split = probs.probs, probs.labels, probs.split
     else:
         scores, truth = _arrays(probs, labels)
@@ -353,15 +356,15 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
         needed = (
             "one confidence per sample" if scope == "confidence" else "the probability of class 1, or of two classes"
         )
-        raise ValueError(f'scope "{scope}" needs {needed}, not a table of shape {tuple(scores.shape)}')
+        raise UserError(f'scope "{scope}" needs {needed}, not a table of shape {tuple(scores.shape)}')
     confidence = scores if scores.ndim == 1 else scores[:, -1]
     if truth.ndim == 0 or truth.shape[1:] not in {(), (1,), (2,)}:
-        raise ValueError(
+        raise UserError(
             f'scope "{scope}" needs one label per sample, or the shares of two classes, not labels of shape '
             f"{tuple(truth.shape)}"
         )
     if len(truth) != len(confidence):
-        raise ValueError(f"labels has {len(truth)} rows for {len(confidence)} samples")
+        raise UserError(f"labels has {len(truth)} rows for {len(confidence)} samples")
     if truth.shape[1:] == (2,):
         check_probs(truth if truth.is_floating_point() else truth.double(), name="labels")
     # Of two columns that sum to one, within rounding, neither is asked again to lie between 0 and 1.
@@ -378,20 +381,20 @@ def _positive(probs: Predictions | Array, labels: Array | None, ignore_index: in
 def _counted(predictions: Counted, labels: Array | None, ignore_index: int | None) -> Counted:
     """Leave out of predictions what does not count."""
     if labels is not None:
-        raise TypeError("Predictions carry their own labels; give one or the other")
+        raise UserTypeError("Predictions carry their own labels; give one or the other")
     if ignore_index is None:
         return predictions
     if predictions.labels.ndim == 2:
-        raise ValueError("soft labels have no class to ignore; leave samples out by predictions[mask]")
+        raise UserError("soft labels have no class to ignore; leave samples out by predictions[mask]")
     kept = predictions.labels != ignore_index
     if not bool(kept.any()):
-        raise ValueError(f"every label is {ignore_index}, the ignored one; at least one sample is needed")
+        raise UserError(f"every label is {ignore_index}, the ignored one; at least one sample is needed")
     return predictions[kept]
 
 
 def _arrays(probs: Array, labels: Array | None) -> tuple[Tensor, Tensor]:
     if labels is None:
-        raise TypeError("labels are missing; only Predictions carry their own")
+        raise UserTypeError("labels are missing; only Predictions carry their own")
     scores = as_floats(probs, "probs")
     return scores, _labels(labels, scores)
 
@@ -404,7 +407,7 @@ def _tables(probs: Array, labels: Array | None, ignore_index: int | None) -> Che
     scores, truth = _arrays(probs, labels)
     if scores.ndim < 2:
         advice = 'scope="positive" where there is one, else Predictions.from_probs(probs, labels)'
-        raise ValueError(f"probs have shape {tuple(scores.shape)}; for a binary probability say {advice}")
+        raise UserError(f"probs have shape {tuple(scores.shape)}; for a binary probability say {advice}")
     return _with_labels(scores, truth, ignore_index)
 
 
@@ -412,11 +415,11 @@ def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignor
     space = (len(scores), *scores.shape[2:])
     if truth.shape == scores.shape and truth.is_floating_point():
         if ignore_index is not None:
-            raise ValueError("soft labels have no class to ignore; leave samples out before")
+            raise UserError("soft labels have no class to ignore; leave samples out before")
         check_probs(truth, name="labels")
         return Checked(scores, truth, None)
     if truth.shape != space or truth.is_floating_point():
-        raise ValueError(
+        raise UserError(
             f"labels are {truth.dtype} of shape {tuple(truth.shape)}; expected integers of shape {space} or "
             f"soft labels of shape {tuple(scores.shape)}"
         )
@@ -430,7 +433,7 @@ def _with_labels(scores: Float[Tensor, "n classes *space"], truth: Tensor, ignor
     valid = (truth >= 0) & (truth < scores.shape[1])
     check_rows("labels", truth, valid if kept is None else valid | ~kept, f"is outside 0..{scores.shape[1] - 1}")
     if kept is not None and not bool(kept.any()):
-        raise ValueError(f"every label is {ignore_index}, the ignored one; at least one sample is needed")
+        raise UserError(f"every label is {ignore_index}, the ignored one; at least one sample is needed")
     return Checked(scores, truth, kept)
 
 

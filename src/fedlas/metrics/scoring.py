@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.result import Definition, Result
 from fedlas.metrics.samples import Given, Pairs, Scope, in_one_read, logit_rows_of, pairs, rows
@@ -68,7 +69,7 @@ def top_k(probs: Given, labels: Array | None = None, k: int = 5, *, ignore_index
     """Measure how often the label is among the k most probable classes."""
     table = rows(probs, labels, ignore_index=ignore_index)
     if k < 1:
-        raise ValueError(f"k is {k}; at least 1 is needed")
+        raise UserError(f"k is {k}; at least 1 is needed")
     if table.labels.ndim == 2:
         best = table.probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
         hits = exact(table.labels.gather(1, best)).sum(1)  # shares in float16 do not add up to one

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.metrics.bins import EdgeRule, add_up, bin_index, equal_width_edges, exact
 from fedlas.metrics.result import Interval
@@ -41,7 +42,7 @@ class SeedComparison:
 
     def __post_init__(self) -> None:
         if len(self.differences) < 2:
-            raise ValueError(f"a comparison over seeds needs at least two seeds, not {len(self.differences)}")
+            raise UserError(f"a comparison over seeds needs at least two seeds, not {len(self.differences)}")
 
     @property
     def difference(self) -> float:
@@ -94,7 +95,7 @@ def over_seeds(first: Sequence[Float64[Tensor, " n"]], second: Sequence[Float64[
     """
     each = [ours - theirs for ours, theirs in zip(first, second, strict=True)]
     if len({len(values) for values in each}) > 1:
-        raise ValueError("seeds were evaluated on different numbers of samples; a comparison needs the same test set")
+        raise UserError("seeds were evaluated on different numbers of samples; a comparison needs the same test set")
     averaged = torch.stack(each).mean(0)
     variance = float(averaged.var()) / len(averaged) if len(averaged) > 1 else math.nan
     return SeedComparison(tuple(float(values.mean()) for values in each), variance)

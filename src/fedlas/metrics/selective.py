@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.bins import add_up, count_up, exact
 from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Given, Pairs, Which, pairs
@@ -114,7 +115,7 @@ def risk_at_coverage(
 ) -> Result:
     """Measure the share of errors among the most confident samples that make up a given share of all."""
     if not 0 < coverage <= 1:
-        raise ValueError(f"coverage is {coverage}; a share above 0 and up to 1 is needed")
+        raise UserError(f"coverage is {coverage}; a share above 0 and up to 1 is needed")
     found = ranked_answers(probs, labels, **which)
     # 0.7 * 10 is 7.000000000000001, which would round up to 8 samples.
     place = max(math.ceil(coverage * len(found.confidence) - 1e-9), 1) - 1

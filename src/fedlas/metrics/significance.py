@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.bins import exact
 from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Given, Pairs, Which, pairs
@@ -70,7 +71,7 @@ def spiegelhalter_test(
 
 def _hard(found: Pairs) -> Pairs:
     if found.correct.dtype != torch.bool:
-        raise ValueError("tests of calibration need hard labels: soft ones vary less than the tests assume")
+        raise UserError("tests of calibration need hard labels: soft ones vary less than the tests assume")
     return found
 
 

@@ -30,6 +30,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.bins import add_up, exact
 from fedlas.metrics.result import Result
 from fedlas.metrics.samples import Given, Pairs, Scope, Which, pairs
@@ -86,7 +87,7 @@ def smooth_curve(
 ) -> SmoothCurve:
     """Slide a window as wide as the kernel of the smooth ECE over confidence: what a smooth diagram is drawn from."""
     if points < 2:
-        raise ValueError(f"points is {points}; at least 2 are needed")
+        raise UserError(f"points is {points}; at least 2 are needed")
     found = pairs(probs, labels, scope, ignore_index)
     width = float(smooth_result(found).details["bandwidth"])
     confidence, correct = exact(found.confidence), exact(found.correct)

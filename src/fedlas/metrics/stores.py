@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedlas import ranks
+from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.bins import Bins, exact
 from fedlas.metrics.calibration import EVERY_CLASS, Histogram, histogram_of
 from fedlas.metrics.presets import Binning
@@ -104,7 +105,7 @@ class AbstractStore(ABC):
     def same(self: Store, other: "AbstractStore") -> Store:
         """Take another store for one of this kind, or raise an error."""
         if not isinstance(other, type(self)) or other.settings() != self.settings():
-            raise ValueError(f"cannot merge what was kept by {other.settings()} into {self.settings()}")
+            raise UserError(f"cannot merge what was kept by {other.settings()} into {self.settings()}")
         return other
 
 
@@ -126,7 +127,7 @@ class BinStore(AbstractHistogram):
     def __init__(self, way: Binning, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
         if way.compat == "official" and scope == "class-wise":
-            raise ValueError("the official class-wise ECE needs all labels at once: use the function")
+            raise UserError("the official class-wise ECE needs all labels at once: use the function")
         self.way = way
         self.filled: Bins | None = None
 
@@ -141,7 +142,7 @@ class BinStore(AbstractHistogram):
 
     def histogram(self) -> Histogram:
         if self.filled is None:
-            raise ValueError("no samples yet; call update first")
+            raise UserError("no samples yet; call update first")
         return Histogram(self.filled, self.about)
 
     def settings(self) -> tuple[object, ...]:
@@ -190,7 +191,7 @@ class PairStore(AbstractStore):
     def pairs(self) -> Pairs:
         """Give all samples so far."""
         if not self.confidence:
-            raise ValueError("no samples yet; call update first")
+            raise UserError("no samples yet; call update first")
         confidence, uncertainty = _cat(self.confidence), None
         if self.ranked:
             # Where logits are not known. Computed for all parts at once: the last digit depends on the device, and
@@ -207,7 +208,7 @@ class MassStore(AbstractHistogram):
     def __init__(self, way: Binning, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
         if scope not in {"top-label", "positive"}:
-            raise ValueError("equal-mass bins of every class need all probabilities at once: use the function")
+            raise UserError("equal-mass bins of every class need all probabilities at once: use the function")
         self.way = way
         self.kept = PairStore(scope, ignore_index)
 
@@ -284,14 +285,14 @@ class BrierStore(AbstractStore):
 def as_pairs(found: Pairs | Rows) -> Pairs:
     """Take samples for pairs of confidence and correctness, which the scope of the store made them."""
     if isinstance(found, Rows):
-        raise TypeError("rows of class probabilities cannot be kept as pairs")
+        raise UserTypeError("rows of class probabilities cannot be kept as pairs")
     return found
 
 
 def as_rows(found: Pairs | Rows) -> Rows:
     """Take samples for rows of class probabilities, which the scope of the store made them."""
     if isinstance(found, Pairs):
-        raise TypeError("pairs of confidence and correctness have no rows")
+        raise UserTypeError("pairs of confidence and correctness have no rows")
     return found
 
 

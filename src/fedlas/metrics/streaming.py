@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Generic, Literal, TypeVar
 
+from fedlas.errors import UserError
 from fedlas.metrics import calibration, scoring, selective, smooth
 from fedlas.metrics.cells import CellStore
 from fedlas.metrics.presets import Binning, Compat, Kind
@@ -59,7 +60,7 @@ class AbstractStream(ABC, Generic[Kept_co]):
     def merge(self: Stream, other: Stream) -> Stream:
         """Add the samples of another stream to this one."""
         if type(other) is not type(self):
-            raise ValueError(f"cannot merge {type(other).__name__} into {type(self).__name__}")
+            raise UserError(f"cannot merge {type(other).__name__} into {type(self).__name__}")
         self.store.merge(other.store)
         return self
 
@@ -222,7 +223,7 @@ class NLL(AbstractStream[LossStore]):
         """Divide the sum of losses by the number of samples."""
         kept = self.store
         if kept.about.n == 0:
-            raise ValueError("no samples yet; call update first")
+            raise UserError("no samples yet; call update first")
         return scoring.nll_result(kept.total / kept.about.n, kept.floored, kept.floor, kept.about)
 
 
@@ -249,6 +250,6 @@ def histogram_store(
     """Choose what has to be kept for a way of making bins."""
     if memory == "bounded":
         if way.compat is not None:
-            raise ValueError(f'memory="bounded" cannot follow the rules of {way.compat}')
+            raise UserError(f'memory="bounded" cannot follow the rules of {way.compat}')
         return CellStore(way.bins, scope, ignore_index)
     return BinStore(way, scope, ignore_index) if way.kind == "width" else MassStore(way, scope, ignore_index)

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from fedlas.catalog import Catalog, keywords, nearest, summary
+from fedlas.errors import UserError
 from fedlas.models.base import AbstractLibrary, AbstractNetwork, Output, WithFeatures, WithLoss, closest
 
 __all__ = [
@@ -89,7 +90,7 @@ def _entry(name: str) -> tuple[str, dict[str, str]]:
     libraries = {word: cls for word, cls in CATALOG.entries.items() if issubclass(cls, AbstractLibrary)}
     first, colon, network = name.partition(":")
     if first in libraries and not network:
-        raise ValueError(f"{first} is a library of networks; say which of them: '{first}:NAME'")
+        raise UserError(f"{first} is a library of networks; say which of them: '{first}:NAME'")
     if first in libraries and colon:
         return first, {"network": network}
     if name in CATALOG.entries:
@@ -100,10 +101,10 @@ def _entry(name: str) -> tuple[str, dict[str, str]]:
         return owners[0], {"network": name}
     if owners:
         choices = " or ".join(repr(f"{word}:{name}") for word in owners)
-        raise ValueError(f"{' and '.join(owners)} both have a network {name!r}; write {choices}")
+        raise UserError(f"{' and '.join(owners)} both have a network {name!r}; write {choices}")
     hint = nearest(name, [record.name for record in list_models()])
     if not hint.startswith("did you mean"):
         others = closest(name, sorted({other for cls in installed.values() for other in cls.networks()}))
         hint = f"{others.removeprefix('; ')} {hint}".lstrip()
     words = [f"'{word}:NAME'" + ("" if word in installed else " (not installed)") for word in libraries]
-    raise ValueError(f"no network is called {name!r}; {hint} Those of libraries: {', '.join(words)}.")
+    raise UserError(f"no network is called {name!r}; {hint} Those of libraries: {', '.join(words)}.")

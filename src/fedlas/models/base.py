@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fedlas.catalog import nearest
+from fedlas.errors import UserError, UserTypeError
 from fedlas.models.pretrained import Source, load_weights, misfit, read_weights
 
 __all__ = [
@@ -91,7 +92,7 @@ class WithFeatures(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Output:
         """Call the network and return its logits with their features."""
         if getattr(self, "_is_replica", False):
-            raise TypeError("WithFeatures does not work in nn.DataParallel; use DistributedDataParallel")
+            raise UserTypeError("WithFeatures does not work in nn.DataParallel; use DistributedDataParallel")
         if self._unwrapped:
             raise RuntimeError("this WithFeatures was unwrapped; wrap the network again")
         if self._watch is not None:
@@ -124,11 +125,11 @@ class WithFeatures(nn.Module):
         advice = "pass WithFeatures(model, head=...) the layer that makes the logits"
         if watch.calls != 1:
             times = f"was called {watch.calls} times in one forward pass instead of once"
-            raise ValueError(f"{layer} {times}; {advice}, or wrap again if it was replaced")
+            raise UserError(f"{layer} {times}; {advice}, or wrap again if it was replaced")
         output, features = watch.origin(logits)
         if output is not logits and self._rivals:
             rivals = ", ".join([self.head_name, *self._rivals])
-            raise ValueError(f"the logits are not the output of {layer} as it is; {advice}, one of: {rivals}")
+            raise UserError(f"the logits are not the output of {layer} as it is; {advice}, one of: {rivals}")
         if output is not logits:
             self._verify(watch, output, logits)
         axis = 1 if self._channels_first else output.ndim - 1
@@ -141,7 +142,7 @@ class WithFeatures(nn.Module):
             if not self._channels_first and logits.shape == (*rows[:1], output.shape[-1], *rows[1:]):
                 return Output(logits, features.movedim(-1, 1))
         shapes = f"features {tuple(features.shape)} and output {tuple(output.shape)} of {layer}"
-        raise ValueError(f"{shapes} do not belong row by row to logits {tuple(logits.shape)}; {advice}")
+        raise UserError(f"{shapes} do not belong row by row to logits {tuple(logits.shape)}; {advice}")
 
     def _verify(self, watch: "_Watch", output: Tensor, logits: Tensor) -> None:
         """Raise if the logits come from another layer; once, and as soon as there are gradients to follow."""
@@ -151,7 +152,7 @@ class WithFeatures(nn.Module):
             (slope,) = torch.autograd.grad(logits.sum(), output, retain_graph=True, allow_unused=True)
             other, self._verified = slope is None, slope is not None
         if other:
-            raise ValueError(
+            raise UserError(
                 f"the logits are not made by the layer {self.head_name!r}, whose input the features are; pass "
                 "WithFeatures(model, head=...) the layer that makes the logits, or output=... the position or key of "
                 "its logits in what the network returns"
@@ -196,7 +197,7 @@ def without_weights(settings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Refuse settings by which a library would load weights by itself, which may run code that a file brings along."""
     for word in settings or {}:
         if word.startswith(LOADING):
-            raise ValueError(f"the setting {word!r} is not passed on; weights are loaded by pretrained=... alone")
+            raise UserError(f"the setting {word!r} is not passed on; weights are loaded by pretrained=... alone")
     return dict(settings or {})
 
 
@@ -225,7 +226,7 @@ class AbstractNetwork(ABC):
     def __init__(self, num_classes: int, *, in_channels: int = 3, pretrained: bool | str | Path = False) -> None:
         for word, count in {"num_classes": num_classes, "in_channels": in_channels}.items():
             if count < 1:
-                raise ValueError(f"{word} is {count}; at least 1 is needed")
+                raise UserError(f"{word} is {count}; at least 1 is needed")
         self.num_classes, self.in_channels, self.pretrained = num_classes, in_channels, pretrained
 
     @abstractmethod
@@ -234,7 +235,7 @@ class AbstractNetwork(ABC):
 
     def source(self) -> Source:
         """Say where its weights are published."""
-        raise ValueError(f"nobody publishes weights of {self.name!r}; pass pretrained='path/to/a/file'")
+        raise UserError(f"nobody publishes weights of {self.name!r}; pass pretrained='path/to/a/file'")
 
     def converted(self, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
         """Rename or resize published weights that do not fit as they are."""
@@ -251,7 +252,7 @@ class AbstractNetwork(ABC):
         if misfit(model, weights, head):
             weights = self.converted(weights, model)
         if fault := misfit(model, weights, head):
-            raise ValueError(f"{path} does not fit the network {self.name!r}: {fault}")
+            raise UserError(f"{path} does not fit the network {self.name!r}: {fault}")
         load_weights(model, weights, head)
         return model
 
@@ -276,7 +277,7 @@ class AbstractLibrary(AbstractNetwork):
     ) -> None:
         super().__init__(num_classes, **common)
         if not self.has(network):
-            raise ValueError(f"{self.name} has no network {network!r}{closest(network, self.networks())}")
+            raise UserError(f"{self.name} has no network {network!r}{closest(network, self.networks())}")
         self.network, self.settings = network, without_weights(settings)
 
     @classmethod
@@ -354,7 +355,7 @@ class _Watch(TorchFunctionMode):
     def see_head(self, value: Tensor, output: Any) -> None:
         """Remember a call of the head."""
         if not isinstance(output, Tensor):
-            raise TypeError(f"the layer given as head returns a {type(output).__name__} instead of a tensor")
+            raise UserTypeError(f"the layer given as head returns a {type(output).__name__} instead of a tensor")
         self.calls += 1
         self.pairs.append((output, self._before_dropout(value)))
 
@@ -423,7 +424,7 @@ def _logits(result: Any, output: int | str | None = None) -> Tensor:
     keys = f" with {', '.join(map(str, result))}" if isinstance(result, Mapping) else ""
     chosen = "" if output is None else f", whose item {output!r} is no tensor"
     takes = 'a tensor, something with `logits`, a dictionary with "out", or a tuple that starts with a tensor'
-    raise TypeError(
+    raise UserTypeError(
         f"the network returns a {type(result).__name__}{keys}{chosen}; WithFeatures takes {takes}; for other outputs "
         "pass output=..., the position or key of the logits"
     )
@@ -457,7 +458,7 @@ def _found_head(model: nn.Module) -> str:
     if not ends:
         layers = ", ".join(dict(_layers(model))) or "none"
         problem = f"{type(model).__name__} does not end in a linear layer (the linear layers in it: {layers})"
-    raise ValueError(f"{problem}; pass WithFeatures(model, head=...) the layer whose input are the features")
+    raise UserError(f"{problem}; pass WithFeatures(model, head=...) the layer whose input are the features")
 
 
 def _given_head(model: nn.Module, head: str) -> str:
@@ -470,7 +471,7 @@ def _given_head(model: nn.Module, head: str) -> str:
     if len(ends) == 1:
         return next(iter(ends))
     problem = "is no part of the model" if module is None else "is not one layer with a weight matrix"
-    raise ValueError(f"head={head!r} {problem}; {nearest(str(head), list(ends or dict(_layers(model))))}")
+    raise UserError(f"head={head!r} {problem}; {nearest(str(head), list(ends or dict(_layers(model))))}")
 
 
 def _ends(name: str, module: nn.Module, pointwise: bool = False) -> dict[str, nn.Module]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.storage import check_file, memory_errors, read_torch
 from fedlas.web import staying_secure
@@ -48,9 +49,9 @@ class Source:
         known = optional_module("torchvision.models", "train").get_model_weights(network)
         names = [weights.name for weights in known]
         if not names:
-            raise ValueError(f"torchvision has no weights for {network!r}")
+            raise UserError(f"torchvision has no weights for {network!r}")
         if tag is not None and tag not in names:
-            raise ValueError(f"torchvision has no weights {tag!r} for {network!r}, only {', '.join(names)}")
+            raise UserError(f"torchvision has no weights {tag!r} for {network!r}, only {', '.join(names)}")
         url: str = (known.DEFAULT if tag is None else known[tag]).url
         return cls(url, url.rsplit("/", 1)[-1])
 
@@ -65,7 +66,7 @@ class Source:
             return cls(f"{hub}/{about.hf_hub_id}/resolve/main/{name}", file, about.hf_hub_id)
         if about is not None and about.url:
             return cls(about.url, about.url.rsplit("/", 1)[-1])
-        raise ValueError(f"timm has no weights for {network!r}")
+        raise UserError(f"timm has no weights for {network!r}")
 
     @property
     def path(self) -> Path:
@@ -88,9 +89,7 @@ class Source:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
             if not found.startswith(self.checksum):
                 fault = f"its SHA-256 is {found} and should begin with {self.checksum}"
-                raise ValueError(
-                    f"{self.path} is damaged ({fault}); delete it, and it is fetched again from {self.url}"
-                )
+                raise UserError(f"{self.path} is damaged ({fault}); delete it, and it is fetched again from {self.url}")
         return self.path
 
     def _in_cache(self) -> Path | None:
@@ -132,10 +131,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # each format has errors of its own, none of which names the file
-        raise ValueError(f"{path} is damaged, or holds more than tensors: {error}") from error
+        raise UserError(f"{path} is damaged, or holds more than tensors: {error}") from error
     weights = next((content[place] for place in _PLACES if _is_mapping(content, place)), content)
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError(f"{path} holds no state_dict, neither itself nor under {', '.join(_PLACES)}")
+        raise UserError(f"{path} holds no state_dict, neither itself nor under {', '.join(_PLACES)}")
     return dict(weights)
 
 

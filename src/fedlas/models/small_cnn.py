@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import nn
 
+from fedlas.errors import UserError
 from fedlas.models.base import AbstractNetwork
 
 GROUPS = 8
@@ -44,9 +45,9 @@ class SmallCNN(AbstractNetwork):
     ) -> None:
         super().__init__(num_classes, in_channels=in_channels, pretrained=pretrained)
         if norm not in {"batch", "group"}:
-            raise ValueError(f'norm is {norm!r}; expected "batch" or "group"')
+            raise UserError(f'norm is {norm!r}; expected "batch" or "group"')
         if width < 1 or width % GROUPS:
-            raise ValueError(f"width is {width!r}; expected a multiple of {GROUPS}, such as 32")
+            raise UserError(f"width is {width!r}; expected a multiple of {GROUPS}, such as 32")
         self.norm, self.width = norm, width
 
     def drawn(self) -> nn.Module:

@@ -36,6 +36,7 @@ from jaxtyping import Float, Float64, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.errors import UserError, UserTypeError
 from fedlas.metrics.result import Definition, Interval, Result, aligned, html_table
 from fedlas.ood.scores import missing, score_names, score_of
 from fedlas.predictions import (
@@ -185,7 +186,7 @@ def fpr_of(ranked: Ranking, tpr: float = 0.95, level: float = 0.95, seed: int = 
     """Measure the false positive rate at a true positive rate, of samples that are already ranked."""
     _check_level(level)
     if not 0 < tpr <= 1:
-        raise ValueError(f"tpr is {tpr}; a share above 0 and up to 1 is needed")
+        raise UserError(f"tpr is {tpr}; a share above 0 and up to 1 is needed")
     m, n = ranked.sizes
     found, wrong = (x.cumsum(0).cpu().numpy() for x in (ranked.positives, ranked.negatives))
     # A quotient of whole numbers is rounded to the float nearest to it, and so is a tpr of that value.
@@ -320,7 +321,7 @@ def detect(
         everyone = [predictions, *foreign.values()]
         wanted = [s for s in score_names() if all(missing(one, s, train_features) is None for one in everyone)]
     elif isinstance(scores, str):
-        raise TypeError(f"scores is {scores!r}; a sequence of names is expected")
+        raise UserTypeError(f"scores is {scores!r}; a sequence of names is expected")
     else:
         wanted = list(scores)
     known, *others = (
@@ -339,7 +340,7 @@ def foreign_predictions(name: str, given: AnyPredictions | Array, known: AnyPred
         return ood  # each names the classes that it mentions
     check_every_class(ood, name, known, "the known samples")
     if ood.num_classes != known.num_classes:
-        raise ValueError(f"{name} has {ood.num_classes} classes, the known samples have {known.num_classes}")
+        raise UserError(f"{name} has {ood.num_classes} classes, the known samples have {known.num_classes}")
     return ood
 
 
@@ -366,10 +367,10 @@ def detect_scores(
     """
     _check_positive(positive)
     if not ood_scores or not id_scores:
-        raise ValueError("at least one score and one foreign data set are needed")
+        raise UserError("at least one score and one foreign data set are needed")
     for name, held in ood_scores.items():
         if set(held) != set(id_scores):
-            raise ValueError(f"{name} has the scores {sorted(held)}, the known samples have {sorted(id_scores)}")
+            raise UserError(f"{name} has the scores {sorted(held)}, the known samples have {sorted(id_scores)}")
     sets: dict[str, Mapping[str, Separation]] = {}
     for name, held in ood_scores.items():
         rows: dict[str, Separation] = {}
@@ -390,7 +391,7 @@ def detect_scores(
 def _scores(values: Array, name: str) -> Float[Tensor, " n"]:
     scores = as_tensor(values, name)
     if scores.ndim != 1:
-        raise ValueError(f"{name} have shape {tuple(scores.shape)}; one score per sample is expected")
+        raise UserError(f"{name} have shape {tuple(scores.shape)}; one score per sample is expected")
     scores = scores if scores.is_floating_point() else scores.double()
     check_rows(name, scores, ~scores.isnan(), "is not a number")
     return scores
@@ -406,12 +407,12 @@ def _exact(values: Tensor) -> Float64[Tensor, "..."]:
 
 def _check_positive(positive: str) -> None:
     if positive not in get_args(Positive):
-        raise ValueError(f'positive is {positive!r}; "ood" or "id" is expected')
+        raise UserError(f'positive is {positive!r}; "ood" or "id" is expected')
 
 
 def _check_level(level: float) -> None:
     if not 0 < level < 1:
-        raise ValueError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+        raise UserError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
 
 
 def _auroc_interval(ranked: Ranking, value: float, level: float) -> Interval:
@@ -536,7 +537,7 @@ def _named_score(one: AnyPredictions, score: str, name: str, train_features: Arr
     try:
         return score_of(one, score, train_features, k)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise UserError(f"{name}: {error}") from error
 
 
 def _labelled(result: Result, score: str, split: str) -> Result:

@@ -29,6 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from fedlas.errors import UserError
 from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions, as_floats, check_rows, two_columns
 
 NO_FLOAT64 = {"mps"}
@@ -78,7 +79,7 @@ def energy(logits: Array, temperature: float = 1.0) -> Float[Tensor, " n"]:
         temperature: the larger it is, the more the lesser logits count.
     """
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; a positive number is needed")
+        raise UserError(f"temperature is {temperature}; a positive number is needed")
     return _by_rows(lambda rest: -(rest.top + temperature * (rest.others / temperature).exp().sum(1).log1p()), logits)
 
 
@@ -91,9 +92,9 @@ def generalised_entropy(logits: Array, gamma: float = 0.1, top: int = 100) -> Fl
         top: how many of the likeliest classes count; all of them where there are fewer.
     """
     if not 0 < gamma <= 1:
-        raise ValueError(f"gamma is {gamma}; a number above 0 and up to 1 is needed")
+        raise UserError(f"gamma is {gamma}; a number above 0 and up to 1 is needed")
     if top < 1:
-        raise ValueError(f"top is {top}; at least one class is needed")
+        raise UserError(f"top is {top}; at least one class is needed")
 
     def of(rest: Rest) -> Tensor:
         lead = rest.others.logsumexp(1)
@@ -113,7 +114,7 @@ def feature_norm(features: Array, p: float = 1.0) -> Float[Tensor, " n"]:
         p: 1 adds up absolute values, which is what FeDLaS looks at; 2 is the Euclidean length, `inf` the maximum.
     """
     if not p > 0:
-        raise ValueError(f"p is {p}; a positive number is needed")
+        raise UserError(f"p is {p}; a positive number is needed")
     rows, scale = _scaled(_exact(_features(features, "features")))
     norm: Tensor = torch.linalg.vector_norm(rows, p, dim=1)
     return -norm * scale
@@ -132,9 +133,9 @@ def knn(features: Array, train_features: Array, k: int = 50) -> Float[Tensor, " 
     """
     rows, known = _features(features, "features"), _features(train_features, "train_features")
     if rows.shape[1] != known.shape[1]:
-        raise ValueError(f"features have {rows.shape[1]} columns, train_features have {known.shape[1]}")
+        raise UserError(f"features have {rows.shape[1]} columns, train_features have {known.shape[1]}")
     if not 1 <= k <= len(known):
-        raise ValueError(f"k is {k}; there are {len(known)} training features to choose the k-th nearest from")
+        raise UserError(f"k is {k}; there are {len(known)} training features to choose the k-th nearest from")
     return torch.cat([_kth_distance(part, known, k) for part in rows.split(QUERIES)])
 
 
@@ -149,7 +150,7 @@ def score_of(predictions: AnyPredictions, name: str, train_features: Array | Non
     """
     lack = missing(predictions, name, train_features)
     if lack is not None:
-        raise ValueError(f"{name} needs {lack}")
+        raise UserError(f"{name} needs {lack}")
     if isinstance(predictions, TopLabelPredictions):
         return 1 - _exact(predictions.confidence)
     if name in OF_LOGITS:
@@ -166,7 +167,7 @@ def score_of(predictions: AnyPredictions, name: str, train_features: Array | Non
 def missing(predictions: AnyPredictions, name: str, train_features: Array | None = None) -> str | None:
     """Say what predictions lack for a score, or None where they have everything."""
     if name not in score_names():
-        raise ValueError(f"there is no score {name!r}; there are {', '.join(score_names())}")
+        raise UserError(f"there is no score {name!r}; there are {', '.join(score_names())}")
     if name in OF_LOGITS:
         if isinstance(predictions, TopLabelPredictions):
             known = "every class, and of these predictions only the top confidence is known"
@@ -242,14 +243,14 @@ def _rest(logits: Float[Tensor, "n classes"]) -> Rest:
 def _logits(logits: Array) -> Float[Tensor, "n classes"]:
     table = two_columns(as_floats(logits, "logits"), "logits")
     if not table.shape[1]:
-        raise ValueError("logits have no columns; one for each class is expected")
+        raise UserError("logits have no columns; one for each class is expected")
     return _finite(table, "logits")
 
 
 def _features(features: Array, name: str) -> Float[Tensor, "n width"]:
     table = as_floats(features, name)
     if table.ndim != 2 or not table.shape[1]:
-        raise ValueError(f"{name} have shape {tuple(table.shape)}; one row of features per sample is expected")
+        raise UserError(f"{name} have shape {tuple(table.shape)}; one row of features per sample is expected")
     return _finite(table, name)
 
 

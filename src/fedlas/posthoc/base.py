@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas.catalog import keywords
+from fedlas.errors import UserError, UserTypeError
 from fedlas.predictions import (
     AnyPredictions,
     Array,
@@ -108,7 +109,7 @@ class Fit:
         """Read back what a file says, also one from before names were kept."""
         names, split, doubt = fields.get("class_names"), fields["split"], fields.get("doubt", "")
         if names is not None and not isinstance(names, list | tuple):
-            raise ValueError(f"class_names is {names!r:.100}; a list of words is expected")
+            raise UserError(f"class_names is {names!r:.100}; a list of words is expected")
         return cls(
             n=checked_number(fields["n"], "n"),
             classes=checked_number(fields["classes"], "classes"),
@@ -123,20 +124,20 @@ class Fit:
 def checked_text(value: object, name: str) -> str:
     """Give back a word that a file holds; anything else is an error."""
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r:.100}; a text is expected")  # noqa: TRY004 - a file's value
+        raise UserError(f"{name} is {value!r:.100}; a text is expected")
     return value
 
 
 def checked_number(value: object, name: str) -> int:
     """Give back a count that a file holds; anything else is an error."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} is {value!r:.100}; a whole number from 0 on is expected")
+        raise UserError(f"{name} is {value!r:.100}; a whole number from 0 on is expected")
     return value
 
 
 def _checked_real(value: object, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r:.100}; a number is expected")  # noqa: TRY004
+        raise UserError(f"{name} is {value!r:.100}; a number is expected")
     return value
 
 
@@ -251,7 +252,7 @@ class AbstractCalibrator(ABC):
         if self.fitted is None:
             raise RuntimeError(f"{self.name} is not fitted yet; call fit(logits, labels) first, or load it from a file")
         if table.shape[1] != self.fitted.classes:
-            raise ValueError(f"logits have {table.shape[1]} classes; {self.name} was fitted on {self.fitted.classes}")
+            raise UserError(f"logits have {table.shape[1]} classes; {self.name} was fitted on {self.fitted.classes}")
         check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
         largest = torch.finfo(given.dtype).max  # what is enormous stays enormous, and finite
         calibrated = _as_given(self.apply(wide(table)).clamp(-largest, largest), given)
@@ -263,10 +264,10 @@ class AbstractCalibrator(ABC):
         if not self.by_class or known is None or names is None or known == tuple(names):
             return
         if len(known) != len(names):
-            raise ValueError(f"there are {len(names)} classes; {self.name} was fitted on {len(known)}")
+            raise UserError(f"there are {len(names)} classes; {self.name} was fitted on {len(known)}")
         place = next(k for k, (ours, theirs) in enumerate(zip(known, names, strict=True)) if ours != theirs)
         order = "the same classes in another order" if sorted(known) == sorted(names) else "other classes"
-        raise ValueError(
+        raise UserError(
             f"{self.name} was fitted on {order}: class {place} was {known[place]!r} and is {names[place]!r} here. "
             "It treats each class in its own way; put the columns in the order that it was fitted on, or fit it again."
         )
@@ -285,7 +286,7 @@ class AbstractCalibrator(ABC):
         """Read a file that `save` wrote; `fedlas.posthoc.load_calibrator` finds the class by itself."""
         about, tensors = read(path)
         if about.get("name") != cls.name:
-            raise ValueError(f"{path} holds a {about.get('name')!r} calibrator, not {cls.name!r}")
+            raise UserError(f"{path} holds a {about.get('name')!r} calibrator, not {cls.name!r}")
         with readable(path):
             return cls.restore(about, tensors)
 
@@ -298,7 +299,7 @@ class AbstractCalibrator(ABC):
                 known &= value > 0
             if not bool(known.all()):
                 above = " and above 0" if name == "temperature" else ""
-                raise ValueError(f"{name} is {float(value[~known].flatten()[0]):g}; it must be finite{above}")
+                raise UserError(f"{name} is {float(value[~known].flatten()[0]):g}; it must be finite{above}")
         made = cls(**about["options"])
         made.learned, made.fitted = tensors, Fit.from_dict(about["fitted"])
         return made
@@ -319,15 +320,15 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with Path(path).open("rb") as file:
         start = file.read(9)
     if start[8:] != b"{":  # behind the length of its words
-        raise ValueError(f"{path} is {'no calibrator' if start else 'empty'}; {KIND}")
+        raise UserError(f"{path} is {'no calibrator' if start else 'empty'}; {KIND}")
     words, tensors = read_safetensors(path)
     if words.get("format") != json.dumps(FORMAT):
         what = " but holds predictions" if {"logits", "probs"} & set(tensors) else ""
-        raise ValueError(f"{path} is no calibrator{what}; {KIND}")
+        raise UserError(f"{path} is no calibrator{what}; {KIND}")
     with readable(path):
         about = {key: json.loads(value) for key, value in words.items()}
     if about.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # older files have none
-        raise ValueError(f"{path} is damaged: its numbers do not have the checksum that was written with them")
+        raise UserError(f"{path} is damaged: its numbers do not have the checksum that was written with them")
     return about, tensors
 
 
@@ -376,7 +377,7 @@ def log_probs_of(probs: Float[Tensor, "n classes"], fallback: Float[Tensor, "n c
 def check_floor(floor: float) -> float:
     """Raise an error unless a floor can be the smallest probability."""
     if not 0 < floor < 0.1:
-        raise ValueError(f"floor is {floor}; a small positive probability is needed, such as 1e-7")
+        raise UserError(f"floor is {floor}; a small positive probability is needed, such as 1e-7")
     return float(floor)
 
 
@@ -482,7 +483,7 @@ def minimise(
 def check_penalty(penalty: float) -> float:
     """Raise an error unless a penalty is zero or more."""
     if not 0 <= penalty < math.inf:
-        raise ValueError(f"penalty is {penalty}; zero or a positive number is needed")
+        raise UserError(f"penalty is {penalty}; zero or a positive number is needed")
     return float(penalty)
 
 
@@ -530,10 +531,10 @@ def _samples(
     if isinstance(logits, AnyPredictions):
         logits = with_every_class(logits, "calibration")
         if labels is not None or ignore_index is not None:
-            raise TypeError("Predictions carry their own labels; give neither labels nor ignore_index with them")
+            raise UserTypeError("Predictions carry their own labels; give neither labels nor ignore_index with them")
         return Samples(exact(logits.logits), logits.labels, logits.zeros), split or logits.split
     if labels is None:
-        raise TypeError("labels are missing; only Predictions carry their own")
+        raise UserTypeError("labels are missing; only Predictions carry their own")
     given = as_floats(logits, "logits")
     table, truth = _table(given), as_tensor(labels, "labels").to(given.device)
     if given.ndim > 2 or truth.ndim > 2:
@@ -544,11 +545,11 @@ def _samples(
     elif not truth.is_floating_point():
         truth = truth.reshape(-1)
     if len(truth) != len(table):
-        raise ValueError(f"labels has {len(truth)} rows for {len(table)} samples")
+        raise UserError(f"labels has {len(truth)} rows for {len(table)} samples")
     if ignore_index is not None and truth.ndim == 1:
         table, truth = table[truth != ignore_index], truth[truth != ignore_index]
     if len(table) == 0:
-        raise ValueError("no sample to fit on")
+        raise UserError("no sample to fit on")
     check_rows("logits", table, torch.isfinite(table).all(1), "holds NaN or infinity")
     return Samples(exact(table), check_labels(truth, *table.shape)), split
 
@@ -567,7 +568,7 @@ def exact(logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
 
 def _table(logits: Float[Tensor, "..."]) -> Float[Tensor, "rows classes"]:
     if logits.ndim == 0:
-        raise ValueError("logits are a single number; one row per sample is expected")
+        raise UserError("logits are a single number; one row per sample is expected")
     if logits.ndim <= 2:
         return two_columns(logits, "logits")
     if logits.shape[1] == 1:

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.calibration import ece
 from fedlas.posthoc.base import mean_nll, with_logits
 from fedlas.predictions import Array, Predictions, as_floats, check_rows
@@ -36,10 +37,10 @@ class FeatureClipping:
 
     def __init__(self, weight: Array, bias: Array | None = None, *, objective: Literal["nll", "ece"] = "nll") -> None:
         if objective not in {"nll", "ece"}:
-            raise ValueError(f'objective is {objective!r}; expected "nll" or "ece"')
+            raise UserError(f'objective is {objective!r}; expected "nll" or "ece"')
         self.weight = as_floats(weight, "weight")
         if self.weight.ndim != 2:
-            raise ValueError(f"weight has shape {tuple(self.weight.shape)}; (classes, width) is expected")
+            raise UserError(f"weight has shape {tuple(self.weight.shape)}; (classes, width) is expected")
         self.bias = None if bias is None else as_floats(bias, "bias")
         self.objective = objective
         self.threshold: float | None = None
@@ -81,11 +82,9 @@ class FeatureClipping:
 
     def _features(self, predictions: Predictions) -> Float[Tensor, "n width"]:
         if predictions.features is None:
-            raise ValueError("these predictions have no features; feature clipping needs the input of the last layer")
+            raise UserError("these predictions have no features; feature clipping needs the input of the last layer")
         if predictions.features.shape[1] != self.weight.shape[1]:
-            raise ValueError(
-                f"features are {predictions.features.shape[1]} wide, the head takes {self.weight.shape[1]}"
-            )
+            raise UserError(f"features are {predictions.features.shape[1]} wide, the head takes {self.weight.shape[1]}")
         return predictions.features
 
     def _logits(self, features: Float[Tensor, "n width"], threshold: float) -> Float[Tensor, "n classes"]:

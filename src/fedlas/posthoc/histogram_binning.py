@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.bins import EdgeRule, bin_index, bin_statistics, equal_mass_edges, equal_width_edges
 from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
 
@@ -29,9 +30,9 @@ class HistogramBinning(AbstractCalibrator):
 
     def __init__(self, *, bins: int = 15, binning: Literal["width", "mass"] = "width", floor: float = 1e-7) -> None:
         if bins < 1:
-            raise ValueError(f"bins is {bins}; at least one is needed")
+            raise UserError(f"bins is {bins}; at least one is needed")
         if binning not in {"mass", "width"}:
-            raise ValueError(f'binning is {binning!r}; expected "mass" or "width"')
+            raise UserError(f'binning is {binning!r}; expected "mass" or "width"')
         self.bins, self.binning, self.floor = int(bins), binning, check_floor(floor)
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from fedlas.errors import UserError
 from fedlas.posthoc.base import AbstractCalibrator, Samples, minimise
 
 
@@ -27,7 +28,7 @@ class Platt(AbstractCalibrator):
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:
         if samples.logits.shape[1] != 2:
-            raise ValueError(f"platt is for two classes, not {samples.logits.shape[1]}; take vector_scaling instead")
+            raise UserError(f"platt is for two classes, not {samples.logits.shape[1]}; take vector_scaling instead")
         score = (samples.logits[:, 1] - samples.logits[:, 0]).double()
         truth = samples.shares[:, 1].double()
         if self.smooth:

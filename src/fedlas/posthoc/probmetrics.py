@@ -16,6 +16,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
 
@@ -40,7 +41,7 @@ class Probmetrics(AbstractCalibrator):
 
     def learn(self, samples: Samples) -> dict[str, Tensor]:
         if samples.labels.ndim == 2:
-            raise ValueError("probmetrics learns from class numbers; these labels are soft")
+            raise UserError("probmetrics learns from class numbers; these labels are soft")
         with warnings.catch_warnings():
             # It uses what torch and scikit-learn have deprecated; nobody who calls us can do anything about that.
             warnings.simplefilter("ignore", FutureWarning)
@@ -57,7 +58,7 @@ class Probmetrics(AbstractCalibrator):
         except ValueError as error:
             classes = sorted(word for word in dir(package) if word.endswith("Calibrator"))
             known = ", ".join(classes)
-            raise ValueError(f"probmetrics has no calibrator {self.method!r}; its classes are {known}") from error
+            raise UserError(f"probmetrics has no calibrator {self.method!r}; its classes are {known}") from error
 
     def apply(self, logits: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
         found = torch.from_numpy(np.asarray(self._inner.predict_proba(_probs(logits))))
@@ -65,9 +66,7 @@ class Probmetrics(AbstractCalibrator):
 
     def save(self, path: str | Path) -> None:
         """Refuse: there is no way to save it that is safe to load."""
-        raise ValueError(
-            f"a calibrator of probmetrics cannot be written to {path} without pickle; fit it again instead"
-        )
+        raise UserError(f"a calibrator of probmetrics cannot be written to {path} without pickle; fit it again instead")
 
 
 def _probs(logits: Float[Tensor, "n classes"]) -> NDArray[np.float64]:

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.metrics.calibration import histogram_of, l1_error
 from fedlas.metrics.presets import Binning
 from fedlas.metrics.result import Definition
@@ -55,13 +56,13 @@ class Temperature(AbstractCalibrator):
         self, *, objective: Objective = "nll", search: Search = "solve", low: float = 1e-3, high: float = 1e4
     ) -> None:
         if objective not in {"nll", "ece"}:
-            raise ValueError(f'objective is {objective!r}; expected "nll" or "ece"')
+            raise UserError(f'objective is {objective!r}; expected "nll" or "ece"')
         if search not in {"solve", "grid"}:
-            raise ValueError(f'search is {search!r}; expected "solve" or "grid"')
+            raise UserError(f'search is {search!r}; expected "solve" or "grid"')
         if objective == "ece" and search == "solve":
-            raise ValueError('the ECE jumps with the temperature and cannot be solved for: say search="grid"')
+            raise UserError('the ECE jumps with the temperature and cannot be solved for: say search="grid"')
         if not 0 < low < 1 < high < math.inf:
-            raise ValueError(f"low is {low} and high {high}; a range around 1 is needed")
+            raise UserError(f"low is {low} and high {high}; a range around 1 is needed")
         self.objective, self.search = objective, search
         self.low, self.high = float(low), float(high)
 

@@ -22,6 +22,7 @@ from typing import Any, Unpack
 import torch
 
 from fedlas.column_names import ReadOptions
+from fedlas.errors import UserError
 from fedlas.evaluation import AS_GIVEN, FOLDS, SHOWN, Report, State, evaluate
 from fedlas.files import labelled, read_predictions
 from fedlas.metrics.digest import TOP, Digest
@@ -181,13 +182,13 @@ class Condition:
         """Take a condition apart."""
         found = CONDITION.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is no condition; it looks like ece>0.05, temperature.ece>=2% or accuracy<0.9")
+            raise UserError(f"{text!r} is no condition; it looks like ece>0.05, temperature.ece>=2% or accuracy<0.9")
         name, sign, number, percent = found.groups()
         *before, last = name.split(".")
         end = last if last in {"low", "high"} else ""
         parts = before if end else [*before, last]
         if not 1 <= len(parts) <= 2:
-            raise ValueError(f"{text!r}: before {sign} stands METRIC, STATE.METRIC, or one of them with .low or .high")
+            raise UserError(f"{text!r}: before {sign} stands METRIC, STATE.METRIC, or one of them with .low or .high")
         return cls(
             state=parts[0] if len(parts) == 2 else AS_GIVEN,
             metric=parts[-1],
@@ -207,16 +208,16 @@ class Condition:
         """Find the number in a report."""
         states: dict[str, State] = {state.name: state for state in report.states}
         if self.state not in states:
-            raise ValueError(f"{self.name}: there is no {self.state!r} here, only {', '.join(states)}")
+            raise UserError(f"{self.name}: there is no {self.state!r} here, only {', '.join(states)}")
         results = states[self.state].results
         if self.metric not in results:
-            raise ValueError(f"{self.name}: {self.metric!r} is not known; known: {', '.join(results)}")
+            raise UserError(f"{self.name}: {self.metric!r} is not known; known: {', '.join(results)}")
         result = results[self.metric]
         if self.end and result.interval is None:
-            raise ValueError(f"{self.name}: {self.metric} has no interval")
+            raise UserError(f"{self.name}: {self.metric} has no interval")
         value = float(result) if not self.end else float(getattr(result.interval, self.end))
         if not math.isfinite(value):
-            raise ValueError(f"{self.name} is {value}, which can be compared with nothing")
+            raise UserError(f"{self.name} is {value}, which can be compared with nothing")
         return value
 
 
@@ -231,12 +232,12 @@ def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
     for condition in map(Condition.parse, conditions):
         if condition.state not in {AS_GIVEN, *posthoc}:
             there = ", ".join([AS_GIVEN, *posthoc])
-            raise ValueError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
+            raise UserError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
         if condition.metric not in metrics:
-            raise ValueError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
+            raise UserError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
         if metrics[condition.metric].definition.unit == "fraction" and condition.limit > 1:
             share = f"{condition.limit:g}% or {condition.limit / 100:g}"
-            raise ValueError(
+            raise UserError(
                 f"{condition.metric} is a share of at most 1, so {condition.limit:g} is no limit; write {share}"
             )
 
@@ -286,16 +287,16 @@ def judge_files(
     """
     named = files if isinstance(files, Mapping) else named_files([files] if isinstance(files, str | Path) else files)
     if not named:
-        raise ValueError("no file of predictions is given")
+        raise UserError("no file of predictions is given")
     others = _of_models(calibrate_on, list(named))
     if calibrate_labels is not None and not others:
-        raise ValueError(f"{calibrate_labels} holds labels of no file: give it with --calibrate-on (calibrate_on=)")
+        raise UserError(f"{calibrate_labels} holds labels of no file: give it with --calibrate-on (calibrate_on=)")
     foreign = _foreign(ood, list(named))
     sources = {name: one.source if isinstance(one, Model) else Path(one) for name, one in named.items()}
     for name, path in others.items():
         source = sources[name]
         if source is not None and path.resolve() == source.resolve():
-            raise ValueError(
+            raise UserError(
                 f"{path} is the file that is judged; without predictions to calibrate on, calibrators are cross-fitted"
             )
     tried = (posthoc,) if isinstance(posthoc, str) or not isinstance(posthoc, Sequence) else tuple(posthoc)
@@ -313,7 +314,7 @@ def judge_files(
             held = replace(held, posthoc=() if why else tried, folds=folds)
             held = replace(held, report=_report(held, options, _stage(watch, f"evaluating {name}")))
         elif name in others or name in foreign:
-            raise ValueError(f"{name} has a report already, so no further predictions of it can be looked at")
+            raise UserError(f"{name} has a report already, so no further predictions of it can be looked at")
         models[name] = held
     held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
     compared = duels(held_by, **options, watch=_stage(watch, "comparing models"))
@@ -331,7 +332,7 @@ def named_files(files: Sequence[File]) -> dict[str, Path]:
         whole = path if path.is_dir() else path.with_suffix("")
         called = short if name or plain.count(short) == 1 else whole.as_posix()
         if called in found:
-            raise ValueError(f"two models are called {called!r}; name them: NAME=FILE")
+            raise UserError(f"two models are called {called!r}; name them: NAME=FILE")
         found[called] = path
     return found
 
@@ -358,7 +359,7 @@ def _completed(
 ) -> Model:
     """Add what was asked for beside the predictions."""
     if held.predictions is None:
-        raise ValueError(f"{name} has neither predictions nor a report")
+        raise UserError(f"{name} has neither predictions nor a report")
     given = held.predictions
     # Labels of calibration data have an option of their own; OOD samples have no labels.
     unlabelled: Any = {word: value for word, value in columns.items() if word not in {"labels", "label_column"}}
@@ -422,9 +423,9 @@ def _of_models(files: Files, models: Sequence[str]) -> dict[str, Path]:
     for name, path in _pairs(files):
         model = name or (models[0] if len(models) == 1 else "")
         if model not in models:
-            raise ValueError(f"calibrate on {path}: which model is it of? Write MODEL=FILE, with {', '.join(models)}")
+            raise UserError(f"calibrate on {path}: which model is it of? Write MODEL=FILE, with {', '.join(models)}")
         if model in found:
-            raise ValueError(f"two files to calibrate on are given for {model}")
+            raise UserError(f"two files to calibrate on are given for {model}")
         found[model] = path
     return found
 
@@ -438,9 +439,9 @@ def _foreign(files: Files, models: Sequence[str]) -> dict[str, dict[str, Path]]:
         word = name if len(models) == 1 else name.removeprefix(f"{model}/")
         if model not in models or not word:
             known = ", ".join(models)
-            raise ValueError(f"foreign data {name}={path}: which model is it of? Write MODEL/NAME=FILE, with {known}")
+            raise UserError(f"foreign data {name}={path}: which model is it of? Write MODEL/NAME=FILE, with {known}")
         if word in found.setdefault(model, {}):
-            raise ValueError(f"two files of foreign data are given for {word}")
+            raise UserError(f"two files of foreign data are given for {word}")
         found[model][word] = path
     return found
 
@@ -453,7 +454,7 @@ def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
     for one in [files] if isinstance(files, str | Path) else files:
         name, _, path = str(one).partition("=")
         if named and not (name and path):
-            raise ValueError(f"foreign data is given as NAME=FILE, not as {str(one)!r}")
+            raise UserError(f"foreign data is given as NAME=FILE, not as {str(one)!r}")
         found.append((name, Path(path)) if named else _pair(one))
     return found
 
@@ -467,7 +468,7 @@ def _like(other: AnyPredictions, given: AnyPredictions, path: Path) -> AnyPredic
         check_every_class(other, str(path), given, "the predictions that are judged")
     named = None not in (other.class_names, given.class_names)
     if other.num_classes != given.num_classes:
-        raise ValueError(f"{path} has {other.num_classes} classes, the predictions that are judged {given.num_classes}")
+        raise UserError(f"{path} has {other.num_classes} classes, the predictions that are judged {given.num_classes}")
     if named and other.class_names != given.class_names:
-        raise ValueError(f"{path} names other classes, or in another order, than the predictions that are judged")
+        raise UserError(f"{path} names other classes, or in another order, than the predictions that are judged")
     return other

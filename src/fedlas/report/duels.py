@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from fedlas.errors import UserError
 from fedlas.metrics.calibration import ece
 from fedlas.metrics.comparison import Comparison, check_draws, paired_bootstrap
 from fedlas.metrics.scoring import accuracy, brier, nll
@@ -147,7 +148,7 @@ def paired_with(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions
     if word != "ids" and ours is not None and theirs is not None and ours != theirs:
         kinds = _kinds(ours), _kinds(theirs)
         if word is None or (all(kinds) and kinds[0].isdisjoint(kinds[1])):
-            raise ValueError(f"the first model was judged on the split {ours!r}, the second on {theirs!r}")
+            raise UserError(f"the first model was judged on the split {ours!r}, the second on {theirs!r}")
     return in_order_of(first, second)
 
 
@@ -168,12 +169,10 @@ def in_order_of(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions
         for which, names in {"first": ours, "second": theirs}.items():
             twice, count = Counter(names).most_common(1)[0]
             if count > 1:
-                raise ValueError(
-                    f"samples differ in order, and {word} of the {which} model has {twice!r} {count} times"
-                )
+                raise UserError(f"samples differ in order, and {word} of the {which} model has {twice!r} {count} times")
         alone = len(set(ours) - set(theirs)), len(set(theirs) - set(ours))
         if any(alone):
-            raise ValueError(
+            raise UserError(
                 f"by their {word} these are not the same samples: {alone[0]:,} are in the first alone, {alone[1]:,} in "
                 "the second alone"
             )

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import SHOWN, Report, evaluate
 from fedlas.extras import optional_module
 from fedlas.metrics.result import Result
@@ -182,7 +183,7 @@ def report_page(
         seed: of the random numbers of intervals and of cross-fitting.
     """
     if not 0 <= samples <= MOST_SAMPLES:
-        raise ValueError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
+        raise UserError(f"samples is {samples}; a number from 0 to {MOST_SAMPLES} is needed")
     held = named_models(models)
     known = _samples(held, ids, paths, images)
     if bins is None:
@@ -208,7 +209,7 @@ def _samples(
     for what, given in {"ids": ids, "paths": paths, "images": images}.items():
         for name, model in held.items():
             if given is not None and model.predictions is not None and len(given) != len(model.predictions):
-                raise ValueError(f"{what} has {len(given)} entries, {name} has {len(model.predictions)} samples")
+                raise UserError(f"{what} has {len(given)} entries, {name} has {len(model.predictions)} samples")
     found: dict[str, _Samples] = {}
     sources: list[object] = []
     for name, model in held.items():
@@ -247,7 +248,7 @@ def named_models(models: Given | Mapping[str, Given]) -> dict[str, Model]:
     """Make of whatever was given a `Model` for each name."""
     given = models if isinstance(models, Mapping) else {"model": models}
     if not given:
-        raise ValueError("no model is given")
+        raise UserError("no model is given")
     found: dict[str, Model] = {}
     for name, one in given.items():
         if isinstance(one, AnyPredictions):
@@ -257,9 +258,9 @@ def named_models(models: Given | Mapping[str, Given]) -> dict[str, Model]:
         elif isinstance(one, Model):
             found[str(name)] = one
         else:
-            raise TypeError(f"{name} is {type(one).__name__}; Predictions, a Report or a Model is expected")
+            raise UserTypeError(f"{name} is {type(one).__name__}; Predictions, a Report or a Model is expected")
         if found[str(name)].predictions is None and found[str(name)].report is None:
-            raise ValueError(f"{name} has neither predictions nor a report")
+            raise UserError(f"{name} has neither predictions nor a report")
     return found
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
+from fedlas.errors import UserError
 from fedlas.metrics.mean_rank import mean_ranks
 from fedlas.metrics.result import aligned
 from fedlas.storage import write_whole
@@ -72,7 +73,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         if len(self.intervals) not in {0, len(self.values)}:
-            raise ValueError(f"{len(self.values)} values cannot have {len(self.intervals)} intervals")
+            raise UserError(f"{len(self.values)} values cannot have {len(self.intervals)} intervals")
 
     @property
     def mean(self) -> float | None:
@@ -238,10 +239,10 @@ class Table:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.+-]*", self.name, re.ASCII):
-            raise ValueError(f"a table is named like a file, in letters, digits and any of ._+-; this is {self.name!r}")
+            raise UserError(f"a table is named like a file, in letters, digits and any of ._+-; this is {self.name!r}")
         for row in (*self.rows, *self.left_out):
             if len(row.cells) != len(self.columns):
-                raise ValueError(f"{row.name} has {len(row.cells)} cells for {len(self.columns)} columns")
+                raise UserError(f"{row.name} has {len(row.cells)} cells for {len(self.columns)} columns")
 
     def marks(self) -> tuple[Marks, ...]:
         """Say for each column which rows are best and second, as rounded; a number alone is neither."""
@@ -329,7 +330,7 @@ class Table:
         made = {"md": self.markdown(detail), "tex": self.latex(detail), "csv": self.csv(), "txt": self.text(detail)}
         made["html"] = page([self], self.title, detail)
         if unknown := [wanted for wanted in formats if wanted not in made]:
-            raise ValueError(f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(made)}")
+            raise UserError(f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(made)}")
         paths = {wanted: Path(folder) / f"{self.name}.{wanted}" for wanted in formats}
         for wanted in sorted(paths, key=lambda one: one != "csv"):  # numbers first: by them a table is known
             write_whole(paths[wanted], made[wanted].encode())
@@ -338,7 +339,7 @@ class Table:
     def _filled(self, detail: Detail, style: _Style) -> tuple[list[list[tuple[str, int]]], list[list[str]], list[str]]:
         """Give what a format lays out, escaped: headings with their spans, the widest first; lines; notes."""
         if detail not in PARTS:
-            raise ValueError(f"detail is one of {', '.join(PARTS)}, not {detail!r}")
+            raise UserError(f"detail is one of {', '.join(PARTS)}, not {detail!r}")
         parts = [self._parts(place, detail) for place in range(len(self.columns))]
         heads = [[(column.name, len(held)) for column, held in zip(self.columns, parts, strict=True)]]
         if any(column.group for column in self.columns):
@@ -402,7 +403,7 @@ def mean_rank_columns(table: Table, metric_columns: Sequence[str]) -> Table:
         places = [n for n, column in enumerate(table.columns) if column.name == metric and column.group != RANKS]
         if not places:
             names = ", ".join(dict.fromkeys(column.name for column in table.columns))
-            raise ValueError(f"no column is called {metric!r}; there are {names}")
+            raise UserError(f"no column is called {metric!r}; there are {names}")
         ours, printed = {}, {}
         for number, row in enumerate(table.rows):
             held = [(table.columns[place], row.cells[place]) for place in places]

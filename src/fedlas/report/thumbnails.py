@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
 from fedlas.predictions import Array, as_tensor
 
@@ -41,24 +42,24 @@ def pixels(given: Array) -> NDArray[np.uint8]:
     if array.ndim == 3 and array.shape[2] not in CHANNELS and array.shape[0] in CHANNELS:
         array = np.moveaxis(array, 0, 2)
     if array.ndim not in {2, 3} or (array.ndim == 3 and array.shape[2] not in CHANNELS) or 0 in array.shape:
-        raise ValueError(f"an image has shape {array.shape}; (height, width), with 1, 3 or 4 channels, is expected")
+        raise UserError(f"an image has shape {array.shape}; (height, width), with 1, 3 or 4 channels, is expected")
     if array.dtype.kind == "f":
         if not (array >= 0).all() or not (array <= 1).all():
-            raise ValueError("an image of floating-point numbers has values outside 0..1; undo its normalisation first")
+            raise UserError("an image of floating-point numbers has values outside 0..1; undo its normalisation first")
         array = np.rint(array * 255).astype(np.uint8)
     if array.dtype != np.uint8:
-        raise TypeError(f"an image holds {array.dtype}; uint8, or floating-point numbers in 0..1, are expected")
+        raise UserTypeError(f"an image holds {array.dtype}; uint8, or floating-point numbers in 0..1, are expected")
     return array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else np.ascontiguousarray(array)
 
 
 def _opened(images: Any, path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"{path.name[:80]} is no file")
+        raise UserError(f"{path.name[:80]} is no file")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the size, which is looked at below, and about odd metadata
         file = images.open(path, formats=FORMATS)
         with file:
             if file.width * file.height > MOST_PIXELS:
-                raise ValueError(f"{path.name[:80]} has {file.width} x {file.height} pixels, which is too many")
+                raise UserError(f"{path.name[:80]} has {file.width} x {file.height} pixels, which is too many")
             file.draft("RGB", (SIDE, SIDE))  # a large JPEG is decoded at a fraction of its size
             return file.convert("RGBA" if "A" in file.getbands() else "RGB")

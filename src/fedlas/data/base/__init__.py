@@ -26,6 +26,7 @@ from torch import Tensor
 from fedlas.catalog import nearest
 from fedlas.data.base.fetching import DamagedFileError, Progress, Source, fetch, unpack
 from fedlas.data.base.images import HALF, IMAGENET, Transform, decoded, fitted
+from fedlas.errors import UserError, UserTypeError
 
 NormalisationName: TypeAlias = Literal["imagenet", "half"]
 Images: TypeAlias = UInt8[Tensor, "n channels height width"] | tuple[Path, ...]
@@ -79,7 +80,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if not len(self.images) == len(self.labels) == len(self.index):
-            raise ValueError(f"{len(self.images)} images, {len(self.labels)} labels, {len(self.index)} indices")
+            raise UserError(f"{len(self.images)} images, {len(self.labels)} labels, {len(self.index)} indices")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -225,7 +226,7 @@ class AbstractDataset(ABC):
         progress: Progress | None = None,
     ) -> None:
         if not 0 <= seed < 1 << 32:
-            raise ValueError(f"seed must lie between 0 and 2^32 - 1, not {seed}")
+            raise UserError(f"seed must lie between 0 and 2^32 - 1, not {seed}")
         self.root = data_root(root)
         self.seed = seed
         self.download = download
@@ -319,7 +320,7 @@ def large_transform(
     constants = {"imagenet": IMAGENET, "half": HALF}
     mean, std = constants[one_of("normalisation", normalisation, list(constants))]
     if image_size < 1:
-        raise ValueError(f"image_size must be at least 1, not {image_size}")
+        raise UserError(f"image_size must be at least 1, not {image_size}")
     if resize is None:  # the published pairs are 448 and 384, 256 and 224
         resize = round(image_size * (7 / 6 if image_size >= 384 else 8 / 7))
     return Transform(size=image_size, channels=3, mean=mean, std=std, resize=resize, flip=flip, antialias=antialias)
@@ -338,7 +339,9 @@ def fine_grained_options(options: FineGrained) -> tuple[Selection, Transform, Co
     common: dict[str, Any] = {name: value for name, value in options.items() if name in Common.__annotations__}
     strangers = [name for name in options if name not in FineGrained.__annotations__]
     if strangers:
-        raise TypeError(f"unknown keyword {strangers[0]!r}; {nearest(strangers[0], list(FineGrained.__annotations__))}")
+        raise UserTypeError(
+            f"unknown keyword {strangers[0]!r}; {nearest(strangers[0], list(FineGrained.__annotations__))}"
+        )
     return selection, transform, cast("Common", common)
 
 
@@ -377,7 +380,7 @@ def share_of_batch(places: Int[Tensor, " n"], rank: int, world: int) -> Int[Tens
     Of fewer places than ranks, the last ranks get none.
     """
     if not 0 <= rank < world:
-        raise ValueError(f"rank {rank} of {world}")
+        raise UserError(f"rank {rank} of {world}")
     return places.tensor_split(world)[rank]
 
 
@@ -394,5 +397,5 @@ def as_labels(array: NDArray[Any] | Sequence[int]) -> Int[Tensor, " n"]:
 def one_of(what: str, word: str, known: Sequence[str]) -> str:
     """Return a word that is one of the known ones."""
     if word not in known:
-        raise ValueError(f"no {what} is called {word!r}; {nearest(str(word), list(known))}")
+        raise UserError(f"no {what} is called {word!r}; {nearest(str(word), list(known))}")
     return word

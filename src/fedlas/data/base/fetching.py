@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from fedlas.errors import UserError
+
 # Called while a file is fetched, with its name, the bytes there are, and the bytes there will be if that is known.
 Progress: TypeAlias = Callable[[str, int, int | None], None]
 
@@ -35,7 +37,7 @@ class MissingFileError(FileNotFoundError):
     """A data file is not there; the message says which file to put where."""
 
 
-class DamagedFileError(ValueError):
+class DamagedFileError(UserError):
     """A data file does not hold what was published; the message names it."""
 
 
@@ -167,7 +169,7 @@ def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
     from fedlas.web import StaySecure  # noqa: PLC0415  needed by those alone who fetch something
 
     if not url.startswith(("https://", "http://")):
-        raise ValueError(f"{url} is no web address")
+        raise UserError(f"{url} is no web address")
     part = regular(path.with_name(f"{path.name}.part"), ours=True)
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310

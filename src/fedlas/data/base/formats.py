@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedlas.data.base.fetching import DamagedFileError, MissingFileError, checked_bytes, regular
+from fedlas.errors import UserError
 
 Bytes = NDArray[np.uint8]
 LARGEST_IDX = 2**28  # unpacked; the training images of MNIST are 47 million bytes
@@ -108,7 +109,7 @@ def read_cifar_pickle(path: Path, labels: str, md5: str) -> tuple[Bytes, Bytes]:
         images = np.asarray(batch["data"])
         truth = np.asarray(batch[labels], np.uint8)
         if images.dtype != np.uint8 or images.shape != (len(truth), 3072):
-            raise ValueError(f"data is {images.dtype} {images.shape}")  # noqa: TRY301
+            raise UserError(f"data is {images.dtype} {images.shape}")
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedFileError(f"{path} is no CIFAR batch: {error!r}") from error
     return images.reshape(-1, 3, 32, 32), truth

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlas.data.base.fetching import DamagedFileError, locked, regular
+from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
 _filters = threading.Lock()  # those of warnings are the whole process's, and files are decoded in many threads
@@ -61,13 +62,13 @@ class Transform:
 
     def __post_init__(self) -> None:
         if self.channels not in (1, 3):
-            raise ValueError(f"channels is 1 or 3, not {self.channels}")
+            raise UserError(f"channels is 1 or 3, not {self.channels}")
         if len(self.mean) != self.channels or len(self.std) != self.channels:
-            raise ValueError(f"mean and std need one number for each of {self.channels} channels")
+            raise UserError(f"mean and std need one number for each of {self.channels} channels")
         if min(self.std) <= 0:
-            raise ValueError(f"std must be positive, not {self.std}")
+            raise UserError(f"std must be positive, not {self.std}")
         if self.size < 1 or self.pad < 0 or self.stored < self.size:
-            raise ValueError(f"cannot see {self.size} pixels of {self.stored}, padded by {self.pad}")
+            raise UserError(f"cannot see {self.size} pixels of {self.stored}, padded by {self.pad}")
 
     @property
     def stored(self) -> int:
@@ -134,7 +135,7 @@ def decode(path: Path, transform: Transform) -> UInt8[Tensor, "channels stored s
         with _opened(content) as picture:
             if 3 * picture.width * picture.height > max(MOST_UNPACKED, MOST_TIMES * len(content)):
                 size = f"{picture.width:,} x {picture.height:,}"
-                raise ValueError(f"its {len(content):,} bytes would unpack to {size} pixels, which no image does")  # noqa: TRY301
+                raise UserError(f"its {len(content):,} bytes would unpack to {size} pixels, which no image does")  # noqa: TRY301
             pixels = np.array(_in_bytes(picture).convert("RGB" if transform.channels == 3 else "L"))
     except (FileNotFoundError, MemoryError):
         raise
@@ -159,10 +160,10 @@ def _in_bytes(picture: Any) -> Any:
     if picture.mode.startswith("I"):
         pixels = np.asarray(picture).astype(np.int64)
         if pixels.size and not 0 <= pixels.min() <= pixels.max() < 1 << 16:
-            raise ValueError("its pixels are neither of 8 nor of 16 bits; save it as one of both")
+            raise UserError("its pixels are neither of 8 nor of 16 bits; save it as one of both")
         return optional_module("PIL.Image", "train").fromarray((pixels >> 8).astype(np.uint8))
     if picture.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, of which nobody knows the white; save it in 8 bits")
+        raise UserError("its pixels are floating-point numbers, of which nobody knows the white; save it in 8 bits")
     return picture
 
 
@@ -196,7 +197,7 @@ def decoded(
         # Copy on write: torch wants memory that may be written to, and the file stays as it is.
         images = np.load(kept, mmap_mode="c", allow_pickle=False)
         if images.shape != shape or images.dtype != np.uint8:
-            raise ValueError(f"it holds {images.dtype} {images.shape}")  # noqa: TRY301
+            raise UserError(f"it holds {images.dtype} {images.shape}")
     except (ValueError, EOFError, OSError) as error:
         raise DamagedFileError(f"{kept} is damaged ({error}); remove it and it will be made again") from error
     return torch.from_numpy(images)

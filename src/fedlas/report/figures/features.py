@@ -4,13 +4,14 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.predictions import Predictions
 
 
 def features_of(predictions: Predictions) -> Float64[Tensor, "n width"]:
     """Take the features, in double precision."""
     if predictions.features is None:
-        raise ValueError("these predictions have no features, which this figure is about")
+        raise UserError("these predictions have no features, which this figure is about")
     return predictions.features.double().cpu()
 
 

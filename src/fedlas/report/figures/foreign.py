@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedlas.errors import UserError
 from fedlas.predictions import AnyPredictions, Array
 from fedlas.report import page_data
 from fedlas.report.figures.style import (
@@ -92,14 +93,14 @@ def foreign_data(
     """
     held = page_data.ood_data(predictions, ood, report, train_features)
     if held is None:
-        raise ValueError("the report knows no foreign data; give it to evaluate(..., ood=...)")
+        raise UserError("the report knows no foreign data; give it to evaluate(..., ood=...)")
     found = []
     for one in held["sets"]:
         scores = tuple(_score(score) for score in one["scores"] if "roc" in score)
         if scores:
             found.append(ForeignSet(one["name"], scores))
     if not found:
-        raise ValueError(f"of the foreign data in the report ({len(held['sets'])} sets), none is given in ood")
+        raise UserError(f"of the foreign data in the report ({len(held['sets'])} sets), none is given in ood")
     return Foreign(title, tuple(found))
 
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float64, UInt8
 from torch import Tensor
 
+from fedlas.errors import UserError
 from fedlas.predictions import Predictions
 from fedlas.report import page_data
 from fedlas.report.figures.features import correlation, features_of, norms_of, places_by_size
@@ -67,7 +68,7 @@ def indicator_data(predictions: Predictions, title: str) -> Indicator:
     norm, confidence = norms_of(predictions), predictions.confidence.double().cpu()
     correct = predictions.correct.bool().cpu()
     if len(norm) < 2 or not float(norm.std()) > 0:
-        raise ValueError(ALIKE)
+        raise UserError(ALIKE)
     lowest = norm.argsort()[: max(1, len(norm) // 10)]
     return Indicator(
         title=title,
@@ -145,7 +146,7 @@ def norm_data(predictions: Predictions, title: str) -> Norms:
     held = page_data.norm_data(predictions)
     if held is None:
         features_of(predictions)
-        raise ValueError(ALIKE)
+        raise UserError(ALIKE)
     columns = {name: tuple(map(float, held[name])) for name in ("edges", "right", "wrong")}
     samples, *means = zip(*held["groups"], strict=True)
     nci, confidence, accuracy = (tuple(map(float, column)) for column in means)

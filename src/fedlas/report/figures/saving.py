@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedlas.errors import UserError
 from fedlas.predictions import Predictions
 from fedlas.report.figures.style import save_with_data
 
@@ -53,7 +54,7 @@ def save_figures(
     endings = tuple(formats)
     unknown = sorted({*endings} - KNOWN)
     if isinstance(formats, str) or unknown or not endings:
-        raise ValueError(f"formats is {formats!r}; some of {sorted(KNOWN)} are needed")
+        raise UserError(f"formats is {formats!r}; some of {sorted(KNOWN)} are needed")
     held = named_models(models)
     reports = {name: report_of(model, level, resamples, seed) for name, model in held.items()}
     drawn = [*_of_all(reports, level), *_of_each(held, reports), *_of_logs(held)]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedlas.errors import UserError
 from fedlas.report import page_data
 from fedlas.report.figures.style import DARK, PAGE, PALE, Stroke, fitted, legend_below, paper, shown, stroke
 
@@ -38,7 +39,7 @@ def training_data(log: Sequence[Mapping[str, Any]], title: str) -> LearningCurve
     """Take the curves from a run's log, such as `Run.log`; long logs are thinned."""
     held = page_data.training_data(log)
     if held is None:
-        raise ValueError('the log has no finished epoch; its records need "epoch", "train" and "val"')
+        raise UserError('the log has no finished epoch; its records need "epoch", "train" and "val"')
     columns = (tuple(held[name]) for name in ("epoch", "loss", "accuracy", "ece", "over_ece", "under_ece"))
     return LearningCurve(title, *columns)
 

@@ -1,0 +1,33 @@
+"""Interface of accelerators: what the training engine asks of kernels that replace parts of a step.
+
+The engine works without any accelerator. One is loaded by `training.build.load_accelerator`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from fedlas.training.epoch_metrics import EpochSums
+from fedlas.training.optimizer import OptimizerStep, StepFunction
+
+
+@runtime_checkable
+class Accelerator(Protocol):
+    """Custom kernels for a device.
+
+    Attributes:
+        epoch_sums: sums of an epoch; they need the fused optimizer step, which has tried the kernels.
+    """
+
+    epoch_sums: EpochSums
+
+    def prepare_model(self, model: nn.Module) -> nn.Module | None:
+        """Return a network with the same layers that trains faster, or None if the kernels do not fit."""
+
+    def precompile(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Return a context that pre-compiles the kernels of a network in parallel, if it has any."""
+
+    def optimizer_step(self, plain: OptimizerStep, model: nn.Module) -> StepFunction:
+        """Return a faster replacement of an optimizer step, or the step itself if the kernels do not fit."""

@@ -1,0 +1,50 @@
+"""The accelerator: custom Triton kernels for ResNets and SGD on one GPU."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from fedlas.training.accelerators import batch_norm, metric_sums, precompile, resnet
+from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep, fits
+from fedlas.training.epoch_metrics import EpochSums
+from fedlas.training.optimizer import OptimizerStep, StepFunction
+
+
+class CustomKernels:
+    """Custom kernels for a device; see `Accelerator`.
+
+    Args:
+        device: where a network trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.epoch_sums: EpochSums = metric_sums
+
+    def prepare_model(self, model: nn.Module) -> nn.Module | None:
+        """Return a ResNet whose training passes use the kernels, or None if the network is another one."""
+        if not resnet.fits(model):
+            return None
+        reason = batch_norm.why_not(self.device)
+        if reason is not None:
+            warnings.warn(f"custom kernels cannot be used, torch.compile is used instead: {reason}", stacklevel=2)
+            return None
+        return resnet.fuse(model)
+
+    def precompile(self, model: nn.Module) -> Callable[[], AbstractContextManager[precompile.Precompilation]] | None:
+        """Return a context that pre-compiles the kernels of a ResNet in parallel."""
+        if not isinstance(model, resnet.FusedResNet):
+            return None
+        # The compiler of the loss takes seconds to import: that happens in parallel too.
+        return partial(precompile.precompilation, self.device, partial(import_module, "torch._inductor.compile_fx"))
+
+    def optimizer_step(self, plain: OptimizerStep, model: nn.Module) -> StepFunction:
+        """Return a fused optimizer step, if the kernels support the optimizer."""
+        if not fits(plain.recipe, plain.optimizer, self.device):
+            return plain
+        return FusedOptimizerStep(plain, model if isinstance(model, resnet.FusedResNet) else None)

@@ -1,0 +1,85 @@
+"""Execute training steps: the first ones eagerly, then by replaying a CUDA graph of the same step.
+
+The first steps of a batch size run eagerly, as real steps, and warm everything up; then the step is captured and from
+then on replayed. Capturing changes no number: an uncompiled captured step equals the eager one bit for bit.
+"""
+
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlas.training.compilation import first_line, ran_out_of_memory, run_first_step
+from fedlas.training.step import Inputs, TrainStep
+
+WARM = 3  # eager steps before a capture: enough for compilation, autotuning and allocation
+
+
+class StepExecutor:
+    """Executes a step for each batch, eagerly or by replaying what was captured.
+
+    Args:
+        step: the step.
+        capture: whether to capture it; only on a CUDA device.
+    """
+
+    def __init__(self, step: TrainStep, *, capture: bool = True) -> None:
+        self.step = step
+        self.capture = capture and step.device.type == "cuda"
+        self.graphs: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Inputs]] = {}
+        self._started = False
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Train on a batch."""
+        if not self._started:
+            self._started = True
+            run_first_step(self.step, inputs)
+            return
+        kind = tuple((tuple(value.shape), value.dtype) for value in inputs)
+        if self.capture and kind not in self.graphs and self._seen[kind] >= WARM:
+            self._capture(kind, inputs)
+        if kind not in self.graphs:
+            self._seen[kind] += 1
+            self.step(*inputs)
+            return
+        graph, static_inputs = self.graphs[kind]
+        for target, value in zip(static_inputs, inputs, strict=True):
+            target.copy_(value, non_blocking=True)
+        graph.replay()
+
+    def _capture(self, kind: tuple[Any, ...], inputs: Inputs) -> None:
+        """Record a step without executing it; if it cannot be captured, all steps stay eager."""
+        static_inputs = tuple(value.clone() for value in inputs)
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self.step.device)
+        # Other threads may use the device meanwhile: one of a loader pins memory, for example.
+        recording = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        try:
+            with without_collector(), self.step.parts.optimizer_step.capturing(), recording:
+                self.step(*static_inputs)
+        except RuntimeError as error:
+            if ran_out_of_memory(error):
+                raise
+            self.capture = False
+            warnings.warn(f"not captured: {first_line(error)}", UserWarning, stacklevel=3)
+        else:
+            self.graphs[kind] = graph, static_inputs
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Collect garbage now and not inside: a graph of an earlier run that is freed during a capture ruins it."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

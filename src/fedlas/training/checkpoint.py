@@ -1,0 +1,283 @@
+"""Checkpoints: written atomically, and read without unpickling anything but tensors.
+
+A checkpoint is one file with the weights, the state of the loss, the optimizer state, the step counter, the loss scale,
+the random state, the metric sums of the epoch, the position in the epoch, and the weights of the best epoch so far. The
+state is restored in place, so a captured step stays valid. The copy to the host is synchronous, the file is written in
+the background.
+
+A checkpoint contains a checksum, because torch does not detect flipped bits. The previous checkpoint is kept until the
+run is finished, in case the latest one is damaged.
+"""
+
+import hashlib
+import io
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fedlas.storage import also_called, check_file, memory_errors, read_torch, write_whole
+from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import Run, RunError
+
+FORMAT = "fedlas.checkpoint/1"
+EMPTY_COMMENT = b"\0\0"  # the last bytes of a zip file without a comment: its length, 0
+CHECKSUM_PREFIX = b"sha256 "  # start of the zip comment with the checksum
+# Exceptions raised when a state does not fit.
+RESTORE_ERRORS = (RuntimeError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
+
+
+def copy_to_host(value: Any) -> Any:
+    """Copy all tensors of a nested structure to host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: copy_to_host(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copy_to_host(item) for item in value)
+    return value
+
+
+def restore_module(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the state of a module in place."""
+    with memory_errors():
+        module.load_state_dict(dict(state))
+
+
+def check_recipe(saved: Mapping[str, Any], path: Path, recipe: Recipe) -> None:
+    """Raise if a checkpoint belongs to another recipe, such as another seed or loss."""
+    if saved["recipe"] != recipe.key:
+        raise RunError(
+            f"{path} is a checkpoint of another recipe: its key is {saved['recipe']!r}, the key of recipe.json "
+            f"is {recipe.key!r}; restore the checkpoint of this run, or remove its folder to train again"
+        )
+
+
+def check_position(saved: Mapping[str, Any], path: Path, epochs: int, steps: int | None = None) -> None:
+    """Raise if the position of a checkpoint is impossible for this number of epochs and steps per epoch."""
+    epoch, position, count = saved["epoch"], saved["position"], int(saved["step"]["count"])
+    if epoch > epochs:
+        raise invalid_checkpoint(path, f"its position is after epoch {epoch} of {epochs}")
+    if steps is None:
+        return
+    if position > (steps if epoch < epochs else 0):
+        raise invalid_checkpoint(
+            path, f"its position is after step {position} of {steps} in epoch {epoch + 1} of {epochs}"
+        )
+    if count != epoch * steps + position:
+        raise invalid_checkpoint(
+            path, f"its step counter is {count}, but its position is after step {epoch * steps + position}"
+        )
+
+
+class Writer:
+    """Writes checkpoints in the background, one at a time."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._last: Future[None] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no checkpoint is being written."""
+        return self._last is None or self._last.done()
+
+    def save(self, path: Path, content: dict[str, Any]) -> None:
+        """Copy the content now and write it while training continues."""
+        copy = copy_to_host({"format": FORMAT, **content})
+        self.wait()  # keep at most one copy in memory
+        self._last = self._pool.submit(_write, path, copy)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk; raise the error of the writer thread, if any."""
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint atomically and keep the previous one."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with buffer.getbuffer() as view:  # no copy: the checkpoint may be large
+        write_whole(path, *with_checksum(view), before=Run(path.parent).checkpoint_before)
+
+
+def with_checksum(content: memoryview) -> tuple[memoryview, bytes]:
+    """Append a checksum to a zip file such as torch writes, as its zip comment."""
+    body, end = content[: -len(EMPTY_COMMENT)], content[-len(EMPTY_COMMENT) :]
+    assert end == EMPTY_COMMENT
+    return body, _checksum_comment(body)
+
+
+def _checksum_comment(body: bytes | memoryview) -> bytes:
+    comment = CHECKSUM_PREFIX + hashlib.sha256(body).hexdigest().encode()
+    return len(comment).to_bytes(2, "little") + comment
+
+
+def is_intact(content: bytes) -> bool:
+    """Return whether the checksum of a checkpoint is right, or that of each zip member if it has none."""
+    end = len(content) - len(_checksum_comment(b""))
+    if CHECKSUM_PREFIX in content[max(0, end) :]:
+        view = memoryview(content)[:end]  # no copy: the checkpoint may be large
+        return _checksum_comment(view) == content[end:]
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as parts:
+            return parts.testzip() is None
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OSError, zlib.error):
+        return False
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint."""
+    damaged = f"{path} cannot be read: it is damaged, or not a checkpoint; remove its folder to start again"
+    try:
+        check_file(path)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
+    if not is_intact(data):
+        raise RunError(damaged)
+    try:
+        with warnings.catch_warnings(), memory_errors():
+            warnings.simplefilter("ignore")  # warnings about files that fedlas did not write
+            content: dict[str, Any] = read_torch(path, data)
+    except (*RESTORE_ERRORS, OSError) as error:
+        raise RunError(damaged) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise RunError(f"{path} is not a checkpoint that fedlas wrote")
+    fault = _find_fault(content)
+    if fault is not None:
+        raise invalid_checkpoint(path, fault)
+    return content
+
+
+def invalid_checkpoint(path: Path, reason: object) -> RunError:
+    """Return the error for a checkpoint that is readable but has invalid content."""
+    details = " ".join(str(reason).split())
+    return RunError(f"{path} is damaged, or not a checkpoint of this run: {details}; remove its folder to start again")
+
+
+def _find_fault(content: Mapping[str, Any]) -> str | None:
+    """Return what is missing or invalid in a checkpoint, which is untrusted input; None if it is valid."""
+    for name, is_valid, expected in ENTRIES:
+        if name not in content:
+            return f"it has no {name!r}"
+        if not is_valid(content[name]):
+            return f"{name!r} is not {expected}"
+    step = content["step"]
+    for name, is_valid, expected in STEP_ENTRIES:
+        if name not in step or not is_valid(step[name]):
+            return f"{name!r} of 'step' is not {expected}"
+    model, best = content["model"], content["best"]
+    if content["best_epoch"] > content["epoch"]:
+        return f"its best epoch, {content['best_epoch']}, is later than its last epoch, {content['epoch']}"
+    if (best or content["epoch"]) and _shapes(best) != _shapes(model):
+        return "'best' does not hold the same weights as 'model'"
+    return None
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in weights.items()}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_accuracy(value: Any) -> bool:
+    return type(value) in (int, float) and -1 <= value <= 1  # -1: before the first epoch
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _is_tensor_mapping(value: Any) -> bool:
+    return _is_mapping(value) and all(_is_tensor(item) for item in value.values())
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
+
+
+def _is_optimizer_state(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_tensor_mapping(item) for item in value)
+
+
+def _is_random_state(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_mapping(item) for item in value)
+
+
+def _is_scalar(value: Any) -> bool:
+    plain = _is_tensor(value) and value.dtype in (torch.int64, torch.float32) and value.shape == ()
+    return plain and bool(value.isfinite()) and bool(value >= 0)
+
+
+def _is_gate_state(value: Any) -> bool:
+    return _is_mapping(value) and _is_mapping(value.get("history")) and _is_tensor(value.get("sums"))
+
+
+# Entries of a checkpoint: name, check of the value, and description of valid values.
+Entry: TypeAlias = tuple[str, Callable[[Any], bool], str]
+ENTRIES: tuple[Entry, ...] = (
+    ("model", _is_tensor_mapping, "a dictionary of tensors"),
+    ("loss", _is_mapping, "a dictionary with string keys"),
+    ("optimizer", _is_optimizer_state, "a list of dictionaries of tensors"),
+    ("step", _is_mapping, "a dictionary with string keys"),
+    ("epoch", _is_count, "a number of epochs"),
+    ("position", _is_count, "a number of steps"),
+    ("random", _is_random_state, "a list with the random state of each process"),
+    ("best", _is_tensor_mapping, "a dictionary of tensors"),
+    ("best_epoch", _is_count, "a number of epochs"),
+    ("best_accuracy", _is_accuracy, "an accuracy"),
+    ("recipe", _is_text, "the key of a recipe"),
+)
+STEP_ENTRIES: tuple[Entry, ...] = (
+    ("count", _is_scalar, "a number of steps"),
+    ("scale", _is_scalar, "a factor"),
+    ("good_steps", _is_scalar, "a number of steps"),
+    ("metrics", _is_tensor_mapping, "a dictionary of tensors"),
+    ("gate", _is_gate_state, "a gate history and its sums"),
+)
+
+
+def recover_checkpoint(run: Run) -> bool:
+    """Return whether a run has a checkpoint; replace a damaged checkpoint by the previous one."""
+    path, previous = run.checkpoint, run.checkpoint_before
+    if not path.exists():
+        previous.unlink(missing_ok=True)  # the user removed the checkpoint to start again
+        return False
+    if is_intact(path.read_bytes()) or not previous.exists():
+        return True  # `load` reports a damaged checkpoint without a predecessor
+    if not is_intact(previous.read_bytes()):
+        raise RunError(f"{path} is damaged, and so is {previous}; remove both to start again")
+    renamed = path.with_name("checkpoint-damaged.pt")
+    also_called(path, renamed)
+    previous.replace(path)
+    warnings.warn(
+        f"{path} is damaged: its checksum is wrong. The run resumes from the previous checkpoint; the damaged file "
+        f"is now {renamed.name}",
+        stacklevel=2,
+    )
+    return True

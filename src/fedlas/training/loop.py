@@ -1,0 +1,445 @@
+"""Training loop: from a recipe to predictions on disk.
+
+for each epoch
+    for each batch:  step                          (step.py: the same for all losses, captured on a GPU)
+    validation       ─► metrics, best epoch        (highest accuracy; the earliest epoch if several are equal)
+    loss.end_epoch(validation)
+    log.jsonl, checkpoint.pt
+predictions of the last and of the best weights
+"""
+
+import math
+import resource
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlas import ranks
+from fedlas.errors import UserError, UserTypeError
+from fedlas.predictions import Predictions
+from fedlas.training import checkpoint
+from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_stream, raise_compile_limit
+from fedlas.training.build import SessionCache, select_device
+from fedlas.training.callbacks import AbstractCallback, check_callbacks
+from fedlas.training.distributed import (
+    any_signal,
+    broadcast_buffers,
+    decide_on_rank_zero,
+    gather_objects,
+    is_rank_zero,
+    process_group,
+)
+from fedlas.training.prediction import Source, predictions_of
+from fedlas.training.progress import default_callbacks, downloads, write_board
+from fedlas.training.protocols import check_parts
+from fedlas.training.recipe import Recipe
+from fedlas.training.run_folder import ELSEWHERE, MACHINE, RESUME, Run, RunError, locked, run_in
+from fedlas.training.schedule import lr_factor
+from fedlas.training.session import Session
+from fedlas.training.signals import StoppedError, StopSignals
+from fedlas.training.validation import halves, validation_metrics
+
+TRAINING_SPLITS = ("train", "val")  # splits used for training and model selection
+CPUS_WITHOUT_BF16 = ("DEFAULT", "NO AVX", "AVX2")  # capabilities without bfloat16 instructions
+
+
+class DivergedError(UserError, ArithmeticError):
+    """A loss or gradient was not finite, or a loss was too large.
+
+    Args:
+        message: location of the divergence and the last good checkpoint.
+        step: the first diverged step, counted from 1 at the start of the run.
+        index: positions of the samples of its batch in the training split.
+    """
+
+    def __init__(self, message: str, step: int, index: list[int]) -> None:
+        super().__init__(message)
+        self.step, self.index = step, index
+
+
+def fit(
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callbacks: Sequence[AbstractCallback] = (),
+    device: str | torch.device | None = None,
+    data_root: str | Path | None = None,
+    progress: bool | None = None,
+) -> Run:
+    """Train a recipe and return its run folder.
+
+    Args:
+        recipe: the recipe.
+        out: the run folder; by default `runs/<data>-<model>-<loss>-<key>`.
+        resume: continue an unfinished run in the folder; start a new run if there is none.
+        callbacks: user-defined callbacks.
+        device: training device; by default a GPU if available.
+        data_root: folder of the data sets; by default `$FEDLAS_DATA`, or the user's cache.
+        progress: whether to show a progress bar; by default in a terminal.
+    """
+    return Engine(device=device, data_root=data_root).fit(
+        recipe, out=out, resume=resume, callbacks=callbacks, progress=progress
+    )
+
+
+def fit_many(
+    recipes: Iterable[Recipe],
+    *,
+    folder: str | Path = "runs",
+    resume: bool = True,
+    callbacks: Sequence[AbstractCallback] = (),
+    progress: bool | None = None,
+    **options: Any,
+) -> Iterator[Run]:
+    """Train many recipes in one process; a network that several recipes share is compiled once.
+
+    Each recipe is trained when the iterator reaches it, as in `for run in fit_many(...)`; the first error ends the
+    loop.
+
+    Args:
+        recipes: the recipes, in order; similar recipes next to each other share the most compiled code.
+        folder: parent of the run folders.
+        resume: continue unfinished runs.
+        callbacks: callbacks of all runs.
+        progress: whether to show a progress bar for each run; by default in a terminal.
+        options: device and data_root, as for `fit`.
+    """
+    if isinstance(recipes, Recipe):
+        raise UserTypeError("fit_many takes several recipes; use fit for a single recipe")
+    engine = Engine(**options)
+    return (
+        engine.fit(recipe, out=run_in(folder, recipe).folder, resume=resume, callbacks=callbacks, progress=progress)
+        for recipe in recipes
+    )
+
+
+class Engine:
+    """Trains recipes one after the other and caches compiled networks and captured steps between them.
+
+    Args:
+        device: training device.
+        data_root: folder of the data sets.
+    """
+
+    def __init__(self, *, device: str | torch.device | None = None, data_root: str | Path | None = None) -> None:
+        self.device, self.data_root = select_device(device), data_root
+        self._cache = SessionCache()
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def fit(
+        self,
+        recipe: Recipe,
+        *,
+        out: str | Path | None = None,
+        resume: bool = False,
+        callbacks: Sequence[AbstractCallback] = (),
+        progress: bool | None = None,
+    ) -> Run:
+        """Train a recipe; see the function `fit`."""
+        if not isinstance(recipe, Recipe):
+            raise UserTypeError(f"fit takes a Recipe, such as fedlas.recipe_for returns, not a {type(recipe).__name__}")
+        callbacks = check_callbacks(callbacks)
+        run = run_in("runs", recipe) if out is None else Run(Path(out))
+        with ExitStack() as stack:
+            stack.enter_context(process_group(self.device))
+            if decide_on_rank_zero(lambda: run.completed(recipe)):  # no lock: the folder may be read-only
+                if recipe.tensorboard and is_rank_zero():
+                    write_board(run)
+                return run
+            check_parts(recipe)  # before a folder is created; every rank raises alike
+            decide_on_rank_zero(lambda: _enter_lock(stack, run))
+            if decide_on_rank_zero(lambda: _prepare(run, recipe, resume, self.device)) == "finished":
+                return run
+            if is_rank_zero():
+                _warn_about_recipe(recipe, self.device)
+            stack.enter_context(backend_flags(recipe, self.device))
+            stack.enter_context(on_stream(self._stream))
+            stack.enter_context(raise_compile_limit(recipe, self.device))
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)  # the log reports the peak of this run
+            capture = not any(callback.sees_steps for callback in callbacks)
+            with downloads(progress) as show_download:
+                session = Session(
+                    recipe, self.device, self.data_root, capture=capture, cache=self._cache, progress=show_download
+                )
+                stack.callback(session.close)
+                session.check()
+            if session.data.resident and self.device.type == "cuda":
+                enable_cudnn_benchmark()
+            callbacks = [*callbacks, *(default_callbacks(recipe.tensorboard, progress) if is_rank_zero() else [])]
+            _Training(run, session, callbacks, resume=resume).train()
+        return run
+
+
+def _warn_about_recipe(recipe: Recipe, device: torch.device) -> None:
+    """Warn about settings that are valid but probably unintended."""
+    late = [str(epoch) for epoch in recipe.milestones if epoch >= recipe.epochs]
+    if late:
+        never = "" if len(late) < len(recipe.milestones) else ", so the learning rate never drops"
+        warnings.warn(
+            f"milestones {', '.join(late)} are beyond the last of {recipe.epochs} epochs{never}; "
+            "set milestones=... or another schedule",
+            stacklevel=4,
+        )
+    if recipe.precision == "fp16" and device.type == "cpu":
+        warnings.warn("fp16 is very slow on a CPU; use precision=fp32", stacklevel=4)
+    if (
+        recipe.precision == "bf16"
+        and device.type == "cpu"
+        and torch.backends.cpu.get_cpu_capability() in CPUS_WITHOUT_BF16
+    ):
+        warnings.warn("bf16 may be ten times slower than fp32 on this CPU; use precision=fp32", stacklevel=4)
+
+
+def _enter_lock(stack: ExitStack, run: Run) -> None:
+    stack.enter_context(locked(run.folder))
+
+
+def _prepare(run: Run, recipe: Recipe, resume: bool, device: torch.device) -> str:
+    return run.prepare(recipe, resume=resume, device=device.type, processes=ranks.count())
+
+
+class _Training:
+    """State of one run, from its current position to its end."""
+
+    def __init__(self, run: Run, session: Session, callbacks: Sequence[AbstractCallback], *, resume: bool) -> None:
+        self.run, self.session, self.recipe, self.callbacks = run, session, session.recipe, callbacks
+        self.resume_hint = "run the same command again to continue" if resume else f"continue with {RESUME}"
+        self.writer = checkpoint.Writer()
+        self.signals = StopSignals(ignore_repeats=ranks.count() > 1)
+        self.validation_source = session.evaluation("val")
+        if self.recipe.feedback == "train":
+            self.feedback_source = session.feedback()
+
+    def train(self) -> None:
+        """Train, then write the predictions."""
+        try:
+            with self.signals.listening():
+                decide_on_rank_zero(self._check_data)
+                self._resume()
+                for callback in self.callbacks:
+                    callback.on_train_start(self.run, self.session, self.session.epoch)
+                while self.session.epoch < self.recipe.epochs:
+                    self._epoch()
+                self.writer.wait()
+                self._write_predictions()
+            self._stop(self.signals.caught, "at its end")  # fit_many must not start another run
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Close all callbacks and the checkpoint writer, then raise the first error, if any."""
+        closing: list[Callable[[], object]] = [partial(callback.on_train_end, self.run) for callback in self.callbacks]
+        closing.append(self.writer.close)
+        if is_rank_zero() and self.run.finished_for(self.recipe):  # also if a signal came with the last file
+            closing.append(partial(self.run.checkpoint_before.unlink, missing_ok=True))
+        errors: list[Exception] = []
+        for close in closing:
+            try:
+                close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _epoch(self) -> None:
+        start_time, epoch, first_step = time.perf_counter(), self.session.epoch, self.session.position
+        loss = self.session.loss.train()
+        self.session.net.train()
+        step = epoch * self.session.steps_per_epoch + first_step
+        for inputs in self.session.batches(epoch, first_step):
+            self.session.execute(*inputs)
+            step += 1
+            self._after_step(epoch, step)
+        broadcast_buffers(self.session.net)
+        train_metrics = self.session.step.metrics.read()
+        self._stop_if_diverged()
+        seconds = time.perf_counter() - start_time
+        validation = self._predict(self.validation_source, "val")
+        if self.recipe.halve_validation:
+            validation = halves(validation)[1 if self.recipe.train_on_v1 else 0]
+        loss.end_epoch(self._feedback(validation))
+        record = self._record(epoch, train_metrics, validation)
+        images = (self.session.steps_per_epoch - first_step) * self.recipe.batch_size
+        record[MACHINE] = {
+            "seconds": time.perf_counter() - start_time,
+            "images_per_second": min(images, self.session.samples) / max(seconds, 1e-9),
+            "memory_mib": _memory(self.session.device),
+            "continued_at_step": first_step or None,
+        }
+        self.session.step.metrics.reset()
+        if is_rank_zero():
+            self.run.append_log(record)
+        for callback in self.callbacks:
+            callback.on_epoch_end(record)
+        self.session.epoch, self.session.position = epoch + 1, 0
+        signal_number = any_signal(self.signals.caught, 0, self.session.device)
+        if signal_number is not None or epoch + 1 == self.recipe.epochs or self._is_due(step):
+            self._save()
+        self._stop(signal_number, f"after epoch {epoch + 1} of {self.recipe.epochs}")
+
+    def _feedback(self, validation: Predictions) -> Predictions | None:
+        """Return the predictions that the loss learns from; never those of the test split."""
+        if self.session.validates_on_test:
+            return None
+        if self.recipe.feedback == "validation":
+            return validation
+        return self._predict(self.feedback_source, "train")
+
+    def _after_step(self, epoch: int, step: int) -> None:
+        """Call callbacks, handle signals and save checkpoints; wait for the GPU only to write a checkpoint."""
+        for callback in self.callbacks:
+            callback.on_step_end(self.session, step)
+            callback.on_step_dispatched(step)
+        if self.session.device.type == "cpu":
+            self._stop_if_diverged()
+        position = self.session.position = step - epoch * self.session.steps_per_epoch
+        signal_number = any_signal(self.signals.caught, step, self.session.device)
+        every = self.recipe.checkpoint_every
+        if signal_number is not None or (every and step % every == 0 and position < self.session.steps_per_epoch):
+            self._stop_if_diverged()
+            self._save()
+        self._stop(signal_number, f"after step {position} of {self.session.steps_per_epoch} in epoch {epoch + 1}")
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether to save a checkpoint at the end of this epoch.
+
+        Without `checkpoint_every`, an epoch skips its checkpoint while the previous one is being written. Several
+        processes have to agree, so they save one in every epoch.
+        """
+        if self.recipe.checkpoint_every:
+            return step % self.recipe.checkpoint_every == 0
+        return self.writer.idle or ranks.count() > 1
+
+    def _stop(self, signal_number: int | None, where: str) -> None:
+        """Raise StoppedError if a signal was caught; the checkpoint was saved before."""
+        if signal_number is not None:
+            self.writer.wait()
+            raise StoppedError(f"stopped {where}; {self.resume_hint} ({self.run.folder})", signal_number)
+
+    def _record(self, epoch: int, train_metrics: dict[str, float], validation: Predictions) -> dict[str, Any]:
+        """Return the log record of an epoch, and store the weights if it is the best epoch."""
+        steps = self.session.steps_per_epoch
+        last_step = (epoch + 1) * steps - 1
+        metrics = validation_metrics(validation)
+        self.session.update_best(metrics["accuracy"])
+        return {
+            "epoch": epoch + 1,
+            "steps": last_step + 1,
+            "lr": self.recipe.lr * lr_factor(self.recipe, last_step, steps),
+            "train": _finite(train_metrics),
+            "val": metrics,
+            "gate": self.session.step.gate.read(),
+            "best_epoch": self.session.best_epoch,
+        } | ({"loss_state": state} if (state := self.session.loss.epoch_state()) else {})
+
+    def _save(self) -> None:
+        """Write a checkpoint."""
+        state = self.session.state_dict()
+        if is_rank_zero():
+            self.writer.save(self.run.checkpoint, state)
+
+    def _resume(self) -> None:
+        """Continue from the checkpoint, if there is one."""
+        if not decide_on_rank_zero(lambda: checkpoint.recover_checkpoint(self.run)):
+            decide_on_rank_zero(lambda: self.run.truncate_log(0))
+            return
+        path = self.run.checkpoint
+        saved = checkpoint.load(path)
+        checkpoint.check_recipe(saved, path, self.recipe)
+        self.session.load_state_dict(saved, path)
+        checkpoint.check_position(saved, path, self.recipe.epochs, self.session.steps_per_epoch)
+        decide_on_rank_zero(lambda: self.run.truncate_log(self.session.epoch))
+        try:
+            self.session.load_random_state(saved["random"])
+        except checkpoint.RESTORE_ERRORS as error:
+            raise checkpoint.invalid_checkpoint(path, f"its random state: {error}") from error
+
+    def _check_data(self) -> None:
+        """Record the checksums of the data; raise if a resumed run was trained on other data."""
+        checksums = {name: self.session.data.split(name).checksum() for name in TRAINING_SPLITS}
+        recorded = self.run.environment.get("data", {}) if self.run.checkpoint.exists() else {}
+        changed = [name for name in TRAINING_SPLITS if recorded.get(name, checksums[name]) != checksums[name]]
+        if changed:
+            raise RunError(
+                f"{self.run.folder} was trained on other data: images or labels of {' and '.join(changed)} changed; "
+                f"restore the original data, or {ELSEWHERE}"
+            )
+        self.run.update_environment({"data": recorded | checksums})
+
+    def _stop_if_diverged(self) -> None:
+        step = self.session.step.bad_step()
+        if step is None:
+            return
+        epoch, position = divmod(step, self.session.steps_per_epoch)
+        index = self.session.batches_of_places(epoch)[position].tolist()
+        self.writer.wait()
+        saved = str(self.run.checkpoint) if self.run.checkpoint.exists() else None
+        if is_rank_zero():
+            details = {"step": step + 1, "index": index, "checkpoint": saved}
+            self.run.append_log({"epoch": epoch + 1, "diverged": details})
+        location = f"step {step + 1} (epoch {epoch + 1}, batch {position + 1})"
+        cause = f"the loss or its gradient is not finite, or too large, in {location}"
+        samples = ", ".join(map(str, index[:8])) + (f" and {len(index) - 8} more" if len(index) > 8 else "")
+        last_checkpoint = f"the last good checkpoint is {saved}" if saved else "there is no earlier checkpoint"
+        raise DivergedError(
+            f"{cause}; samples of that batch: {samples} (all in {self.run.log_file}); {last_checkpoint}; "
+            "a smaller lr may help, or clip",
+            step + 1,
+            index,
+        )
+
+    def _predict(self, source: Source, split: str, *, labelled: bool = True) -> Predictions:
+        names = self.session.data.class_names
+        return predictions_of(
+            self.session.net, source, self.recipe, device=self.session.device, split=split, class_names=names,
+            labelled=labelled,
+        )  # fmt: skip
+
+    def _write_predictions(self) -> None:
+        """Write the predictions of the last and the best weights, OOD data last, and the checksums of all data."""
+        if is_rank_zero():
+            split_names = dict.fromkeys(name.partition("-")[0] for name in self.recipe.splits)
+            ood = {data.name: data for data in map(self.session.ood_data, self.recipe.ood)}
+            checksums = dict(self.run.environment["data"])
+            checksums |= {
+                name: self.session.data.split(name).checksum() for name in split_names if name not in TRAINING_SPLITS
+            }
+            checksums |= {f"ood-{name}": data.split("test").checksum() for name, data in ood.items()}
+            self.run.update_environment({"data": checksums, "titles": {name: data.title for name, data in ood.items()}})
+        states = {"last": {name: value.clone() for name, value in self.session.net.model.state_dict().items()}}
+        states["best"] = self.session.best
+        self._predict_all(states, {name: self.session.evaluation(name) for name in self.recipe.splits})
+        sources = {f"ood-{name}": self.session.ood_source(name) for name in self.recipe.ood}
+        self._predict_all(states, sources, labelled=False)
+        gather_objects(0)  # all ranks wait for rank 0 to write the files
+
+    def _predict_all(
+        self, states: dict[str, dict[str, Tensor]], sources: dict[str, Source], *, labelled: bool = True
+    ) -> None:
+        for state, weights in states.items() if sources else ():
+            checkpoint.restore_module(self.session.net.model, weights)
+            for split, source in sources.items():
+                predictions = self._predict(source, split, labelled=labelled)
+                if is_rank_zero():
+                    predictions.save(self.run.predictions_file(f"{state}-{split}"))
+            self._stop(any_signal(self.signals.caught, 0, self.session.device), "after training")
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _memory(device: torch.device) -> float:
+    """Return the peak memory in MiB: of the GPU during this run, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

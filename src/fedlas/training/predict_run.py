@@ -1,0 +1,208 @@
+"""Predictions of a trained run on other data: other splits, OOD data sets, or a user's images.
+
+Predictions on the data of the recipe are named after the split, such as "best-test". Predictions on other data, or with
+other data options, get another file name. Existing predictions are never overwritten by different ones.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlas.catalog import keywords, nearest
+from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
+from fedlas.errors import UserError
+from fedlas.files import held_at, same_predictions
+from fedlas.models import WithFeatures, build_model
+from fedlas.predictions import AnyPredictions, Predictions
+from fedlas.training import checkpoint
+from fedlas.training.backend_flags import backend_flags
+from fedlas.training.build import select_device
+from fedlas.training.prediction import evaluation_source, predictions_of
+from fedlas.training.progress import downloads
+from fedlas.training.recipe import Recipe
+from fedlas.training.recipe_text import Plain
+from fedlas.training.run_folder import ELSEWHERE, RESUME, STATES, WRITE_TO, Run, RunError, locked
+
+
+def predict_with(
+    folder: str | Path,
+    data: str,
+    *,
+    split: str | None = None,
+    state: str = "best",
+    options: Mapping[str, Plain] | None = None,
+    out: str | Path | None = None,
+    data_root: str | Path | None = None,
+    device: str | torch.device | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Compute the predictions of a trained run on a data set, and return the path of the file.
+
+    Images are preprocessed by the transform of the training data. Labels are kept if the classes are those of the
+    network; otherwise the data is out-of-distribution.
+
+    Args:
+        folder: the run folder.
+        data: name of the data set.
+        split: split of that data set; by default "test", or "all" for an image folder that the run was not trained on.
+        state: "best" or "last" weights.
+        options: options of the data set, added to those of the recipe if it is the recipe's data set.
+        out: output file; by default in `predictions` of the run, which then has to be finished. Different predictions
+            in that file are not overwritten.
+        data_root: folder of the data sets.
+        device: device of the computation.
+        progress: whether to show a progress bar for downloads; by default in a terminal.
+    """
+    run = Run(Path(folder))
+    recipe = run.recipe
+    if state not in STATES:
+        raise UserError(f"state is {state!r}; {nearest(state, list(STATES))}")
+    if out is not None and (Path(out).suffix != ".safetensors" or Path(out).is_dir()):
+        raise RunError(f"predictions are written to a file that ends in .safetensors, not to {out}")
+    existing = None if out is None else _existing_predictions(Path(out))
+    if not run.checkpoint.exists():
+        reason = f"is finished, but its checkpoint was removed: train it again, and {ELSEWHERE}" if run.finished else ""
+        raise RunError(f"{run.folder} {reason or 'has no checkpoint; train it first'}")
+    overrides = recipe.replace(data_options=dict(options or {})).data_options
+    data_options = {**recipe.data_options, **overrides} if data == recipe.data else dict(overrides)
+    is_training_data = data == recipe.data and data_options == recipe.data_options
+    with nullcontext() if out is not None else locked(run.folder), downloads(progress) as show_download:
+        saved = checkpoint.load(run.checkpoint)
+        checkpoint.check_recipe(saved, run.checkpoint, recipe)
+        checkpoint.check_position(saved, run.checkpoint, recipe.epochs)
+        if out is None and saved["epoch"] < recipe.epochs:
+            progress_text = f"{run.folder} is not finished: {saved['epoch']} of {recipe.epochs} epochs"
+            raise RunError(f"{progress_text}; continue it with {RESUME}, or {WRITE_TO}")
+        common = {"seed": recipe.seed, "progress": show_download} | ({} if data_root is None else {"root": data_root})
+        training_data = _training_data(run, recipe, common)
+        dataset = build_data(data, **common, **data_options)
+        split = split or ("all" if "all" in dataset.splits and not is_training_data else "test")
+        name = split if is_training_data else _split_name(data, split, data_options)
+        path = run.predictions_file(f"{state}-{name}") if out is None else Path(out)
+        existing = _existing_predictions(path) if out is None else existing
+        samples = dataset.split(split)
+        recorded = run.environment.get("data", {}).get(name)
+        if is_training_data and out is None and recorded is not None and recorded != samples.checksum():
+            changed = f"images or labels of its {name} split have changed since {run.folder} was trained"
+            raise RunError(f"{changed}; restore the original data, or {WRITE_TO}")
+        labelled = samples.class_names == training_data.class_names
+        if existing is not None and not _cover_samples(
+            existing, samples, training_data.class_names, name=name, labelled=labelled
+        ):
+            raise _conflict(path)
+        net = _network(recipe, training_data, run, saved["best" if state == "best" else "model"], select_device(device))
+        _warn_about_labels(training_data, dataset)
+        predictions = _predictions(
+            net, recipe, training_data, samples, name=name, resident=dataset.resident, labelled=labelled
+        )
+        if existing is not None and not same_predictions(predictions, existing):
+            raise _conflict(path)
+        predictions.save(path)
+    return path
+
+
+def _training_data(run: Run, recipe: Recipe, common: dict[str, Any]) -> AbstractDataset:
+    """Return the training data of a run; if its files are gone, take the class names from stored predictions."""
+    training_data = build_data(recipe.data, **common, **recipe.data_options)
+    try:
+        _ = training_data.class_names
+    except MissingFileError as error:
+        files = (run.predictions_file(f"{state}-{split}") for state in STATES for split in recipe.splits)
+        names = next((Predictions.load(file).class_names for file in files if file.exists()), None)
+        if names is None or "class_names" not in keywords(type(training_data)):
+            raise MissingFileError(
+                f"{run.folder} needs its training data for the names of the classes: {error}"
+            ) from error
+        return build_data(recipe.data, **common, **{**recipe.data_options, "class_names": list(names)})
+    return training_data
+
+
+def _warn_about_labels(training_data: AbstractDataset, dataset: AbstractDataset) -> None:
+    """Warn that labels of a user's images are ignored if their classes are not those of the network."""
+    trained, given = training_data.class_names, dataset.class_names
+    if "all" in dataset.splits and len(given) > 1 and trained != given:
+        warnings.warn(
+            f"labels are ignored: the classes of the data ({_abbreviate(given)}) are not those of the network "
+            f"({_abbreviate(trained)}); pass class_names=[...] with the classes of the network, in its order",
+            stacklevel=3,
+        )
+
+
+def _abbreviate(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _split_name(data: str, split: str, options: Mapping[str, Plain]) -> str:
+    """Return the name of predictions on other data: data set, split, and a hash of the options, if any."""
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{data}-{split}-{digest}" if options else f"{data}-{split}"
+
+
+def _network(
+    recipe: Recipe, data: AbstractDataset, run: Run, weights: Mapping[str, Any], device: torch.device
+) -> WithFeatures:
+    options = {name: value for name, value in recipe.model_options.items() if name != "pretrained"}
+    model = build_model(recipe.model, data.num_classes, **options)
+    if not weights:
+        raise RunError(f"{run.checkpoint} holds no such weights yet")
+    try:
+        checkpoint.restore_module(model, weights)
+    except checkpoint.RESTORE_ERRORS as error:
+        first = " ".join(str(error).split("\n")[:2])
+        raise RunError(
+            f"{run.checkpoint} does not fit {recipe.model} for {data.num_classes} classes: {first}"
+        ) from error
+    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    return WithFeatures(model.to(device, memory_format=layout), recipe.head)  # type: ignore[call-overload]
+
+
+def _predictions(
+    net: WithFeatures,
+    recipe: Recipe,
+    training_data: AbstractDataset,
+    samples: Split,
+    *,
+    name: str,
+    resident: bool,
+    labelled: bool,
+) -> Predictions:
+    device = next(net.parameters()).device
+    transform = training_data.transform_for(samples.name if samples.name in training_data.splits else "test")
+    with backend_flags(recipe, device):
+        source = evaluation_source(samples, transform, recipe, device, resident=resident)
+        return predictions_of(
+            net, source, recipe, device=device, split=name, class_names=training_data.class_names, labelled=labelled
+        )
+
+
+def _existing_predictions(path: Path) -> AnyPredictions | None:
+    """Read the predictions at a path, if it exists; raise if the file is something else."""
+    try:
+        return held_at(path)
+    except ValueError as error:
+        raise RunError(f"{path} exists and holds no predictions; remove it, or choose another output file") from error
+
+
+def _cover_samples(
+    existing: AnyPredictions, samples: Split, names: tuple[str, ...], *, name: str, labelled: bool
+) -> bool:
+    """Return whether existing predictions have these samples; checked before the slow forward pass."""
+    index, labels = existing.index, existing.given_labels
+    return (
+        existing.split == name
+        and existing.class_names == names
+        and (index is None or torch.equal(index, samples.index.cpu()))
+        and len(existing) == len(samples)
+        and (labels is not None) == labelled
+        and (labels is None or torch.equal(labels, samples.labels.cpu()))
+    )
+
+
+def _conflict(path: Path) -> RunError:
+    return RunError(f"{path} exists and holds other predictions; remove it, or {WRITE_TO}")

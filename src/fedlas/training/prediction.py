@@ -1,0 +1,140 @@
+"""Compute the predictions of a network on a split: logits, labels, feature norm and index, the same on every rank.
+
+Files contain no times and no paths, so equal runs write equal bytes. With several processes, each computes its own part
+of the samples, and the parts are gathered without padding or duplicates.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from fedlas import ranks
+from fedlas.data.base import Sample, Split
+from fedlas.data.base.images import Transform
+from fedlas.data.loading import Loader
+from fedlas.data.resident import Resident
+from fedlas.models.base import WithFeatures
+from fedlas.predictions import Predictions
+from fedlas.training.precision import autocast, autocast_dtype
+from fedlas.training.recipe import Recipe
+
+Source: TypeAlias = Resident | Loader
+
+
+def rank() -> int:
+    """Return the rank of this process."""
+    return dist.get_rank() if ranks.count() > 1 else 0
+
+
+def evaluation_source(
+    split: Split, transform: Transform, recipe: Recipe, device: torch.device, *, resident: bool
+) -> Source:
+    """Return the batches of a split for evaluation; each rank gets its own samples."""
+    dtype, layout = images_dtype(recipe), recipe.channels_last
+    if resident:
+        return Resident(
+            split, transform, train=False, device=device, dtype=dtype, channels_last=layout, cache=recipe.cache
+        )
+    return Loader(
+        split,
+        transform,
+        batch_size=recipe.eval_batch_size,
+        train=False,
+        device=device,
+        dtype=dtype,
+        channels_last=layout,
+        rank=rank(),
+        world=ranks.count(),
+        workers=recipe.workers,
+        cache=recipe.cache,
+    )
+
+
+def images_dtype(recipe: Recipe) -> torch.dtype:
+    """Return the data type of the images, which is the input type of the first layer."""
+    return autocast_dtype(recipe.precision) or torch.float32
+
+
+@torch.no_grad()
+def predictions_of(
+    net: WithFeatures,
+    source: Source,
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    split: str,
+    class_names: tuple[str, ...],
+    labelled: bool = True,
+) -> Predictions:
+    """Return the predictions of a network on all samples of a source; the last layer computes in float32.
+
+    Args:
+        net: the network; it is in evaluation mode during the call.
+        source: the batches.
+        recipe: precision and batch size.
+        device: device of the network.
+        split: name of the predictions.
+        class_names: the classes that the network was trained on.
+        labelled: whether the labels of the samples are classes of the network.
+    """
+    was_training = net.training
+    net.eval()
+    rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    with _float32_head(net):
+        for images, labels, index in _batches(source, recipe):
+            with autocast(recipe.precision, device):
+                # Not compiled: compilation would take longer than validation.
+                logits, features = net.forward(images)
+            norm = torch.linalg.vector_norm(features.flatten(1), 1, 1, keepdim=True, dtype=torch.float32)
+            rows.append((logits.float(), norm, labels, index))
+    net.train(was_training)
+    classes = len(class_names)
+    empty = (_empty_rows(device, classes), _empty_rows(device, 1), _empty_index(device), _empty_index(device))
+    logits, norm, labels, index = (gather_rows(torch.cat(parts)) for parts in zip(empty, *rows, strict=True))
+    names = class_names if len(class_names) == logits.shape[1] else None
+    return Predictions(logits, labels if labelled else None, features=norm, index=index, class_names=names, split=split)
+
+
+@contextmanager
+def _float32_head(net: WithFeatures) -> Iterator[None]:
+    """Compute the last layer in float32; in bf16, logits would have ties and confidences would be coarse."""
+
+    def in_float32(head: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> Tensor:
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            logits: Tensor = head.forward(inputs[0].float())
+            return logits
+
+    hook = net.model.get_submodule(net.head_name).register_forward_hook(in_float32, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _batches(source: Source, recipe: Recipe) -> Iterable[Sample]:
+    if isinstance(source, Resident):
+        return source.batches(recipe.eval_batch_size, rank=rank(), world=ranks.count())
+    return source
+
+
+def _empty_rows(device: torch.device, width: int) -> Float[Tensor, "0 width"]:
+    return torch.zeros(0, width, device=device)
+
+
+def _empty_index(device: torch.device) -> Int[Tensor, " 0"]:
+    return torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def gather_rows(rows: Tensor) -> Tensor:
+    """Concatenate the rows of all ranks in the order of the ranks; ranks may have different numbers of rows."""
+    if ranks.count() == 1:
+        return rows
+    counts = ranks.stacked(torch.tensor(len(rows), device=rows.device)).tolist()
+    padding = rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])
+    parts = ranks.stacked(torch.cat([rows, padding]))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

@@ -1,0 +1,297 @@
+"""Session: data, network, loss, optimizer, step and all mutable state of one run, on the device."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlas import ranks
+from fedlas.catalog import keywords
+from fedlas.data import CATALOG as DATA
+from fedlas.data import AbstractDataset, Loader, Resident, build_data
+from fedlas.data.base import Split, share_of_batch
+from fedlas.data.base.fetching import Progress
+from fedlas.data.base.images import Transform
+from fedlas.data.base.keyed import order
+from fedlas.models import WithFeatures
+from fedlas.predictions import check_distinct
+from fedlas.training.build import (
+    SessionCache,
+    Step,
+    build_network,
+    build_recipe_loss,
+    build_recipe_model,
+    build_step,
+    check_shares,
+    refill_step,
+    steps_per_epoch,
+)
+from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
+from fedlas.training.distributed import gather_objects
+from fedlas.training.optimizer import load_optimizer_state, optimizer_state
+from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
+from fedlas.training.random_state import random_state, restore_random_state, seed_everything
+from fedlas.training.recipe import PUBLISHED, Recipe
+from fedlas.training.run_folder import RunError
+from fedlas.training.validation import feedback_samples, with_first_half
+
+
+class Session:
+    """All mutable state of a run.
+
+    Args:
+        recipe: the recipe.
+        device: where to train.
+        data_root: folder of the data sets.
+        capture: whether the step may be captured in a CUDA graph.
+        cache: compiled network and captured step of the previous session; those of this one take their place.
+        progress: called while files of the data are downloaded.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device,
+        data_root: str | Path | None = None,
+        *,
+        capture: bool = True,
+        cache: SessionCache | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.recipe, self.device = recipe, device
+        self._common = {"progress": progress} | ({} if data_root is None else {"root": data_root})
+        self.world = ranks.count()
+        self.data = build_data(recipe.data, seed=recipe.seed, **self._common, **recipe.data_options)
+        self._ood_data: dict[str, AbstractDataset] = {}
+        self.epoch, self.position = 0, 0  # finished epochs, and steps of the next one
+        self.best: dict[str, Tensor] = {}
+        self.best_epoch, self.best_accuracy = 0, -1.0
+        self._check_classes()
+        split = self.data.split("train")
+        if recipe.train_on_v1:
+            split = with_first_half(split, self.data.split("val"))
+        self.samples = len(split)
+        check_shares(recipe, self.samples, self.world)
+        self._build(split, SessionCache() if cache is None else cache, capture and recipe.capture and self.world == 1)
+        if self.world > 1:
+            seed_everything(recipe.seed + 7919 * rank())  # dropout must differ between ranks
+
+    def _check_classes(self) -> None:
+        if self.data.num_classes < 2:
+            raise RunError(f"{self.data.title} has one class, {self.data.class_names[0]!r}; a classifier needs two")
+        try:
+            check_distinct(self.data.class_names)
+        except ValueError as error:  # predictions would be refused after the training
+            raise RunError(f"{self.data.title}: {error}") from error
+
+    def _build(self, split: Split, cache: SessionCache, capture: bool) -> None:
+        """Build source, network, loss and step, or reuse those of the previous session with new values."""
+        found = cache.find_step(self.recipe, self.samples, capture=capture)
+        self.train = self._training_source(split, found)
+        seed_everything(self.recipe.seed)
+        model = build_recipe_model(self.recipe, self.data)
+        loss = build_recipe_loss(self.recipe, self.samples, self.data.num_classes)
+        network = cache.find_network(self.recipe, self.data.num_classes)
+        if network is None:
+            network = build_network(self.recipe, model, self.data.num_classes, self.device)
+        else:
+            restore_module(network.net.model, model.state_dict())
+        if found is None:
+            built = build_step(self.recipe, network, loss, self.train, self.samples, capture=capture)
+        else:
+            built = refill_step(found, self.recipe, loss, self.data.num_classes)
+        cache.network, cache.step = network, built
+        self.net: WithFeatures = network.net
+        self.execute, self.step = built.execute, built.execute.step
+        self.loss = self.step.parts.loss
+
+    def _training_source(self, split: Split, found: Step | None) -> Source:
+        recipe, transform = self.recipe, self.data.transform_for("train")
+        if found is not None and isinstance(found.train, Resident):
+            found.train.refill(split, recipe.seed)
+            return found.train
+        shared: dict[str, Any] = {
+            "train": True,
+            "seed": recipe.seed,
+            "device": self.device,
+            "dtype": images_dtype(recipe),
+            "channels_last": recipe.channels_last,
+            "cache": recipe.cache,
+        }
+        if self.data.resident:
+            return Resident(split, transform, **shared)
+        return Loader(
+            split,
+            transform,
+            batch_size=recipe.batch_size,
+            drop_last=recipe.drop_last,
+            rank=rank(),
+            world=self.world,
+            workers=recipe.workers,
+            **shared,
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many batches an epoch has."""
+        return steps_per_epoch(self.recipe, self.samples)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """Iterate over the inputs of the steps of an epoch, from a step on."""
+        if isinstance(self.train, Resident):
+            self.train.set_epoch(epoch)
+            for whole in self.batches_of_places(epoch)[start:]:
+                yield (share_of_batch(whole, rank(), self.world),)
+        else:
+            self.train.set_epoch(epoch, start)
+            for sample in self.train:
+                yield tuple(sample)
+
+    def batches_of_places(self, epoch: int) -> tuple[Tensor, ...]:
+        """Return the positions in the training split of each batch of an epoch, over all ranks."""
+        places: Tensor = order(self.samples, self.recipe.seed, epoch, self.device)
+        return tuple(places.split(self.recipe.batch_size))[: self.steps_per_epoch]
+
+    def evaluation(self, split: str) -> Source:
+        """Return a source of a split of the run's data; "test-published" uses the transform of the published code."""
+        name = split.removesuffix(PUBLISHED)
+        transform = self.data.transform_for(name)
+        if name != split:
+            transform = self._published_transform(self.recipe.data, transform)
+        return evaluation_source(
+            self.data.split(name), transform, self.recipe, self.device, resident=self.data.resident
+        )
+
+    def feedback(self) -> Source:
+        """Return a source of training samples without augmentation, as many as feedback needs."""
+        count = len(self.data.split("val")) // (2 if self.recipe.halve_validation else 1)
+        split = feedback_samples(self.data.split("train"), count)
+        transform = self.data.transform_for("train")
+        return evaluation_source(split, transform, self.recipe, self.device, resident=self.data.resident)
+
+    def ood_source(self, name: str) -> Source:
+        """Return a source of the test split of an OOD data set, with the transform of the in-distribution test images.
+
+        "cifar100-published" uses the transform that the published code has for that data set.
+        """
+        data, transform = self.ood_data(name), self.data.transform_for("test")
+        if name.endswith(PUBLISHED):
+            transform = self._published_transform(name.removesuffix(PUBLISHED), transform)
+        return evaluation_source(data.split("test"), transform, self.recipe, self.device, resident=data.resident)
+
+    def _published_transform(self, name: str, usual: Transform) -> Transform:
+        """Return the transform of the published code for test images of a data set, which has to differ from ours."""
+        options = self.recipe.data_options if name == self.recipe.data else {}
+        found = build_data(name, seed=self.recipe.seed, **self._common, **{**options, **DATA.find(name).published})
+        transform = found.transform_for("test")
+        if transform == usual:
+            raise RunError(f"the published code transforms the test images of {name} as we do; leave out {PUBLISHED}")
+        return transform
+
+    def ood_data(self, name: str) -> AbstractDataset:
+        """Return an OOD data set by its name, with or without the suffix of its transform."""
+        name = name.removesuffix(PUBLISHED)
+        if name not in self._ood_data:
+            if "path" in keywords(DATA.find(name)):
+                raise RunError(
+                    f"ood={name} does not say which images; see: fedlas predict RUN --data {name} --set path="
+                )
+            self._ood_data[name] = build_data(name, **self._common)
+        return self._ood_data[name]
+
+    @property
+    def validates_on_test(self) -> bool:
+        """Whether epochs are selected on the test split."""
+        return self.data.selection == "official"
+
+    def check(self) -> None:
+        """Check before the run that everything is there that its end needs."""
+        for name in dict.fromkeys(("val", *self.recipe.splits)):
+            if not len(self.data.split(name.removesuffix(PUBLISHED))):
+                raise RunError(f"the {name} split of {self.data.title} is empty")
+        for name in self.recipe.ood:
+            self.ood_data(name).split("test")
+        for name in (*self.recipe.splits, *self.recipe.ood):
+            if name.endswith(PUBLISHED):
+                data = name.removesuffix(PUBLISHED).replace("test", self.recipe.data)
+                self._published_transform(data, self.data.transform_for("test"))
+        if self.validates_on_test and self.loss.needs_validation:
+            raise RunError(
+                f"{self.recipe.loss} learns from validation data, which selection=official takes from the test split; "
+                "set data_options.selection=held_out"
+            )
+        if self.recipe.train_on_v1 and self.loss.needs_validation:
+            raise RunError(f"{self.recipe.loss} learns from V1, so that it cannot train on it; leave out train_on_v1")
+
+    def close(self) -> None:
+        """End the processes that read images, and release the process group."""
+        if isinstance(self.train, Loader):
+            self.train.close()
+        if self.world > 1:
+            self.step.parts.task = self.step.parts.task.module  # DDP keeps the process group and its threads
+
+    @torch.no_grad()
+    def update_best(self, accuracy: float) -> None:
+        """Remember the weights of this epoch if its validation accuracy is strictly better than that of all before."""
+        if accuracy <= self.best_accuracy:
+            return
+        self.best_epoch, self.best_accuracy = self.epoch + 1, accuracy
+        for name, value in self.net.model.state_dict().items():
+            if name in self.best:
+                self.best[name].copy_(value)
+            else:
+                self.best[name] = value.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state of the run, for a checkpoint; all ranks have to call it."""
+        return {
+            "recipe": self.recipe.key,
+            "epoch": self.epoch,
+            "position": self.position,
+            "model": self.net.model.state_dict(),
+            "loss": self.loss.state_dict(),
+            "optimizer": optimizer_state(self.step.parts.plain.optimizer),
+            "step": {
+                "count": self.step.count,
+                "scale": self.step.scaler.value,
+                "good_steps": self.step.scaler.good_steps,
+                "metrics": self.step.metrics.state_dict(),
+                "gate": self.step.gate.state_dict(),
+            },
+            "random": gather_objects(random_state(self.device)),
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "best_accuracy": self.best_accuracy,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], path: Path | None = None) -> None:
+        """Continue from a saved state, in place; errors name the file that it is from."""
+        try:
+            restore_module(self.net.model, state["model"])
+            restore_module(self.loss, state["loss"])
+            load_optimizer_state(self.step.parts.plain.optimizer, state["optimizer"])
+            self._load_step(state["step"])
+        except RESTORE_ERRORS as error:
+            name, reason = path or "the checkpoint", " ".join(str(error).split())
+            raise RunError(
+                f"{name} does not fit the network and data of today; has the data changed? ({reason})"
+            ) from error
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.best = {name: value.to(self.device) for name, value in state["best"].items()}
+        self.best_epoch, self.best_accuracy = state["best_epoch"], state["best_accuracy"]
+
+    def _load_step(self, state: dict[str, Any]) -> None:
+        step, first = self.step, rank() == 0  # the first rank gets sums over all ranks
+        step.count.copy_(state["count"])
+        step.scaler.value.copy_(state["scale"])
+        step.scaler.good_steps.copy_(state["good_steps"])
+        step.metrics.load_state_dict(state["metrics"], first=first)
+        step.gate.load_state_dict(state["gate"], first=first)
+        step.first_bad.fill_(-1)
+
+    def load_random_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restore the random state of this rank, if it was saved."""
+        if rank() < len(states):
+            restore_random_state(states[rank()], self.device)

@@ -1,0 +1,262 @@
+"""Compare the fused optimizer step with torch's; a script for TRITON_INTERPRET=1 or a GPU.
+
+    python tests/training/optimizer_step_case.py cpu
+
+Prints one line of JSON: for each kind of recipe, the differences of weights, optimizer state and sums from torch after
+some steps, and the flags of both.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from fedlas.losses.base import GateState
+from fedlas.training import build, recipe_for
+from fedlas.training.accelerators import metric_sums, optimizer_step
+from fedlas.training.accelerators.metric_sums import MAX_CLASSES, SAMPLES_PER_TILE
+from fedlas.training.accelerators.optimizer_step import SUMS
+from fedlas.training.backend_flags import backend_flags
+from fedlas.training.epoch_metrics import EpochMetrics
+from fedlas.training.gate_statistics import GateStatistics
+from fedlas.training.optimizer import OptimizerStep, build_optimizer, optimizer_state, parameters_of
+from fedlas.training.session import Session
+
+FEW = 2  # sums of tiles that are added at a time, so that there are several of these in a small network
+Change = Callable[[Session, int], object]
+SMALL = {
+    "epochs": 2,
+    "batch_size": 50,
+    "deterministic": True,
+    "data_options": {"train_samples": 130},
+    "model_options": {"width": 16},
+    "channels_last": True,
+    "compile": True,
+}
+
+
+def nothing(session: Session, step: int) -> None:
+    """Change nothing."""
+
+
+def spoiled_images(session: Session, step: int) -> None:
+    """Make the loss of the third step NaN."""
+    scale, shift = session.train._constants
+    if step == 2:
+        session.before = scale
+    session.train._constants = {2: scale * math.nan, 3: getattr(session, "before", scale)}.get(step, scale), shift
+
+
+def spoiled(value: float, part: str) -> Change:
+    """Make one gradient of the third and the fourth step non-finite; the first of them is recorded."""
+
+    def change(session: Session, step: int) -> None:
+        if step == 0:
+            last = list(getattr(session, part).parameters())[-1]
+            last.register_hook(lambda gradient: gradient * session.factor)
+        session.factor = value if step >= 2 else 1.0
+
+    return change
+
+
+def without_one_gradient(session: Session, step: int) -> None:
+    """Remove the gradient of a parameter in the second and the third step: torch skips it."""
+    next(session.net.parameters()).requires_grad_(step not in {1, 2})
+
+
+CASES: dict[str, tuple[dict[str, Any], Change]] = {
+    "usual": ({}, nothing),
+    "few sums": ({}, nothing),
+    "plain": ({"nesterov": False, "clip": None}, nothing),
+    "nesterov": ({"nesterov": True, "clip": 0.5, "decay_all": False}, nothing),
+    "clips the gate": ({"clip": 0.1, "clip_loss": True, "gate_lr_factor": 0.3, "gate_weight_decay": 0.01}, nothing),
+    "no momentum": ({"momentum": 0.0, "nesterov": False, "clip": 1.0}, nothing),
+    "two parts": ({"accumulate": 2, "drop_last": True, "schedule": "cosine"}, nothing),
+    "no gate": ({"loss": "mbls"}, nothing),
+    "bad loss": ({}, spoiled_images),
+    "bad gradient": ({"clip": 1.0}, spoiled(math.inf, "net")),
+    "too large a gradient": ({"clip": None}, spoiled(1e30, "net")),
+    "bad gate": ({"clip": 1.0}, spoiled(math.nan, "loss")),
+    "a gradient is missing": ({"nesterov": True, "lr": 0.02}, without_one_gradient),  # more would enlarge rounding
+}
+
+
+def left_to_torch(session: Session) -> None:
+    """Use torch instead of the custom kernels."""
+    session.step.parts.optimizer_step = session.step.parts.plain
+    session.step.metrics.kernels = session.step.gate.kernels = None
+
+
+def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool, count: int) -> Session:
+    """Train some steps of a network with odd sizes."""
+    recipe = recipe_for("digits", **{"loss": "fedlas_ls", **SMALL, **changes})
+    with backend_flags(recipe, torch.device(device)):
+        session: Any = Session(recipe, torch.device(device), capture=False)
+        if not ours:
+            left_to_torch(session)
+        session.ready = []
+        session.net.train()
+        for step, inputs in enumerate([*session.batches(0), *session.batches(1)][:count]):
+            change(session, step)
+            session.execute(*inputs)
+            session.ready.append(ours and session.step.parts.optimizer_step.ready)
+    return session
+
+
+def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors that steps change."""
+    optimizer = session.step.parts.plain.optimizer
+    return {
+        "weights": list(parameters_of(optimizer)),
+        "memory": [value for one in optimizer_state(optimizer) for value in one.values()],
+        "sums": [session.step.metrics.sums[name] for name in sorted(session.step.metrics.sums)],
+        "gate": [session.step.gate.sums, session.step.gate.history.now],
+        "rates": [session.step.parts.plain.rates.now],
+    }
+
+
+def flags(session: Session) -> dict[str, Any]:
+    """Return the counters and decisions of the steps."""
+    return {
+        "count": int(session.step.count),
+        "first bad": int(session.step.first_bad),
+        "skips": float(session.step.parts.plain.optimizer.found_inf),
+        "correct": float(session.step.metrics.sums["correct"]),
+        "samples": float(session.step.metrics.sums["samples"]),
+        "steps": float(session.step.metrics.sums["steps"]),
+    }
+
+
+def distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    """Return the largest relative difference of any tensor; NaN has to be at the same places."""
+    worst = 0.0
+    for one, two in zip(found, right, strict=True):
+        if not torch.equal(one.isnan(), two.isnan()):
+            return math.inf
+        apart = (one.double() - two.double()).nan_to_num().norm()
+        worst = max(worst, (apart / two.double().nan_to_num().norm().clamp_min(1e-12)).item())
+    return worst
+
+
+def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]:
+    """Compare the kernels with torch, in two steps, or in four if something is changed between them."""
+    changes, change = CASES[case]
+    count = count or (2 if change is nothing else 4)
+    with (
+        patch.object(optimizer_step, "SUMS", FEW if case == "few sums" else SUMS),
+        patch.object(build, "is_compiled", lambda recipe, _: recipe.compile),
+        patch.object(build, "CompiledCall", lambda module, **_: module),
+    ):
+        ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
+    mine, theirs = numbers(ours), numbers(torchs)
+    return {
+        "taken": ours.step.parts.optimizer_step is not ours.step.parts.plain,
+        "steps": ours.ready,
+        "distance": {part: distance(mine[part], theirs[part]) for part in mine if theirs[part]},
+        "flags": flags(ours),
+        "torch's flags": flags(torchs),
+    }
+
+
+def answers(device: str) -> list[list[bool]]:
+    """Return for awkward logits whether the kernel was used and its sums equal those of torch."""
+    inf, nan = math.inf, math.nan
+    rows = [[1, 1, 0], [0, 1, 1], [nan, 1, nan], [inf, nan, 0], [-inf, -inf, -inf], [nan, nan, nan], [0, -0.0, -1]]
+    awkward = torch.tensor(rows * 3, device=device, dtype=torch.float32)
+    places = torch.arange(3, device=device).repeat_interleave(len(rows))
+    random = torch.randn(301, 37, device=device).round()
+    found = []
+    for logits, labels in (
+        (awkward, places),
+        (random, random.argmax(1)),
+        (random.bfloat16(), torch.arange(301, device=device) % 37),
+        (random.t().contiguous().t(), torch.arange(301, device=device) % 40 - 2),  # some are none
+        (torch.zeros(2, MAX_CLASSES + 1, device=device), torch.zeros(2, dtype=torch.int64, device=device)),
+    ):
+        used: list[bool] = []
+
+        def recorded(*given: Any, used: list[bool] = used) -> bool:
+            used.append(metric_sums.add_batch(*given))
+            return used[-1]
+
+        kernels: Any = SimpleNamespace(add_batch=recorded)
+        ours, torchs = EpochMetrics(torch.device(device), kernels), EpochMetrics(torch.device(device))
+        for meter in (ours, torchs):
+            for _ in range(2):
+                value = torch.tensor(0.7, device=device)
+                meter.add_batch(value, {"one": value / 3, "two": value / 7}, logits, labels)
+        same = [ours.sums[name].item() == value.item() for name, value in torchs.sums.items()]
+        found.append([used == [logits.shape[1] <= MAX_CLASSES] * 2, *same])
+    return found
+
+
+def watched(device: str) -> list[list[bool]]:
+    """Return for batches of several sizes, with ignored samples, whether the gate statistics equal those of torch."""
+    found = []
+    for rows in (1, 5, SAMPLES_PER_TILE, 2 * SAMPLES_PER_TILE + 3):
+        torch.manual_seed(rows)
+        psi, gamma = torch.randn(rows).sign(), 3 * torch.randn(rows)
+        gamma[:4] = torch.tensor([0.0, 0.5, 1e6, -1e6])[:rows]  # an edge, and far beyond all of them
+        psi[1:2] = 0
+        state = GateState(psi.to(device), gamma.to(device), torch.rand(rows).to(device), 0.05)
+        for one in state[:3]:
+            one[3::7] = math.nan
+        loss: Any = SimpleNamespace(gate_state=partial(tuple, state))
+        places = torch.randperm(3 * rows)[: 2 * rows]
+        kernels: Any = metric_sums
+        ours, torchs = (GateStatistics(loss, 3 * rows, torch.device(device), one) for one in (kernels, None))
+        for gate in (ours, torchs):
+            for index in places.split(rows):
+                gate.add(index.to(device))
+        counts = [0, *range(2, len(ours.sums))]
+        same = torch.equal(ours.sums[counts], torchs.sums[counts])
+        near = math.isclose(ours.sums[1].item(), torchs.sums[1].item(), rel_tol=1e-6)
+        found.append([same, near, bool(ours.sums[0] > 0), torch.equal(ours.history.now, torchs.history.now)])
+    return found
+
+
+def layers(device: str) -> nn.ModuleList:
+    """Return layers whose weights have many blocks, a part of a block, and an odd size."""
+    torch.manual_seed(0)
+    some = nn.ModuleList([nn.Conv2d(64, 64, 3), nn.Conv2d(16, 6, 3), nn.Conv2d(3, 5, 1), nn.Linear(120, 70)])
+    return some.to(device, memory_format=torch.channels_last)
+
+
+def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
+    """Return which bf16 gradients are kept in place, and whether steps equal those with float32 gradients."""
+    recipe = recipe_for("digits", loss="ce", **{"clip": 0.5, "nesterov": True, **changes})
+    taken, left = [], []
+    for takes in (True, False):
+        net, loss = layers(device), nn.Linear(9, 8).to(device)
+        optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), torch.device(device))
+        one = optimizer_step.FusedOptimizerStep(OptimizerStep(recipe, net, loss, optimizer, rates))
+        fine, count = torch.tensor([1, 0], device=device).unbind()
+        first_bad = torch.full_like(count, -1)
+        sums = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=True)
+            with one.capturing():
+                for parameter in parameters_of(optimizer):
+                    narrow = torch.randn_like(parameter).bfloat16()
+                    if takes:
+                        taken.append(one.take(parameter, narrow))
+                    if parameter not in one.low_precision:
+                        parameter.grad = narrow.float()
+                one.step(fine != 0, count, first_bad, *sums)
+        left.append(
+            [*parameters_of(optimizer), *(b for m in optimizer_state(optimizer) for b in m.values()), *sums, count]
+        )
+    return {"taken": taken, "equal": [torch.equal(*pair) for pair in zip(*left, strict=True)]}
+
+
+if __name__ == "__main__":
+    where = sys.argv[1]
+    about = {"answers": answers(where), "watched": watched(where), "handed over": handed_over(where)}
+    print(json.dumps({case: compared(case, where) for case in CASES} | about))

@@ -1,0 +1,176 @@
+"""Compare fused ResNets with plain ones; a script for TRITON_INTERPRET=1 or a GPU.
+
+    python tests/training/resnet_case.py cpu
+
+Prints one line of JSON: for each network, the errors of gradients, logits and buffers in float32 relative to float64,
+for torch's layers and for the fused ones.
+"""
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from fedlas.models import WithFeatures
+from fedlas.training.accelerators import batch_norm
+from fedlas.training.accelerators.parameter_blocks import WeightCast
+from fedlas.training.accelerators.resnet import fuse
+
+BLOCKS = {"basic": BasicBlock, "bottleneck": Bottleneck}
+
+
+def network(kind: str) -> nn.Module:
+    """Return a small ResNet: its first stage keeps size and channels, its second changes both."""
+    torch.manual_seed(0)
+    model = ResNet(BLOCKS[kind], [2, 1, 1, 1], num_classes=5)
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    model.layer3, model.layer4 = nn.Sequential(), nn.Sequential()
+    model.fc = nn.Linear(128 * BLOCKS[kind].expansion, 5)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            nn.init.uniform_(layer.weight, 0.5, 1.5)
+            nn.init.uniform_(layer.bias, -0.5, 0.5)
+    return model
+
+
+def outcome(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+    """Compute a forward and a backward pass."""
+    net = WithFeatures(model).train()
+    logits, features = net(images)
+    (functional.cross_entropy(logits, labels) + 0.01 * features.abs().mean()).backward()
+    return {
+        "logits": {"": logits.detach().double()},
+        "gradients": {name: one.grad.double() for name, one in model.named_parameters()},
+        "buffers": {name: one.double() for name, one in model.named_buffers()},
+    }
+
+
+def distance(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Return the largest relative difference of any tensor."""
+    return max(((found[k] - right[k]).norm() / right[k].norm().clamp_min(1e-12)).item() for k in right)
+
+
+def smaller(kind: str, device: str, shape: tuple[int, ...]) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+    """Return a fused network with few blocks (the interpreter is slow), images, labels, and a step in float64."""
+    plain: Any = network(kind).to(device, memory_format=torch.channels_last)
+    plain.layer1 = plain.layer1[:1]
+    images = 1 + torch.randn(shape, device=device).to(memory_format=torch.channels_last)
+    labels = torch.arange(len(images), device=device)
+    right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
+    plain = fuse(plain)
+    return plain, images, labels, right
+
+
+def compared(kind: str, device: str) -> dict[str, Any]:
+    """Compare both kinds of layers with float64."""
+    plain = network(kind).to(device, memory_format=torch.channels_last)
+    images = 1 + torch.randn(5, 3, 5, 7, device=device).to(memory_format=torch.channels_last)
+    labels = torch.arange(5, device=device)
+    right = outcome(copy.deepcopy(plain).double(), images.double(), labels)
+    fused: Any = fuse(copy.deepcopy(plain))
+    usual, ours = outcome(plain, images, labels), outcome(fused, images, labels)
+    with torch.no_grad():
+        other = copy.deepcopy(plain)
+        other.load_state_dict(fused.state_dict())
+        again = torch.equal(fused.eval()(images), other.eval()(images))
+    return {
+        "taken": fused is not None,
+        "torch": {part: distance(usual[part], right[part]) for part in right},
+        "fused": {part: distance(ours[part], right[part]) for part in right},
+        "evaluates alike": again,
+        "same parameters": set(fused.conv1._parameters) == set(plain.conv1._parameters),
+    }
+
+
+def falls_back(device: str) -> dict[str, bool]:
+    """Return for which networks torch's layers are used, by their running statistics or logits."""
+    images = torch.randn(5, 3, 7, 7, device=device).to(memory_format=torch.channels_last)
+
+    def alike(change: Callable[[nn.Module], object]) -> bool:
+        plain = network("basic").to(device, memory_format=torch.channels_last)
+        fused: Any = fuse(copy.deepcopy(plain))
+        for model in (plain, fused):
+            model.train()
+            change(model)
+        values = [model(images).detach() for model in (plain, fused)]
+        same = all(torch.equal(one, fused.state_dict()[name]) for name, one in plain.state_dict().items())
+        return same and torch.equal(*values)
+
+    def frozen_norm(model: Any) -> None:
+        model.layer1[0].bn2.eval()
+
+    def watched(model: Any) -> None:
+        model.layer1[1].conv1.register_forward_hook(lambda *_: None)
+
+    def watched_back(model: Any) -> None:
+        model.layer1[0].register_full_backward_pre_hook(lambda *_: None)
+
+    return {
+        "frozen norm": alike(frozen_norm),
+        "watched layer": alike(watched),
+        "watched back": alike(watched_back),
+        "nothing": alike(lambda _: None),
+    }
+
+
+def far_from_zero(device: str) -> dict[str, float]:
+    """Return the errors of the statistics in the first step if the mean is much larger than the deviation."""
+    y = 300 + torch.randn(4, 64, 5, 5, device=device).to(memory_format=torch.channels_last)
+    weight, bias, mean, var = torch.ones(64), torch.zeros(64), torch.zeros(64), torch.ones(64)
+    norm = batch_norm.Affine(*(one.to(device) for one in (weight, bias, mean, var)), eps=1e-5, momentum=0.1)
+    found = batch_norm.statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device))
+    right = y.double().var((0, 2, 3), unbiased=False).add(1e-5).rsqrt()
+    return {"rstd": ((found.rstd.double() - right) / right).abs().max().item()}
+
+
+def one_value(device: str) -> str:
+    """Return the error message for a single value per channel, which has no variance."""
+    fused: Any = fuse(network("basic").to(device, memory_format=torch.channels_last))
+    try:
+        fused.train()(torch.zeros(1, 3, 2, 2, device=device).contiguous(memory_format=torch.channels_last))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def narrowed(device: str) -> dict[str, bool]:
+    """Return whether low-precision copies equal those of torch, also of moved tensors and odd sizes."""
+    torch.manual_seed(0)
+    shapes = (64, 64, 3, 3), (64, 3, 3, 3), (128, 64, 1, 1), (2,), (4,)
+    spread = 25 if batch_norm.INTERPRETED else 100  # the former has wrong numbers for the smallest of bfloat16
+    wide = [(torch.randn(shape, device=device) * spread).exp2() for shape in shapes]
+    wide[0][0, 0, 0] = torch.tensor([math.nan, -0.0, 1 + 2**-8], device=device)
+    if batch_norm.INTERPRETED:  # it cuts off what bfloat16 has no room for
+        wide = [one.bfloat16().float() for one in wide]
+    wide[:3] = [one.to(memory_format=torch.channels_last) for one in wide[:3]]
+    kept = [one for one in wide if one.numel() % 4 == 0]
+    even, odd = WeightCast(kept), WeightCast(wide)
+
+    def alike(narrowing: WeightCast, tensors: list[torch.Tensor]) -> bool:
+        found = [(dtype, narrowing.copies(tensors, dtype)) for dtype in (torch.bfloat16, torch.float16)]
+        pairs = [(one, two.to(dtype)) for dtype, copies in found for one, two in zip(copies, tensors, strict=True)]
+        same = all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
+        return same and all(one.stride() == two.stride() for one, two in pairs)
+
+    first, again = (even.copies(kept, torch.bfloat16) for _ in range(2))
+    return {
+        "even": even.fits and alike(even, kept),
+        "odd": not odd.fits and alike(odd, wide),
+        "apart": all(one.data_ptr() != two.data_ptr() for one, two in zip(first, again, strict=True)),
+        "stay": even.holds(kept),
+        "moved": not even.holds([*kept[:-1], kept[-1].clone()]),
+    }
+
+
+if __name__ == "__main__":
+    where = sys.argv[1]
+    about = {"falls back": falls_back(where), "far from zero": far_from_zero(where), "one value": one_value(where)}
+    about |= {"narrowed": narrowed(where)}
+    print(json.dumps({kind: compared(kind, where) for kind in BLOCKS} | about))

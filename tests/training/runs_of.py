@@ -1,0 +1,85 @@
+"""Shared helpers of the training tests: short recipes, and a callback that stops a run at a step."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.training import AbstractCallback, Recipe, Run, recipe_for
+from fedlas.training.run_folder import MACHINE
+from waiting import until
+
+SHORT = {
+    "epochs": 3,
+    "batch_size": 50,
+    "deterministic": True,
+    "data_options": {"train_samples": 330, "label_noise": 0.1},
+    "model_options": {"width": 8},
+}
+
+
+def short(loss: str = "fedlas_ls", **changes: Any) -> Recipe:
+    """A run of 3 epochs with 7 steps each, the last one of 30 samples."""
+    return recipe_for("digits", loss=loss, **{**SHORT, **changes})
+
+
+def photographs(folder: Path, count: int = 30, seed: int = 0) -> Path:
+    """Write coloured images of three classes, a folder each."""
+    image, random = pytest.importorskip("PIL.Image"), np.random.default_rng(seed)
+    for number, name in enumerate(("cat", "dog", "owl")):
+        (folder / name).mkdir(parents=True)
+        for place in range(count):
+            pixels = random.integers(0, 200, (20, 20, 3)).astype(np.uint8)
+            pixels[..., number] += 55
+            image.fromarray(pixels).save(folder / name / f"{place}.png")
+    return folder
+
+
+def large(path: Path, loss: str = "fedlas_ls", **changes: Any) -> Recipe:
+    """A run of 2 epochs with 9 steps each, on images that are read from files."""
+    usual = {"epochs": 2, "batch_size": 8, "workers": 2, "deterministic": True, "lr": 0.05}
+    options = {"data_options": {"path": str(path), "image_size": 16}, "model_options": {"in_channels": 3, "width": 8}}
+    return Recipe(data="folder", model="small_cnn", loss=loss, **{**usual, **options, **changes})
+
+
+class SignalAt(AbstractCallback):
+    """Sends this process a signal after a step."""
+
+    def __init__(self, step: int, number: int, wait_for: Path | None = None) -> None:
+        self.step, self.number, self.wait_for = step, number, wait_for
+
+    sees_steps = True
+
+    def on_step_end(self, session: Any, step: int) -> None:
+        if step == self.step:
+            if self.wait_for is not None:
+                until(self.wait_for.exists)
+            os.kill(os.getpid(), self.number)
+
+
+def log_without_times(run: Run) -> list[dict[str, Any]]:
+    return [{name: value for name, value in record.items() if name != MACHINE} for record in run.log]
+
+
+def prediction_bytes(run: Run) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((run.folder / "predictions").iterdir())}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Compare the contents of two checkpoints, tensor by tensor."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other or (math.isnan(one) and math.isnan(other))  # the flip rate of the first epoch

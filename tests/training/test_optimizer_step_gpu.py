@@ -1,0 +1,195 @@
+"""On a GPU: the fused optimizer step against torch's, captured and eager."""
+
+from typing import Any
+
+import pytest
+import torch
+from runs_of import short
+from torch import nn
+
+pytest.importorskip("triton")
+from optimizer_step_case import CASES, answers, compared, handed_over, left_to_torch, watched
+from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
+
+from fedlas.training import build, compilation
+from fedlas.training.accelerators import batch_norm, conv1x1, metric_sums, optimizer_step, parameter_blocks, stem
+from fedlas.training.accelerators.optimizer_step import FusedOptimizerStep
+from fedlas.training.accelerators.resnet import FusedResNet
+from fedlas.training.backend_flags import backend_flags
+from fedlas.training.build import select_device
+from fedlas.training.session import Session
+
+__all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
+RESIDUAL = {"model": "resnet18_cifar", "model_options": {}, "channels_last": True, "precision": "bf16"}
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Compute network and loss by torch's own kernels; the optimizer step stays fused."""
+    monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_those_of_torch(case):
+    one, four = compared(case, "cuda", 1), compared(case, "cuda", 4)
+    assert one["taken"]
+    assert max(one["distance"].values()) < 1e-6, one["distance"]
+    assert four["distance"]["rates"] == 0
+    assert four["distance"]["weights"] < 1e-3
+    assert four["distance"].get("memory", 0) < 1e-2
+    for part in ("count", "first bad", "skips", "samples", "steps"):
+        assert four["flags"][part] == four["torch's flags"][part], part
+    assert four["steps"] == ([True, False, False, True] if "missing" in case else [True] * len(four["steps"]))
+
+
+def test_correct_counts_equal_those_of_torch():
+    assert all(all(one) for one in answers("cuda"))
+
+
+def test_gate_statistics_equal_those_of_torch():
+    assert all(all(one) for one in watched("cuda"))
+
+
+def assert_captured_is_eager(recipe: Any, epochs: int = 3) -> Session:
+    captured, eager = (trained(recipe, capture=capture, epochs=epochs) for capture in (True, False))
+    assert captured.execute.graphs, "nothing was captured"
+    assert isinstance(captured.step.parts.optimizer_step, FusedOptimizerStep)
+    assert eager.step.parts.optimizer_step.ready
+    for name, value in tensors(eager).items():
+        assert torch.equal(value, tensors(captured)[name]), name
+    assert captured.step.metrics.read() == eager.step.metrics.read()
+    assert int(captured.step.count) == int(eager.step.count) == 7 * epochs
+    return captured
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accumulate": 2, "nesterov": True},
+        {"clip": None, "schedule": "cosine"},
+        {"clip": 0.1, "clip_loss": True},
+        {"momentum": 0.0, "nesterov": False},
+    ],
+    ids=str,
+)
+def test_a_captured_step_equals_an_eager_step_bit_for_bit(changes):
+    assert_captured_is_eager(short("fedlas_ls", compile=True, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"clip": None}, {"clip_loss": True, "momentum": 0.0, "nesterov": False}], ids=str
+)
+def test_bf16_gradients_give_the_same_bits_as_float32_copies(changes):
+    found = handed_over("cuda", **changes)
+    assert sum(found["taken"]) == 12
+    assert all(found["equal"])
+
+
+def convolutions(session: Session) -> list[Any]:
+    assert isinstance(session.net.model, FusedResNet)
+    return [layer.weight for layer in session.net.model.modules() if isinstance(layer, nn.Conv2d)]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("changes", [{}, {"clip": 0.1}, {"model": "resnet50_cifar", "nesterov": True}], ids=str)
+def test_bf16_gradients_of_convolutions_are_read_in_place(changes):
+    """Those of a captured step never become wide; batches of two sizes are captured, each with its own addresses.
+
+    The smaller ones come once an epoch, the first three of them uncaptured.
+    """
+    session = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
+    assert len(session.step.parts.optimizer_step.captured_sources) == len(session.execute.graphs) == 2
+    assert all(addresses.count_nonzero() for addresses in session.step.parts.optimizer_step.captured_sources)
+    assert all(weight.grad is None for weight in convolutions(session))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_accumulated_gradients_need_no_copy():
+    """The second part is added to the first one's gradient, which lies in the slot."""
+    session = assert_captured_is_eager(short("ce", compile=True, accumulate=2, **RESIDUAL))
+    slots = session.step.parts.optimizer_step.slots
+    assert all(weight.grad.data_ptr() == slots[weight].data_ptr() for weight in convolutions(session))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_captured_step_is_independent_of_later_allocations():
+    recipe = short("ce", compile=True, drop_last=True, **RESIDUAL)
+    device, left = select_device("cuda"), []
+    for capture in (True, False):
+        with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+            session = Session(recipe, device, capture=capture)
+            session.net.train()
+            for epoch in range(3):
+                for inputs in session.batches(epoch):
+                    session.execute(*inputs)
+                    others = [torch.full((2**size,), float("nan"), device=device) for size in range(8, 24)]
+                    pinned = [torch.full((2**size,), -1).pin_memory() for size in range(4, 12)]
+                    del others, pinned
+            torch.cuda.synchronize()
+        assert bool(session.execute.graphs) == capture
+        left.append(tensors(session))
+    for name, value in left[1].items():
+        assert torch.equal(value, left[0][name]), name
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_first_step_of_a_resnet_equals_that_of_torch(accumulate):
+    """Four million numbers and more: each program of the norm looks at several tiles."""
+    recipe = short("ce", compile=True, accumulate=accumulate, clip=0.5, **RESIDUAL)
+    device, sessions = select_device("cuda"), []
+    for ours in (True, False):
+        with backend_flags(recipe, device):
+            session = Session(recipe, device, capture=False)
+            if not ours:
+                left_to_torch(session)
+            session.net.train()
+            session.execute(*next(iter(session.batches(0))))
+        sessions.append(session)
+    mine, theirs = (tensors(session) for session in sessions)
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    found, right = (session.step.metrics.read() for session in sessions)
+    assert found == pytest.approx(right, rel=1e-6)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_step_does_not_synchronise(capture):
+    recipe = short("fedlas_ls", deterministic=False, compile=True, drop_last=True)
+    assert assert_never_waits(recipe, capture=capture).step.parts.optimizer_step.ready
+
+
+def compiled(*modules: Any) -> list[Any]:
+    """List what the kernels of modules were compiled to, one for each kind."""
+    kernels = {one for module in modules for name, one in vars(module).items() if name.endswith("_kernel")}
+    return [made for one in kernels for caches in one.device_caches.values() for made in caches[0].values()]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("model", ["resnet18_cifar", "resnet50_cifar"])
+def test_after_precompilation_a_step_compiles_few_kernels(model, monkeypatch):
+    """Some kinds are left: those of tensors that start at odd places."""
+    recipe = short("ce", compile=True, **RESIDUAL | {"model": model})
+    device, modules = select_device("cuda"), (batch_norm, stem, conv1x1, parameter_blocks, optimizer_step, metric_sums)
+    with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+        session = Session(recipe, device)
+        session.net.train()
+        inputs = next(iter(session.batches(0)))
+        for module in modules:
+            for name, one in vars(module).items():
+                if name.endswith("_kernel"):
+                    one.device_caches.clear()
+        trace, ended = compilation.trace, []
+        monkeypatch.setattr(compilation, "trace", lambda step, given, trace=trace: ended.append(trace(step, given)))
+        with compilation.precompiled(session.step, inputs):
+            pass
+        assert len(ended) == 1  # nothing went wrong, and nothing warned
+        rehearsed = compiled(*modules)
+        assert len(rehearsed) >= 10
+        assert all(one.module is not None for one in rehearsed)  # loaded: it can start at once
+        session.execute(*inputs)
+        assert len(compiled(*modules)) <= len(rehearsed) + 4

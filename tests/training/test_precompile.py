@@ -1,0 +1,274 @@
+"""Pre-compilation compiles kernels and runs none; it does not change the step."""
+
+import threading
+import time
+from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from runs_of import short
+from triton.runtime.jit import MockTensor
+
+from fedlas.losses import CATALOG as LOSSES
+from fedlas.models import build_model
+from fedlas.training import compilation
+from fedlas.training.accelerators import kernels, precompile
+from fedlas.training.accelerators.batch_norm import kernel_available
+from fedlas.training.accelerators.kernels import CustomKernels
+from fedlas.training.accelerators.precompile import launch, precompilation, precompiling
+from fedlas.training.accelerators.resnet import fuse
+from fedlas.training.session import Session
+
+CPU = torch.device("cpu")
+QUICK = {"adafocal", "crl", "fedlas_mbls"}
+
+
+class Kernel:
+    """Remembers how it was asked."""
+
+    def __init__(self) -> None:
+        self.ran, self.compiled, self.ready = [], [], 0
+
+    def __getitem__(self, grid):
+        return lambda *given, **about: self.ran.append((grid, given, about))
+
+    def warmup(self, *given, grid, **about):
+        self.compiled.append((grid, given, about, threading.get_ident()))
+        return self
+
+    @property
+    def run(self):
+        self.ready += 1
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    monkeypatch.setattr(precompile.torch.cuda, "device", lambda _: nullcontext())
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_each_specialisation_is_compiled_once_and_not_run():
+    kernel, numbers = Kernel(), torch.zeros(3)
+    with precompilation(CPU) as one, one.going_on():
+        assert precompiling() is one
+        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
+        launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
+        launch(kernel, (7,), numbers, 49, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers, 1, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers.half(), 48, (numbers.double(),), WIDTH=2)
+        launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=4)
+        assert kernel.ready == 0  # nothing is loaded while cuDNN measures
+    assert not precompiling()
+    assert not kernel.ran
+    assert len(kernel.compiled) == kernel.ready == 5
+    assert threading.get_ident() not in {thread for *_, thread in kernel.compiled}
+    kinds = {(given[0].dtype, given[1], about["WIDTH"]) for _, given, about, _ in kernel.compiled}
+    wide = torch.float32
+    assert kinds == {(wide, 48, 2), (wide, 49, 2), (wide, 1, 2), (torch.float16, 48, 2), (wide, 48, 4)}
+    assert all(isinstance(one, MockTensor) for _, given, *_ in kernel.compiled for one in (given[0], given[2][0]))
+    launch(kernel, (7,), numbers, 48, WIDTH=2)
+    assert kernel.ran == [((7,), (numbers, 48), {"WIDTH": 2})]
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
+    class Broken(Kernel):
+        def warmup(self, *given, **about):
+            raise RuntimeError("no")
+
+        def __getitem__(self, grid):
+            return self.warmup  # what runs is compiled first
+
+    broken = Broken()
+    with pytest.warns(UserWarning, match="1 kernels.*no"), precompilation(CPU) as one, one.going_on():
+        launch(broken, (1,))
+    with pytest.raises(RuntimeError, match="no"):
+        launch(broken, (1,))
+    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.going_on():
+        raise ZeroDivisionError
+    assert not precompiling()
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
+    class Heavy(Kernel):
+        """As Triton has it: what starts a kernel is there before the kernel is."""
+
+        _run, loaded = None, False
+
+        @property
+        def run(self):
+            if self._run is None:
+                self._run, self.ready = "started", self.ready + 1
+                if self.ready == 1:
+                    raise MemoryError
+                self.loaded = True
+            return self._run
+
+    kernel = Heavy()
+    with pytest.warns(UserWarning, match="MemoryError"), precompilation(CPU) as one, one.going_on():
+        launch(kernel, (1,))
+    assert not kernel.loaded
+    assert kernel.run == "started"
+    assert kernel.loaded
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("fails", [False, True])
+def test_background_work_is_awaited_and_may_fail(fails):
+    kernel, threads = Kernel(), []
+
+    def meanwhile():
+        time.sleep(0.3)
+        threads.append(threading.get_ident())
+        if fails:
+            raise RuntimeError("no")
+
+    with precompilation(CPU, meanwhile) as one, one.going_on():
+        launch(kernel, (1,))
+    assert len(threads) == len(kernel.compiled) == 1
+    assert threads != [threading.get_ident()]
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_other_devices_and_later_launches_are_not_part_of_a_precompilation():
+    kernel = Kernel()
+    with precompilation(CPU) as one:
+        with one.going_on():
+            launch(kernel, (1,), torch.zeros(1, device="meta"))
+        launch(kernel, (1,), torch.zeros(1))
+    assert len(kernel.ran) == 2
+    assert not kernel.compiled
+    any_gpu, second = (
+        precompile.Precompilation(torch.device("cuda")),
+        precompile.Precompilation(torch.device("cuda", 1)),
+    )
+    assert any_gpu.handles(())
+    assert not any_gpu.handles((torch.zeros(1),))
+    assert not second.handles((3, torch.zeros(1)))
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_pending_compilations_are_cancelled_after_an_error():
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow(Kernel):
+        def warmup(self, *given, **about):
+            begun.set()
+            end.wait(20)
+            super().warmup(*given, **about)
+
+    kernel = Slow()
+
+    def fails():
+        for number in range(precompile._processors() + 3):
+            launch(kernel, (1,), WIDTH=number)
+        assert begun.wait(20)
+        threading.Timer(0.2, end.set).start()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.going_on():
+        fails()
+    assert 1 <= len(kernel.compiled) <= precompile._processors()
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_trials_in_a_precompilation_are_repeated_afterwards():
+    kernel, times = Kernel(), []
+
+    @cache
+    def trial(device):
+        times.append(device)
+        launch(kernel, (1,))
+        return False
+
+    with precompilation(CPU) as one, one.going_on():
+        assert kernel_available(trial, CPU)
+        assert kernel_available(trial, CPU)
+    assert len(kernel.compiled) == len(times) == 1
+    assert not kernel.ran
+    assert not kernel_available(trial, CPU)
+    assert not kernel_available(trial, CPU)
+    assert len(times) == 2
+    assert len(kernel.ran) == 1
+
+
+def state(session: Session) -> dict[str, torch.Tensor]:
+    everything = session.state_dict()
+    memory = {f"{n} {name}": value for n, one in enumerate(everything["optimizer"]) for name, value in one.items()}
+    sums = {f"sum {name}": value for name, value in session.step.metrics.sums.items()}
+    return everything["model"] | {f"loss {k}": v for k, v in everything["loss"].items()} | memory | sums
+
+
+@pytest.mark.parametrize(
+    ("loss", "changes"),
+    [
+        ("adafocal", {}),
+        ("crl", {}),
+        ("fedlas_mbls", {}),
+        ("fedlas_ls", {"accumulate": 2, "mixup": 0.5}),
+        *(pytest.param(loss, {}, marks=pytest.mark.campaign) for loss in LOSSES.entries if loss not in QUICK),
+    ],
+)
+def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
+    """This pre-compilation computes, which a real one does not; its effects are undone all the same."""
+    traced, found = [], []
+    computing = nullcontext(SimpleNamespace(going_on=nullcontext))
+
+    def watched(step, inputs, trace=compilation.trace):
+        trace(step, inputs)
+        grown = [one.grad is not None for one in (*step.parts.net.parameters(), *step.parts.loss.parameters())]
+        traced.append(all(grown) and len(grown) > 0)
+
+    monkeypatch.setattr(compilation, "trace", watched)
+    for precompiles in (True, False):
+        session = Session(short(loss, **changes), CPU)
+        session.step.parts.precompile = (lambda: computing) if precompiles else None
+        session.net.train()
+        for number, inputs in enumerate(session.batches(0)):
+            if number < 2:
+                session.execute(*inputs)
+        found.append(state(session))
+    assert traced == [True]  # to its end, through network and loss
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[1].items():
+        assert torch.equal(value, found[0][name]), name
+
+
+def test_a_failed_pre_compilation_is_a_warning():
+    def broken():
+        raise RuntimeError("no")
+
+    session = Session(short("ce"), CPU)
+    session.step.parts.precompile = broken
+    session.net.train()
+    with pytest.warns(UserWarning, match="pre-compiled: no"):
+        session.execute(*next(iter(session.batches(0))))
+    assert int(session.step.count) == 1
+
+
+def test_an_out_of_memory_error_is_raised():
+    def full():
+        raise torch.OutOfMemoryError("full")
+
+    session = Session(short("ce"), CPU)
+    session.step.parts.precompile = full
+    with pytest.raises(torch.OutOfMemoryError):
+        session.execute(*next(iter(session.batches(0))))
+
+
+def test_networks_with_custom_kernels_are_pre_compiled(monkeypatch):
+    assert Session(short("ce"), CPU).step.parts.precompile is None
+    model = build_model("resnet18_cifar", 10).to(memory_format=torch.channels_last)
+    assert CustomKernels(CPU).precompile(model) is None
+    loaded = []
+    monkeypatch.setattr(kernels, "import_module", loaded.append)
+    begin = CustomKernels(CPU).precompile(fuse(model))
+    assert begin is not None
+    with begin() as one:
+        assert isinstance(one, precompile.Precompilation)
+    assert loaded == ["torch._inductor.compile_fx"]

@@ -1,0 +1,277 @@
+"""Recipes: plain values, stable keys, settings from text, and the published hyperparameters."""
+
+import json
+import re
+
+import pytest
+
+import fedlas
+from fedlas.catalog import keywords
+from fedlas.data import CATALOG as DATA
+from fedlas.losses import CATALOG as LOSSES
+from fedlas.training.protocols import PROTOCOLS, list_recipes, recipe_for
+from fedlas.training.recipe import Recipe, differences
+
+SMALL = Recipe(data="digits", model="small_cnn", loss="ce")
+
+
+def test_the_key_is_stable():
+    """Folders of old runs must be found again: a changed key here is a break for users."""
+    assert SMALL.key == "1149f82ba7"
+    published = recipe_for("cifar10", loss="fedlas_ls", precision="fp32", channels_last=False)
+    assert published.key == "b534071516"
+    assert recipe_for("cifar10", loss="fedlas_ls").key == "9d84535553"
+    assert SMALL.name == f"digits-small_cnn-ce-{SMALL.key}"
+
+
+def test_execution_fields_are_not_part_of_the_key():
+    assert SMALL.replace(checkpoint_every=5, workers=3, tensorboard=True, capture=False).key == SMALL.key
+    assert SMALL.replace(seed=2).key != SMALL.key
+    assert SMALL.replace(lr=1).key == SMALL.replace(lr=1.0).key
+    one, other = {"ignore_index": 1, "sync": False}, {"sync": False, "ignore_index": 1}
+    assert SMALL.replace(loss_options=one).key == SMALL.replace(loss_options=other).key
+
+
+def test_a_recipe_survives_a_json_round_trip():
+    recipe = recipe_for("cub200", loss="fedlas_mbls", ood=("svhn",))
+    assert Recipe.from_dict(json.loads(recipe.to_json())) == recipe
+    assert hash(recipe) == hash(Recipe.from_dict(recipe.to_dict()))
+
+
+def test_settings_are_parsed_by_the_type_of_their_field():
+    settings = {
+        "epochs": "10", "lr": "1e-3", "deterministic": "true", "schedule": "multi_step", "milestones": "3,7",
+        "clip": "none", "precision": "bf16", "loss_options.alpha": "0.1", "data_options": '{"label_noise": 0.2}',
+        "ood": "svhn",
+    }  # fmt: skip
+    recipe = SMALL.replace(clip=2.0, loss="ls").with_settings(settings)
+    assert (recipe.epochs, recipe.lr, recipe.deterministic, recipe.milestones) == (10, 0.001, True, (3, 7))
+    assert (recipe.clip, recipe.precision, recipe.ood) == (None, "bf16", ("svhn",))
+    assert (recipe.loss_options, recipe.data_options) == ({"alpha": 0.1}, {"label_noise": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epohs": "3"}, "epohs.*'epochs'"),
+        ({"epochs": "many"}, "epochs.*'many'"),
+        ({"epochs": "0"}, "epochs.*1.*0"),
+        ({"lr": "fast"}, "lr.*'fast'"),
+        ({"lr": "nan"}, "lr.*finite"),
+        ({"deterministic": "perhaps"}, "deterministic.*true.*false"),
+        ({"precision": "int8"}, "precision.*fp32, tf32, bf16, fp16"),
+        ({"loss_options": "alpha"}, "loss_options.*JSON"),
+        ({"accumulate": "3"}, "accumulate.*batch_size"),
+        ({"data_options.seed": "3"}, "data_options.*seed="),
+        ({"schedule": "one_cycle", "warmup": "5"}, "warmup.*schedule=one_cycle"),
+        ({"schedule": "cosine", "milestones": "3"}, "milestones.*schedule=cosine"),
+        ({"decay": "0.2"}, "decay.*schedule=constant"),
+        ({"schedule": "cosine", "peak_at": "0.5"}, "peak_at.*schedule=cosine"),
+        ({"end_factor": "0.5"}, "end_factor.*schedule=constant"),
+        ({"optimizer": "adamw", "nesterov": "true"}, "nesterov.*optimizer=adamw"),
+        ({"optimizer": "adamw", "momentum": "0.8"}, "momentum.*optimizer=adamw"),
+        ({"beta2": "0.99"}, "beta2.*optimizer=sgd"),
+        ({"schedule": "multi_step"}, "milestones.*multi_step"),
+        ({"clip_loss": "true"}, "clip_loss.*clip"),
+        ({"momentum": "1.5"}, "momentum.*0.*1.*1.5"),
+        ({"schedule": "one_cycle", "start_factor": "-5"}, "start_factor.*0.*1.*-5"),
+        ({"schedule": "cosine", "end_factor": "-1"}, "end_factor.*0.*1.*-1"),
+        ({"schedule": "multi_step", "milestones": "3", "decay": "-1"}, "decay.*0.*1.*-1"),
+        ({"schedule": "multi_step", "milestones": "5,3,-1"}, "milestones.*5, 3, -1"),
+        ({"gate_lr_factor": "-1"}, "gate_lr_factor.*0.*-1"),
+        ({"gate_weight_decay": "-1"}, "gate_weight_decay.*0.*-1"),
+        ({"workers": "-1"}, "workers.*0.*-1"),
+        ({"batch_size": "99999999999999999999"}, "batch_size.*2147483647"),
+        ({"loss_options.gamma": "NaN"}, "loss_options.gamma.*finite.*nan"),
+        ({"loss_options.num_classes": "3"}, "loss_options.*num_classes"),
+        ({"model_options.num_classes": "3"}, "model_options.*num_classes"),
+        ({"data_options.progress": "3"}, "data_options.*progress"),
+        ({"accumulate": "4", "loss_options.weight": "[1, 2]"}, "accumulate=4.*weight.*loss_options"),
+        ({"accumulate": "4", "loss_options.ignore_index": "3"}, "accumulate=4.*ignore_index.*loss_options"),
+    ],
+)
+def test_invalid_settings_raise(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        SMALL.with_settings(settings)
+
+
+def test_reduction_none_raises():
+    """It used to end in torch's traceback: backward of a vector."""
+    with pytest.raises(ValueError, match='reduction="none"'):
+        SMALL.replace(loss_options={"reduction": "none"})
+    with pytest.raises(ValueError, match='reduction="none"'):
+        SMALL.with_settings({"loss_options.reduction": "none"})
+
+
+def test_replace_resets_fields_without_effect():
+    """Nobody has asked for the milestones of a protocol that is changed to a cosine; they shall not be in its key."""
+    steps = recipe_for("cifar10")
+    assert steps.replace(schedule="cosine") == recipe_for("cifar10", schedule="cosine")
+    assert steps.replace(schedule="cosine").milestones == ()
+    assert not recipe_for("digits").with_settings({"optimizer": "adamw"}).nesterov
+
+
+def test_recipes_with_fields_without_effect_can_be_read():
+    """Recipes were written with settings without effect until these were refused."""
+    old = {**SMALL.to_dict(), "schedule": "one_cycle", "warmup": 3.0, "optimizer": "adamw", "nesterov": True}
+    assert Recipe.from_dict(old) == SMALL.replace(schedule="one_cycle", optimizer="adamw")
+
+
+def test_values_of_another_type_raise():
+    for changes in ({"epochs": 2.5}, {"lr": "0.1"}, {"milestones": 3}, {"loss_options": [1]}, {"seed": True}):
+        with pytest.raises(TypeError):
+            SMALL.replace(**changes)
+
+
+def test_differences_are_named():
+    assert differences(SMALL, SMALL.replace(checkpoint_every=3)) == []
+    (found,) = differences(SMALL, SMALL.replace(lr=0.2))
+    assert re.search(r"lr.*0\.1.*0\.2", found)
+
+
+def test_every_predefined_recipe_can_be_built():
+    recipes = list(list_recipes())
+    losses = {record.name for record in fedlas.list_losses()}
+    assert len({(p, r.key) for p, r in recipes}) == len(recipes)
+    assert {p for p, _ in recipes} == {protocol.name for protocol in PROTOCOLS}
+    assert {r.loss for p, r in recipes if p == "paper"} == losses
+    published = {(r.data, r.model) for p, r in recipes if p == "paper"}
+    assert {data for data, _ in published} == {"cifar10", "cifar100", "tiny_imagenet", "cub200", "aircraft"}
+    assert len(published) == 10
+    for _, recipe in recipes:
+        words = keywords(LOSSES.find(recipe.loss))
+        options = {word: 10 for word in ("num_samples", "epochs") if word in words}
+        fedlas.build_loss(recipe.loss, num_classes=7, **recipe.loss_options, **options)
+
+
+def test_the_published_protocol():
+    recipe = recipe_for("cifar10", loss="ce")
+    assert (recipe.model, recipe.epochs, recipe.milestones, recipe.batch_size) == (
+        "resnet50_cifar",
+        350,
+        (150, 250),
+        128,
+    )
+    assert (recipe.lr, recipe.momentum, recipe.nesterov, recipe.weight_decay) == (0.1, 0.9, False, 5e-4)
+    assert (recipe.clip, recipe.clip_loss, recipe.drop_last) == (2.0, False, True)
+    assert not recipe_for("cifar100").drop_last
+    tiny = recipe_for("tiny_imagenet")
+    assert (tiny.epochs, tiny.milestones, tiny.batch_size) == (100, (40, 60), 64)
+    birds = recipe_for("cub200")
+    assert (birds.model, birds.optimizer, birds.lr, birds.epochs) == ("vit_base_patch16_384", "adamw", 1e-4, 200)
+    assert birds.data_options == {"image_size": 384}
+    assert recipe_for("cub200", "resnet101").data_options == {"image_size": 224}
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100", "tiny_imagenet"])
+def test_resnets_on_small_images_use_bf16_and_channels_last(data):
+    """Else whoever makes the tables again, or trains without a thought, would wait five times as long."""
+    ours, released = recipe_for(data, protocol="paper"), recipe_for(data, protocol="official")
+    assert (ours.precision, ours.channels_last, ours.compile, ours.capture) == ("bf16", True, True, True)
+    assert (released.precision, released.channels_last) == ("fp32", False)
+    assert recipe_for("cub200").precision == recipe_for(data, "small_cnn", protocol="paper").precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "options"),
+    [
+        ("cifar10", "ls", {"alpha": 0.05}),
+        ("cifar100", "ls", {"alpha": 0.1}),
+        ("cifar10", "fedlas_ls", {"alpha": 0.05, "beta": 4.0, "theta": 0.95}),
+        ("cifar100", "fedlas_ls", {"alpha": 0.1, "beta": 4.0, "theta": 0.5}),
+        ("cifar10", "fedlas_mbls", {"lambda_": 0.1, "margin": 6.0, "beta": 0.5, "theta": 0.95}),
+        ("cifar100", "fedlas_mbls", {"lambda_": 0.1, "margin": 6.0, "beta": 1.0, "theta": 0.5}),
+        ("tiny_imagenet", "fedlas_mbls", {"lambda_": 0.05, "margin": 10.0, "beta": 0.5, "theta": 0.5}),
+        ("tiny_imagenet", "mbls", {"lambda_": 0.05, "margin": 10.0}),
+        ("aircraft", "fedlas_ls", {"alpha": 0.05, "beta": 4.0, "theta": 0.5}),
+        ("cifar10", "dual_focal", {"gamma": 5.0}),
+        ("cub200", "dual_focal", {"gamma": 2.3}),
+        ("digits", "fedlas_ls", {}),
+    ],
+)
+def test_published_hyperparameters_of_losses(data, loss, options):
+    assert recipe_for(data, loss=loss).loss_options == options
+
+
+def test_the_official_protocol_has_the_deviations_of_the_official_code():
+    assert recipe_for("cub200", loss="fedlas_ls", protocol="official").loss_options["theta"] == 0.001
+    assert recipe_for("cub200", protocol="official").data_options["selection"] == "official"
+    assert recipe_for("cifar100", protocol="official").data_options == {"official_test_normalisation": True}
+    assert recipe_for("tiny_imagenet", loss="mbls", protocol="official").loss_options["lambda_"] == 0.1
+    assert recipe_for("cifar10", loss="fedlas_ls", protocol="official").loss_options["preset"] == "official"
+
+
+def test_no_loss_learns_from_test_labels():
+    """The released code selects on the test split; AdaFocal would learn its gammas there."""
+    for data in ("cub200", "aircraft"):
+        assert recipe_for(data, loss="adafocal", protocol="official").data_options == {
+            "antialias": False,
+            "image_size": 384,
+        }
+        assert recipe_for(data, loss="crl", protocol="official").data_options["selection"] == "official"
+
+
+def test_protocols_without_a_data_set_raise():
+    with pytest.raises(ValueError, match=r"'paper'.*'digits'.*fast, small"):
+        recipe_for("digits", "small_cnn", protocol="paper")
+    with pytest.raises(ValueError, match=r"'official'.*'svhn'"):
+        recipe_for("svhn", "resnet50_cifar", protocol="official")
+    birds = recipe_for("cub200", "small_cnn")
+    assert (birds.model_options, birds.data_options) == ({"in_channels": 3}, {"image_size": 224})
+    vit = recipe_for("cub200", "timm:vit_small_patch16_224")
+    assert (vit.model_options, vit.data_options) == ({"pretrained": True}, {"image_size": 224})
+    assert vit.optimizer == "adamw"
+    for model in ("resnet101", "vit_base_patch16_384"):
+        assert recipe_for("aircraft", model).model_options == {"pretrained": True}
+
+
+@pytest.mark.parametrize("data", sorted(DATA.entries))
+@pytest.mark.parametrize("model", [None, "small_cnn"])
+def test_suggested_protocols_are_usable(data, model):
+    """`fast` was advised for digits, and had no network for them."""
+    try:
+        recipe_for(data, model, protocol="paper")
+    except ValueError as error:
+        advised = str(error).partition("use one of: ")[2].split(", ")
+        assert len(advised) == sum(not one.published for one in PROTOCOLS)
+        for name, _, more in (word.partition(" ") for word in advised):
+            assert recipe_for(data, "small_cnn" if more == "(with --model)" else model, protocol=name).data == data
+            if more:
+                with pytest.raises(ValueError, match=f"{name}.*{data}"):
+                    recipe_for(data, model, protocol=name)
+
+
+def test_the_fast_protocol():
+    recipe = recipe_for("cifar10", loss="ce", protocol="fast")
+    assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.schedule) == ("resnet18_cifar", 512, 20, "one_cycle")
+    assert (recipe.nesterov, recipe.momentum, recipe.lr, recipe.weight_decay) == (True, 0.9, 0.2, 1e-3)
+    hundred = recipe_for("cifar100", loss="ce", protocol="fast")  # tuned by itself
+    assert (hundred.lr, hundred.weight_decay, hundred.epochs) == (0.2, 2e-3, 20)
+    assert recipe_for("cifar10", "resnet18_cifar").epochs == 20  # the network alone says which protocol
+
+
+@pytest.mark.parametrize("data", ["cifar10", "cifar100", "fashion_mnist"])
+def test_the_standard_protocol(data):
+    recipe = recipe_for(data, loss="closed_loop", protocol="standard")
+    assert (recipe.model, recipe.batch_size, recipe.epochs, recipe.milestones) == ("resnet18_cifar", 128, 100, (50, 75))
+    assert (recipe.lr, recipe.momentum, recipe.nesterov, recipe.weight_decay, recipe.clip) == (0.1, 0.9, False, 5e-4, 2)
+    assert (recipe.precision, recipe.halve_validation, recipe.evaluated) == ("bf16", True, "last")
+    with pytest.raises(ValueError, match=r"halve_validation.*selection"):
+        recipe.replace(data_options={"selection": "official"})
+    assert recipe_for("fashion_mnist").model == "small_cnn"  # the default protocols are as they were
+
+
+def test_unknown_names_raise_with_a_suggestion():
+    with pytest.raises(ValueError, match="'cifar10'"):
+        recipe_for("cifar_10")
+    with pytest.raises(ValueError, match="'celoss'"):
+        recipe_for("digits", loss="celoss")
+    with pytest.raises(ValueError, match="'paper'"):
+        recipe_for("digits", protocol="papers")
+    with pytest.raises(ValueError, match=r"--model.*model="):
+        recipe_for("cifar10", protocol="small")
+
+
+def test_an_unknown_option_of_a_loss_is_an_error_that_names_the_nearest():
+    with pytest.raises(ValueError, match=r"'alhpa'.*'alpha'"):
+        recipe_for("digits", loss="ls", loss_options={"alhpa": 0.1})

@@ -1,0 +1,246 @@
+"""On a GPU: fused ResNets against torch's layers, in float32 and low precision, and reproducibility."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from runs_of import short
+
+from fedlas.models import build_model
+
+pytest.importorskip("triton")
+import conv1x1_case
+import stem_case
+from resnet_case import compared, distance, narrowed, network, outcome
+from test_train_gpu import pytestmark, tensors, trained
+
+from fedlas.training.accelerators import batch_norm, conv1x1, stem
+from fedlas.training.accelerators import resnet as fused_module
+from fedlas.training.accelerators.resnet import FusedResNet, fuse
+
+__all__ = ["pytestmark"]  # needs a CUDA device, and inductor may explain itself
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    torch.backends.cuda.matmul.allow_tf32, before = False, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32, convolutions = False, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before, convolutions
+
+
+@pytest.mark.parametrize("kind", ["basic", "bottleneck"])
+def test_as_exact_as_torchs_layers(kind):
+    one = compared(kind, "cuda")
+    assert one["taken"]
+    for part, bound in {"logits": 1e-5, "gradients": 1e-4, "buffers": 1e-5}.items():
+        assert one["fused"][part] < max(bound, 3 * one["torch"][part]), (part, one)
+    assert one["evaluates alike"]
+
+
+def test_low_precision_copies_equal_those_of_torch():
+    found = narrowed("cuda")
+    assert all(found.values()), found
+
+
+def images_of(count: int) -> torch.Tensor:
+    images = torch.randn(count, 3, 32, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    return images.to(memory_format=torch.channels_last)
+
+
+def in_bf16(model: Any, images: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
+    labels = torch.arange(len(images), device="cuda") % 5
+    with torch.autocast("cuda", torch.bfloat16):
+        return outcome(model, images, labels)
+
+
+@pytest.mark.parametrize("name", ["resnet18_cifar", "resnet50_cifar"])
+@pytest.mark.parametrize("count", [3, 128])  # a part of a tile, and more tiles than programs
+def test_bf16_is_as_exact_as_torchs_layers(name, count):
+    plain = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
+    fused = fuse(copy.deepcopy(plain))
+    images = images_of(count)
+    right = outcome(copy.deepcopy(plain).double(), images.double(), torch.arange(count, device="cuda") % 5)
+    usual, ours = in_bf16(plain, images), in_bf16(fused, images)
+    for part in ("logits", "gradients", "buffers"):
+        size = {name: value.norm().item() for name, value in right[part].items()}
+        far = {name: (usual[part][name] - right[part][name]).norm().item() for name in size}
+        ours_far = {name: (ours[part][name] - right[part][name]).norm().item() for name in size}
+        assert sum(ours_far.values()) < 1.3 * sum(far.values()), part
+        worst = max(size, key=lambda name: (ours_far[name] - 2 * far[name]) / max(size[name], 1e-12))
+        assert ours_far[worst] < 2 * far[worst] + 0.1 * size[worst], (part, worst)
+
+
+def test_without_cudnn():
+    with torch.backends.cudnn.flags(enabled=False):
+        one = compared("basic", "cuda")
+    assert one["fused"]["gradients"] < 1e-4
+
+
+def test_equal_inputs_give_equal_bits():
+    fused = network("bottleneck").to("cuda", memory_format=torch.channels_last)
+    fused = fuse(fused)
+    images = images_of(64)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        first, again = in_bf16(copy.deepcopy(fused), images), in_bf16(copy.deepcopy(fused), images)
+    for part, values in first.items():
+        for name, value in values.items():
+            assert torch.equal(value, again[part][name]), (part, name)
+
+
+def test_weight_gradients_on_the_side_stream_equal_those_on_the_main_stream(monkeypatch):
+    model = build_model("resnet50_cifar", 10).to("cuda", memory_format=torch.channels_last)
+    model = fuse(model)
+    images = images_of(128)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        monkeypatch.setattr(fused_module, "MAX_PENDING", 0)  # the first stream waits for each of them
+        one_by_one = in_bf16(copy.deepcopy(model), images)["gradients"]
+        monkeypatch.undo()
+        for _ in range(5):
+            for part, value in in_bf16(copy.deepcopy(model), images)["gradients"].items():
+                assert torch.equal(value, one_by_one[part]), part
+
+
+def assert_as_exact_as_without(
+    name: str, count: int, module: Any, monkeypatch: Any, *, work: str, times: int, fits: str = "fits"
+) -> None:
+    """Compare a step with a module's kernels, asked so many times, and one without them, both with float64."""
+    model = build_model(name, 10).to("cuda", memory_format=torch.channels_last)
+    images, asked = images_of(count), []
+    right = outcome(copy.deepcopy(model).double(), images.double(), torch.arange(count, device="cuda") % 5)
+    model = fuse(model)
+    assert module._can_run(images.device)
+    assert conv1x1._can_run_backward(images.device)
+    kernel = getattr(module, work)
+    monkeypatch.setattr(module, work, lambda *given: asked.append(1) or kernel(*given))
+    ours = in_bf16(copy.deepcopy(model), images)
+    assert len(asked) == times
+    monkeypatch.setattr(module, fits, lambda *_: False)
+    usual = in_bf16(copy.deepcopy(model), images)
+    assert len(asked) == times
+    for part in right:
+        far, ours_far = (
+            sum((found[part][name] - one).norm().item() for name, one in right[part].items()) for found in (usual, ours)
+        )
+        assert ours_far < 1.3 * far, part
+
+
+@pytest.mark.parametrize("count", [3, 128, 512])
+def test_a_step_with_the_stem_kernels_is_as_exact_as_without(count, monkeypatch):
+    assert_as_exact_as_without("resnet18_cifar", count, stem, monkeypatch, work="convolve", times=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("shape", [(3, 5, 7, 64), (64, 32, 32, 64), (40, 31, 33, 128)])
+def test_the_stem_is_as_exact_as_its_type_and_reproducible(shape, twice, dtype):
+    given = stem_case.layer(shape, "cuda")
+    given = {name: one.to(dtype) if one.dim() == 4 else one for name, one in given.items()}
+    wide = {name: one.double() for name, one in given.items()}
+    right = stem_case.by_torch(wide, twice=twice, narrow=dtype)
+    found, again = (stem_case.by_kernels(given, twice=twice) for _ in range(2))
+    for part, value in found.items():
+        assert torch.equal(value, again[part]), part
+        assert distance({"": value}, {"": right[part]}) < 8 * torch.finfo(dtype).eps, part
+
+
+@pytest.mark.parametrize("count", [3, 128])
+def test_a_step_with_the_conv1x1_kernel_is_as_exact_as_without(count, monkeypatch):
+    monkeypatch.setattr(conv1x1, "MIN_ROWS", 0)
+    times = 12  # seven in the first stage, five in the second
+    assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, work="multiply", times=times)
+
+
+@pytest.mark.parametrize("count", [3, 128])
+def test_a_step_with_the_conv1x1_backward_kernel_is_as_exact_as_without(count, monkeypatch):
+    monkeypatch.setattr(conv1x1, "MIN_ROWS_BACKWARD", 0)
+    about = {"work": "gradient_sums", "times": 13, "fits": "fits_back"}  # the first ones of the first 13 blocks
+    assert_as_exact_as_without("resnet50_cifar", count, conv1x1, monkeypatch, **about)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("added", ["nothing", "skip", "norm"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (128, 32, 32, 256, 64),
+        (128, 16, 16, 512, 128),
+        (128, 8, 8, 1024, 256),
+        (3, 5, 7, 64, 64),
+        (31, 17, 13, 192, 128),
+    ],
+)
+def test_conv1x1_gradients_are_as_exact_as_their_type_and_reproducible(shape, added, every, dtype):
+    given = conv1x1_case.narrowed(conv1x1_case.block(shape, "cuda"), dtype)
+    wide = {name: one.double() for name, one in given.items()}
+    right = conv1x1_case.back_by_torch(wide, added, every)
+    found, again = (conv1x1_case.back_by_kernels(given, added, every) for _ in range(2))
+    for part, value in found.items():
+        assert torch.equal(value, again[part]), part
+        assert distance({"": value}, {"": right[part]}) < 2 * torch.finfo(dtype).eps, part
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (128, 32, 32, 64, 256), (128, 32, 32, 256, 64), (128, 16, 16, 128, 512), (128, 8, 8, 256, 128),
+        (3, 5, 7, 64, 64), (31, 17, 13, 128, 192),
+    ],
+)  # fmt: skip
+def test_conv1x1_is_as_exact_as_its_type_and_reproducible(shape, dtype):
+    given = conv1x1_case.narrowed(conv1x1_case.layer(shape, "cuda"), dtype)
+    right = conv1x1_case.by_torch({name: one.double() for name, one in given.items()}, narrow=dtype)
+    found, again = (conv1x1_case.by_kernels(given) for _ in range(2))
+    for part, value in found.items():
+        assert torch.equal(value, again[part]), part
+        bound = torch.finfo(dtype).eps / 2 if part in {"y", "z"} else 1e-4  # some are rounded to the other side
+        assert distance({"": value}, {"": right[part]}) < bound, part
+
+
+def test_more_rows_than_programs_on_a_grid_axis():
+    """A batch of 4,096 images of 32 x 32 has 65,536 tiles of 64 rows; all axes of a grid but the first end before."""
+    y = torch.randn(4096, 64, 32, 33, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    weight, bias, mean, var = (torch.full((64,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
+    norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
+    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    about = batch_norm.statistics(y, norm, counter)
+    z, bits = batch_norm.activation(y, about, None, None)
+    expected = torch.nn.functional.batch_norm(y.float(), None, None, training=True).relu()
+    torch.testing.assert_close(z.float(), expected, atol=0.02, rtol=0.02)
+    sums = batch_norm.gradient_sums(torch.ones_like(y), None, y, bits, about, counter)
+    back = batch_norm.gradients(sums, y, about)
+    assert back.bias[0].item() == pytest.approx((expected[:, 0] > 0).sum().item(), rel=1e-3)
+    assert bool(torch.isfinite(back.y).all())
+
+
+def test_moved_weights_are_cast_correctly():
+    model: Any = build_model("resnet18_cifar", 10).to("cuda", memory_format=torch.channels_last)
+    model = fuse(model)
+    images, other = images_of(8), copy.deepcopy(model)
+    in_bf16(model, images)
+    before = model.weight_cast
+    in_bf16(model, images)
+    assert model.weight_cast is before
+    for weight in model.parameters():
+        weight.data = 2 * weight.data
+    other.load_state_dict(model.state_dict())
+    model.zero_grad(set_to_none=True)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False, allow_tf32=False):
+        found, right = in_bf16(model, images), in_bf16(other, images)
+    assert model.weight_cast is not before
+    assert all(torch.equal(one, right["gradients"][name]) for name, one in found["gradients"].items())
+
+
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"precision": "fp16"}])
+def test_a_captured_step_equals_an_eager_step_bit_for_bit(changes):
+    same = {"deterministic": True, "channels_last": True, "compile": True, "precision": "bf16"} | changes
+    recipe = short("ce", model="resnet18_cifar", model_options={}, epochs=2, **same)
+    captured, eager = trained(recipe, capture=True), trained(recipe, capture=False)
+    for session in (captured, eager):
+        assert isinstance(session.net.model, FusedResNet)
+    assert captured.execute.graphs, "nothing was captured"
+    for name, value in tensors(eager).items():
+        assert torch.equal(value, tensors(captured)[name]), name

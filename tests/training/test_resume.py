@@ -1,0 +1,422 @@
+"""Stop and resume: a resumed run equals an uninterrupted run bit for bit."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs_of import SignalAt, assert_same, log_without_times, prediction_bytes, short
+
+from fedlas.predictions import Predictions
+from fedlas.training import AbstractCallback, Run, RunError, StoppedError, checkpoint, fit, fit_many
+from fedlas.training.signals import StopSignals
+from waiting import until
+
+pytestmark = pytest.mark.filterwarnings("ignore:fp16 is very slow")
+HERE = Path(__file__).parent
+FP16 = {"precision": "fp16", "batch_size": 10, "data_options": {"train_samples": 65}}
+RECIPES = {
+    "fedlas_ls": short("fedlas_ls", checkpoint_every=3),
+    "adafocal": short("adafocal", optimizer="adamw", lr=0.003),
+    "crl": short("crl", accumulate=2, **FP16),
+    "fp16": short("fedlas_mbls", **FP16),
+    "mixed": short("ls", mixup=0.4),
+    "bf16": short("ce", precision="bf16"),
+}
+
+
+def weights(run: Run) -> dict[str, Any]:
+    saved = torch.load(run.checkpoint, weights_only=True)
+    for generators in saved["random"]:
+        del generators["python"]  # beartype, which checks shapes in tests, draws from it
+    return saved
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Run a recipe without a stop, once."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    return lambda name: fit(RECIPES[name], out=folder / name)
+
+
+def assert_equal_runs(run: Run, expected: Run) -> None:
+    assert run.finished
+    assert prediction_bytes(run) == prediction_bytes(expected)
+    assert log_without_times(run) == log_without_times(expected)
+    assert_same(weights(run), weights(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("fedlas_ls", 14),
+        ("adafocal", 9),
+        ("crl", 18),
+        ("mixed", 4),
+        pytest.param("fp16", 10, marks=pytest.mark.campaign),
+        pytest.param("fedlas_ls", 4, marks=pytest.mark.campaign),
+        pytest.param("fedlas_ls", 18, marks=pytest.mark.campaign),
+        pytest.param("mixed", 10, marks=pytest.mark.campaign),
+        pytest.param("bf16", 10, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_stopped_run_continues_bit_for_bit(unbroken, tmp_path, name, step):
+    with pytest.raises(StoppedError, match="--resume") as caught:
+        fit(RECIPES[name], out=tmp_path, callbacks=[SignalAt(step, signal.SIGTERM)])
+    assert caught.value.signal_number == signal.SIGTERM
+    saved = weights(Run(tmp_path))
+    assert divmod(step, 7) == (saved["epoch"], saved["position"]) or saved["position"] == 7
+    assert len(Run(tmp_path).log) == (step - 1) // 7
+    run = fit(RECIPES[name], out=tmp_path, resume=True)
+    assert_equal_runs(run, unbroken(name))
+    assert run.log[(step - 1) // 7]["machine"]["continued_at_step"] is not None
+
+
+class Crash(AbstractCallback):
+    """Fails in some step, when a checkpoint has been written."""
+
+    def __init__(self, step: int, checkpoint: Path) -> None:
+        self.step, self.checkpoint = step, checkpoint
+
+    sees_steps = True
+
+    def on_step_end(self, session: Any, step: int) -> None:
+        if step == self.step:
+            until(self.checkpoint.exists)
+            raise ZeroDivisionError
+
+
+def assert_continues(run: Run, expected: Run) -> None:
+    """Resume a run that ended without a word in its second epoch."""
+    assert len(run.log) == 1
+    assert not run.finished
+    times = run.log[0]["machine"]
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=run.folder, resume=True), expected)
+    assert run.log[0]["machine"] == times  # it went on, and did not start over
+
+
+def test_a_crashed_run_continues_bit_for_bit(unbroken, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[Crash(13, tmp_path / "checkpoint.pt")])
+    assert_continues(Run(tmp_path), unbroken("fedlas_ls"))
+
+
+@pytest.mark.campaign
+def test_a_killed_run_continues_bit_for_bit(unbroken, tmp_path):
+    code = f"""
+import signal, sys
+from pathlib import Path
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]
+from runs_of import SignalAt, short
+from fedlas.training import fit
+out = Path({str(tmp_path)!r})
+fit(short("fedlas_ls", checkpoint_every=3), out=out, callbacks=[SignalAt(13, signal.SIGKILL, out / "checkpoint.pt")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert_continues(Run(tmp_path), unbroken("fedlas_ls"))
+
+
+def test_a_run_killed_while_predicting_only_predicts(unbroken, tmp_path):
+    run = Run(shutil.copytree(unbroken("mixed").folder, tmp_path / "run"))
+    times = [record["machine"] for record in run.log]
+    run.predictions_file("best-val").unlink()
+    assert_equal_runs(fit(RECIPES["mixed"], out=run.folder, resume=True), unbroken("mixed"))
+    assert [record["machine"] for record in run.log] == times
+
+
+def test_an_unfinished_run_needs_resume(tmp_path):
+    with pytest.raises(StoppedError):
+        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    with pytest.raises(RunError, match=r"--resume.*resume=True"):
+        fit(short(), out=tmp_path)
+
+
+def test_sighup_stops_a_run_unless_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with pytest.raises(StoppedError) as caught:
+            fit(short(), out=tmp_path / "heard", callbacks=[SignalAt(3, signal.SIGHUP)])
+        assert caught.value.signal_number == signal.SIGHUP
+        assert weights(Run(tmp_path / "heard"))["position"] == 3
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        assert fit(short(epochs=1), out=tmp_path / "ignored", callbacks=[SignalAt(3, signal.SIGHUP)]).finished
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_checkpoint_every_sets_the_interval(tmp_path):
+    with pytest.raises(StoppedError):
+        fit(short("ce", checkpoint_every=5), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
+    fit(short("ce", checkpoint_every=1000), out=tmp_path, resume=True)
+    saved = weights(Run(tmp_path))
+    assert (saved["epoch"], saved["position"]) == (3, 0)
+
+
+def test_partial_files_of_a_killed_run_are_removed(tmp_path):
+    """Only those of checkpoints used to be; half a log, recipe or file of predictions stayed for ever."""
+    with pytest.raises(StoppedError):
+        fit(short("ce"), out=tmp_path, callbacks=[SignalAt(12, signal.SIGINT)])
+    (tmp_path / "predictions").mkdir()
+    names = ("recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions/best-test.safetensors")
+    files = [tmp_path / name for name in names]
+    rests = [file.with_name(f".{file.name}.abcd1234.part") for file in files]
+    for rest in rests:
+        rest.write_bytes(b"half")
+    run = fit(short("ce"), out=tmp_path, resume=True)
+    assert [rest for rest in rests if rest.exists()] == []
+    held = {path.name for path in run.folder.iterdir()}
+    assert held == {".lock", "recipe.json", "environment.json", "log.jsonl", "checkpoint.pt", "predictions"}
+
+
+class SignalAfterEpoch(AbstractCallback):
+    """Sends this process a signal while no step is under way."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_epoch_end(self, record: Any) -> None:
+        if record["epoch"] == self.epoch:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_between_epochs_stops_the_run(unbroken, tmp_path):
+    with pytest.raises(StoppedError, match=r"\b2 .*\b3\b.*--resume"):
+        fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=tmp_path, callbacks=[SignalAfterEpoch(2)])
+    saved = weights(Run(tmp_path))
+    assert (saved["epoch"], saved["position"]) == (2, 0)
+    assert_equal_runs(fit(RECIPES["fedlas_ls"], out=tmp_path, resume=True), unbroken("fedlas_ls"))
+
+
+def test_a_signal_after_the_last_step_stops_the_run(unbroken, tmp_path):
+    """Else a run that predicts when Ctrl-C comes would finish, and the next one of many would begin."""
+    with pytest.raises(StoppedError) as caught:
+        fit(RECIPES["mixed"], out=tmp_path, callbacks=[SignalAfterEpoch(3)])
+    assert caught.value.signal_number == signal.SIGTERM
+    assert_equal_runs(fit(RECIPES["mixed"], out=tmp_path, resume=True), unbroken("mixed"))
+
+
+def test_a_signal_while_predicting_ends_fit_many(tmp_path, monkeypatch):
+    recipes = [short("ce", epochs=2), short("ls", epochs=1)]
+    save = Predictions.save
+
+    def save_and_signal(made: Predictions, path: Path) -> None:
+        save(made, path)
+        if path.stem == "best-test":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Predictions, "save", save_and_signal)
+    with pytest.raises(StoppedError) as caught:
+        list(fit_many(recipes, folder=tmp_path))
+    assert caught.value.signal_number == signal.SIGINT
+    assert Run(tmp_path / recipes[0].name).finished
+    assert not Run(tmp_path / recipes[0].name).checkpoint_before.exists()
+    assert not (tmp_path / recipes[1].name).exists()
+
+
+def test_a_repeated_signal_does_not_interrupt_the_checkpoint(monkeypatch):
+    """A terminal and a launcher both pass Ctrl-C on; later, a person means it."""
+    now = 100.0
+    monkeypatch.setattr("fedlas.training.signals.time.monotonic", lambda: now)
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        for ignore_repeats, expected in ((True, []), (False, [signal.SIGTERM])):
+            signals = StopSignals(ignore_repeats=ignore_repeats)
+            with signals.listening():
+                for _ in range(3):
+                    signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGINT)
+                assert (signals.caught, heard) == (signal.SIGTERM, [])
+                now += 60
+                signal.raise_signal(signal.SIGTERM)
+            assert heard == expected
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_resume_starts_a_new_run_in_an_empty_folder(tmp_path):
+    assert fit(short("ce", epochs=1), out=tmp_path / "new", resume=True).finished
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    with pytest.raises(StoppedError):
+        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    Run(tmp_path).checkpoint.write_bytes(b"nothing of value")
+    with pytest.raises(RunError, match=r"checkpoint\.pt"):
+        fit(short(), out=tmp_path, resume=True)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that has written two checkpoints and has not ended."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(StoppedError):
+        fit(RECIPES["fedlas_ls"], out=folder, callbacks=[SignalAt(12, signal.SIGTERM)])
+    return Run(folder)
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit in the middle of the file, which is in the middle of some weights."""
+    changed = bytearray(content)
+    changed[len(content) // 2] ^= 1
+    return bytes(changed)
+
+
+def test_flipped_bits_that_torch_accepts_are_detected(stopped, tmp_path):
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(flipped(stopped.checkpoint.read_bytes()))
+    assert torch.load(file, weights_only=True).keys() == weights(stopped).keys()
+    with pytest.raises(RunError, match=r"checkpoint\.pt"):
+        checkpoint.load(file)
+
+
+def test_every_flipped_bit_is_detected_or_changes_nothing(stopped):
+    """Only a bit in the word that introduces the checksum may flip; then the checksums of the parts are looked at."""
+    content, random = stopped.checkpoint.read_bytes(), np.random.default_rng(0)
+    assert checkpoint.is_intact(content)
+    end = len(content) - 64
+    places = [*random.integers(0, len(content), 300).tolist(), *range(end - 9, len(content))]
+    for place in places:
+        changed = bytearray(content)
+        changed[place] ^= 1 << int(random.integers(8))
+        noticed = not checkpoint.is_intact(bytes(changed))
+        assert noticed != (end - 7 <= place < end), place
+    for length in random.integers(0, len(content), 100).tolist():
+        assert not checkpoint.is_intact(content[:length])
+
+
+def test_a_checkpoint_without_a_checksum_is_checked_by_its_zip_members(stopped, tmp_path):
+    """As all were that were written before there was one."""
+    torch.save(torch.load(stopped.checkpoint, weights_only=True), tmp_path / "checkpoint.pt")
+    content = (tmp_path / "checkpoint.pt").read_bytes()
+    assert checkpoint.is_intact(content)
+    assert not checkpoint.is_intact(flipped(content))
+    assert not checkpoint.is_intact(cut(content))
+
+
+@pytest.mark.parametrize(
+    "damage", [flipped, *(pytest.param(damage, marks=pytest.mark.campaign) for damage in (cut, lambda content: b""))]
+)
+def test_a_damaged_checkpoint_is_replaced_by_the_previous_one_with_a_warning(unbroken, stopped, tmp_path, damage):
+    folder = shutil.copytree(stopped.folder, tmp_path / "run")
+    run = Run(folder)
+    written = damage(run.checkpoint.read_bytes())
+    run.checkpoint.write_bytes(written)
+    with pytest.warns(UserWarning, match=r"checkpoint\.pt"):
+        fit(RECIPES["fedlas_ls"], out=folder, resume=True)
+    assert_equal_runs(run, unbroken("fedlas_ls"))
+    assert run.log[1]["machine"]["continued_at_step"] == 2  # step 9, which was saved before step 12
+    assert (folder / "checkpoint-damaged.pt").read_bytes() == written
+    assert not run.checkpoint_before.exists()  # twice the space, for no use any more
+
+
+def test_two_damaged_checkpoints_are_both_named(stopped, tmp_path):
+    run = Run(shutil.copytree(stopped.folder, tmp_path / "run"))
+    for file in (run.checkpoint, run.checkpoint_before):
+        file.write_bytes(flipped(file.read_bytes()))
+    with pytest.raises(RunError, match=r"checkpoint\.pt.*checkpoint-before\.pt"):
+        fit(RECIPES["fedlas_ls"], out=run.folder, resume=True)
+    run.checkpoint.unlink()  # the advice, half of it
+    fit(RECIPES["fedlas_ls"].replace(checkpoint_every=1000), out=run.folder, resume=True)
+    assert run.log[0]["machine"]["continued_at_step"] is None
+
+
+def test_a_log_without_all_epochs_raises(stopped, tmp_path):
+    """It used to be gone on with, and the run was never finished."""
+    run = Run(shutil.copytree(stopped.folder, tmp_path / "run"))
+    run.log_file.write_bytes(cut(run.log_file.read_bytes()))
+    with pytest.raises(RunError, match=r"log\.jsonl.*\b0 .*\b1\b.*checkpoint\.pt"):
+        fit(RECIPES["fedlas_ls"], out=run.folder, resume=True)
+
+
+def test_without_hard_links_the_previous_checkpoint_is_a_copy(tmp_path, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    with pytest.raises(StoppedError):
+        fit(RECIPES["fedlas_ls"], out=tmp_path, callbacks=[SignalAt(7, signal.SIGTERM)])
+    run = Run(tmp_path)
+    stands = [checkpoint.load(file) for file in (run.checkpoint_before, run.checkpoint)]
+    assert [(one["epoch"], one["position"]) for one in stands] == [(0, 6), (0, 7)]
+
+
+def test_an_untrusted_checkpoint_is_not_unpickled(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "sprung",)
+
+    with pytest.raises(StoppedError):
+        fit(short(), out=tmp_path, callbacks=[SignalAt(3, signal.SIGINT)])
+    torch.save({"format": "fedlas.checkpoint/1", "trap": Trap()}, Run(tmp_path).checkpoint)
+    with pytest.raises(RunError, match=r"checkpoint\.pt"):
+        fit(short(), out=tmp_path, resume=True)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_signal_handlers_are_restored_after_a_run(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    fit(short("ce", epochs=1), out=tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class SlowDisk(AbstractCallback):
+    """Has written the first checkpoint only when the run is in its third epoch, which one that waits never reaches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.epochs: list[int] = []
+        self._third_epoch = threading.Event()
+        self._write = checkpoint._write
+        monkeypatch.setattr(checkpoint, "_write", self._slowly)
+
+    sees_steps = True
+
+    def on_step_end(self, session: Any, step: int) -> None:
+        if step > 2 * session.steps_per_epoch:
+            self._third_epoch.set()
+
+    def _slowly(self, path: Path, content: dict[str, Any]) -> None:
+        assert self._third_epoch.wait(30), "the run waits for the disk"
+        self.epochs.append(content["epoch"])
+        self._write(path, content)
+
+
+def test_no_epoch_waits_for_a_slow_disk(unbroken, tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    fitted = fit(RECIPES["mixed"], out=tmp_path, callbacks=[disk])
+    assert disk.epochs == [1, 3], "the third is the last, which has a checkpoint in any case"
+    assert_equal_runs(fitted, unbroken("mixed"))
+
+
+def test_checkpoint_every_writes_all_checkpoints_to_a_slow_disk(tmp_path, monkeypatch):
+    """Each is written only when the run waits for it: whoever would skip the next one never does."""
+    waited, wait, write = threading.Semaphore(0), checkpoint.Writer.wait, checkpoint._write
+    epochs = []
+
+    def waiting(writer: checkpoint.Writer) -> None:
+        if writer._last is not None:
+            waited.release()
+        wait(writer)
+
+    def slowly(path: Path, content: dict[str, Any]) -> None:
+        assert waited.acquire(timeout=30)
+        epochs.append(content["epoch"])
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint.Writer, "wait", waiting)
+    monkeypatch.setattr(checkpoint, "_write", slowly)
+    fit(short("ls", checkpoint_every=7), out=tmp_path)
+    assert epochs == [1, 2, 3]

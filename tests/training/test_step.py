@@ -1,0 +1,365 @@
+"""The training step against a plain torch loop; non-finite values freeze the weights."""
+
+import gc
+import importlib
+import math
+
+import pytest
+import torch
+from runs_of import short
+from torch import nn
+
+from fedlas.training.build import SessionCache
+from fedlas.training.capture import without_collector
+from fedlas.training.compilation import CompiledCall
+from fedlas.training.mixup import Mixer, _rectangle
+from fedlas.training.optimizer import build_optimizer
+from fedlas.training.precision import GradientScaler
+from fedlas.training.recipe import Recipe
+from fedlas.training.schedule import lr_factor, lr_table, row_of
+from fedlas.training.session import Session
+
+CPU = torch.device("cpu")
+PLAIN = Recipe(data="digits", model="small_cnn", loss="ce")
+
+
+def steps(session: Session, count: int, epoch: int = 0) -> None:
+    session.net.train()
+    for _, inputs in zip(range(count), session.batches(epoch), strict=False):
+        session.execute(*inputs)
+
+
+@pytest.mark.parametrize("changes", [{}, {"nesterov": False, "clip": None}, {"optimizer": "adamw", "lr": 0.003}])
+@pytest.mark.parametrize("loss", ["ce", "fedlas_ls"])
+def test_the_step_equals_a_plain_torch_loop(loss, changes):
+    recipe = short(loss, **changes)
+    ours, theirs = Session(recipe, CPU), Session(recipe, CPU)
+    steps(ours, 5)
+
+    net, criterion = theirs.net, theirs.loss
+    parameters = [*net.parameters(), *criterion.parameters()]
+    if recipe.optimizer == "sgd":
+        optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.9, nesterov=recipe.nesterov, weight_decay=5e-4)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=5e-4)
+    theirs.train.set_epoch(0)
+    for number, (images, labels, index) in enumerate(theirs.train.batches(50)):
+        if number == 5:
+            break
+        optimizer.param_groups[0]["lr"] = recipe.lr * lr_factor(recipe, number, 7)
+        optimizer.zero_grad()
+        logits, features = net(images)
+        criterion(logits, labels, features, index).backward()
+        if recipe.clip:
+            nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)  # not the gate's: as published
+        optimizer.step()
+    for mine, other in zip([*ours.net.parameters(), *ours.loss.parameters()], parameters, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_accumulation_equals_the_whole_batch():
+    recipe = short("ls", model_options={"norm": "group"})
+    whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
+    steps(whole, 7)
+    steps(parts, 7)  # the last batch of 30 too
+    for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
+    assert whole.step.metrics.read()["loss"] == pytest.approx(parts.step.metrics.read()["loss"], rel=1e-4)
+
+
+def test_gradient_accumulation_of_a_summed_loss_is_not_averaged():
+    """Each part's sum used to be multiplied by its share of the batch, which made a fifth of loss and gradient."""
+    recipe = short("mbls", model_options={"norm": "group"}, loss_options={"reduction": "sum"}, lr=1e-4, clip=None)
+    whole, parts = Session(recipe, CPU), Session(recipe.replace(accumulate=5), CPU)
+    steps(whole, 7)
+    steps(parts, 7)
+    for mine, other in zip(whole.net.parameters(), parts.net.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5)
+    assert whole.step.metrics.read() == pytest.approx(parts.step.metrics.read(), rel=1e-3)
+
+
+def test_the_gate_can_have_its_own_learning_rate():
+    recipe = short("fedlas_ls", gate_lr_factor=0.0, gate_weight_decay=0.0)
+    session = Session(recipe, CPU)
+    gate = [p.clone() for p in session.loss.parameters()]
+    steps(session, 3)
+    assert all(torch.equal(p, q) for p, q in zip(gate, session.loss.parameters(), strict=True))
+    rates = session.step.parts.plain.rates
+    assert [float(group) for group in rates.groups] == [pytest.approx(recipe.lr * lr_factor(recipe, 2, 7)), 0.0]
+
+
+def test_clipping_may_include_the_gate():
+    for clip_loss in (False, True):
+        session = Session(short("fedlas_ls", clip=1e-6, clip_loss=clip_loss), CPU)
+        steps(session, 1)
+        gate = torch.cat([p.grad.flatten() for p in session.loss.parameters()]).norm()
+        net = torch.cat([p.grad.flatten() for p in session.net.parameters()]).norm()
+        assert net <= 1.01e-6
+        assert (gate <= 1.01e-6) == clip_loss
+
+
+def test_a_bad_step_is_recorded_and_freezes_the_weights():
+    session = Session(short("fedlas_ls"), CPU)
+    steps(session, 2)
+    assert session.step.bad_step() is None
+    before = [p.clone() for p in session.net.parameters()]
+    memory = [m["momentum_buffer"].clone() for m in session.state_dict()["optimizer"]]
+    session.train.labels.fill_(0)
+    original = session.train._constants
+    session.train._constants = (original[0] * math.nan, original[1])
+    steps(session, 2)
+    session.train._constants = original
+    steps(session, 3)
+    assert session.step.bad_step() == 2  # the third
+    assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
+    assert all(
+        torch.equal(m, n["momentum_buffer"]) for m, n in zip(memory, session.state_dict()["optimizer"], strict=True)
+    )
+
+
+def test_a_bad_gradient_of_the_loss_alone_is_detected_in_its_step():
+    """Clipping looks at the network only; the flag must not."""
+    session = Session(short("fedlas_ls"), CPU)
+    steps(session, 2)
+    gate = next(session.loss.parameters())
+    before = [p.clone() for p in [*session.net.parameters(), *session.loss.parameters()]]
+    hook = gate.register_hook(lambda gradient: gradient * math.nan)
+    steps(session, 1)
+    hook.remove()
+    steps(session, 2)
+    assert session.step.bad_step() == 2  # the third
+    after = [*session.net.parameters(), *session.loss.parameters()]
+    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+
+
+def test_gradients_that_stay_bad_in_float16_are_not_an_overflow():
+    session = Session(short("ce", precision="fp16", epochs=30, batch_size=2, data_options={"train_samples": 4}), CPU)
+    next(session.net.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    for epoch in range(10):
+        steps(session, 2, epoch)
+    # The scale falls from 2^16 to 1 in as many steps, and the next one is of no use.
+    assert float(session.step.scaler.value) <= 1
+    assert session.step.bad_step() == 16
+
+
+def test_the_loss_scale_falls_after_an_overflow_and_grows_after_many_good_steps():
+    scale = GradientScaler("fp16", CPU)
+    scale.update(torch.tensor(True))
+    assert float(scale.value) == 32768
+    for _ in range(2000):
+        scale.update(torch.tensor(False))
+    assert float(scale.value) == 65536
+    assert int(scale.good_steps) == 0
+    unused = GradientScaler("bf16", CPU)
+    unused.update(torch.tensor(True))
+    assert float(unused.value) == 1
+
+
+def test_an_overflow_in_float16_skips_one_step():
+    session = Session(short("ce", precision="fp16", data_options={"train_samples": 100}), CPU)
+    session.step.scaler.value.fill_(1e30)
+    before = [p.clone() for p in session.net.parameters()]
+    steps(session, 1)
+    assert session.step.bad_step() is None
+    assert float(session.step.scaler.value) == pytest.approx(5e29)
+    assert all(torch.equal(p, q) for p, q in zip(before, session.net.parameters(), strict=True))
+
+
+def test_schedules_equal_those_of_torch():
+    recipe = PLAIN.replace(epochs=10, schedule="multi_step", milestones=(3, 6), lr=0.5)
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    expected = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], 0.1)
+    for epoch in range(10):
+        assert lr_factor(recipe, 4 * epoch, 4) * 0.5 == pytest.approx(optimizer.param_groups[0]["lr"])
+        assert lr_factor(recipe, 4 * epoch + 3, 4) * 0.5 == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        expected.step()
+
+
+def test_the_shapes_of_schedules():
+    def factors(**changes):
+        return (lr_table(PLAIN.replace(epochs=10, lr=1.0, **changes), 10)).tolist()
+
+    assert factors() == [1.0] * 100
+    rising = factors(warmup=1.0)
+    assert rising[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    cosine = factors(schedule="cosine", warmup=1.0)
+    assert cosine[10] == pytest.approx(1)
+    assert cosine[55] == pytest.approx(0.5, abs=0.01)
+    assert 0 < cosine[-1] < 0.001
+    for shape in ("one_cycle", "triangle"):
+        cycle = factors(schedule=shape, peak_at=0.3, start_factor=0.04)
+        assert cycle[0] == pytest.approx(0.04)
+        assert max(cycle) == pytest.approx(cycle[30]) == pytest.approx(1)
+        assert cycle[-1] < 0.02
+        assert cycle[:31] == sorted(cycle[:31])
+        assert cycle[30:] == sorted(cycle[30:], reverse=True)
+
+
+def test_rates_follow_a_counter_on_the_device():
+    table = lr_table(PLAIN.replace(epochs=2, schedule="cosine"), 5)
+    assert torch.equal(row_of(table, torch.tensor(3)), table[3])
+    assert torch.equal(row_of(table, torch.tensor(99)), table[-1])
+    net = nn.Linear(2, 2)
+    optimizer, rates = build_optimizer(PLAIN, net, nn.Linear(3, 1), table, CPU)
+    rates.set(torch.tensor(4))
+    assert optimizer.param_groups[0]["lr"] is rates.groups[0]
+    assert float(optimizer.param_groups[1]["lr"]) == float(table[4])
+
+
+def test_decay_all_false_decays_only_matrices():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    optimizer, _ = build_optimizer(PLAIN.replace(decay_all=False), net, nn.Identity(), torch.ones(1), CPU)
+    decays = {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {4: 5e-4, 1: 0.0}
+
+
+def test_mixup_and_cutmix_mix_neighbours():
+    images, labels = torch.rand(4, 1, 8, 8), torch.arange(4)
+    for recipe in (PLAIN.replace(mixup=1.0), PLAIN.replace(cutmix=1.0)):
+        mixer = Mixer(recipe, 50, 10, CPU)
+        for step in range(20):
+            mixed, soft = mixer(images, labels, torch.tensor(step))
+            keep = soft[torch.arange(4), labels]
+            assert torch.allclose(soft.sum(1), torch.ones(4))
+            assert torch.allclose(keep, keep[:1].expand(4))
+            if recipe.mixup:
+                torch.testing.assert_close(mixed, keep[0] * images + (1 - keep[0]) * images.roll(-1, 0))
+            else:
+                kept = (mixed == images).float().mean(dim=(1, 2, 3))
+                torch.testing.assert_close(kept, keep)
+    unused = Mixer(PLAIN, 5, 10, CPU)
+    assert unused(images, labels, torch.tensor(0)) == (images, labels)
+
+
+def test_mixup_draws_depend_only_on_the_seed():
+    one, same, other = (Mixer(PLAIN.replace(mixup=0.3, cutmix=0.5, seed=s), 30, 10, CPU).table for s in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert 0 < one[:, 1].mean() < 1
+
+
+class FailsOnce(CompiledCall):
+    """A compiled network that fails in its first forward or backward pass."""
+
+    def __init__(self, net, error, *, backward):
+        super().__init__(net, backend="eager")
+        self.error, self.backward, self.failed = error, backward, False
+
+    def fail(self, *_):
+        self.failed = True
+        raise self.error
+
+    def __call__(self, *args, **kwargs):
+        output = self.module(*args, **kwargs)
+        if self.active and self.backward and not self.failed:
+            output.logits.register_hook(self.fail)
+        elif self.active and not self.failed:
+            self.fail()
+        return output
+
+
+def replace_calls(session, net=None, loss=None):
+    """Call network and loss of a session by other functions."""
+    parts = session.step.parts
+    parts.call_net, parts.call_loss = net or parts.call_net, loss or parts.call_loss
+    parts.task.calls = parts.call_net, parts.call_loss
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_failed_compilation_falls_back_to_eager_without_repeating_a_step(backward):
+    recipe = short("fedlas_ls", accumulate=2)
+    plain, broken = Session(recipe, CPU), Session(recipe, CPU)
+    error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this network\nand more")
+    replace_calls(broken, FailsOnce(broken.net, error, backward=backward))
+    with pytest.warns(UserWarning, match=r"no graph for this network$"):
+        steps(broken, 1)
+    assert not broken.step.parts.call_net.active
+    steps(plain, 1)
+    for session in (plain, broken):
+        steps(session, 2, epoch=1)
+    for mine, other in zip((broken.net, broken.loss), (plain.net, plain.loss), strict=True):
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, mine.state_dict()[name]), name
+    assert broken.step.metrics.read() == plain.step.metrics.read()
+    assert broken.step.gate.read() == plain.step.gate.read()
+
+
+def test_failed_compilation_of_the_batch_leaves_the_network_compiled():
+    plain, broken = Session(short("ce"), CPU), Session(short("ce"), CPU)
+    replace_calls(broken, *(CompiledCall(one, fullgraph=True, backend="eager") for one in (broken.net, broken.loss)))
+    error = importlib.import_module("torch._dynamo.exc").TorchDynamoException("no graph for this batch")
+    broken.step.parts.feed = FailsOnce(broken.step.parts.feed, error, backward=False)
+    with pytest.warns(UserWarning, match=r"no graph for this batch$"):
+        steps(broken, 2)
+    assert not broken.step.parts.feed.active
+    assert broken.step.parts.call_net.active
+    steps(plain, 2)
+    assert broken.step.metrics.read() == pytest.approx(plain.step.metrics.read())
+
+
+def test_errors_that_are_not_compilation_errors_are_raised():
+    dynamo = importlib.import_module("torch._dynamo.exc")
+    wrapped = dynamo.TorchDynamoException("while compiling")
+    wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
+    for error in (torch.OutOfMemoryError("no memory left"), wrapped, RuntimeError("a bug of one's own")):
+        session = Session(short("ce"), CPU)
+        replace_calls(session, FailsOnce(session.net, error, backward=False))
+        with pytest.raises(type(error)):
+            steps(session, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("loss", "backend", "count"),
+    [
+        ("fedlas_ls", "eager", 3),
+        pytest.param("fedlas_ls", "aot_eager", 7, marks=pytest.mark.campaign),  # the last batch has another shape
+        pytest.param("crl", "aot_eager", 7, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
+    """Traced whole, as on a GPU, but carried out by torch's own kernels."""
+    recipe = short(loss)
+    cache = SessionCache()
+    plain, compiled = Session(recipe, CPU), Session(recipe, CPU, cache=cache)
+    calls = (CompiledCall(one, fullgraph=True, dynamic=False, backend=backend) for one in (compiled.net, compiled.loss))
+    replace_calls(compiled, *calls)
+    for session in (plain, compiled):
+        steps(session, count)
+    assert compiled.step.parts.call_net.active
+    mine, theirs = compiled.step.metrics.read(), plain.step.metrics.read()
+    assert mine == pytest.approx(theirs, rel=1e-3)
+    assert mine.keys() == theirs.keys()
+    gate, expected = compiled.step.gate.read(), plain.step.gate.read()
+    assert gate.keys() == expected.keys()
+    for name in ("positive", "alpha_ratio") if gate else ():
+        assert gate[name] == pytest.approx(expected[name], rel=0.05)
+    cache.network.call = compiled.step.parts.call_net
+    other = Session(short("ls"), CPU, cache=cache)
+    assert other.net is compiled.net
+    steps(other, 2)
+
+
+def test_no_garbage_is_collected_during_a_capture():
+    """A graph of an earlier run that was freed in between ruined the capture of the thirteenth loss on a GPU."""
+    assert gc.isenabled()
+    with without_collector():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collector():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.75, 0.36, 0.0])
+def test_the_cutmix_rectangle_has_the_area_of_the_weight(keep):
+    middle = torch.tensor(0.5)
+    fraction, inside = _rectangle(torch.tensor(keep), middle, middle, 100, 50)
+    assert float(fraction) == pytest.approx(1 - keep, abs=0.01)
+    assert int(inside.sum()) == round(float(fraction) * 5_000)

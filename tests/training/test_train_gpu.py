@@ -1,0 +1,202 @@
+"""On a GPU: captured, compiled and eager steps agree, and none synchronises with the host."""
+
+import gc
+import math
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from runs_of import log_without_times, prediction_bytes, short
+
+import fedlas
+from fedlas.training import AbstractCallback, Engine, Run, StoppedError, fit
+from fedlas.training.backend_flags import backend_flags, raise_compile_limit
+from fedlas.training.build import select_device
+from fedlas.training.capture import WARM
+from fedlas.training.session import Session
+from waiting import no_waiting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Inductor explains a choice of its own, and uses what torch has deprecated.
+    pytest.mark.filterwarnings(
+        "ignore:\\nOnline softmax is disabled",
+        "ignore:.*torch.jit:DeprecationWarning",
+        "ignore:TensorFloat32",
+        "ignore:.*attribute of a Tensor that is not a leaf",
+    ),
+]
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used, for equal bits
+NAMES = [record.name for record in fedlas.list_losses()]
+
+
+def trained(recipe: Any, *, capture: bool, epochs: int = 3) -> Session:
+    device = select_device("cuda")
+    stream = torch.cuda.Stream(device)
+    with backend_flags(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
+        session = Session(recipe, device, capture=capture)
+        session.net.train()
+        for epoch in range(epochs):
+            for inputs in session.batches(epoch):
+                session.execute(*inputs)
+        torch.cuda.synchronize()
+    return session
+
+
+def tensors(session: Session) -> dict[str, Any]:
+    state = session.state_dict()
+    memory = {f"{n} {name}": value for n, one in enumerate(state["optimizer"]) for name, value in one.items()}
+    return state["model"] | {f"loss {k}": v for k, v in state["loss"].items()} | memory
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_capture_equals_eager_bit_for_bit(loss):
+    recipe = short(loss, compile=False, epochs=3)
+    eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
+    assert captured.execute.graphs, "nothing was captured"
+    assert captured.execute.capture
+    for name, value in tensors(eager).items():
+        assert torch.equal(value, tensors(captured)[name]), name
+    assert captured.step.metrics.read() == eager.step.metrics.read()
+    assert captured.step.gate.read() == eager.step.gate.read()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16", "channels_last": True},
+        {"precision": "fp16"},
+        {"optimizer": "adamw", "lr": 0.003},
+        {"accumulate": 2, "nesterov": True},
+        {"mixup": 0.3, "cutmix": 1.0},
+        {"clip": None, "schedule": "cosine"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_step_can_be_captured(changes):
+    recipe = short("fedlas_ls", compile=False, **changes)
+    eager, captured = trained(recipe, capture=False), trained(recipe, capture=True)
+    assert captured.execute.graphs
+    for name, value in tensors(eager).items():
+        assert torch.equal(value, tensors(captured)[name]), name
+    torch.testing.assert_close(captured.step.scaler.value, eager.step.scaler.value)
+
+
+@pytest.mark.parametrize("loss", ["ce", "fedlas_ls", "fedlas_mbls", "crl"])
+def test_compiled_capture_is_close_to_eager(loss):
+    torch._dynamo.reset()
+    recipe = short(loss, drop_last=True, lr=0.02)
+    eager = trained(recipe.replace(compile=False), capture=False, epochs=2)
+    compiled = trained(recipe, capture=True, epochs=2)
+    assert compiled.execute.graphs
+    assert compiled.step.parts.call_net.active
+    for name, value in eager.net.model.state_dict().items():
+        torch.testing.assert_close(value, compiled.net.model.state_dict()[name], rtol=2e-2, atol=2e-3, msg=name)
+    mine, theirs = compiled.step.metrics.read(), eager.step.metrics.read()
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
+
+
+def assert_never_waits(recipe, *, capture):
+    device = select_device("cuda")
+    stream = torch.cuda.Stream(device)
+    with backend_flags(recipe, device), raise_compile_limit(recipe, device), torch.cuda.stream(stream):
+        session = Session(recipe, device, capture=capture)
+        session.net.train()
+        batches = list(session.batches(0))
+        for inputs in batches[: WARM + 2]:  # the capture itself may wait
+            session.execute(*inputs)
+        with no_waiting():
+            for inputs in batches[: WARM + 2]:
+                session.execute(*inputs)
+        torch.cuda.synchronize()
+    assert bool(session.execute.graphs) == capture
+    return session
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("loss", NAMES)
+def test_a_step_does_not_synchronise(loss, capture):
+    assert_never_waits(short(loss, deterministic=False, compile=False, drop_last=True), capture=capture)
+
+
+class StopAt(AbstractCallback):
+    """Sends this process a signal after some step, without a look at the device: steps stay captured."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_dispatched(self, step: int) -> None:
+        if step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_on_a_gpu_resumes_and_repeats_bit_for_bit(tmp_path):
+    recipe = short("fedlas_ls", compile=False)
+    one, two = fit(recipe, out=tmp_path / "1"), fit(recipe.replace(capture=False), out=tmp_path / "2")
+    with pytest.raises(StoppedError):
+        fit(recipe, out=tmp_path / "3", callbacks=[StopAt(12)])
+    three = fit(recipe, out=tmp_path / "3", resume=True)
+    assert three.log[1]["machine"]["continued_at_step"] == 5
+    for run in (two, three):
+        assert prediction_bytes(run) == prediction_bytes(one)
+        assert log_without_times(run) == log_without_times(one)
+
+
+def test_the_log_has_the_peak_memory_of_its_run(tmp_path):
+    gc.collect()  # networks of other tests may still be there
+    held = torch.cuda.memory_allocated() / 2**20
+    torch.empty(2**30, dtype=torch.uint8, device="cuda").zero_()
+    run = fit(short("ce", epochs=1, compile=False), out=tmp_path)
+    assert 0 < run.log[0]["machine"]["memory_mib"] - held < 900
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_synchronised_batch_norm_over_two_gpus_equals_one_gpu(tmp_path):
+    changes = {"epochs": 1, "batch_size": 50, "compile": False, "sync_batchnorm": True, "lr": 0.01}
+    recipe = short("fedlas_ls", **changes)
+    words = ["--set", "epochs=1", "--set", "batch_size=50", "--set", "compile=false", "--set", "sync_batchnorm=true"]
+    words += ["--set", "lr=0.01", "--set", "deterministic=true", "--set", "data_options.train_samples=330"]
+    words += ["--set", "data_options.label_noise=0.1", "--out", str(tmp_path / "two")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fedlas"]
+    subprocess.run([*command, "train", "--data", "digits", "--loss", "fedlas_ls", *words], check=True, timeout=300)
+    two, one = Run(tmp_path / "two"), fit(recipe, out=tmp_path / "one")
+    assert two.log[0]["train"] == pytest.approx(one.log[0]["train"], rel=1e-2)
+    torch.testing.assert_close(two.predictions().logits, one.predictions().logits, rtol=2e-2, atol=2e-2)
+
+
+def test_a_second_seed_replays_the_captured_step(tmp_path):
+    engine = Engine()
+    recipes = [short("fedlas_mbls", compile=False, seed=seed) for seed in (1, 2)]
+    runs = [engine.fit(recipe, out=tmp_path / f"{recipe.seed}") for recipe in recipes]
+    alone = fit(recipes[1], out=tmp_path / "alone")
+    assert prediction_bytes(runs[1]) == prediction_bytes(alone)
+
+
+def test_a_bad_gate_gradient_is_detected_in_a_captured_run():
+    device = select_device("cuda")
+    recipe = short("fedlas_ls", compile=False, drop_last=True)
+    with backend_flags(recipe, device), torch.cuda.stream(torch.cuda.Stream(device)):
+        session = Session(recipe, device)
+        session.net.train()
+        factor = torch.ones((), device=device)
+        next(session.loss.parameters()).register_hook(lambda gradient: gradient * factor)
+        for epoch in range(2):
+            for number, inputs in enumerate(session.batches(epoch)):
+                if (epoch, number) == (1, 2):
+                    factor.fill_(math.nan)
+                session.execute(*inputs)
+        assert session.execute.graphs
+        assert session.step.bad_step() == session.steps_per_epoch + 2
+        assert all(value.isfinite().all() for value in session.loss.parameters())
+
+
+def test_a_bad_step_is_detected_in_a_captured_run():
+    recipe = short("ce", lr=1e30, clip=None, schedule="constant", compile=False, drop_last=True)
+    session = trained(recipe, capture=True)
+    assert session.step.bad_step() is not None
+    assert session.step.bad_step() < 18

@@ -1,0 +1,37 @@
+"""Training without the custom kernels."""
+
+import sys
+
+import pytest
+import torch
+from runs_of import prediction_bytes, short
+
+from fedlas.training import fit
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Make every import of the custom kernels fail, as if their folder were deleted."""
+    name = "fedlas.training.accelerators"
+    for module in [one for one in sys.modules if one.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+
+
+def test_cpu_training_does_not_need_the_kernels(tmp_path, no_kernels, request):
+    without = fit(short(), out=tmp_path / "without")
+    request.getfixturevalue("monkeypatch").undo()
+    assert prediction_bytes(fit(short(), out=tmp_path / "with")) == prediction_bytes(without)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:\\nOnline softmax", "ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32")
+def test_gpu_training_gives_the_same_without_the_kernels(tmp_path, no_kernels, request):
+    recipe = short(model="resnet18_cifar", model_options={"in_channels": 1}, channels_last=True, precision="bf16")
+    without = fit(recipe, out=tmp_path / "without")
+    request.getfixturevalue("monkeypatch").undo()
+    switched_off = fit(recipe.replace(custom_kernels=False), out=tmp_path / "off")
+    with_kernels = fit(recipe, out=tmp_path / "with")
+    losses = [[record["train"]["loss"] for record in run.log] for run in (without, switched_off, with_kernels)]
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[2]), rtol=5e-2, atol=5e-2)
