@@ -30,8 +30,14 @@ def check_finite(name: str, value: Plain) -> None:
         check_field(math.isfinite(value), name, value, "finite")
 
 
-# Cached: a ledger is searched by building many recipes.
-_origin, _arguments = cache(get_origin), cache(get_args)
+@cache  # a ledger is searched by building many recipes
+def _origin(kind: Any) -> Any:
+    return get_origin(kind)
+
+
+@cache
+def _arguments(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind)
 
 
 def convert(name: str, kind: Any, value: Plain) -> Plain:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fedlas import ranks
 from fedlas.catalog import keywords
@@ -229,8 +230,9 @@ class Session:
         """End the processes that read images, and release the process group."""
         if isinstance(self.train, Loader):
             self.train.close()
-        if self.world > 1:
-            self.step.parts.task = self.step.parts.task.module  # DDP keeps the process group and its threads
+        task = self.step.parts.task
+        if isinstance(task, DistributedDataParallel):  # it keeps the process group and its threads
+            self.step.parts.task = task.module
 
     @torch.no_grad()
     def update_best(self, accuracy: float) -> None:
