@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from dataclasses import replace as dataclass_replace
 from functools import cache
@@ -337,8 +337,9 @@ def _defaults() -> Mapping[str, Plain]:
     return {one.name: _default(one) for one in fields(Recipe)}
 
 
-# Of each field of each recipe, types are taken apart; many recipes are made to find a few in a ledger.
-_origin, _arguments = cache(get_origin), cache(get_args)
+# Cached, because many recipes are made to find a few in a ledger, and each has fifty fields.
+_origin: Callable[[Any], Any] = cache(get_origin)
+_arguments: Callable[[Any], tuple[Any, ...]] = cache(get_args)
 
 
 def _default(one: Any) -> Plain:
