@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -400,6 +400,48 @@ def _warn_of_low_confidence(confidence: NDArray[Any], names: Sequence[str], path
         )
 
 
+class EncodedTexts:
+    """A column of texts in which many are equal: each text once, and for each row its number (dictionary encoding).
+
+    Attributes:
+        places: the number of each text, in the order in which they occur.
+    """
+
+    ndim = 1
+
+    def __init__(self) -> None:
+        self.places: dict[Any, int] = _Places()
+        self._codes = array("i")
+
+    def extend(self, values: Any) -> None:
+        """Add rows."""
+        codes = np.fromiter(map(self.places.__getitem__, values), np.int32, len(values))
+        self._codes.frombytes(codes.tobytes())
+
+    @property
+    def codes(self) -> NDArray[np.int32]:
+        """For each row, the number of its text."""
+        return np.frombuffer(self._codes, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._codes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(list(self.places).__getitem__, self._codes)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[np.object_]:
+        del dtype, copy
+        return texts(list(self.places))[self.codes]
+
+
+class _Places(dict[Any, int]):
+    """Numbers that are given to keys when they are first looked up."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
 class Distinct(NamedTuple):
     """The different values of a column.
 
@@ -411,7 +453,7 @@ class Distinct(NamedTuple):
 
     values: list[Any]
     first: Sequence[int]
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64] | NDArray[np.int32]
 
 
 def _distinct(column: Any) -> Distinct:
@@ -421,11 +463,13 @@ def _distinct(column: Any) -> Distinct:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         values, places, rows = np.unique(column, return_index=True, return_inverse=True)
         return Distinct(values.tolist(), places.tolist(), rows.reshape(-1))
-    place = {value: i for i, value in enumerate(dict.fromkeys(column))}
-    rows = np.fromiter(map(place.__getitem__, column), np.int64, len(column))
-    first = np.empty(len(place), dtype=np.int64)
+    if not isinstance(column, EncodedTexts):
+        given, column = column, EncodedTexts()
+        column.extend(given)
+    rows = column.codes
+    first = np.empty(len(column.places), dtype=np.int64)
     first[rows[::-1]] = np.arange(len(rows))[::-1]  # of equal places, the last assignment counts
-    return Distinct(list(place), first.tolist(), rows)
+    return Distinct(list(column.places), first.tolist(), rows)
 
 
 def _about_samples(columns: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
@@ -484,7 +528,7 @@ class Batch(NamedTuple):
         columns: the cells of each column.
     """
 
-    lines: Sequence[int]
+    lines: Sequence[int] | NDArray[np.int64]
     columns: Sequence[Sequence[str]]
 
 
@@ -529,12 +573,20 @@ def _split_plain(batches: Iterator[list[str]], width: int, path: str | Path, mar
             )
             return
         text = joined.replace("\r\n", "\n").removesuffix("\n")
-        if width > 1 and set(map(str.count, lines, repeat(mark))) == {width - 1} and "\r" not in text:
+        if width > 1 and _is_regular(text, mark, width, len(lines)) and "\r" not in text:
             cells = text.replace("\n", mark).split(mark)
-            yield Batch(range(start, start + len(lines)), [cells[i::width] for i in range(width)])
+            yield Batch(np.arange(start, start + len(lines)), [cells[i::width] for i in range(width)])
         else:
             yield from _grouped(_quoted_rows(lines, path, mark, start), width, path)
         start += len(lines)
+
+
+def _is_regular(text: str, mark: str, width: int, rows: int) -> bool:
+    """Return whether each line of a text has the same number of cells."""
+    content = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8)
+    ends, marks = content == ord("\n"), content == ord(mark)
+    found = ends[ends | marks]
+    return len(found) == rows * width and bool((found.reshape(rows, width) == (np.arange(width) == width - 1)).all())
 
 
 def _quoted_rows(lines: Iterable[str], path: str | Path, mark: str, start: int = 1) -> Iterator[tuple[int, list[str]]]:
@@ -571,32 +623,35 @@ def _read_text(table: Table, path: str | Path, mark: str = ",", options: ReadOpt
     text = sorted(set(range(len(header))) - set(number))
     values, rounding, lines = array("d"), array("d"), array("q")
     non_numeric: set[str] = set()
-    words: list[list[str]] = [[] for _ in text]
-    # Equal texts share their memory.
-    pools: list[dict[str, str] | None] = [None if header[i] in MOSTLY_UNIQUE else {} for i in text]
+    words: dict[int, list[str]] = {i: [] for i in text if header[i] in MOSTLY_UNIQUE}
+    encoded = {i: EncodedTexts() for i in text if i not in words}
     for begins, by_column in table.batches:
-        lines.extend(begins)
+        lines.frombytes(np.asarray(begins, dtype=np.int64).tobytes())
         cells = [by_column[i] if mark != ";" else [cell.replace(",", ".") for cell in by_column[i]] for i in number]
         for place, i in enumerate(number) if maybe else ():
             if i in maybe and not all(map(parses, cells[place])):
                 non_numeric.add(header[i])
                 cells[place] = [cell if parses(cell) else "nan" for cell in cells[place]]
         try:
-            part = np.array([list(map(float, column)) for column in cells]).T.reshape(len(begins), len(number))
+            numbers = [np.fromiter(map(float, column), np.float64, len(begins)) for column in cells]
         except ValueError as error:
             raise UserError(f"{path}: {_no_number([header[i] for i in number], cells, begins)}") from error
+        part = np.stack(numbers, axis=1) if numbers else np.empty((len(begins), 0))
         values.frombytes(part.tobytes())
         if classes:
             limits = np.tile((1e-6, 1e-6, 0.0), (len(begins), 1))
             for place in np.flatnonzero(np.abs(part[:, :classes].sum(1) - 1) > 1e-7).tolist():
                 limits[place] = _rounding([column[place] for column in cells[:classes]])
             rounding.frombytes(limits.tobytes())
-        for column, i, pool in zip(words, text, pools, strict=True):
-            column.extend(by_column[i] if pool is None else map(pool.setdefault, by_column[i], by_column[i]))
+        for i, cells_of_text in words.items():
+            cells_of_text.extend(by_column[i])
+        for i, codes in encoded.items():
+            codes.extend(by_column[i])
     values_of = np.frombuffer(values, dtype=np.float64).reshape(len(lines), len(number))
     columns: dict[str, Any] = dict.fromkeys(header, ())
     columns |= {header[i]: values_of[:, j] for j, i in enumerate(number)}
-    columns |= {header[i]: texts(column) for i, column in zip(text, words, strict=True)}
+    columns |= {header[i]: texts(column) for i, column in words.items()}
+    columns |= {header[i]: column for i, column in encoded.items()}
     columns |= dict.fromkeys(non_numeric, ())
     return Text(columns, np.frombuffer(rounding, dtype=np.float64).reshape(-1, 3), lines)
 
@@ -745,7 +800,7 @@ def _classes(
         raise RowError(
             f"{path}: ", row, f" has label {bad[row][:80]!r}, expected {_expected(bad[row], names or (), named)}"
         )
-    return torch.as_tensor(found)[torch.from_numpy(given.rows)]
+    return torch.as_tensor(found)[torch.from_numpy(given.rows.astype(np.int64, copy=False))]
 
 
 def _expected(label: str, names: Sequence[str], named: bool) -> str:
@@ -850,7 +905,7 @@ def _word(value: Any, *, strip: bool = True) -> str:
     return bare if strip else word
 
 
-def _no_number(names: Sequence[str], columns: Sequence[Sequence[str]], lines: Sequence[int]) -> str:
+def _no_number(names: Sequence[str], columns: Sequence[Sequence[str]], lines: Sequence[int] | NDArray[np.int64]) -> str:
     """Name the first cell of some rows that is not a number, and say what to do about it."""
     for line, *cells in zip(lines, *columns, strict=True):
         for name, cell in zip(names, cells, strict=True):

@@ -323,7 +323,6 @@ def evaluate(
     if not 0 <= seed < 2**63:
         raise UserError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
     way = Intervals(level, resamples, seed) if intervals else None
-    dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
     steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + 2 * len(chosen), watch)
     steps.within(0.0)
@@ -333,6 +332,7 @@ def evaluate(
         other = None if calibration is None else with_every_class(calibration, "calibration")
         both = 0 if other is None or all(map(_is_fitted, chosen)) else samples_in_both(full, other)
         about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
+        dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
         fitted = [_repair(one, full, other, dealt, steps, **about) for one in chosen]
     repairs = _named(fitted)
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
@@ -431,9 +431,11 @@ class _Run:
         means = {name: math.fsum(float(one.learned[name]) for one in fitted) / len(fitted) for name in single}
         means = {name: value for name, value in means.items() if math.isfinite(value)}
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)
-        found, bins, pairs = self.digest.results(intervals), self.digest.histograms(), self.digest.top
+        top = self.digest.top
+        found, bins = self.digest.results(intervals, top), self.digest.histograms(top)
         leaked = 0 if self.repair is None else self.repair.leaked
-        return State(self.name, found, bins, detection, fits, means, leaked, pairs=pairs)
+        # The copy is without what metrics have computed of the pairs.
+        return State(self.name, found, bins, detection, fits, means, leaked, pairs=replace(top))
 
 
 def _read(

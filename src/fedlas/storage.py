@@ -38,7 +38,7 @@ ALLOCATOR = "DefaultCPUAllocator: "  # who in torch says that there is no memory
 FROM_FILE: ContextVar[bool] = ContextVar("from_file", default=False)  # whether arrays come from a file that is read
 MORE_THAN_TENSORS = "it holds more than tensors, numbers and words, which is never loaded"
 LEGACY = 0x1950A86A20F9469CFC6C  # begins a file that torch before 1.6 wrote
-BATCH = 2**16  # bytes of a text file that are read together
+BATCH = 2**15  # bytes of a text file that are read together: their cells fit into a cache
 PART = ".part"  # ends the name of a file that is being written
 # A file may hold more than it is long; one that holds more than both of these is made to fill a memory.
 MOST_UNPACKED, MOST_TIMES = 2**28, 100
@@ -178,28 +178,28 @@ def check_arrays(folder: zipfile.ZipFile, unused: Container[str] = ()) -> None:
     Objects would have to be unpickled, and numpy takes the memory before it looks how many numbers there are.
     """
     for entry in folder.infolist():
-        name = entry.filename.removesuffix(".npy")
-        if name not in unused:
+        if entry.filename.removesuffix(".npy") not in unused:
             with folder.open(entry) as file:
-                check_array(name, file, entry.file_size)
+                check_array(entry, file)
 
 
-def check_array(name: str, file: Any, size: int) -> None:
-    """Raise if a file in the format of NumPy holds Python objects, or announces more numbers than its size allows."""
+def check_array(entry: zipfile.ZipInfo, file: Any) -> None:
+    """Raise if an array in the format of NumPy holds Python objects, or announces more numbers than there are."""
     if file.read(6) != np.lib.format.MAGIC_PREFIX:
         return
     file.seek(0)
     version = np.lib.format.read_magic(file)
     if version not in {(1, 0), (2, 0)}:
-        raise UserError(f"{name} is no array of numbers")
+        raise UserError(f"{entry.filename} is no array of numbers")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, kind = read(file)
     if kind.hasobject:
+        name = entry.filename.removesuffix(".npy")
         label = name in {"label", "labels"}
         way = f"text or class numbers, such as {name}.astype(str)" if label else "numbers or text, with astype"
         raise ObjectsError(f"{name} holds Python objects, which are not read: save them as {way}")
-    if math.prod(shape) * kind.itemsize > size:
-        raise UserError(f"{name} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
+    if math.prod(shape) * kind.itemsize > entry.file_size:
+        raise UserError(f"{entry.filename} announces {' x '.join(map(str, shape))} numbers, and holds fewer")
 
 
 class _Unpacked(io.RawIOBase):

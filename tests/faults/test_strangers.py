@@ -208,11 +208,11 @@ def test_equal_rows_of_a_parquet_file_are_counted_before_they_are_read(tmp_path)
 def test_a_header_of_many_columns_takes_no_time(tmp_path):
     """Each of n names was looked for among all of them: a million columns took hours."""
     path = tmp_path / "p.csv"
-    path.write_text(",".join(f"w{i}" for i in range(100_000)) + "\n")
-    with pytest.raises(ValueError, match=r"w99999.*100,000"):
+    path.write_text(",".join(f"w{i}" for i in range(20_000)) + "\n")
+    with pytest.raises(ValueError, match=r"w19999.*20,000"):
         fedlas.read_predictions(path)
-    path.write_text(",".join(["logit_a"] * 100_000) + "\n")
-    with pytest.raises(ValueError, match=r"100000.*'logit_a'"):
+    path.write_text(",".join(["logit_a"] * 20_000) + "\n")
+    with pytest.raises(ValueError, match=r"20000.*'logit_a'"):
         fedlas.read_predictions(path)
 
 

@@ -152,7 +152,8 @@ class Kept:
     def metrics(self, intervals: Intervals | None = None) -> dict[str, Measure]:
         """Compute every metric, and those of the paper's code beside ours."""
         digest = self._digest()
-        found, top = digest.results(intervals), digest.top
+        top = digest.top
+        found = digest.results(intervals, top)
         found |= {f"{metric.__name__}_official": metric(top, compat="official") for metric in (ece, aece)}
         return {name: _measure(result) for name, result in found.items()}
 
@@ -195,9 +196,10 @@ class Kept:
         if "logits" in self.arrays:
             return {}
         digest = self._digest()
-        found, names = digest.results(), {"nll": "loss", "brier": "squared_error"}
+        top = digest.top
+        found, names = digest.results(top=top), {"nll": "loss", "brier": "squared_error"}
         each = {name: EachSample(found[name], self._tensor(column).double()) for name, column in names.items()}
-        return each | {"aurc": EachSample(found["aurc"], area_values(digest.top, "aurc"))}
+        return each | {"aurc": EachSample(found["aurc"], area_values(top, "aurc"))}
 
     def pack(self) -> bytes:
         """Write everything as one zipped file."""
@@ -244,7 +246,7 @@ class Kept:
 def _read_array(folder: zipfile.ZipFile, entry: zipfile.ZipInfo) -> NDArray[np.generic]:
     """Read an array that is not of Python objects; unpacking takes most of the time, so it is done once."""
     file = io.BytesIO(folder.read(entry))
-    check_array(entry.filename.removesuffix(".npy"), file, entry.file_size)
+    check_array(entry, file)
     file.seek(0)
     return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
 

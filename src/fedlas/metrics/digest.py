@@ -110,15 +110,24 @@ class Digest:
             made.classes = Bins(edges, counts, confidence, correct, len(columns["confidence"]), made.way.rule)
         return made
 
-    def histograms(self) -> dict[str, Bins]:
-        """Give the bins of the top label, of equal width and of equal mass, for reliability diagrams."""
-        found = self.top
-        ways = {"width": self.way, "mass": replace(self.way, kind="mass")}
-        return {name: way.fill(found.confidence, found.correct).cpu() for name, way in ways.items()}
+    def histograms(self, top: Pairs | None = None) -> dict[str, Bins]:
+        """Return the bins of the top label, of equal width and of equal mass, for reliability diagrams.
 
-    def results(self, intervals: Intervals | None = None) -> dict[str, Result]:
-        """Compute every metric; those for which a sound method exists get an interval if one is asked for."""
-        return _of_pairs(self.top, self.way.bins, intervals) | self._of_rows(intervals)
+        Args:
+            top: the pairs of this digest; given again, what `results` has computed of them is used.
+        """
+        found = self.top if top is None else top
+        ways = {"width": self.way, "mass": replace(self.way, kind="mass")}
+        return {name: calibration.histogram_of(found, way).bins.cpu() for name, way in ways.items()}
+
+    def results(self, intervals: Intervals | None = None, top: Pairs | None = None) -> dict[str, Result]:
+        """Compute every metric.
+
+        Args:
+            intervals: how to compute intervals, of metrics for which a sound method exists; None for none.
+            top: the pairs of this digest, which keep what is computed of them.
+        """
+        return _of_pairs(self.top if top is None else top, self.way.bins, intervals) | self._of_rows(intervals)
 
     def compare(
         self, other: "Digest", ours: Mapping[str, Result], theirs: Mapping[str, Result], intervals: Intervals

@@ -164,9 +164,23 @@ def aurc_result(found: Pairs) -> Result:
 def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
     """Give each sample its influence on an area on top of the area itself, so that their mean is the area."""
     found = answers(found)
+    if area == "augrc":
+        influence, value = _influence(found, area)
+    else:  # AURC and E-AURC differ by what the accuracy alone explains
+        influence, value = found.once("influence on the AURC", lambda: _influence(found, area))
+    if area == "e_aurc":
+        wrong = 1 - exact(found.correct[found.ranking[0].to(found.correct.device)])
+        share = float(wrong.mean())
+        value -= _best_aurc(found)
+        influence = influence + math.log(max(1 - share, torch.finfo(torch.float64).tiny)) * (wrong - share)
+    return influence - influence.mean() + value
+
+
+def _influence(found: Pairs, area: Area) -> tuple[Float64[Tensor, " n"], float]:
+    """Return the influence of each sample on AUGRC or AURC, up to a constant, and the area itself."""
     order, group = found.ranking
     wrong = 1 - exact(found.correct[order.to(found.correct.device)])
-    n, share, group = len(wrong), float(wrong.mean()), group.to(wrong.device)
+    n, group = len(wrong), group.to(wrong.device)
     rank = torch.arange(1, n + 1, dtype=torch.float64, device=wrong.device)
     groups = int(group[-1]) + 1
     sizes = count_up(group, groups)
@@ -182,11 +196,7 @@ def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
         weight = averaged(_below(1 / rank))
         errors = averaged(wrong * n / rank)
         influence = wrong * weight - averaged(_below(errors) - errors / 2) / n
-    value = float((wrong * weight).mean())
-    if area == "e_aurc":
-        value -= _best_aurc(found)
-        influence = influence + math.log(max(1 - share, torch.finfo(torch.float64).tiny)) * (wrong - share)
-    return influence - influence.mean() + value
+    return influence, float((wrong * weight).mean())
 
 
 def _below(values: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:

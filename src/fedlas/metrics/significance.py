@@ -80,8 +80,9 @@ def _walk(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
 
 
 def _walked(found: Pairs) -> tuple[Float64[Tensor, " steps"], float]:
-    c, order = exact(found.confidence).sort()
-    correct = exact(found.correct)[order]
+    c, correct = exact(found.confidence), exact(found.correct)
+    order = (found.ranking[0].flip(0) if found.log_uncertainty is None else c.argsort()).to(c.device)
+    c, correct = c[order], correct[order]
     sums = torch.cumsum(correct - c, 0) / len(c)
     ends = torch.cat([c[1:] != c[:-1], torch.ones(1, dtype=torch.bool, device=c.device)])
     walk = torch.cat([torch.zeros(1, dtype=c.dtype, device=c.device), sums[ends]])
