@@ -16,7 +16,7 @@ from runs_of import SignalAt, large, log_without_times, photographs, prediction_
 from torch import nn
 
 from fedlas.training import Recipe, Run, StoppedError, fit, recipe_for
-from fedlas.training.build import check_shares, with_sync_batchnorm
+from fedlas.training.build import check_batch_size, with_sync_batchnorm
 from fedlas.training.run_folder import RunError
 from start_method import START_METHOD
 
@@ -268,12 +268,12 @@ def test_batch_norm_statistics_can_be_synchronised():
 
 def test_batch_sizes_that_cannot_be_divided_raise():
     with pytest.raises(RunError, match=r"2 .*\b51\b.*batch_size"):
-        check_shares(recipe_for("digits", batch_size=51), 330, 2)
+        check_batch_size(recipe_for("digits", batch_size=51), 330, 2)
     with pytest.raises(RunError, match=r"2 .*\b5\b.*\b25\b"):
-        check_shares(recipe_for("digits", batch_size=25, accumulate=5), 330, 2)
+        check_batch_size(recipe_for("digits", batch_size=25, accumulate=5), 330, 2)
     with pytest.raises(RunError, match=r"\b15\b.*drop_last=true"):
-        check_shares(recipe_for("digits", batch_size=50), 315, 2)
-    check_shares(recipe_for("digits", batch_size=50, drop_last=True), 315, 2)
+        check_batch_size(recipe_for("digits", batch_size=50), 315, 2)
+    check_batch_size(recipe_for("digits", batch_size=50, drop_last=True), 315, 2)
 
 
 def test_a_run_folder_does_not_contain_its_path(tmp_path: Path):

@@ -343,6 +343,31 @@ def test_callbacks_see_steps_and_epochs(tmp_path):
     assert told.ends == 2
 
 
+class FailsToClose(AbstractCallback):
+    """Fails at the end of a run, and at its start if asked to."""
+
+    def __init__(self, *, at_start: bool) -> None:
+        self._at_start = at_start
+
+    def on_train_start(self, run, session, epoch):
+        if self._at_start:
+            raise KeyError("start")
+
+    def on_train_end(self, run):
+        raise OSError("end")
+
+
+def test_an_error_while_closing_does_not_replace_the_error_of_the_training(tmp_path):
+    others = Collect()
+    with pytest.raises(KeyError, match="start") as caught:
+        fit(short("ce", epochs=1), out=tmp_path / "one", callbacks=[FailsToClose(at_start=True), others])
+    assert "end" in caught.value.__notes__[0]
+    assert others.ends == 1
+    with pytest.raises(OSError, match="end"):
+        fit(short("ce", epochs=1), out=tmp_path / "two", callbacks=[FailsToClose(at_start=False), others])
+    assert others.ends == 2
+
+
 def test_tensorboard_gets_the_log(tmp_path):
     pytest.importorskip("tensorboard")
     run = fit(short("ce", epochs=1, tensorboard=True), out=tmp_path / "run")

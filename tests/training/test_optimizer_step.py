@@ -239,12 +239,12 @@ def not_aligned(net: nn.Linear) -> nn.Module:
     ],
 )
 def test_unsupported_optimizers_use_torch(change, changes, expected, monkeypatch):
-    monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
+    monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: None)
     recipe = Recipe(data="digits", model="small_cnn", loss="ce", **changes)
     optimizer, _ = build_optimizer(recipe, change(nn.Linear(30, 20)), nn.Identity(), torch.ones(3), CPU)
     assert optimizer_step.fits(recipe, optimizer, CPU) == expected
     if expected:
-        monkeypatch.setattr(batch_norm, "why_not", lambda _: "no compiler")
+        monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: "no compiler")
         with pytest.warns(UserWarning, match="no compiler"):
             assert not optimizer_step.fits(recipe, optimizer, CPU)
 
@@ -259,7 +259,7 @@ def pretend_compilation(monkeypatch):
     """Let a session on the CPU use the custom kernels, which are not run, in place of the compiler."""
     monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
     monkeypatch.setattr(build, "CompiledCall", lambda module, **_: module)
-    monkeypatch.setattr(batch_norm, "why_not", lambda _: None)
+    monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: None)
 
 
 def is_fused(session: Session) -> bool:
@@ -315,4 +315,4 @@ def test_kernels_that_fail_fall_back_with_a_warning():
         with pytest.warns(UserWarning, match="cuDNN"):
             assert not made.__wrapped__(nowhere)
         assert made(CPU)
-    assert optimizer_step._why_not(Recipe(data="digits", model="small_cnn", loss="ce"), nowhere)
+    assert optimizer_step._unsupported_reason(Recipe(data="digits", model="small_cnn", loss="ce"), nowhere)

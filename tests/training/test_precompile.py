@@ -53,7 +53,7 @@ def anywhere(monkeypatch):
 @pytest.mark.usefixtures("anywhere")
 def test_each_specialisation_is_compiled_once_and_not_run():
     kernel, numbers = Kernel(), torch.zeros(3)
-    with precompilation(CPU) as one, one.going_on():
+    with precompilation(CPU) as one, one.active():
         assert precompiling() is one
         launch(kernel, (7,), numbers, 48, (numbers.double(),), WIDTH=2)
         launch(kernel, (9,), torch.ones(5), 64, (numbers.double(),), WIDTH=2)  # as many bytes together as before
@@ -84,11 +84,11 @@ def test_a_kernel_that_cannot_be_compiled_raises_when_it_runs():
             return self.warmup  # what runs is compiled first
 
     broken = Broken()
-    with pytest.warns(UserWarning, match="1 kernels.*no"), precompilation(CPU) as one, one.going_on():
+    with pytest.warns(UserWarning, match="1 kernels.*no"), precompilation(CPU) as one, one.active():
         launch(broken, (1,))
     with pytest.raises(RuntimeError, match="no"):
         launch(broken, (1,))
-    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.going_on():
+    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.active():
         raise ZeroDivisionError
     assert not precompiling()
 
@@ -110,7 +110,7 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_when_it_runs():
             return self._run
 
     kernel = Heavy()
-    with pytest.warns(UserWarning, match="MemoryError"), precompilation(CPU) as one, one.going_on():
+    with pytest.warns(UserWarning, match="MemoryError"), precompilation(CPU) as one, one.active():
         launch(kernel, (1,))
     assert not kernel.loaded
     assert kernel.run == "started"
@@ -128,7 +128,7 @@ def test_background_work_is_awaited_and_may_fail(fails):
         if fails:
             raise RuntimeError("no")
 
-    with precompilation(CPU, meanwhile) as one, one.going_on():
+    with precompilation(CPU, meanwhile) as one, one.active():
         launch(kernel, (1,))
     assert len(threads) == len(kernel.compiled) == 1
     assert threads != [threading.get_ident()]
@@ -138,7 +138,7 @@ def test_background_work_is_awaited_and_may_fail(fails):
 def test_other_devices_and_later_launches_are_not_part_of_a_precompilation():
     kernel = Kernel()
     with precompilation(CPU) as one:
-        with one.going_on():
+        with one.active():
             launch(kernel, (1,), torch.zeros(1, device="meta"))
         launch(kernel, (1,), torch.zeros(1))
     assert len(kernel.ran) == 2
@@ -171,7 +171,7 @@ def test_pending_compilations_are_cancelled_after_an_error():
         threading.Timer(0.2, end.set).start()
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.going_on():
+    with pytest.raises(ZeroDivisionError), precompilation(CPU) as one, one.active():
         fails()
     assert 1 <= len(kernel.compiled) <= precompile._processors()
 
@@ -186,7 +186,7 @@ def test_trials_in_a_precompilation_are_repeated_afterwards():
         launch(kernel, (1,))
         return False
 
-    with precompilation(CPU) as one, one.going_on():
+    with precompilation(CPU) as one, one.active():
         assert kernel_available(trial, CPU)
         assert kernel_available(trial, CPU)
     assert len(kernel.compiled) == len(times) == 1
@@ -217,7 +217,7 @@ def state(session: Session) -> dict[str, torch.Tensor]:
 def test_pre_compilation_does_not_change_the_step(loss, changes, monkeypatch):
     """This pre-compilation computes, which a real one does not; its effects are undone all the same."""
     traced, found = [], []
-    computing = nullcontext(SimpleNamespace(going_on=nullcontext))
+    computing = nullcontext(SimpleNamespace(active=nullcontext))
 
     def watched(step, inputs, trace=compilation.trace):
         trace(step, inputs)

@@ -204,7 +204,7 @@ def on_a_pretended_gpu(monkeypatch, reason=None, **changes):
     """Give the network that a session prepares where there is a GPU, and whether torch's compiler was asked for it."""
     monkeypatch.setattr(resnet, "BLOCKS", dict.fromkeys(resnet.BLOCKS, (1, 1, 1, 1)))
     monkeypatch.setattr(build, "is_compiled", lambda recipe, _: recipe.compile)
-    monkeypatch.setattr(batch_norm, "why_not", lambda _: reason)
+    monkeypatch.setattr(batch_norm, "unsupported_reason", lambda _: reason)
     compiled = []
     monkeypatch.setattr(build, "CompiledCall", lambda module, **_: compiled.append(type(module).__name__) or module)
     options = {"model_options": {"in_channels": 1}, "channels_last": True, "compile": True} | changes
@@ -227,7 +227,7 @@ def test_without_kernels_the_network_is_compiled(monkeypatch):
 
 
 def test_why_not_returns_the_reason():
-    reason = batch_norm.why_not(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
+    reason = batch_norm.unsupported_reason(torch.device("cpu"))  # which Triton knows nothing of, unless it interprets
     assert reason is not None
     assert "\n" not in reason
 

@@ -303,7 +303,8 @@ def test_errors_that_are_not_compilation_errors_are_raised():
     dynamo = importlib.import_module("torch._dynamo.exc")
     wrapped = dynamo.TorchDynamoException("while compiling")
     wrapped.__cause__ = torch.OutOfMemoryError("no memory left")
-    for error in (torch.OutOfMemoryError("no memory left"), wrapped, RuntimeError("a bug of one's own")):
+    named = dynamo.TorchDynamoException("CUDA error: out of memory")
+    for error in (torch.OutOfMemoryError("no memory left"), wrapped, named, RuntimeError("a bug of one's own")):
         session = Session(short("ce"), CPU)
         replace_calls(session, FailsOnce(session.net, error, backward=False))
         with pytest.raises(type(error)):

@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     from fedlas.training.accelerators.base import Accelerator
 
 # Fields of a recipe on which a captured step does not depend: their values are in tensors that can be refilled.
-REFILLED = ("seed", "splits", "ood", "checkpoint_every", "workers", "cache", "tensorboard", "eval_batch_size")
+FIELDS_NOT_CAPTURED = (
+    "seed",
+    "splits",
+    "ood",
+    "checkpoint_every",
+    "workers",
+    "cache",
+    "tensorboard",
+    "eval_batch_size",
+)
 NETWORK = (
     "model", "model_options", "head", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic",
     "custom_kernels",
@@ -54,7 +63,8 @@ class Network:
     def fits(self, recipe: Recipe, num_classes: int) -> bool:
         """Return whether a recipe can train this network with new weights."""
         same = all(getattr(self.recipe, name) == getattr(recipe, name) for name in NETWORK)
-        return same and num_classes == self.num_classes and ranks.count() == 1
+        failed = isinstance(self.call, CompiledCall) and not self.call.active
+        return same and not failed and num_classes == self.num_classes and ranks.count() == 1
 
 
 @dataclass
@@ -70,7 +80,7 @@ class Step:
     def fits(self, recipe: Recipe, samples: int, *, capture: bool) -> bool:
         """Return whether a recipe differs only in what can be refilled; never with several processes."""
         own, other = self.recipe.to_dict(), recipe.to_dict()
-        same = all(own[name] == other[name] for name in own if name not in REFILLED)
+        same = all(own[name] == other[name] for name in own if name not in FIELDS_NOT_CAPTURED)
         return same and (samples, capture) == (self.samples, self.capture) and ranks.count() == 1
 
 
@@ -86,10 +96,12 @@ class SessionCache:
         found = self.network
         return found if found is not None and found.fits(recipe, num_classes) else None
 
-    def find_step(self, recipe: Recipe, samples: int, *, capture: bool) -> Step | None:
-        """Return the step of the previous session if it fits."""
+    def find_step(self, recipe: Recipe, network: Network | None, samples: int, *, capture: bool) -> Step | None:
+        """Return the step of the previous session if it trains this network and fits."""
         found = self.step
-        return found if found is not None and found.fits(recipe, samples, capture=capture) else None
+        if found is None or network is None or found.execute.step.parts.net is not network.net:
+            return None
+        return found if found.fits(recipe, samples, capture=capture) else None
 
 
 def is_compiled(recipe: Recipe, device: torch.device) -> bool:
@@ -179,7 +191,7 @@ def build_step(
     return Step(recipe, samples, capture, train, StepExecutor(step, capture=capture))
 
 
-def refill_step(found: Step, recipe: Recipe, loss: AbstractLoss, num_classes: int) -> Step:
+def reset_step(found: Step, recipe: Recipe, loss: AbstractLoss, num_classes: int) -> Step:
     """Start a run that differs in its seed, in place: a captured step stays valid."""
     step = found.execute.step
     restore_module(step.parts.loss, loss.state_dict())
@@ -274,7 +286,7 @@ def build_recipe_model(recipe: Recipe, data: AbstractDataset) -> nn.Module:
     return model
 
 
-def check_shares(recipe: Recipe, samples: int, world: int) -> None:
+def check_batch_size(recipe: Recipe, samples: int, world: int) -> None:
     """Check that all ranks get equally many samples in each step; some losses and statistics need that."""
     if samples < recipe.batch_size and recipe.drop_last:
         raise RunError(f"{samples} training samples do not fill one batch of {recipe.batch_size}; lower batch_size")

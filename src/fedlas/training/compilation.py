@@ -14,6 +14,8 @@ from fedlas.training.precision import autocast
 from fedlas.training.random_state import random_state, restore_random_state
 from fedlas.training.step import Inputs, TrainStep
 
+MEMORY_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of plain RuntimeErrors
+
 
 class CompiledCall:
     """Calls a module through `torch.compile`, or directly after compilation failed.
@@ -42,16 +44,16 @@ def run_first_step(step: TrainStep, inputs: Inputs) -> None:
     with precompiled(step, inputs):
         _try_batch_assembly(step, inputs)
     compiled = compiled_calls(step.parts.call_net, step.parts.call_loss)
-    put_back = remember(step) if compiled else None
+    restore = snapshot(step) if compiled else None
     try:
         step(*inputs)
     except _compiler_errors() as error:
-        if put_back is None or ran_out_of_memory(error):
+        if restore is None or ran_out_of_memory(error):
             raise
         warnings.warn(f"not compiled: {first_line(error)}", UserWarning, stacklevel=4)
         for call in compiled:
             call.active = False
-        put_back()
+        restore()
         step(*inputs)
 
 
@@ -61,10 +63,10 @@ def precompiled(step: TrainStep, inputs: Inputs) -> Iterator[None]:
     if step.parts.precompile is None:
         yield
         return
-    put_back = remember(step)
+    restore = snapshot(step)
     with ExitStack() as wait:
         try:
-            with wait.enter_context(step.parts.precompile()).going_on():
+            with wait.enter_context(step.parts.precompile()).active():
                 trace(step, _first_part(step, inputs))
         except Exception as error:
             if ran_out_of_memory(error):
@@ -72,7 +74,7 @@ def precompiled(step: TrainStep, inputs: Inputs) -> Iterator[None]:
             # Without pre-compilation kernels are compiled one by one when they first run.
             warnings.warn(f"kernels were not pre-compiled: {first_line(error)}", UserWarning, stacklevel=5)
         step.parts.plain.optimizer.zero_grad(set_to_none=True)
-        put_back()
+        restore()
         yield
 
 
@@ -97,7 +99,7 @@ def trace(step: TrainStep, inputs: Inputs) -> None:
     step.scaler.scale(value).backward()
 
 
-def remember(step: TrainStep) -> Callable[[], None]:
+def snapshot(step: TrainStep) -> Callable[[], None]:
     """Remember what an incomplete step may change, except gradients; return a function that restores it."""
     random = random_state(step.device)
     names, watched = list(step.metrics.sums), [step.gate.sums, step.gate.history.now]
@@ -109,13 +111,13 @@ def remember(step: TrainStep) -> Callable[[], None]:
     ]
     before = [value.clone() for value in changed]
 
-    def put_back() -> None:
+    def restore() -> None:
         for value, old in zip(changed, before, strict=True):
             value.copy_(old)
         step.metrics.sums = {name: step.metrics.sums[name] for name in names}
         restore_random_state(random, step.device)
 
-    return put_back
+    return restore
 
 
 def _try_batch_assembly(step: TrainStep, inputs: Inputs) -> None:
@@ -148,7 +150,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     reasons: list[BaseException | None] = [error]
     while reasons:
         reason = reasons.pop()
-        if isinstance(reason, torch.OutOfMemoryError):
+        if isinstance(reason, torch.OutOfMemoryError) or any(words in str(reason) for words in MEMORY_WORDS):
             return True
         if reason is not None:
             reasons += [getattr(reason, "inner_exception", None), reason.__cause__, reason.__context__]

@@ -232,11 +232,15 @@ class _Training:
                 self.writer.wait()
                 self._write_predictions()
             self._stop(self.signals.caught, "at its end")  # fit_many must not start another run
-        finally:
-            self._close()
+        except BaseException as error:
+            for other in self._close():
+                error.add_note(f"while closing: {other!r}")
+            raise
+        for error in self._close():
+            raise error
 
-    def _close(self) -> None:
-        """Close all callbacks and the checkpoint writer, then raise the first error, if any."""
+    def _close(self) -> list[Exception]:
+        """Close all callbacks and the checkpoint writer; return the errors."""
         closing: list[Callable[[], object]] = [partial(callback.on_train_end, self.run) for callback in self.callbacks]
         closing.append(self.writer.close)
         if is_rank_zero() and self.run.finished_for(self.recipe):  # also if a signal came with the last file
@@ -247,8 +251,7 @@ class _Training:
                 close()
             except Exception as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
+        return errors
 
     def _epoch(self) -> None:
         start_time, epoch, first_step = time.perf_counter(), self.session.epoch, self.session.position
@@ -297,8 +300,9 @@ class _Training:
     def _after_step(self, epoch: int, step: int) -> None:
         """Call callbacks, handle signals and save checkpoints; wait for the GPU only to write a checkpoint."""
         for callback in self.callbacks:
-            callback.on_step_end(self.session, step)
             callback.on_step_dispatched(step)
+            if callback.sees_steps:
+                callback.on_step_end(self.session, step)
         if self.session.device.type == "cpu":
             self._stop_if_diverged()
         position = self.session.position = step - epoch * self.session.steps_per_epoch
@@ -380,7 +384,7 @@ class _Training:
         if step is None:
             return
         epoch, position = divmod(step, self.session.steps_per_epoch)
-        index = self.session.batches_of_places(epoch)[position].tolist()
+        index = self.session.batch_indices(epoch)[position].tolist()
         self.writer.wait()
         saved = str(self.run.checkpoint) if self.run.checkpoint.exists() else None
         if is_rank_zero():

@@ -25,8 +25,8 @@ from fedlas.training.build import (
     build_recipe_loss,
     build_recipe_model,
     build_step,
-    check_shares,
-    refill_step,
+    check_batch_size,
+    reset_step,
     steps_per_epoch,
 )
 from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
@@ -47,7 +47,7 @@ class Session:
         device: where to train.
         data_root: folder of the data sets.
         capture: whether the step may be captured in a CUDA graph.
-        cache: compiled network and captured step of the previous session; those of this one take their place.
+        cache: compiled network and captured step of the previous session, to be reused; updated with those of this one.
         progress: called while files of the data are downloaded.
     """
 
@@ -74,7 +74,7 @@ class Session:
         if recipe.train_on_v1:
             split = with_first_half(split, self.data.split("val"))
         self.samples = len(split)
-        check_shares(recipe, self.samples, self.world)
+        check_batch_size(recipe, self.samples, self.world)
         self._build(split, SessionCache() if cache is None else cache, capture and recipe.capture and self.world == 1)
         if self.world > 1:
             seed_everything(recipe.seed + 7919 * rank())  # dropout must differ between ranks
@@ -89,12 +89,12 @@ class Session:
 
     def _build(self, split: Split, cache: SessionCache, capture: bool) -> None:
         """Build source, network, loss and step, or reuse those of the previous session with new values."""
-        found = cache.find_step(self.recipe, self.samples, capture=capture)
+        network = cache.find_network(self.recipe, self.data.num_classes)
+        found = cache.find_step(self.recipe, network, self.samples, capture=capture)
         self.train = self._training_source(split, found)
         seed_everything(self.recipe.seed)
         model = build_recipe_model(self.recipe, self.data)
         loss = build_recipe_loss(self.recipe, self.samples, self.data.num_classes)
-        network = cache.find_network(self.recipe, self.data.num_classes)
         if network is None:
             network = build_network(self.recipe, model, self.data.num_classes, self.device)
         else:
@@ -102,7 +102,7 @@ class Session:
         if found is None:
             built = build_step(self.recipe, network, loss, self.train, self.samples, capture=capture)
         else:
-            built = refill_step(found, self.recipe, loss, self.data.num_classes)
+            built = reset_step(found, self.recipe, loss, self.data.num_classes)
         cache.network, cache.step = network, built
         self.net: WithFeatures = network.net
         self.execute, self.step = built.execute, built.execute.step
@@ -143,17 +143,17 @@ class Session:
         """Iterate over the inputs of the steps of an epoch, from a step on."""
         if isinstance(self.train, Resident):
             self.train.set_epoch(epoch)
-            for whole in self.batches_of_places(epoch)[start:]:
+            for whole in self.batch_indices(epoch)[start:]:
                 yield (share_of_batch(whole, rank(), self.world),)
         else:
             self.train.set_epoch(epoch, start)
             for sample in self.train:
                 yield tuple(sample)
 
-    def batches_of_places(self, epoch: int) -> tuple[Tensor, ...]:
+    def batch_indices(self, epoch: int) -> tuple[Tensor, ...]:
         """Return the positions in the training split of each batch of an epoch, over all ranks."""
-        places: Tensor = order(self.samples, self.recipe.seed, epoch, self.device)
-        return tuple(places.split(self.recipe.batch_size))[: self.steps_per_epoch]
+        indices: Tensor = order(self.samples, self.recipe.seed, epoch, self.device)
+        return tuple(indices.split(self.recipe.batch_size))[: self.steps_per_epoch]
 
     def evaluation(self, split: str) -> Source:
         """Return a source of a split of the run's data; "test-published" uses the transform of the published code."""
@@ -277,9 +277,7 @@ class Session:
             self._load_step(state["step"])
         except RESTORE_ERRORS as error:
             name, reason = path or "the checkpoint", " ".join(str(error).split())
-            raise RunError(
-                f"{name} does not fit the network and data of today; has the data changed? ({reason})"
-            ) from error
+            raise RunError(f"{name} does not match the network or data; has the data changed? ({reason})") from error
         self.epoch, self.position = state["epoch"], state["position"]
         self.best = {name: value.to(self.device) for name, value in state["best"].items()}
         self.best_epoch, self.best_accuracy = state["best_epoch"], state["best_accuracy"]

@@ -1,5 +1,5 @@
-"""Triton custom kernels for training on a GPU, and what is built of them.
+"""Custom Triton kernels for training on a GPU.
 
-`norms` comes first, `stem` and `products` use it, and `fused` makes residual networks of all three; `blocks` is the
-ground of `descent`, the end of a step. Needs Triton, so nobody imports it but who has made sure of that.
+`batch_norm` is used by `stem` and `conv1x1`, and `resnet` combines the three; `optimizer_step` uses `parameter_blocks`.
+The package needs Triton and is imported by `build.load_accelerator` alone.
 """

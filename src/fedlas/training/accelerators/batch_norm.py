@@ -635,7 +635,7 @@ def spread(gradient: Tensor, height: int, width: int) -> Tensor:
 
 
 @cache
-def why_not(device: torch.device) -> str | None:
+def unsupported_reason(device: torch.device) -> str | None:
     """Return why the kernels cannot run on a device (no compiler, an old GPU), or None; tries a kernel."""
     y, norm = torch.zeros(2, NARROWEST, 1, 1, device=device), example_norm(device)
     y = y.contiguous(memory_format=torch.channels_last)
@@ -646,7 +646,9 @@ def failure_reason(work: Callable[[], object]) -> str | None:
     """Run a function, and return the reason if it fails."""
     try:
         work()
-    except Exception as error:  # torch is the fallback for any error
+    except torch.OutOfMemoryError:  # says nothing about the kernels
+        raise
+    except Exception as error:  # torch is the fallback for any other error
         return f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0]}"
     return None
 

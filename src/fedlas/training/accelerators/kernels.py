@@ -30,7 +30,7 @@ class CustomKernels:
         """Return a ResNet whose training passes use the kernels, or None if the network is another one."""
         if not resnet.fits(model):
             return None
-        reason = batch_norm.why_not(self.device)
+        reason = batch_norm.unsupported_reason(self.device)
         if reason is not None:
             warnings.warn(f"custom kernels cannot be used, torch.compile is used instead: {reason}", stacklevel=2)
             return None

@@ -162,7 +162,9 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
         pair = parameter, optimizer.state[parameter].get("momentum_buffer", parameter)
         if pair[0].stride() != pair[1].stride() or not all(is_plain(tensor) for tensor in pair):
             return False
-    reason = batch_norm.why_not(device) or (_why_not(recipe, device) if device.type == "cuda" else None)
+    reason = batch_norm.unsupported_reason(device) or (
+        _unsupported_reason(recipe, device) if device.type == "cuda" else None
+    )
     if reason is not None:
         warnings.warn(
             f"the fused optimizer step cannot be used, torch's optimizer is used instead: {reason}", stacklevel=2
@@ -170,7 +172,7 @@ def fits(recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device)
     return reason is None
 
 
-def _why_not(recipe: Recipe, device: torch.device) -> str | None:
+def _unsupported_reason(recipe: Recipe, device: torch.device) -> str | None:
     """Return why a trial step with a small layer fails, or None."""
 
     def work() -> None:
@@ -189,7 +191,7 @@ def _why_not(recipe: Recipe, device: torch.device) -> str | None:
         metric_sums.add_gate(labels[:1], psi, gamma, alpha_i, 1.0, edges, labels.to(torch.int8), sums)
 
     def precompile_and_run() -> None:
-        with precompilation(device) as kernels, kernels.going_on():
+        with precompilation(device) as kernels, kernels.active():
             work()
         work()
 

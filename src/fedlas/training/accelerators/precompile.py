@@ -39,7 +39,7 @@ class Precompilation:
         self.pool = ThreadPoolExecutor(_processors())
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Compile kernels of the device instead of running them; load them at the end."""
         _active.append(self)
         try:
