@@ -17,7 +17,7 @@ from fedlas.losses import CATALOG as LOSSES
 from fedlas.models import build_model
 from fedlas.training import compilation
 from fedlas.training.accelerators import kernels, precompile
-from fedlas.training.accelerators.batch_norm import asked
+from fedlas.training.accelerators.batch_norm import kernel_available
 from fedlas.training.accelerators.kernels import CustomKernels
 from fedlas.training.accelerators.precompile import launch, precompilation, precompiling
 from fedlas.training.accelerators.resnet import fuse
@@ -28,7 +28,7 @@ QUICK = {"adafocal", "crl", "fedlas_mbls"}
 
 
 class Kernel:
-    """Remembers how it was asked."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.ran, self.compiled, self.ready = [], [], 0
@@ -187,12 +187,12 @@ def test_trials_in_a_precompilation_are_repeated_afterwards():
         return False
 
     with precompilation(CPU) as one, one.going_on():
-        assert asked(trial, CPU)
-        assert asked(trial, CPU)
+        assert kernel_available(trial, CPU)
+        assert kernel_available(trial, CPU)
     assert len(kernel.compiled) == len(times) == 1
     assert not kernel.ran
-    assert not asked(trial, CPU)
-    assert not asked(trial, CPU)
+    assert not kernel_available(trial, CPU)
+    assert not kernel_available(trial, CPU)
     assert len(times) == 2
     assert len(kernel.ran) == 1
 

@@ -231,7 +231,7 @@ def test_suggested_protocols_are_usable(data, model):
     try:
         recipe_for(data, model, protocol="paper")
     except ValueError as error:
-        advised = str(error).partition("take one of: ")[2].split(", ")
+        advised = str(error).partition("use one of: ")[2].split(", ")
         assert len(advised) == sum(not one.published for one in PROTOCOLS)
         for name, _, more in (word.partition(" ") for word in advised):
             assert recipe_for(data, "small_cnn" if more == "(with --model)" else model, protocol=name).data == data
