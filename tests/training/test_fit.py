@@ -16,7 +16,7 @@ from fedlas.data import CATALOG as DATA
 from fedlas.data import DamagedFileError, build_data
 from fedlas.data.digits import Digits
 from fedlas.losses.closed_loop import ClosedLoop
-from fedlas.training import AbstractCallback, DivergedError, Engine, Run, RunError, backend_flags, fit, fit_many
+from fedlas.training import AbstractCallback, DivergedError, Engine, Run, RunError, fit, fit_many, precision
 from fedlas.training.build import select_device
 from fedlas.training.checkpoint import Writer
 from fedlas.training.progress import downloads
@@ -449,12 +449,12 @@ def test_backend_flags_and_random_state_are_restored(tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("lacks_bf16", [True, False])
-def test_onednn_is_disabled_from_the_start_if_it_lacks_bf16(monkeypatch, lacks_bf16):
-    """Disabled in the middle of a step, oneDNN would make a resumed run differ in the last digits."""
-    monkeypatch.setattr(backend_flags, "_lacks_onednn_bf16", lambda: lacks_bf16)
-    for kind, there in {"bf16": not lacks_bf16, "fp32": True}.items():
-        with backend_flags.backend_flags(short(precision=kind), torch.device("cpu")):
+@pytest.mark.parametrize("stumbles", [True, False])
+def test_onednn_is_disabled_from_the_start_if_it_lacks_bf16(monkeypatch, stumbles):
+    """Dropped in the middle of a step, a run that was stopped would go on with other last digits."""
+    monkeypatch.setattr(precision, "_stumbles_over_bf16", lambda: stumbles)
+    for kind, there in {"bf16": not stumbles, "fp32": True}.items():
+        with precision.backend_flags(short(precision=kind), torch.device("cpu")):
             assert torch.backends.mkldnn.enabled is there
             torch.backends.mkldnn.enabled = False  # as torch does
         assert torch.backends.mkldnn.enabled
