@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fedlas
 from fedlas import ranks
-from fedlas.training.distributed import KEEPER
+from fedlas.training.distributed import FUNCTIONAL
 from start_method import START_METHOD
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -108,7 +108,7 @@ def uneven(name: str, rank: int) -> Tensor | str:
 
 def work(rank: int, world: int, folder: str, cases: Cases) -> None:
     torch.set_num_threads(1)
-    importlib.import_module(KEEPER)
+    importlib.import_module(FUNCTIONAL)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     ranks.functional = ranks._gather = None  # over gloo they abort the process, see tests/faults/collectives.py
     results: dict[Any, Any] = {(name, mode): train(name, mode, rank, world) for name, mode in cases}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fedlas import ranks
-from fedlas.training.distributed import KEEPER
+from fedlas.training.distributed import FUNCTIONAL
 
 WORLD = 2
 WAYS = ("plain", "compiled", "functional")
@@ -30,7 +30,7 @@ WAYS = ("plain", "compiled", "functional")
 def exchange(rank: int, rounds: int, way: str, folder: str) -> None:
     """Exchange what a step of training does: a few sums, a few rows, one number."""
     torch.set_num_threads(1)
-    importlib.import_module(KEEPER)
+    importlib.import_module(FUNCTIONAL)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     total, stacked = ranks.total, ranks.stacked
     if way == "compiled":

@@ -157,7 +157,7 @@ def fork(job: Callable[[], Any], words: Path) -> int:
         os._exit(code)
 
 
-def on_train_end(child: int, seconds: float = PATIENCE) -> int | None:
+def ended(child: int, seconds: float = PATIENCE) -> int | None:
     """Wait for a child, and give its exit code, negative for a signal; None where it takes too long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

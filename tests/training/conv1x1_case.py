@@ -262,7 +262,8 @@ def step(device: str, dtype: torch.dtype) -> dict[str, Any]:
         ]
         with patch.object(conv1x1, "fits", lambda *_: False), patch.object(conv1x1, "fits_back", lambda *_: False):
             usual = ours if dtype == torch.float32 else outcome(plain, images, labels)
-    names = {layer.counter.data_ptr(): name for name, layer in model.named_modules() if hasattr(layer, "counter")}
+    layers = dict(model.named_modules())
+    names = {model.counters[layer].data_ptr(): name for name, layer in layers.items() if layer in model.counters}
     far = {part: [distance(found[part], right[part]) for found in (ours, usual)] for part in right}
     kinds = "multiplied", "summed", "left", "summed back", "apart"
     return {"far": far} | {kind: [names[one] for one in some] for kind, some in zip(kinds, asked, strict=True)}

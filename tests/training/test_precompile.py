@@ -28,7 +28,7 @@ QUICK = {"adafocal", "crl", "fedlas_mbls"}
 
 
 class Kernel:
-    """Remembers how it was asked."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.ran, self.compiled, self.ready = [], [], 0
