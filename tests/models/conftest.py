@@ -1,4 +1,4 @@
-"""Import timm without Weights & Biases, which it imports for its training script; that takes four seconds of CPU time."""
+"""Import timm without Weights & Biases, which it imports for its training script: this takes four CPU seconds."""
 
 import sys
 
