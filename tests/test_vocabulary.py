@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TERMS = {
-    "foreign data": (r"foreign(?!Object)", 286),
+    "foreign data": (r"foreign(?!Object)", 285),
     "onlooker": (r"onlookers?", 24),
     "rehearsal": (r"rehears(?:als?|e[ds]?|ing)", 39),
     "stranger": (r"strange(?:rs?|ly)?", 36),
