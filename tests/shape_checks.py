@@ -67,20 +67,21 @@ def jaxtyped_in_eager(target: Any = None, *, typechecker: Any) -> Any:
         plain = target.__init__
         jaxtyped(target, typechecker=typechecker)
         if target.__init__ is not plain:  # only dataclasses are wrapped
-            target.__init__ = unless_compiling(plain, target.__init__)
+            checked = target.__init__
+            target.__init__ = unless_compiling(plain, lambda: checked)
         return target
     if "<locals>" in target.__qualname__ and not inner.setdefault(target.__code__, Turns()).take():
         return target
-    return unless_compiling(target, jaxtyped(target, typechecker=typechecker))
+    return unless_compiling(target, functools.partial(jaxtyped, target, typechecker=typechecker))
 
 
-def unless_compiling(plain: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
-    """Choose between a function and its checked twin at each call."""
-    turns = Turns()
+def unless_compiling(plain: Callable[..., Any], check: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Choose between a function and its checked twin at each call; `check` makes the twin, at the first one."""
+    turns, checked = Turns(), functools.cache(check)
 
     def sometimes(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        return checked(*args, **kwargs) if turns.take() else plain(*args, **kwargs)
+        return checked()(*args, **kwargs) if turns.take() else plain(*args, **kwargs)
 
     @functools.wraps(plain)
     def choose(*args: Any, **kwargs: Any) -> Any:

@@ -93,8 +93,8 @@ class Predictions:
     Args:
         logits: one row of raw scores per sample. A single column, or a vector, is a binary head and becomes the two
             columns `[0, z]`, which have the same probabilities.
-        labels: one class number per sample, or one row of class probabilities per sample (several annotators). None
-            where the truth is unknown, or none of the classes: predictions on foreign data.
+        labels: one class number per sample, or one row of class probabilities per sample (several annotators); one-hot
+            rows become class numbers. None where the truth is unknown, or none of the classes: OOD predictions.
         features: the input of the last linear layer.
         index: position of each sample in the data set's own order.
         class_names: one name per class.

@@ -223,7 +223,7 @@ def test_what_is_not_comparable_is_refused(golden, cooled):
         paired_bootstrap(classwise_ece, golden, cooled)
     with pytest.raises(ValueError, match="signed_ece"):
         paired_bootstrap(signed_ece, golden, cooled)
-    soft = Predictions(golden.logits, torch.eye(5)[golden.labels])
+    soft = Predictions(golden.logits, 0.9 * torch.eye(5)[golden.labels] + 0.02)
     with pytest.raises(ValueError, match="soft"):
         paired_bootstrap(ece, golden, soft)
 
