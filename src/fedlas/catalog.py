@@ -123,7 +123,7 @@ class Catalog(Generic[Entry]):
             wanted = _wrong_type(value, known[option][0])
             if wanted is not None:
                 number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-                kind = ValueError if number else TypeError
+                kind = UserError if number else UserTypeError
                 raise kind(f"{option} of {self.kind} {name!r} must be {wanted}, not {value!r}")
         for option, (_, needed) in known.items():
             if needed and option not in options:

@@ -140,7 +140,7 @@ def test_the_official_code_normalises_test_images_differently(made_up):
     assert theirs == pytest.approx(expected, abs=1e-5)
     assert torch.equal(first_images(session.ood_source("cifar10")), ours)
     other = Session(recipe.replace(data="cifar10", splits=("val", "test")), torch.device("cpu"))
-    assert first_images(other.foreign("cifar100-published")) == pytest.approx(expected, abs=1e-5)
+    assert first_images(other.ood_source("cifar100-published")) == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_official_normalisation_that_equals_ours_is_refused(made_up):

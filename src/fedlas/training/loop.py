@@ -236,8 +236,8 @@ class _Training:
             for other in self._close():
                 error.add_note(f"while closing: {other!r}")
             raise
-        for error in self._close():
-            raise error
+        for first in self._close():
+            raise first
 
     def _close(self) -> list[Exception]:
         """Close all callbacks and the checkpoint writer; return the errors."""
@@ -363,7 +363,7 @@ class _Training:
         checkpoint.check_position(saved, path, self.recipe.epochs, self.session.steps_per_epoch)
         decide_on_rank_zero(lambda: self.run.truncate_log(self.session.epoch))
         try:
-            self.session.load_random_state(saved["random"])
+            self.session.set_random_state(saved["random"])
         except checkpoint.RESTORE_ERRORS as error:
             raise checkpoint.invalid_checkpoint(path, f"its random state: {error}") from error
 

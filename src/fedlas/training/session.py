@@ -291,7 +291,7 @@ class Session:
         step.gate.load_state_dict(state["gate"], first=first)
         step.first_bad.fill_(-1)
 
-    def load_random_state(self, states: Sequence[dict[str, Any]]) -> None:
+    def set_random_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Restore the random state of this rank, if it was saved."""
         if rank() < len(states):
             restore_random_state(states[rank()], self.device)
