@@ -238,6 +238,9 @@ def test_a_very_long_label_is_not_copied_into_every_row(tmp_path, ending):
     assert peak < 50 * 2**20  # 1,200 MB before
 
 
+POOLS: list[Any] = []  # kept alive: pyarrow frees buffers through the pool that they came from
+
+
 def repeated_parquet(path: Path, name: str, kind: str, rows: int) -> Path:
     """Write a parquet table with a column of one value of 200 bytes in every row, which is stored once."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -254,6 +257,7 @@ def test_columns_of_a_parquet_file_are_decoded_only_where_they_are_needed(tmp_pa
     arrow = pytest.importorskip("pyarrow")
     pool = arrow.default_memory_pool()
     counted = arrow.proxy_memory_pool(pool)
+    POOLS.append(counted)
     unread = repeated_parquet(tmp_path / "unread.parquet", "comment", kind, 50_000)
     needed = [repeated_parquet(tmp_path / f"{name}.parquet", name, kind, 50_000) for name in ("label", "id", "label.x")]
     arrow.set_memory_pool(counted)

@@ -18,7 +18,7 @@ from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import Output, WithFeatures, build_model
 from fedlas.training.capture import StepExecutor
 from fedlas.training.checkpoint import restore_module
-from fedlas.training.compilation import CompiledCall
+from fedlas.training.compilation import CompiledCall, has_failed
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
@@ -63,8 +63,7 @@ class Network:
     def fits(self, recipe: Recipe, num_classes: int) -> bool:
         """Return whether a recipe can train this network with new weights."""
         same = all(getattr(self.recipe, name) == getattr(recipe, name) for name in NETWORK)
-        failed = isinstance(self.call, CompiledCall) and not self.call.active
-        return same and not failed and num_classes == self.num_classes and ranks.count() == 1
+        return same and not has_failed(self.call) and num_classes == self.num_classes and ranks.count() == 1
 
 
 @dataclass

@@ -34,6 +34,11 @@ class CompiledCall:
         return (self._compiled if self.active else self.module)(*args, **kwargs)
 
 
+def has_failed(call: object) -> bool:
+    """Return whether a module could not be compiled."""
+    return isinstance(call, CompiledCall) and not call.active
+
+
 def compiled_calls(*calls: object) -> list[CompiledCall]:
     """Return those calls that go through the compiler."""
     return [call for call in calls if isinstance(call, CompiledCall) and call.active]
