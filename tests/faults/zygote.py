@@ -96,7 +96,7 @@ def phase(name: str, then: str | None = None) -> Iterator[None]:
 
 def _watched() -> None:
     """Wrap the functions of the product between which the phases change."""
-    epoch, predict, everything = loop._Training._epoch, loop._Training._predict, loop._Training._predict_everything
+    epoch, predict, everything = loop._Training._epoch, loop._Training._predict, loop._Training._write_predictions
     write, batches = checkpoint._write, Session.batches
 
     def watched_epoch(self: Any, *words: Any) -> None:
@@ -125,7 +125,7 @@ def _watched() -> None:
             yield batch
 
     loop._Training._epoch, loop._Training._predict = watched_epoch, watched_predict
-    loop._Training._predict_everything = watched_everything
+    loop._Training._write_predictions = watched_everything
     checkpoint._write, Session.batches = watched_write, watched_batches
 
 
