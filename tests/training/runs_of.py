@@ -82,4 +82,6 @@ def assert_same(one: Any, other: Any) -> None:
         for mine, theirs in zip(one, other, strict=True):
             assert_same(mine, theirs)
     else:
-        assert one == other or (math.isnan(one) and math.isnan(other))  # the flip rate of the first epoch
+        assert one == other or (
+            isinstance(one, float) and math.isnan(one) and math.isnan(other)
+        )  # the flip rate of the first epoch
