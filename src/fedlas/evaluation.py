@@ -5,7 +5,7 @@ what comes out to a `Digest`, which keeps the few numbers a sample that all metr
 once too.
 
 A calibrator that is not fitted yet is fitted on `calibration`, other predictions of the same model. Without those it is
-cross-fitted: the samples are dealt into parts, five by default, and each part is repaired by a calibrator that saw the
+cross-fitted: the samples are split into parts, five by default, and each part is repaired by a calibrator that saw the
 others, so that no sample is judged by a calibrator that knew its label. That costs a fit for each part, so further
 readings. Foreign data is told apart by one calibrator of all samples, since no label is looked at there.
 
@@ -332,8 +332,8 @@ def evaluate(
         other = None if calibration is None else with_every_class(calibration, "calibration")
         both = 0 if other is None or all(map(_is_fitted, chosen)) else samples_in_both(full, other)
         about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
-        dealt = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
-        fitted = [_repair(one, full, other, dealt, steps, **about) for one in chosen]
+        fold_of = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
+        fitted = [_repair(one, full, other, fold_of, steps, **about) for one in chosen]
     repairs = _named(fitted)
     foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
@@ -477,7 +477,7 @@ def _repair(
     wanted: str | AbstractCalibrator,
     predictions: Predictions,
     calibration: Predictions | None,
-    dealt: Int64[Tensor, " n"],
+    fold_of: Int64[Tensor, " n"],
     steps: _Steps,
     *,
     whole: bool,
@@ -500,11 +500,11 @@ def _repair(
                 f"{calibrator.name} was fitted on {same}: its numbers are too good", UserWarning, stacklevel=3
             )
         return _Repair((calibrator,), calibrator, leaked=leaked)
-    folds = int(dealt.max()) + 1
+    folds = int(fold_of.max()) + 1
     if len(predictions) < 2 * folds:
         few = f"{len(predictions)} samples are too few to cross-fit {calibrator.name} in {folds} parts"
         raise UserError(f"{few}; give calibration=...")
-    place, samples = dealt.to(predictions.scores.device), predictions.scores_only()
+    place, samples = fold_of.to(predictions.scores.device), predictions.scores_only()
     fitted = []
     for fold in range(folds):
         one = _copy(calibrator).fit(samples[place != fold])
@@ -516,7 +516,7 @@ def _repair(
     if whole:
         every = _copy(calibrator).fit(samples)
         steps.done()
-    return _Repair(tuple(fitted), every, dealt)
+    return _Repair(tuple(fitted), every, fold_of)
 
 
 def _is_fitted(wanted: str | AbstractCalibrator) -> bool:

@@ -194,7 +194,7 @@ def foreign_files(given: Sequence[str]) -> dict[str, Path]:
     for text in given:
         name, equals, path = text.partition("=")
         if not equals or not name or not path:
-            raise UserError(f"foreign data is given as NAME=FILE, not as {text!r}")
+            raise UserError(f"OOD data is given as NAME=FILE, not as {text!r}")
         if name in found:
             raise UserError(f"two files are called {name!r}")
         found[name] = Path(path)

@@ -100,9 +100,9 @@ class Folder(AbstractDataset):
         found = {row.label for row in self._rows}
         if self._names is None:
             return tuple(sorted(found, key=int) if all(name.isdecimal() for name in found) else sorted(found))
-        strangers = sorted(found - set(self._names))
-        if strangers:
-            raise UserError(f"{self.path} has classes that class_names lacks: {', '.join(strangers)}")
+        unknown = sorted(found - set(self._names))
+        if unknown:
+            raise UserError(f"{self.path} has classes that class_names lacks: {', '.join(unknown)}")
         return self._names
 
     @cached_property
@@ -243,10 +243,10 @@ def _rows_of_text(file: Path) -> list[_Row]:
             if not path.strip() or not label.strip():
                 raise DamagedFileError(f"{file}: line {number} has an empty {'label' if path.strip() else 'path'}")
             rows.append(_Row(file.parent / path.strip(), label.strip(), split))
-    strangers = sorted({row.split for row in rows} - {*GIVEN, ""})
-    if strangers or len({bool(row.split) for row in rows}) > 1:
+    unknown = sorted({row.split for row in rows} - {*GIVEN, ""})
+    if unknown or len({bool(row.split) for row in rows}) > 1:
         raise DamagedFileError(
-            f"{file}: split is train, val or test in every row, or in none; found {strangers or 'gaps'}"
+            f"{file}: split is train, val or test in every row, or in none; found {unknown or 'gaps'}"
         )
     return rows
 

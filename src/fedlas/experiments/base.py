@@ -56,7 +56,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.split not in LOOKS:
-            raise UserError(f"nothing is judged on {self.split!r}; {nearest(self.split, list(LOOKS))}")
+            raise UserError(f"nothing is evaluated on {self.split!r}; {nearest(self.split, list(LOOKS))}")
         for name, option in NAMING.items():
             if name in self.changes:
                 raise UserError(f"{name} names a row, a column or a seed of the table: choose it with {option}")

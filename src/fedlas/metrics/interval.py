@@ -260,7 +260,7 @@ def _pair_gaps(found: Pairs, way: Binning) -> Gaps:
 
 def _class_gaps(probs: Given, labels: Array | None, way: Binning, scope: Scope, ignore_index: int | None) -> ClassGaps:
     if way.kind == "mass" or way.compat is not None:
-        raise UserError("intervals of class-wise errors exist for equal-width bins of our own rule only")
+        raise UserError("intervals of class-wise errors exist for equal-width bins with the rule of this package only")
     table = rows(probs, labels, scope, ignore_index)
     return ClassGaps(table.probs, table.labels, way.bins, "soft" in (table.about.scope or ""))
 

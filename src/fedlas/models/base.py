@@ -235,7 +235,7 @@ class AbstractNetwork(ABC):
 
     def source(self) -> Source:
         """Say where its weights are published."""
-        raise UserError(f"nobody publishes weights of {self.name!r}; pass pretrained='path/to/a/file'")
+        raise UserError(f"there are no published weights of {self.name!r}; pass pretrained='path/to/a/file'")
 
     def converted(self, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:  # noqa: ARG002
         """Rename or resize published weights that do not fit as they are."""

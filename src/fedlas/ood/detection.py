@@ -340,7 +340,7 @@ def foreign_predictions(name: str, given: AnyPredictions | Array, known: AnyPred
         return ood  # each names the classes that it mentions
     check_every_class(ood, name, known, "the known samples")
     if ood.num_classes != known.num_classes:
-        raise UserError(f"{name} has {ood.num_classes} classes, the known samples have {known.num_classes}")
+        raise UserError(f"{name} has {ood.num_classes} classes, the in-distribution samples have {known.num_classes}")
     return ood
 
 
@@ -367,10 +367,12 @@ def detect_scores(
     """
     _check_positive(positive)
     if not ood_scores or not id_scores:
-        raise UserError("at least one score and one foreign data set are needed")
+        raise UserError("at least one score and one OOD data set are needed")
     for name, held in ood_scores.items():
         if set(held) != set(id_scores):
-            raise UserError(f"{name} has the scores {sorted(held)}, the known samples have {sorted(id_scores)}")
+            raise UserError(
+                f"{name} has the scores {sorted(held)}, the in-distribution samples have {sorted(id_scores)}"
+            )
     sets: dict[str, Mapping[str, Separation]] = {}
     for name, held in ood_scores.items():
         rows: dict[str, Separation] = {}

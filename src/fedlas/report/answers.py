@@ -439,9 +439,9 @@ def _foreign(files: Files, models: Sequence[str]) -> dict[str, dict[str, Path]]:
         word = name if len(models) == 1 else name.removeprefix(f"{model}/")
         if model not in models or not word:
             known = ", ".join(models)
-            raise UserError(f"foreign data {name}={path}: which model is it of? Write MODEL/NAME=FILE, with {known}")
+            raise UserError(f"OOD data {name}={path}: which model is it of? Write MODEL/NAME=FILE, with {known}")
         if word in found.setdefault(model, {}):
-            raise UserError(f"two files of foreign data are given for {word}")
+            raise UserError(f"two files of OOD data are given for {word}")
         found[model][word] = path
     return found
 
@@ -454,7 +454,7 @@ def _pairs(files: Files, *, named: bool = False) -> list[tuple[str, Path]]:
     for one in [files] if isinstance(files, str | Path) else files:
         name, _, path = str(one).partition("=")
         if named and not (name and path):
-            raise UserError(f"foreign data is given as NAME=FILE, not as {str(one)!r}")
+            raise UserError(f"OOD data is given as NAME=FILE, not as {str(one)!r}")
         found.append((name, Path(path)) if named else _pair(one))
     return found
 
@@ -465,10 +465,10 @@ def _like(other: AnyPredictions, given: AnyPredictions, path: Path) -> AnyPredic
     if all(tops):
         return other  # each names the classes that it mentions
     if any(tops):
-        check_every_class(other, str(path), given, "the predictions that are judged")
+        check_every_class(other, str(path), given, "the evaluated predictions")
     named = None not in (other.class_names, given.class_names)
     if other.num_classes != given.num_classes:
-        raise UserError(f"{path} has {other.num_classes} classes, the predictions that are judged {given.num_classes}")
+        raise UserError(f"{path} has {other.num_classes} classes, the evaluated predictions {given.num_classes}")
     if named and other.class_names != given.class_names:
-        raise UserError(f"{path} names other classes, or in another order, than the predictions that are judged")
+        raise UserError(f"{path} names other classes, or in another order, than the evaluated predictions")
     return other

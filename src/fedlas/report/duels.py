@@ -148,7 +148,7 @@ def paired_with(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions
     if word != "ids" and ours is not None and theirs is not None and ours != theirs:
         kinds = _kinds(ours), _kinds(theirs)
         if word is None or (all(kinds) and kinds[0].isdisjoint(kinds[1])):
-            raise UserError(f"the first model was judged on the split {ours!r}, the second on {theirs!r}")
+            raise UserError(f"the first model was evaluated on the split {ours!r}, the second on {theirs!r}")
     return in_order_of(first, second)
 
 

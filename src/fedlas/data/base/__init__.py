@@ -337,11 +337,9 @@ def fine_grained_options(options: FineGrained) -> tuple[Selection, Transform, Co
         options.get("antialias", True),
     )
     common: dict[str, Any] = {name: value for name, value in options.items() if name in Common.__annotations__}
-    strangers = [name for name in options if name not in FineGrained.__annotations__]
-    if strangers:
-        raise UserTypeError(
-            f"unknown keyword {strangers[0]!r}; {nearest(strangers[0], list(FineGrained.__annotations__))}"
-        )
+    unknown = [name for name in options if name not in FineGrained.__annotations__]
+    if unknown:
+        raise UserTypeError(f"unknown keyword {unknown[0]!r}; {nearest(unknown[0], list(FineGrained.__annotations__))}")
     return selection, transform, cast("Common", common)
 
 

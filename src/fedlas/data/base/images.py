@@ -163,7 +163,7 @@ def _in_bytes(picture: Any) -> Any:
             raise UserError("its pixels are neither of 8 nor of 16 bits; save it as one of both")
         return optional_module("PIL.Image", "train").fromarray((pixels >> 8).astype(np.uint8))
     if picture.mode == "F":
-        raise UserError("its pixels are floating-point numbers, of which nobody knows the white; save it in 8 bits")
+        raise UserError("its pixels are floating-point numbers, whose value for white is unknown; save it in 8 bits")
     return picture
 
 

@@ -93,14 +93,14 @@ def foreign_data(
     """
     held = page_data.ood_data(predictions, ood, report, train_features)
     if held is None:
-        raise UserError("the report knows no foreign data; give it to evaluate(..., ood=...)")
+        raise UserError("the report has no OOD data; pass it to evaluate(..., ood=...)")
     found = []
     for one in held["sets"]:
         scores = tuple(_score(score) for score in one["scores"] if "roc" in score)
         if scores:
             found.append(ForeignSet(one["name"], scores))
     if not found:
-        raise UserError(f"of the foreign data in the report ({len(held['sets'])} sets), none is given in ood")
+        raise UserError(f"of the OOD data in the report ({len(held['sets'])} sets), none is given in ood")
     return Foreign(title, tuple(found))
 
 

@@ -367,7 +367,7 @@ class _GradientTarget(NamedTuple):
     receiver: GradientReceiver | None = None
 
     def allocate(self, gradient: Tensor) -> Tensor | None:
-        """Return memory for a gradient that nobody keeps; a slot may hold that of another part of the batch already."""
+        """Allocate a float32 gradient unless the receiver keeps it; the slot may hold that of an earlier part."""
         if self.receiver is not None and self.receiver.take(self.weight, gradient):
             return None
         if self.slot is None or self.weight.grad is not None:
