@@ -57,7 +57,7 @@ def measured(shape: tuple[int, int, int], tile: batch_norm.Tile) -> dict[str, fl
     )
     weight, bias, mean, var = torch.ones(4, channels, device="cuda").unbind()
     norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
-    counter = torch.zeros(channels // batch_norm.NARROWEST, dtype=torch.int32, device="cuda")
+    counter = torch.zeros(channels // batch_norm.CHANNEL_MULTIPLE, dtype=torch.int32, device="cuda")
 
     def forward() -> None:
         y.copy_(before)

@@ -78,7 +78,7 @@ class Case:
         self.factors = (torch.randn(outputs, inputs, 1, 1, device="cuda") / inputs**0.5).to(torch.bfloat16)
         weight, bias, mean, var = (torch.full((outputs,), value, device="cuda") for value in (1.0, 0.0, 0.0, 1.0))
         self.norm = batch_norm.Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)
-        self.counter = torch.zeros(outputs // batch_norm.NARROWEST, dtype=torch.int32, device="cuda")
+        self.counter = torch.zeros(outputs // batch_norm.CHANNEL_MULTIPLE, dtype=torch.int32, device="cuda")
         self.y, self.about = self.usual()
         self.after = torch.empty_like(self.y)
 
@@ -130,7 +130,9 @@ class BackCase(Case):
     def __init__(self, shape: tuple[int, ...], batch: int, *, two_norms: bool = False) -> None:
         super().__init__(shape, batch)  # of which x is the gradient that comes, y what was normalised
         self.other, skip = torch.randn_like(self.y), torch.randn_like(self.y)
-        self.met = shape[2] > shape[1] or shape[1] == batch_norm.NARROWEST  # at the end of a block, not inside of one
+        self.met = (
+            shape[2] > shape[1] or shape[1] == batch_norm.CHANNEL_MULTIPLE
+        )  # at the end of a block, not inside of one
         _, bits = batch_norm.activation(self.y, self.about, skip, None)
         self.bits = bits if shape[2] > shape[1] else bits[:0]
         self.beside = (skip, batch_norm.statistics(skip, self.norm, self.counter)) if two_norms else ()

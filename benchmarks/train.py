@@ -46,7 +46,7 @@ from fedlas.models import build_model
 from fedlas.predictions import Predictions
 from fedlas.training import Recipe, recipe_for
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark
-from fedlas.training.build import SessionCache, select_device
+from fedlas.training.build import select_device
 from fedlas.training.prediction import predictions_of
 from fedlas.training.session import Session
 
@@ -303,13 +303,12 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
             told("reference", "", reference(dataset, model, rows, device, options.epochs))
     for rung in [one for one in RUNGS if one in options.rungs]:
         with backend_flags(recipe(data, model, rows, "ce", rung), device), on_stream(device):
-            cache = SessionCache()
-            session = Session(recipe(data, model, rows, "ce", rung), device, options.data_root, cache=cache)
+            session = Session(recipe(data, model, rows, "ce", rung), device, options.data_root)
             if rung == "graph":
                 enable_cudnn_benchmark()  # as `fit` does
             steps(session, WARM_STEPS)
             if rung == "graph":
-                found |= top(options, session, cache, told)
+                found |= top(options, session, told)
             else:
                 told(rung, "ce", statistics.median(epoch(session, n) for n in range(options.epochs)))
         del session
@@ -318,13 +317,11 @@ def ladder(options: argparse.Namespace, data: str, model: str, rows: int) -> dic
     return found | roofline(model, max(speeds.values(), default=0.0), found["machine"])
 
 
-def top(
-    options: argparse.Namespace, session: Session, cache: SessionCache, told: Callable[[str, str, float], None]
-) -> dict[str, Any]:
-    """Measure the last rung: losses that take turns on one compiled network, and a validation pass."""
+def top(options: argparse.Namespace, session: Session, told: Callable[[str, str, float], None]) -> dict[str, Any]:
+    """Measure the last rung: losses that take turns, and a validation pass."""
     sessions = {"ce": session}
     for loss in options.losses.split(","):
-        sessions[loss] = Session(session.recipe.replace(loss=loss), session.device, options.data_root, cache=cache)
+        sessions[loss] = Session(session.recipe.replace(loss=loss), session.device, options.data_root)
         steps(sessions[loss], WARM_STEPS)
     validation = predictions_of(
         session.net, session.evaluation("val"), session.recipe, device=session.device, split="val",
@@ -341,7 +338,7 @@ def top(
     print(f"{session.recipe.model}  of plain CE: {', '.join(f'{k} {v:.3f}' for k, v in ratios.items())}; ", end="")
     print(f"validation pass over {len(session.data.split('val')):,} images: {seconds:.3f} s", flush=True)
     if options.profile:
-        unrecorded = Session(session.recipe, session.device, options.data_root, capture=False, cache=cache)
+        unrecorded = Session(session.recipe, session.device, options.data_root, capture=False)
         profile(unrecorded)
     return {"of_plain_ce": ratios, "validation_seconds": seconds}
 

@@ -213,20 +213,6 @@ def test_the_epoch_and_the_seed_may_be_tensors():
     assert torch.equal(one.order(), two.order())
 
 
-def test_another_split_can_take_the_place_of_one():
-    first, second = twins.split_of(CIFAR), twins.split_of(CIFAR, seed=1)
-    data, wanted = Resident(first, CIFAR, train=True, seed=1), Resident(second, CIFAR, train=True, seed=2)
-    where = data.images.data_ptr()
-    data.set_epoch(3)
-    data.refill(second, seed=2)
-    assert data.images.data_ptr() == where
-    for a, b in zip(next(data.batches(20)), next(wanted.batches(20)), strict=True):
-        assert torch.equal(a, b)
-    assert torch.equal(data.index, second.index)
-    with pytest.raises(ValueError, match=r"3 .*20"):
-        data.refill(twins.split_of(CIFAR, 3), seed=1)
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.campaign)])
 def test_a_batch_compiles_as_one_graph_and_once(backend):
     torch._dynamo.reset()

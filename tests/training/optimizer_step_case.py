@@ -16,7 +16,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from fedlas.losses.base import GateState
 from fedlas.training import build, recipe_for
@@ -26,7 +25,7 @@ from fedlas.training.accelerators.optimizer_step import SUMS
 from fedlas.training.backend_flags import backend_flags
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
-from fedlas.training.optimizer import OptimizerStep, build_optimizer, optimizer_state, parameters_of
+from fedlas.training.optimizer import optimizer_state, parameters_of
 from fedlas.training.session import Session
 
 FEW = 2  # sums of tiles that are added at a time, so that there are several of these in a small network
@@ -90,7 +89,8 @@ CASES: dict[str, tuple[dict[str, Any], Change]] = {
 
 def left_to_torch(session: Session) -> None:
     """Use torch instead of the custom kernels."""
-    session.step.parts.optimizer_step = session.step.parts.plain
+    if isinstance(fused := session.step.parts.optimizer_step, optimizer_step.FusedOptimizerStep):
+        session.step.parts.optimizer_step = fused.torch_step
     session.step.metrics.kernels = session.step.gate.kernels = None
 
 
@@ -112,13 +112,13 @@ def trained(changes: dict[str, Any], device: str, change: Change, *, ours: bool,
 
 def numbers(session: Session) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that steps change."""
-    optimizer = session.step.parts.plain.optimizer
+    optimizer = session.step.parts.optimizer
     return {
         "weights": list(parameters_of(optimizer)),
         "memory": [value for one in optimizer_state(optimizer) for value in one.values()],
         "sums": [session.step.metrics.sums[name] for name in sorted(session.step.metrics.sums)],
         "gate": [session.step.gate.sums, session.step.gate.history.now],
-        "rates": [session.step.parts.plain.rates.now],
+        "rates": [session.step.parts.optimizer_step.rates.now],
     }
 
 
@@ -127,7 +127,7 @@ def flags(session: Session) -> dict[str, Any]:
     return {
         "count": int(session.step.count),
         "first bad": int(session.step.first_bad),
-        "skips": float(session.step.parts.plain.optimizer.found_inf),
+        "skips": float(session.step.parts.optimizer.found_inf),
         "correct": float(session.step.metrics.sums["correct"]),
         "samples": float(session.step.metrics.sums["samples"]),
         "steps": float(session.step.metrics.sums["steps"]),
@@ -157,7 +157,7 @@ def compared(case: str, device: str, count: int | None = None) -> dict[str, Any]
         ours, torchs = (trained(changes, device, change, ours=which, count=count) for which in (True, False))
     mine, theirs = numbers(ours), numbers(torchs)
     return {
-        "taken": ours.step.parts.optimizer_step is not ours.step.parts.plain,
+        "taken": isinstance(ours.step.parts.optimizer_step, optimizer_step.FusedOptimizerStep),
         "steps": ours.ready,
         "distance": {part: distance(mine[part], theirs[part]) for part in mine if theirs[part]},
         "flags": flags(ours),
@@ -222,41 +222,7 @@ def watched(device: str) -> list[list[bool]]:
     return found
 
 
-def layers(device: str) -> nn.ModuleList:
-    """Return layers whose weights have many blocks, a part of a block, and an odd size."""
-    torch.manual_seed(0)
-    some = nn.ModuleList([nn.Conv2d(64, 64, 3), nn.Conv2d(16, 6, 3), nn.Conv2d(3, 5, 1), nn.Linear(120, 70)])
-    return some.to(device, memory_format=torch.channels_last)
-
-
-def handed_over(device: str, **changes: Any) -> dict[str, list[bool]]:
-    """Return which bf16 gradients are kept in place, and whether steps equal those with float32 gradients."""
-    recipe = recipe_for("digits", loss="ce", **{"clip": 0.5, "nesterov": True, **changes})
-    taken, left = [], []
-    for takes in (True, False):
-        net, loss = layers(device), nn.Linear(9, 8).to(device)
-        optimizer, rates = build_optimizer(recipe, net, loss, torch.ones(3), torch.device(device))
-        one = optimizer_step.FusedOptimizerStep(OptimizerStep(recipe, net, loss, optimizer, rates))
-        fine, count = torch.tensor([1, 0], device=device).unbind()
-        first_bad = torch.full_like(count, -1)
-        sums = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-        for _ in range(2):
-            optimizer.zero_grad(set_to_none=True)
-            with one.capturing():
-                for parameter in parameters_of(optimizer):
-                    narrow = torch.randn_like(parameter).bfloat16()
-                    if takes:
-                        taken.append(one.take(parameter, narrow))
-                    if parameter not in one.low_precision:
-                        parameter.grad = narrow.float()
-                one.step(fine != 0, count, first_bad, *sums)
-        left.append(
-            [*parameters_of(optimizer), *(b for m in optimizer_state(optimizer) for b in m.values()), *sums, count]
-        )
-    return {"taken": taken, "equal": [torch.equal(*pair) for pair in zip(*left, strict=True)]}
-
-
 if __name__ == "__main__":
     where = sys.argv[1]
-    about = {"answers": answers(where), "watched": watched(where), "handed over": handed_over(where)}
+    about = {"answers": answers(where), "watched": watched(where)}
     print(json.dumps({case: compared(case, where) for case in CASES} | about))

@@ -18,7 +18,7 @@ from fedlas.data.digits import Digits
 from fedlas.losses.closed_loop import ClosedLoop
 from fedlas.training import AbstractCallback, DivergedError, Run, RunError, fit, fit_many
 from fedlas.training import backend_flags as flags_module
-from fedlas.training.build import SessionCache, select_device
+from fedlas.training.build import select_device
 from fedlas.training.checkpoint import Writer
 from fedlas.training.progress import downloads
 from fedlas.training.run_folder import locked
@@ -259,15 +259,6 @@ def test_many_recipes_in_one_process_equal_single_runs(tmp_path):
         alone = fit(recipe, out=tmp_path / "alone" / recipe.name)
         assert prediction_bytes(run) == prediction_bytes(alone)
         assert log_without_times(run) == log_without_times(alone)
-
-
-def test_a_cache_keeps_network_and_step():
-    cache = SessionCache()
-    shapes = (("ls", 1), ("ls", 2), ("ce", 1))
-    first, same, other = (Session(short(loss, seed=seed), torch.device("cpu"), cache=cache) for loss, seed in shapes)
-    assert same.step is first.step
-    assert other.net is first.net
-    assert other.step is not first.step
 
 
 def test_ood_predictions_have_no_labels(tmp_path):

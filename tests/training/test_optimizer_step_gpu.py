@@ -8,7 +8,7 @@ from runs_of import short
 from torch import nn
 
 pytest.importorskip("triton")
-from optimizer_step_case import CASES, answers, compared, handed_over, left_to_torch, watched
+from optimizer_step_case import CASES, answers, compared, left_to_torch, watched
 from test_train_gpu import assert_never_waits, pytestmark, tensors, trained
 
 from fedlas.training import build, compilation
@@ -79,31 +79,9 @@ def test_a_captured_step_equals_an_eager_step_bit_for_bit(changes):
     assert_captured_is_eager(short("fedlas_ls", compile=True, **changes))
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"clip": None}, {"clip_loss": True, "momentum": 0.0, "nesterov": False}], ids=str
-)
-def test_bf16_gradients_give_the_same_bits_as_float32_copies(changes):
-    found = handed_over("cuda", **changes)
-    assert sum(found["taken"]) == 12
-    assert all(found["equal"])
-
-
 def convolutions(session: Session) -> list[Any]:
     assert isinstance(session.net.model, FusedResNet)
     return [layer.weight for layer in session.net.model.modules() if isinstance(layer, nn.Conv2d)]
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("changes", [{}, {"clip": 0.1}, {"model": "resnet50_cifar", "nesterov": True}], ids=str)
-def test_bf16_gradients_of_convolutions_are_read_in_place(changes):
-    """Those of a captured step never become wide; batches of two sizes are captured, each with its own addresses.
-
-    The smaller ones come once an epoch, the first three of them uncaptured.
-    """
-    session = assert_captured_is_eager(short("ce", compile=True, **RESIDUAL | changes), epochs=5)
-    assert len(session.step.parts.optimizer_step.captured_sources) == len(session.execute.graphs) == 2
-    assert all(addresses.count_nonzero() for addresses in session.step.parts.optimizer_step.captured_sources)
-    assert all(weight.grad is None for weight in convolutions(session))
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -10,7 +10,7 @@ import pytest
 from runs_of import SignalAt, large, log_without_times, photographs, prediction_bytes
 
 from fedlas.data.folder import Folder
-from fedlas.training import Engine, Run, RunError, StoppedError, fit, fit_many
+from fedlas.training import Run, RunError, StoppedError, fit, fit_many
 from fedlas.training.run_folder import locked
 from waiting import until
 
@@ -36,9 +36,8 @@ def assert_equal_runs(run: Run, expected: Run) -> None:
 
 def test_a_run_learns_and_its_workers_end_with_it(images, finished, tmp_path):
     before = set(multiprocessing.active_children())
-    engine = Engine()
-    run = engine.fit(large(images), out=tmp_path / "run")
-    assert set(multiprocessing.active_children()) <= before  # also while the engine lives on
+    run = fit(large(images), out=tmp_path / "run")
+    assert set(multiprocessing.active_children()) <= before
     with locked(run.folder):
         pass
     assert_equal_runs(run, finished)

@@ -9,7 +9,6 @@ import torch
 from runs_of import short
 from torch import nn
 
-from fedlas.training.build import SessionCache
 from fedlas.training.capture import without_collector
 from fedlas.training.compilation import CompiledCall
 from fedlas.training.mixup import Mixer, _rectangle
@@ -84,7 +83,7 @@ def test_the_gate_can_have_its_own_learning_rate():
     gate = [p.clone() for p in session.loss.parameters()]
     steps(session, 3)
     assert all(torch.equal(p, q) for p, q in zip(gate, session.loss.parameters(), strict=True))
-    rates = session.step.parts.plain.rates
+    rates = session.step.parts.optimizer_step.rates
     assert [float(group) for group in rates.groups] == [pytest.approx(recipe.lr * lr_factor(recipe, 2, 7)), 0.0]
 
 
@@ -322,9 +321,9 @@ def test_errors_that_are_not_compilation_errors_are_raised():
 )
 def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     """Traced whole, as on a GPU, but carried out by torch's own kernels."""
+    torch._dynamo.reset()  # variants that other tests compiled count towards the limit
     recipe = short(loss)
-    cache = SessionCache()
-    plain, compiled = Session(recipe, CPU), Session(recipe, CPU, cache=cache)
+    plain, compiled = Session(recipe, CPU), Session(recipe, CPU)
     calls = (CompiledCall(one, fullgraph=True, dynamic=False, backend=backend) for one in (compiled.net, compiled.loss))
     replace_calls(compiled, *calls)
     for session in (plain, compiled):
@@ -337,10 +336,6 @@ def test_a_compiled_step_sees_terms_and_gate_too(loss, backend, count):
     assert gate.keys() == expected.keys()
     for name in ("positive", "alpha_ratio") if gate else ():
         assert gate[name] == pytest.approx(expected[name], rel=0.05)
-    cache.network.call = compiled.step.parts.call_net
-    other = Session(short("ls"), CPU, cache=cache)
-    assert other.net is compiled.net
-    steps(other, 2)
 
 
 def test_no_garbage_is_collected_during_a_capture():

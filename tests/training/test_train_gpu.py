@@ -13,7 +13,7 @@ import torch
 from runs_of import log_without_times, prediction_bytes, short
 
 import fedlas
-from fedlas.training import AbstractCallback, Engine, Run, StoppedError, fit
+from fedlas.training import AbstractCallback, Run, StoppedError, fit
 from fedlas.training.backend_flags import backend_flags, raise_compile_limit
 from fedlas.training.build import select_device
 from fedlas.training.capture import WARM
@@ -167,14 +167,6 @@ def test_synchronised_batch_norm_over_two_gpus_equals_one_gpu(tmp_path):
     two, one = Run(tmp_path / "two"), fit(recipe, out=tmp_path / "one")
     assert two.log[0]["train"] == pytest.approx(one.log[0]["train"], rel=1e-2)
     torch.testing.assert_close(two.predictions().logits, one.predictions().logits, rtol=2e-2, atol=2e-2)
-
-
-def test_a_second_seed_replays_the_captured_step(tmp_path):
-    engine = Engine()
-    recipes = [short("fedlas_mbls", compile=False, seed=seed) for seed in (1, 2)]
-    runs = [engine.fit(recipe, out=tmp_path / f"{recipe.seed}") for recipe in recipes]
-    alone = fit(recipes[1], out=tmp_path / "alone")
-    assert prediction_bytes(runs[1]) == prediction_bytes(alone)
 
 
 def test_a_bad_gate_gradient_is_detected_in_a_captured_run():

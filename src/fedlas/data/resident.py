@@ -5,7 +5,7 @@
 The augmentation is torchvision's RandomCrop(size, padding) and RandomHorizontalFlip in distribution, but a function of
 (seed, epoch, sample): no batch, rank or device changes it. The draws of an epoch are made for all samples at once by
 `set_epoch`, in place, so that `batch` is six small kernels, has fixed shapes, never waits for the device, and can be
-compiled or captured in a CUDA graph; a captured `batch` follows when `set_epoch` or `refill` is called outside.
+compiled or captured in a CUDA graph; a captured `batch` follows when `set_epoch` is called outside.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ from torch.nn import functional
 from fedlas.data.base import Sample, Split, share_of_batch
 from fedlas.data.base.images import Transform, normalised
 from fedlas.data.base.keyed import Number, crops, order
-from fedlas.errors import UserError
 
 
 class Resident:
@@ -88,14 +87,6 @@ class Resident:
         top, left, mirrored = crops(places, self.seed, self.epoch, self.transform.room, self.transform.flip)
         last = self.transform.size - 1
         self._crops.copy_(torch.stack([top, left + last * mirrored, 1 - 2 * mirrored.long()], dim=1))
-
-    def refill(self, split: Split, seed: int) -> None:
-        """Put another split of the same size in the place of this one, for another run with the same captured graph."""
-        if len(split) != len(self):
-            raise UserError(f"{len(split)} samples cannot take the place of {len(self)}")
-        for here, there in zip((self.images, self.labels, self.index), self._placed(split), strict=True):
-            here.copy_(there)
-        self.set_epoch(0, seed)
 
     def batch(self, index: Int[Tensor, " n"]) -> Float[Tensor, "n channels size size"]:
         """Return the images at some positions of the split, as the network sees them in this epoch."""

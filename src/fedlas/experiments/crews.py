@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from fedlas.training import AbstractCallback, Engine, Recipe, Run, RunError, StoppedError, StopSignals
+from fedlas.training import AbstractCallback, Recipe, Run, RunError, StoppedError, StopSignals, fit
 
 Word: TypeAlias = Literal["finished", "busy", "stopped", "died", "failed"]
 
@@ -80,18 +80,22 @@ class _StopWhen(AbstractCallback):
 
 
 class Trainer:
-    """An engine that outlives the errors of its runs."""
+    """Trains recipes and reports how each run ended."""
 
     def __init__(self, device: str | None, data_root: Path | None, progress: bool | None) -> None:
         self.device, self.data_root, self.progress = device, data_root, progress
-        self._engine: Engine | None = None
 
     def outcome(self, recipe: Recipe, folder: Path, wanted_stop: Callable[[], bool]) -> Outcome:
         """Train, and say how it went; only a signal that nobody here sent is raised, as StoppedError."""
         try:
-            self._engine = self._engine or Engine(device=self.device, data_root=self.data_root)
-            self._engine.fit(
-                recipe, out=folder, resume=True, callbacks=[_StopWhen(wanted_stop)], progress=self.progress
+            fit(
+                recipe,
+                out=folder,
+                resume=True,
+                callbacks=[_StopWhen(wanted_stop)],
+                device=self.device,
+                data_root=self.data_root,
+                progress=self.progress,
             )
         except StoppedError as error:
             if not wanted_stop():
@@ -100,14 +104,13 @@ class Trainer:
         except Exception as error:
             if isinstance(error, RunError) and isinstance(error.__cause__, BlockingIOError):
                 return Outcome(recipe.name, "busy")  # the lock was not to be had
-            self._engine = None  # nobody knows what state it is in
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return Outcome(recipe.name, "failed", reason, traceback.format_exc())
         return Outcome(recipe.name, "finished")
 
 
 class Alone(AbstractCrew):
-    """The process that we are in; it trains one run after the other on one compiled network."""
+    """The current process; it trains one run after the other."""
 
     def __init__(self, device: str, data_root: Path | None, until: float) -> None:
         self._trainer = Trainer(device, data_root, progress=None)

@@ -17,7 +17,7 @@ from fedlas.extras import optional_module
 from fedlas.metrics.calibration import aece, ece
 from fedlas.metrics.scoring import accuracy, brier, nll
 from fedlas.storage import own_file, write_whole
-from fedlas.training import DivergedError, Engine
+from fedlas.training import DivergedError, fit
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import run_in
 from fedlas.training.validation import tuning_predictions
@@ -145,7 +145,7 @@ def search(
     seeds: Sequence[int] = (1,),
     sampler_seed: int = 0,
     told: Callable[[str], None],
-    **engine: Any,
+    **training: Any,
 ) -> Search:
     """Try keywords of a loss, and record every try in `folder/search.json`.
 
@@ -158,7 +158,7 @@ def search(
         seeds: runs of each trial, whose mean counts.
         sampler_seed: equal seeds suggest equal values.
         told: gets a line after each trial.
-        engine: device and data_root.
+        training: device and data_root.
     """
     if metric not in METRICS:
         raise UserError(f"{metric!r} cannot be searched for; known: {', '.join(METRICS)}")
@@ -178,12 +178,12 @@ def search(
         direction="maximize" if metric == "accuracy" else "minimize",
         sampler=optuna.samplers.TPESampler(seed=sampler_seed),
     )
-    session, done = Engine(**engine), []
+    done: list[Trial] = []
     for number in range(1, trials + 1):
         asked = study.ask()
         options = {one.name: one.suggested(asked) for one in ranges}
         varied = recipe.replace(loss_options={**recipe.loss_options, **options}, splits=("val",), ood=())
-        trial = _tried(session, [varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder)
+        trial = _tried([varied.replace(seed=seed) for seed in seeds], options, METRICS[metric], folder, training)
         done.append(trial)
         if trial.mean is None:
             study.tell(asked, state=optuna.trial.TrialState.FAIL)
@@ -204,12 +204,16 @@ def search(
 
 
 def _tried(
-    engine: Engine, variants: Sequence[Recipe], options: dict[str, Any], metric: Callable[..., float], folder: Path
+    variants: Sequence[Recipe],
+    options: dict[str, Any],
+    metric: Callable[..., float],
+    folder: Path,
+    training: dict[str, Any],
 ) -> Trial:
     values: list[float | None] = []
     for variant in variants:
         try:
-            run = engine.fit(variant, out=run_in(folder / "runs", variant).folder, resume=True)
+            run = fit(variant, out=run_in(folder / "runs", variant).folder, resume=True, **training)
             values.append(float(metric(tuning_predictions(run))))
         except DivergedError:
             values.append(None)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedlas.training.callbacks import AbstractCallback as AbstractCallback
     from fedlas.training.loop import DivergedError as DivergedError
-    from fedlas.training.loop import Engine as Engine
     from fedlas.training.loop import fit as fit
     from fedlas.training.loop import fit_many as fit_many
     from fedlas.training.protocols import check_parts as check_parts
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "AbstractCallback": "callbacks",
     "DivergedError": "loop",
-    "Engine": "loop",
     "Recipe": "recipe",
     "Run": "run_folder",
     "RunError": "run_folder",

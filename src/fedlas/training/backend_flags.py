@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,13 +42,19 @@ def backend_flags(recipe: Recipe, device: torch.device) -> Iterator[None]:
         restore_random_state(generators, device)
 
 
+@cache
+def _training_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the same stream for all runs: memory that one of them has freed serves the next."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
-def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Use one side stream for all steps: CUDA graphs cannot be captured on the default stream."""
-    if stream is None:
+def on_training_stream(device: torch.device) -> Iterator[None]:
+    """Use a side stream for all steps: CUDA graphs cannot be captured on the default stream."""
+    if device.type != "cuda":
         yield
         return
-    outer = torch.cuda.current_stream(stream.device)
+    stream, outer = _training_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(outer)
     with torch.cuda.stream(stream):
         yield

@@ -1,9 +1,8 @@
-"""How a session is built: network, loss, optimizer and step of a recipe, and what a later session can reuse of them."""
+"""How a session is built: network, loss, optimizer and step of a recipe."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,11 @@ from fedlas.data import AbstractDataset, Resident, Sample
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.losses import AbstractLoss, build_loss
 from fedlas.models import Output, WithFeatures, build_model
-from fedlas.training.capture import StepExecutor
-from fedlas.training.checkpoint import restore_module
-from fedlas.training.compilation import CompiledCall, has_failed
+from fedlas.training.compilation import CompiledCall
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import OptimizerStep, StepFunction, build_optimizer, reset_optimizer_state
+from fedlas.training.optimizer import OptimizerStep, StepFunction, build_optimizer
 from fedlas.training.prediction import Source
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import RunError
@@ -32,75 +29,15 @@ from fedlas.training.step import Parts, TrainStep
 if TYPE_CHECKING:
     from fedlas.training.accelerators.base import Accelerator
 
-# Fields of a recipe on which a captured step does not depend: their values are in tensors that can be refilled.
-FIELDS_NOT_CAPTURED = (
-    "seed",
-    "splits",
-    "ood",
-    "checkpoint_every",
-    "workers",
-    "cache",
-    "tensorboard",
-    "eval_batch_size",
-)
-NETWORK = (
-    "model", "model_options", "head", "precision", "channels_last", "compile", "sync_batchnorm", "deterministic",
-    "custom_kernels",
-)  # fmt: skip
 COMPILER = {"combo_kernels": True}  # one kernel for the casts of all weights, and the like
 
 
-@dataclass
-class Network:
-    """A network on the device, and how it is called: as it is, or compiled."""
+class Network(NamedTuple):
+    """A network on the device, how it is called (as it is, or compiled), and the custom kernels, if there are any."""
 
-    recipe: Recipe
-    num_classes: int
     net: WithFeatures
     call: Callable[..., Output]
     accelerator: "Accelerator | None"
-
-    def fits(self, recipe: Recipe, num_classes: int) -> bool:
-        """Return whether a recipe can train this network with new weights."""
-        same = all(getattr(self.recipe, name) == getattr(recipe, name) for name in NETWORK)
-        return same and not has_failed(self.call) and num_classes == self.num_classes and ranks.count() == 1
-
-
-@dataclass
-class Step:
-    """A step with its loss and training data, perhaps captured."""
-
-    recipe: Recipe
-    samples: int
-    capture: bool
-    train: Source
-    execute: StepExecutor
-
-    def fits(self, recipe: Recipe, samples: int, *, capture: bool) -> bool:
-        """Return whether a recipe differs only in what can be refilled; never with several processes."""
-        own, other = self.recipe.to_dict(), recipe.to_dict()
-        same = all(own[name] == other[name] for name in own if name not in FIELDS_NOT_CAPTURED)
-        return same and (samples, capture) == (self.samples, self.capture) and ranks.count() == 1
-
-
-class SessionCache:
-    """What the next session can reuse of the previous one: a compiled network, a captured step."""
-
-    def __init__(self) -> None:
-        self.network: Network | None = None
-        self.step: Step | None = None
-
-    def find_network(self, recipe: Recipe, num_classes: int) -> Network | None:
-        """Return the network of the previous session if it fits."""
-        found = self.network
-        return found if found is not None and found.fits(recipe, num_classes) else None
-
-    def find_step(self, recipe: Recipe, network: Network | None, samples: int, *, capture: bool) -> Step | None:
-        """Return the step of the previous session if it trains this network and fits."""
-        found = self.step
-        if found is None or network is None or found.execute.step.parts.net is not network.net:
-            return None
-        return found if found.fits(recipe, samples, capture=capture) else None
 
 
 def is_compiled(recipe: Recipe, device: torch.device) -> bool:
@@ -125,7 +62,7 @@ def load_accelerator(recipe: Recipe, device: torch.device) -> "Accelerator | Non
     return CustomKernels(device)
 
 
-def build_network(recipe: Recipe, model: nn.Module, num_classes: int, device: torch.device) -> Network:
+def build_network(recipe: Recipe, model: nn.Module, device: torch.device) -> Network:
     """Move a network to the device, accelerate or compile it."""
     if recipe.sync_batchnorm and ranks.count() > 1:
         model = with_sync_batchnorm(model, device)
@@ -136,9 +73,9 @@ def build_network(recipe: Recipe, model: nn.Module, num_classes: int, device: to
     net = WithFeatures(model if accelerated is None else accelerated, recipe.head)
     call: Callable[..., Output] = net
     if accelerated is None and is_compiled(recipe, device):
-        # Apart from the loss, so that runs with other losses need not compile the network again.
+        # Apart from the loss, so that the compiler's cache serves runs with other losses.
         call = CompiledCall(net, fullgraph=True, dynamic=False, options=COMPILER)
-    return Network(recipe, num_classes, net, call, accelerator)
+    return Network(net, call, accelerator)
 
 
 def with_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
@@ -159,8 +96,8 @@ def build_recipe_loss(recipe: Recipe, samples: int, num_classes: int) -> Abstrac
 
 
 def build_step(
-    recipe: Recipe, network: Network, loss: AbstractLoss, train: Source, samples: int, *, capture: bool
-) -> Step:
+    recipe: Recipe, network: Network, loss: AbstractLoss, train: Source, samples: int, *, num_classes: int
+) -> TrainStep:
     """Build optimizer and step."""
     device = next(network.net.parameters()).device
     loss = loss.to(device)
@@ -174,34 +111,20 @@ def build_step(
     if ranks.count() > 1:
         task = DistributedDataParallel(task, device_ids=[device.index] if device.type == "cuda" else None)
     table = lr_table(recipe, steps_per_epoch(recipe, samples))
-    mixer = Mixer(recipe, len(table), network.num_classes, device)
+    mixer = Mixer(recipe, len(table), num_classes, device)
     optimizer, rates = build_optimizer(recipe, network.net, loss, table, device)
-    plain = OptimizerStep(recipe, network.net, loss, optimizer, rates)
-    optimizer_step: StepFunction = plain
+    torch_step = OptimizerStep(recipe, network.net, loss, optimizer, rates)
+    optimizer_step: StepFunction = torch_step
     sums = precompile = None
     if network.accelerator is not None:
-        optimizer_step = network.accelerator.optimizer_step(plain, network.net.model)
+        optimizer_step = network.accelerator.optimizer_step(torch_step, network.net.model)
         precompile = network.accelerator.precompile(network.net.model)
-        sums = None if optimizer_step is plain else network.accelerator.epoch_sums
+        sums = None if optimizer_step is torch_step else network.accelerator.epoch_sums
     parts = Parts(
-        task, network.net, loss, network.call, call_loss, feed, mixer, plain, optimizer_step, precompile
+        recipe, task, network.net, loss, network.call, call_loss, feed, mixer, optimizer, torch_step.scaler,
+        optimizer_step, precompile,
     )  # fmt: skip
-    step = TrainStep(parts, EpochMetrics(device, sums), GateStatistics(loss, samples, device, sums))
-    return Step(recipe, samples, capture, train, StepExecutor(step, capture=capture))
-
-
-def reset_step(found: Step, recipe: Recipe, loss: AbstractLoss, num_classes: int) -> Step:
-    """Start a run that differs in its seed, in place: a captured step stays valid."""
-    step = found.execute.step
-    restore_module(step.parts.loss, loss.state_dict())
-    reset_optimizer_state(step.parts.plain.optimizer)
-    mixer = Mixer(recipe, len(step.parts.plain.rates.table), num_classes, step.device)
-    step.parts.mixer.table.copy_(mixer.table)
-    step.count.zero_()
-    step.first_bad.fill_(-1)
-    for part in (step.scaler, step.metrics, step.gate):
-        part.reset()
-    return Step(recipe, found.samples, found.capture, found.train, found.execute)
+    return TrainStep(parts, EpochMetrics(device, sums), GateStatistics(loss, samples, device, sums))
 
 
 def steps_per_epoch(recipe: Recipe, samples: int) -> int:
@@ -312,8 +235,9 @@ def select_device(device: str | torch.device | None = None) -> torch.device:
         raise RunError(f"device is {device}; it has to be cpu, cuda or cuda:NUMBER")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise RunError("device is cuda, but torch sees no GPU here")
-    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
-        raise RunError(f"device is {device}, but torch sees {torch.cuda.device_count()} GPUs here")
-    if str(found) == "cuda":
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return found
+    if found.type == "cpu":
+        return found
+    number = int(os.environ.get("LOCAL_RANK", "0")) if found.index is None else found.index
+    if number >= torch.cuda.device_count():
+        raise RunError(f"GPU {number} is needed, but torch sees {torch.cuda.device_count()} GPUs here, counted from 0")
+    return torch.device("cuda", number)

@@ -32,6 +32,7 @@ class StepExecutor:
         self.step = step
         self.capture = capture and step.device.type == "cuda"
         self.graphs: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Inputs]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.capture else None  # batches of all sizes share memory
         self._started = False
         self._seen: Counter[tuple[Any, ...]] = Counter()
 
@@ -59,9 +60,9 @@ class StepExecutor:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.step.device)
         # Other threads may use the device meanwhile: one of a loader pins memory, for example.
-        recording = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
         try:
-            with without_collector(), self.step.parts.optimizer_step.capturing(), recording:
+            with without_collector(), recording:
                 self.step(*static_inputs)
         except RuntimeError as error:
             if ran_out_of_memory(error):

@@ -34,11 +34,6 @@ class CompiledCall:
         return (self._compiled if self.active else self.module)(*args, **kwargs)
 
 
-def has_failed(call: object) -> bool:
-    """Return whether a module could not be compiled."""
-    return isinstance(call, CompiledCall) and not call.active
-
-
 def compiled_calls(*calls: object) -> list[CompiledCall]:
     """Return those calls that go through the compiler."""
     return [call for call in calls if isinstance(call, CompiledCall) and call.active]
@@ -78,7 +73,7 @@ def precompiled(step: TrainStep, inputs: Inputs) -> Iterator[None]:
                 raise
             # Without pre-compilation kernels are compiled one by one when they first run.
             warnings.warn(f"kernels were not pre-compiled: {first_line(error)}", UserWarning, stacklevel=5)
-        step.parts.plain.optimizer.zero_grad(set_to_none=True)
+        step.parts.optimizer.zero_grad(set_to_none=True)
         restore()
         yield
 
@@ -92,7 +87,7 @@ def trace(step: TrainStep, inputs: Inputs) -> None:
     feed = parts.feed.module if isinstance(parts.feed, CompiledCall) else parts.feed  # it is compiled later
     sample: Sample = feed(*inputs)
     images, labels = parts.mixer(sample.images, sample.labels, step.count)
-    with parts.optimizer_step.receiving():
+    with parts.optimizer_step.gradient_slots():
         with autocast(precision, step.device):
             output = parts.call_net(images)
         # From a number, whose kernel is the first of autograd's thread: if cuBLAS were, it would warn that there is

@@ -31,12 +31,12 @@ SIGNAL_INTERVAL = 10  # steps between two exchanges of signals on GPUs, because 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """Join the process group of torchrun for one run; do nothing without torchrun."""
-    no_group = int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized()
-    if no_group:
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several and device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not several or dist.is_initialized():
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     # Imported before the group exists: DistributedDataParallel imports this module, which would keep the group alive.
     importlib.import_module(FUNCTIONAL)
     gc.collect()  # groups of a failed run would crash a forked process

@@ -88,13 +88,6 @@ class GateStatistics:
             raise UserError(f"the gate has {tuple(self.sums.shape)} sums, not {tuple(state['sums'].shape)}")
         self.sums.copy_(state["sums"] * first)
 
-    def reset(self) -> None:
-        """Reset all statistics, in place."""
-        self.history.now.zero_()
-        self.history.before.zero_()
-        self.history.epochs.clear()
-        self.sums.zero_()
-
 
 def _finite_or_none(value: float) -> float | None:
     """Return None for NaN, which JSON does not support."""

@@ -25,8 +25,8 @@ from fedlas import ranks
 from fedlas.errors import UserError, UserTypeError
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
-from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_stream, raise_compile_limit
-from fedlas.training.build import SessionCache, select_device
+from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_training_stream, raise_compile_limit
+from fedlas.training.build import select_device
 from fedlas.training.callbacks import AbstractCallback, check_callbacks
 from fedlas.training.distributed import (
     any_signal,
@@ -85,9 +85,38 @@ def fit(
         data_root: folder of the data sets; by default `$FEDLAS_DATA`, or the user's cache.
         progress: whether to show a progress bar; by default in a terminal.
     """
-    return Engine(device=device, data_root=data_root).fit(
-        recipe, out=out, resume=resume, callbacks=callbacks, progress=progress
-    )
+    if not isinstance(recipe, Recipe):
+        raise UserTypeError(f"fit takes a Recipe, such as fedlas.recipe_for returns, not a {type(recipe).__name__}")
+    chosen = select_device(device)
+    callbacks = check_callbacks(callbacks)
+    run = run_in("runs", recipe) if out is None else Run(Path(out))
+    with ExitStack() as stack:
+        stack.enter_context(process_group(chosen))
+        if decide_on_rank_zero(lambda: run.completed(recipe)):  # no lock: the folder may be read-only
+            if recipe.tensorboard and is_rank_zero():
+                write_board(run)
+            return run
+        check_parts(recipe)  # before a folder is created; every rank raises alike
+        decide_on_rank_zero(lambda: _enter_lock(stack, run))
+        if decide_on_rank_zero(lambda: _prepare(run, recipe, resume, chosen)) == "finished":
+            return run
+        if is_rank_zero():
+            _warn_about_recipe(recipe, chosen)
+        stack.enter_context(backend_flags(recipe, chosen))
+        stack.enter_context(on_training_stream(chosen))
+        stack.enter_context(raise_compile_limit(recipe, chosen))
+        if chosen.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(chosen)  # the log reports the peak of this run
+        capture = not any(callback.sees_steps for callback in callbacks)
+        with downloads(progress) as show_download:
+            session = Session(recipe, chosen, data_root, capture=capture, progress=show_download)
+            stack.callback(session.close)
+            session.check()
+        if session.data.resident and chosen.type == "cuda":
+            enable_cudnn_benchmark()
+        callbacks = [*callbacks, *(default_callbacks(recipe.tensorboard, progress) if is_rank_zero() else [])]
+        _Training(run, session, callbacks, resume=resume).train()
+    return run
 
 
 def fit_many(
@@ -96,87 +125,34 @@ def fit_many(
     folder: str | Path = "runs",
     resume: bool = True,
     callbacks: Sequence[AbstractCallback] = (),
+    device: str | torch.device | None = None,
+    data_root: str | Path | None = None,
     progress: bool | None = None,
-    **options: Any,
 ) -> Iterator[Run]:
-    """Train many recipes in one process; a network that several recipes share is compiled once.
+    """Train many recipes in one process, which starts and loads compiled code only once.
 
     Each recipe is trained when the iterator reaches it, as in `for run in fit_many(...)`; the first error ends the
     loop.
 
     Args:
-        recipes: the recipes, in order; similar recipes next to each other share the most compiled code.
+        recipes: the recipes, in order.
         folder: parent of the run folders.
         resume: continue unfinished runs.
         callbacks: callbacks of all runs.
+        device: training device; by default a GPU if available.
+        data_root: folder of the data sets; by default `$FEDLAS_DATA`, or the user's cache.
         progress: whether to show a progress bar for each run; by default in a terminal.
-        options: device and data_root, as for `fit`.
     """
     if isinstance(recipes, Recipe):
         raise UserTypeError("fit_many takes several recipes; use fit for a single recipe")
-    engine = Engine(**options)
-    return (
-        engine.fit(recipe, out=run_in(folder, recipe).folder, resume=resume, callbacks=callbacks, progress=progress)
-        for recipe in recipes
-    )
-
-
-class Engine:
-    """Trains recipes one after the other and caches compiled networks and captured steps between them.
-
-    Args:
-        device: training device.
-        data_root: folder of the data sets.
-    """
-
-    def __init__(self, *, device: str | torch.device | None = None, data_root: str | Path | None = None) -> None:
-        self.device, self.data_root = select_device(device), data_root
-        self._cache = SessionCache()
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-
-    def fit(
-        self,
-        recipe: Recipe,
-        *,
-        out: str | Path | None = None,
-        resume: bool = False,
-        callbacks: Sequence[AbstractCallback] = (),
-        progress: bool | None = None,
-    ) -> Run:
-        """Train a recipe; see the function `fit`."""
-        if not isinstance(recipe, Recipe):
-            raise UserTypeError(f"fit takes a Recipe, such as fedlas.recipe_for returns, not a {type(recipe).__name__}")
-        callbacks = check_callbacks(callbacks)
-        run = run_in("runs", recipe) if out is None else Run(Path(out))
-        with ExitStack() as stack:
-            stack.enter_context(process_group(self.device))
-            if decide_on_rank_zero(lambda: run.completed(recipe)):  # no lock: the folder may be read-only
-                if recipe.tensorboard and is_rank_zero():
-                    write_board(run)
-                return run
-            check_parts(recipe)  # before a folder is created; every rank raises alike
-            decide_on_rank_zero(lambda: _enter_lock(stack, run))
-            if decide_on_rank_zero(lambda: _prepare(run, recipe, resume, self.device)) == "finished":
-                return run
-            if is_rank_zero():
-                _warn_about_recipe(recipe, self.device)
-            stack.enter_context(backend_flags(recipe, self.device))
-            stack.enter_context(on_stream(self._stream))
-            stack.enter_context(raise_compile_limit(recipe, self.device))
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)  # the log reports the peak of this run
-            capture = not any(callback.sees_steps for callback in callbacks)
-            with downloads(progress) as show_download:
-                session = Session(
-                    recipe, self.device, self.data_root, capture=capture, cache=self._cache, progress=show_download
-                )
-                stack.callback(session.close)
-                session.check()
-            if session.data.resident and self.device.type == "cuda":
-                enable_cudnn_benchmark()
-            callbacks = [*callbacks, *(default_callbacks(recipe.tensorboard, progress) if is_rank_zero() else [])]
-            _Training(run, session, callbacks, resume=resume).train()
-        return run
+    shared: dict[str, Any] = {
+        "resume": resume,
+        "callbacks": callbacks,
+        "device": select_device(device),
+        "data_root": data_root,
+        "progress": progress,
+    }
+    return (fit(recipe, out=run_in(folder, recipe).folder, **shared) for recipe in recipes)
 
 
 def _warn_about_recipe(recipe: Recipe, device: torch.device) -> None:
@@ -279,8 +255,7 @@ class _Training:
             "continued_at_step": first_step or None,
         }
         self.session.step.metrics.reset()
-        if is_rank_zero():
-            self.run.append_log(record)
+        decide_on_rank_zero(lambda: self.run.append_log(record))
         for callback in self.callbacks:
             callback.on_epoch_end(record)
         self.session.epoch, self.session.position = epoch + 1, 0
@@ -348,8 +323,7 @@ class _Training:
     def _save(self) -> None:
         """Write a checkpoint."""
         state = self.session.state_dict()
-        if is_rank_zero():
-            self.writer.save(self.run.checkpoint, state)
+        decide_on_rank_zero(lambda: self.writer.save(self.run.checkpoint, state))
 
     def _resume(self) -> None:
         """Continue from the checkpoint, if there is one."""

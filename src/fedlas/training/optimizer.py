@@ -102,13 +102,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, states: list[dict[str
             own[name].copy_(value)
 
 
-def reset_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Reset the state of an optimizer, in place."""
-    for state in optimizer_state(optimizer):
-        for value in state.values():
-            value.zero_()
-
-
 @torch.no_grad()
 def scale_gradients(gradients: list[Tensor], factor: Float[Tensor, ""]) -> None:
     """Multiply gradients by a factor on the device, without waiting for it."""
@@ -137,11 +130,8 @@ class StepFunction(Protocol):
     ) -> None:
         """Update the parameters, or record the first bad step."""
 
-    def receiving(self) -> AbstractContextManager[None]:
-        """Return a context in which the network hands over its gradients."""
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Return a context in which one step is captured."""
+    def gradient_slots(self) -> AbstractContextManager[None]:
+        """Return a context for forward and backward passes, in which gradients may be written to prepared memory."""
 
 
 class OptimizerStep:
@@ -163,12 +153,8 @@ class OptimizerStep:
         self.device = self.skip.device
         self.scaler = GradientScaler(recipe.precision, self.device)
 
-    def receiving(self) -> AbstractContextManager[None]:
+    def gradient_slots(self) -> AbstractContextManager[None]:
         """Return a context for forward and backward passes; autograd accumulates the gradients."""
-        return nullcontext()
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Return a context in which one step is captured."""
         return nullcontext()
 
     @torch.no_grad()

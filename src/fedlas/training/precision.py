@@ -62,8 +62,3 @@ class GradientScaler:
     def unscale(self, value: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """Divide a value by the scale."""
         return value / self.value if self.used else value
-
-    def reset(self) -> None:
-        """Start again, in place."""
-        self.value.fill_(FIRST_SCALE if self.used else 1.0)
-        self.good_steps.zero_()

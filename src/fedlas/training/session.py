@@ -19,16 +19,14 @@ from fedlas.data.base.keyed import order
 from fedlas.models import WithFeatures
 from fedlas.predictions import check_distinct
 from fedlas.training.build import (
-    SessionCache,
-    Step,
     build_network,
     build_recipe_loss,
     build_recipe_model,
     build_step,
     check_batch_size,
-    reset_step,
     steps_per_epoch,
 )
+from fedlas.training.capture import StepExecutor
 from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
 from fedlas.training.distributed import gather_objects
 from fedlas.training.optimizer import load_optimizer_state, optimizer_state
@@ -47,7 +45,6 @@ class Session:
         device: where to train.
         data_root: folder of the data sets.
         capture: whether the step may be captured in a CUDA graph.
-        cache: compiled network and captured step of the previous session, to be reused; updated with those of this one.
         progress: called while files of the data are downloaded.
     """
 
@@ -58,7 +55,6 @@ class Session:
         data_root: str | Path | None = None,
         *,
         capture: bool = True,
-        cache: SessionCache | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
@@ -75,7 +71,7 @@ class Session:
             split = with_first_half(split, self.data.split("val"))
         self.samples = len(split)
         check_batch_size(recipe, self.samples, self.world)
-        self._build(split, SessionCache() if cache is None else cache, capture and recipe.capture and self.world == 1)
+        self._build(split, capture=capture and recipe.capture and self.world == 1)
         if self.world > 1:
             seed_everything(recipe.seed + 7919 * rank())  # dropout must differ between ranks
 
@@ -87,32 +83,21 @@ class Session:
         except ValueError as error:  # predictions would be refused after the training
             raise RunError(f"{self.data.title}: {error}") from error
 
-    def _build(self, split: Split, cache: SessionCache, capture: bool) -> None:
-        """Build source, network, loss and step, or reuse those of the previous session with new values."""
-        network = cache.find_network(self.recipe, self.data.num_classes)
-        found = cache.find_step(self.recipe, network, self.samples, capture=capture)
-        self.train = self._training_source(split, found)
-        seed_everything(self.recipe.seed)
-        model = build_recipe_model(self.recipe, self.data)
-        loss = build_recipe_loss(self.recipe, self.samples, self.data.num_classes)
-        if network is None:
-            network = build_network(self.recipe, model, self.data.num_classes, self.device)
-        else:
-            restore_module(network.net.model, model.state_dict())
-        if found is None:
-            built = build_step(self.recipe, network, loss, self.train, self.samples, capture=capture)
-        else:
-            built = reset_step(found, self.recipe, loss, self.data.num_classes)
-        cache.network, cache.step = network, built
+    def _build(self, split: Split, *, capture: bool) -> None:
+        """Build source, network, loss and step."""
+        recipe, num_classes = self.recipe, self.data.num_classes
+        self.train = self._training_source(split)
+        seed_everything(recipe.seed)
+        model = build_recipe_model(recipe, self.data)
+        loss = build_recipe_loss(recipe, self.samples, num_classes)
+        network = build_network(recipe, model, self.device)
         self.net: WithFeatures = network.net
-        self.execute, self.step = built.execute, built.execute.step
+        self.step = build_step(recipe, network, loss, self.train, self.samples, num_classes=num_classes)
         self.loss = self.step.parts.loss
+        self.execute = StepExecutor(self.step, capture=capture)
 
-    def _training_source(self, split: Split, found: Step | None) -> Source:
+    def _training_source(self, split: Split) -> Source:
         recipe, transform = self.recipe, self.data.transform_for("train")
-        if found is not None and isinstance(found.train, Resident):
-            found.train.refill(split, recipe.seed)
-            return found.train
         shared: dict[str, Any] = {
             "train": True,
             "seed": recipe.seed,
@@ -254,7 +239,7 @@ class Session:
             "position": self.position,
             "model": self.net.model.state_dict(),
             "loss": self.loss.state_dict(),
-            "optimizer": optimizer_state(self.step.parts.plain.optimizer),
+            "optimizer": optimizer_state(self.step.parts.optimizer),
             "step": {
                 "count": self.step.count,
                 "scale": self.step.scaler.value,
@@ -273,7 +258,7 @@ class Session:
         try:
             restore_module(self.net.model, state["model"])
             restore_module(self.loss, state["loss"])
-            load_optimizer_state(self.step.parts.plain.optimizer, state["optimizer"])
+            load_optimizer_state(self.step.parts.optimizer, state["optimizer"])
             self._load_step(state["step"])
         except RESTORE_ERRORS as error:
             name, reason = path or "the checkpoint", " ".join(str(error).split())

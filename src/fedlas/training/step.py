@@ -31,8 +31,9 @@ from fedlas.models import Output, WithFeatures
 from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.gate_statistics import GateStatistics
 from fedlas.training.mixup import Mixer
-from fedlas.training.optimizer import OptimizerStep, StepFunction
-from fedlas.training.precision import autocast
+from fedlas.training.optimizer import StepFunction
+from fedlas.training.precision import GradientScaler, autocast
+from fedlas.training.recipe import Recipe
 
 DIVERGED = 1e4  # times the loss of guessing: training does not recover from that
 Inputs = tuple[Tensor, ...]
@@ -43,6 +44,7 @@ class Parts:
     """What a step is made of.
 
     Args:
+        recipe: the recipe.
         task: network and loss as one module, wrapped for several processes if there are any.
         net: the network.
         loss: the loss.
@@ -50,11 +52,13 @@ class Parts:
         call_loss: the loss or its compiled form.
         feed: makes a batch of the inputs of a step.
         mixer: mixup and CutMix.
-        optimizer_step: ends a step; by torch, or by custom kernels.
-        plain: the optimizer step by torch.
+        optimizer: the optimizer.
+        scaler: loss scale.
+        optimizer_step: ends a step: clipping, learning rate, optimizer; by torch, or by custom kernels.
         precompile: context that pre-compiles custom kernels, if there are any.
     """
 
+    recipe: Recipe
     task: nn.Module
     net: WithFeatures
     loss: AbstractLoss
@@ -62,7 +66,8 @@ class Parts:
     call_loss: Callable[..., Tensor]
     feed: Callable[..., Sample]
     mixer: Mixer
-    plain: OptimizerStep
+    optimizer: torch.optim.Optimizer
+    scaler: GradientScaler
     optimizer_step: StepFunction
     precompile: Callable[[], AbstractContextManager[Any]] | None = None
 
@@ -78,16 +83,16 @@ class TrainStep:
 
     def __init__(self, parts: Parts, metrics: EpochMetrics, gate: GateStatistics) -> None:
         self.parts, self.metrics, self.gate = parts, metrics, gate
-        self.recipe, self.scaler, self.device = parts.plain.recipe, parts.plain.scaler, metrics.device
+        self.recipe, self.scaler, self.device = parts.recipe, parts.scaler, metrics.device
         self.count = torch.zeros((), dtype=torch.int64, device=self.device)
         self.first_bad = torch.full((), -1, dtype=torch.int64, device=self.device)
 
     def __call__(self, *inputs: Tensor) -> None:
         """Train on a batch, given the inputs of the batch assembly; nothing in here may wait for the device."""
-        self.parts.plain.optimizer.zero_grad(set_to_none=True)
+        self.parts.optimizer.zero_grad(set_to_none=True)
         pieces = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
         finite = []
-        with self.parts.optimizer_step.receiving():
+        with self.parts.optimizer_step.gradient_slots():
             for number, piece in enumerate(pieces, start=1):
                 with self._reduction(last=number == len(pieces)):
                     finite.append(self._forward_backward(piece, len(piece[0]) / len(inputs[0])))

@@ -29,5 +29,5 @@ class Accelerator(Protocol):
     def precompile(self, model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
         """Return a context that pre-compiles the kernels of a network in parallel, if it has any."""
 
-    def optimizer_step(self, plain: OptimizerStep, model: nn.Module) -> StepFunction:
+    def optimizer_step(self, torch_step: OptimizerStep, model: nn.Module) -> StepFunction:
         """Return a faster replacement of an optimizer step, or the step itself if the kernels do not fit."""

@@ -29,7 +29,7 @@ from fedlas.training.accelerators.precompile import launch, precompiling
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is defined
 UNROLL = tl.constexpr(8)  # loads of partial sums in flight
 EVICT_FIRST = tl.constexpr("evict_first")  # cache policy of data that is not read again soon
-NARROWEST = 64  # the number of channels has to be a multiple of it
+CHANNEL_MULTIPLE = 64  # the number of channels has to be a multiple of it
 LOW_PRECISION_TYPES = (torch.bfloat16, torch.float16)  # inputs of matrix units; float32 would be rounded
 
 
@@ -63,7 +63,7 @@ def tile_for_sums(numbers: int) -> Tile:
 
 def tile_for(channels: int) -> Tile:
     """Return the tile of an elementwise kernel."""
-    return Tile(64, 64, 4) if channels % (2 * NARROWEST) else Tile(64, 128, 8)
+    return Tile(64, 64, 4) if channels % (2 * CHANNEL_MULTIPLE) else Tile(64, 128, 8)
 
 
 @triton.jit
@@ -425,9 +425,9 @@ class Affine(NamedTuple):
 def shape_of(y: Tensor) -> tuple[int, int]:
     """Return rows and columns of images as a matrix."""
     count, channels, height, width = y.shape
-    if not y.is_contiguous(memory_format=torch.channels_last) or channels % NARROWEST:
+    if not y.is_contiguous(memory_format=torch.channels_last) or channels % CHANNEL_MULTIPLE:
         raise UserError(
-            f"images of shape {tuple(y.shape)} need channels-last layout and a multiple of {NARROWEST} channels"
+            f"images of shape {tuple(y.shape)} need channels-last layout and a multiple of {CHANNEL_MULTIPLE} channels"
         )
     if count * height * width == 1:
         raise UserError(f"batch norm needs more than one value per channel, but the images have shape {tuple(y.shape)}")
@@ -637,7 +637,7 @@ def spread(gradient: Tensor, height: int, width: int) -> Tensor:
 @cache
 def unsupported_reason(device: torch.device) -> str | None:
     """Return why the kernels cannot run on a device (no compiler, an old GPU), or None; tries a kernel."""
-    y, norm = torch.zeros(2, NARROWEST, 1, 1, device=device), example_norm(device)
+    y, norm = torch.zeros(2, CHANNEL_MULTIPLE, 1, 1, device=device), example_norm(device)
     y = y.contiguous(memory_format=torch.channels_last)
     return failure_reason(lambda: statistics(y, norm, torch.zeros(1, dtype=torch.int32, device=device)))
 
@@ -674,5 +674,5 @@ def kernel_available(trial: Callable[[torch.device], bool], device: torch.device
 
 def example_norm(device: torch.device) -> Affine:
     """Return a norm with the smallest number of channels, to try kernels with."""
-    weight, bias, mean, var = torch.zeros(4, NARROWEST, device=device).unbind()
+    weight, bias, mean, var = torch.zeros(4, CHANNEL_MULTIPLE, device=device).unbind()
     return Affine(weight, bias, mean, var, eps=1e-5, momentum=0.1)

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fedlas.training.accelerators.batch_norm import (
+    CHANNEL_MULTIPLE,
     LOW_PRECISION_TYPES,
-    NARROWEST,
     Affine,
     GradientSums,
     Normed,
@@ -170,8 +170,8 @@ def _has_supported_layout(images: Tensor, weight: Tensor) -> bool:
     outputs, inputs, *kernel_size = weight.shape
     return (
         kernel_size == [1, 1]
-        and outputs % NARROWEST == 0
-        and inputs % NARROWEST == 0
+        and outputs % CHANNEL_MULTIPLE == 0
+        and inputs % CHANNEL_MULTIPLE == 0
         and weight.dtype in LOW_PRECISION_TYPES
         and all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (images, weight))
     )
@@ -183,7 +183,7 @@ def _can_run(device: torch.device) -> bool:
 
     def work() -> None:
         for channels in (64, 256):
-            multiply(*_example(device, channels, NARROWEST))
+            multiply(*_example(device, channels, CHANNEL_MULTIPLE))
 
     return try_kernels(device, "1 x 1 convolutions are", work)
 
@@ -194,9 +194,9 @@ def _can_run_backward(device: torch.device) -> bool:
 
     def work() -> None:
         for channels in (64, 256):
-            y, factors, _, counter = _example(device, NARROWEST, channels)
-            second = y if channels == 256 else StridedGradient(new_images(y, NARROWEST, 16, 16).zero_(), 2)
-            statistics = Normed(*torch.zeros(4, NARROWEST, device=device).unbind())
+            y, factors, _, counter = _example(device, CHANNEL_MULTIPLE, channels)
+            second = y if channels == 256 else StridedGradient(new_images(y, CHANNEL_MULTIPLE, 16, 16).zero_(), 2)
+            statistics = Normed(*torch.zeros(4, CHANNEL_MULTIPLE, device=device).unbind())
             bits = torch.zeros(y.numel() // 8, dtype=torch.uint8, device=device)
             product = Product(new_images(y, channels).zero_(), factors)
             gradient_sums(product, second, y, bits, statistics, counter, y, statistics)

@@ -43,8 +43,8 @@ class CustomKernels:
         # The compiler of the loss takes seconds to import: that happens in parallel too.
         return partial(precompile.precompilation, self.device, partial(import_module, "torch._inductor.compile_fx"))
 
-    def optimizer_step(self, plain: OptimizerStep, model: nn.Module) -> StepFunction:
+    def optimizer_step(self, torch_step: OptimizerStep, model: nn.Module) -> StepFunction:
         """Return a fused optimizer step, if the kernels support the optimizer."""
-        if not fits(plain.recipe, plain.optimizer, self.device):
-            return plain
-        return FusedOptimizerStep(plain, model if isinstance(model, resnet.FusedResNet) else None)
+        if not fits(torch_step.recipe, torch_step.optimizer, self.device):
+            return torch_step
+        return FusedOptimizerStep(torch_step, model if isinstance(model, resnet.FusedResNet) else None)

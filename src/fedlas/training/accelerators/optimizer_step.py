@@ -6,14 +6,12 @@
 All gradients are slots of one flat tensor, each aligned to a tile and padded with zeros (`parameter_blocks`); first
 those of the network, then those of the loss. So the norm is one pass over the tensor, and its last program also decides
 whether to skip the step. Gradients elsewhere in memory are copied to their slots first. They are not clipped in place:
-SGD applies the factor. During capture, bf16 gradients are read in place and never cast to float32 in memory; that
-changes no bit. `OptimizerStep` computes the same with torch, for everything that these kernels do not support. Equal
-inputs give equal bits.
+SGD applies the factor. `OptimizerStep` computes the same with torch, for everything that these kernels do not support.
+Equal inputs give equal bits.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, no_type_check
 
 import torch
@@ -27,7 +25,6 @@ from fedlas.training.accelerators.batch_norm import is_last_program
 from fedlas.training.accelerators.parameter_blocks import (
     ALIGNED,
     BLOCK,
-    EVEN,
     TILE,
     Layout,
     block_table,
@@ -40,20 +37,8 @@ from fedlas.training.epoch_metrics import EpochMetrics
 from fedlas.training.optimizer import OptimizerStep, build_optimizer, parameters_of
 from fedlas.training.recipe import Recipe
 
-BF16_ALIGNMENT = tl.constexpr(ALIGNED // 2)  # bytes; as many elements as ALIGNED bytes of float32
 SUMS = 2048  # partial sums that the last program adds at a time
 COLUMNS = 5  # of the block table: those of `block_table`, address of the momentum buffer, group
-
-
-@triton.jit
-@no_type_check
-def _load_gradient(flat, address, offsets, mask):
-    """Load gradients: bf16 gradients from their address if it is not zero, others from their slots."""
-    is_bf16 = address != 0
-    bf16_gradient = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), BF16_ALIGNMENT)
-    bf16_value = tl.load(bf16_gradient + offsets, mask=tl.where(is_bf16, mask, False), other=0.0)
-    float32_value = tl.load(flat + offsets, mask=tl.where(is_bf16, False, mask), other=0.0)
-    return tl.where(is_bf16, bf16_value.to(tl.float32), float32_value)
 
 
 @triton.jit
@@ -72,19 +57,15 @@ def _add_partial_sums(partial, net, tiles, SUMS: tl.constexpr):
 @triton.jit
 @no_type_check
 def norm_kernel(
-    flat, blocks, sources, partial, counter, finite_flag, table, factors, rates, scales, count, first_bad, skip, steps,
+    flat, partial, counter, finite_flag, table, factors, rates, scales, count, first_bad, skip, steps,
     norm_sum, net, rows, groups, clipped, clip,
     CLIPS: tl.constexpr, CLIP_TOGETHER: tl.constexpr, GROUPS: tl.constexpr, SUMS: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient norm; the last program decides whether to skip the step, and counts it."""
     step, bad_before, loss_is_finite = tl.load(count), tl.load(first_bad), tl.load(finite_flag) != 0
     rate = tl.load(table + tl.minimum(step, rows - 1))
     tile, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
-    entry = blocks + tile * (TILE // BLOCK) * COLUMNS
-    remaining, source = tl.load(entry + 1), tl.load(sources + tl.load(entry + 2))
-    # The padding of a slot is zero, and a bf16 gradient has a multiple of EVEN elements.
-    value = _load_gradient(flat, source, tile * TILE + offsets, offsets < tl.cdiv(remaining, EVEN) * EVEN)
+    value = tl.load(flat + tile * TILE + offsets)  # the padding of a slot is zero
     tl.store(partial + tile, tl.sum(value * value, 0))
     if is_last_program(counter, tl.num_programs(0)):
         of_net, of_loss = _add_partial_sums(partial, net, tl.num_programs(0), SUMS)
@@ -112,7 +93,7 @@ def norm_kernel(
 @triton.jit
 @no_type_check
 def _update_block(
-    flat, source, start, parameter, momentum_buffer, remaining, scale, rate, decay, momentum,
+    gradient, parameter, momentum_buffer, remaining, scale, rate, decay, momentum,
     FULL: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one block of parameters; FULL blocks use vectorised loads."""
@@ -121,20 +102,20 @@ def _update_block(
     value = tl.load(parameter + offsets, mask=mask)
     if HAS_MOMENTUM:
         velocity = tl.load(momentum_buffer + offsets, mask=mask)
-    change = _load_gradient(flat, source, start + offsets, mask) * scale + decay * value
+    decayed = tl.load(gradient + offsets, mask=mask) * scale + decay * value
+    change = decayed
     if HAS_MOMENTUM:
-        gradient = change
-        change = momentum * velocity + gradient
+        change = momentum * velocity + decayed
         tl.store(momentum_buffer + offsets, change, mask=mask)
         if NESTEROV:
-            change = gradient + momentum * change
+            change = decayed + momentum * change
     tl.store(parameter + offsets, value - rate * change, mask=mask)
 
 
 @triton.jit
 @no_type_check
 def sgd_kernel(
-    flat, blocks, sources, scales, rates, decays, skip, momentum,
+    flat, blocks, scales, rates, decays, skip, momentum,
     HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -142,11 +123,11 @@ def sgd_kernel(
     block = tl.program_id(0).to(tl.int64)
     entry = blocks + block * COLUMNS
     parameter = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.float32)), ALIGNED)
-    remaining, source = tl.load(entry + 1), tl.load(sources + tl.load(entry + 2))
+    remaining = tl.load(entry + 1)
     momentum_buffer = tl.multiple_of(tl.load(entry + 3).to(tl.pointer_type(tl.float32)), ALIGNED)
     group = tl.load(entry + 4)
     scale, rate, decay = tl.load(scales + group), tl.load(rates + group), tl.load(decays + group)
-    arguments = flat, source, block * BLOCK, parameter, momentum_buffer, remaining, scale, rate, decay, momentum
+    arguments = flat + block * BLOCK, parameter, momentum_buffer, remaining, scale, rate, decay, momentum
     if tl.load(skip) == 0:
         if remaining >= BLOCK:
             _update_block(*arguments, True, HAS_MOMENTUM, NESTEROV, BLOCK)
@@ -182,8 +163,8 @@ def _unsupported_reason(recipe: Recipe, device: torch.device) -> str | None:
             parameter.grad = torch.ones_like(parameter)
         count, first_bad = (torch.full((), value, dtype=torch.int64, device=device) for value in (0, -1))
         steps, norm_sum, samples, correct, total = torch.zeros(5, dtype=torch.float64, device=device).unbind()
-        plain = OptimizerStep(recipe, layer, nn.Identity(), optimizer, rates)
-        FusedOptimizerStep(plain).step(count == 0, count, first_bad, steps, norm_sum)
+        torch_step = OptimizerStep(recipe, layer, nn.Identity(), optimizer, rates)
+        FusedOptimizerStep(torch_step).step(count == 0, count, first_bad, steps, norm_sum)
         labels = torch.zeros(64, dtype=torch.int64, device=device)
         metric_sums.add_batch(layer.weight.detach(), labels, samples, correct, [rates.now[0]], [total])
         psi, gamma, alpha_i, edges = torch.ones(4, 1, device=device)
@@ -204,15 +185,20 @@ class FusedOptimizerStep:
     It stores the addresses of parameters, momentum buffers and learning rates, which are only changed in place.
 
     Args:
-        plain: the same step by torch, with SGD whose parameters fit; used if a parameter has no gradient.
+        torch_step: the same step by torch, with SGD whose parameters fit; used if a parameter has no gradient.
         model: network that hands over its gradients, if there is one.
     """
 
-    def __init__(self, plain: OptimizerStep, model: FusedResNet | None = None) -> None:
-        self.plain, self.model = plain, model
-        self.recipe, self.rates, self.skip, self.device = plain.recipe, plain.rates, plain.skip, plain.device
-        optimizer = plain.optimizer
-        groups, of_loss = optimizer.param_groups, set(plain.loss.parameters())
+    def __init__(self, torch_step: OptimizerStep, model: FusedResNet | None = None) -> None:
+        self.torch_step, self.model = torch_step, model
+        self.recipe, self.rates, self.skip, self.device = (
+            torch_step.recipe,
+            torch_step.rates,
+            torch_step.skip,
+            torch_step.device,
+        )
+        optimizer = torch_step.optimizer
+        groups, of_loss = optimizer.param_groups, set(torch_step.loss.parameters())
         self.groups_of_net = sum(group["params"][0] not in of_loss for group in groups)
         self.parameters = list(parameters_of(optimizer))
         self.optimizer = optimizer
@@ -225,15 +211,10 @@ class FusedOptimizerStep:
         self.scales = torch.ones(len(groups), device=self.device)
         self.partial = torch.zeros(layout.end // TILE, device=self.device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.all_in_slots = torch.zeros(len(self.parameters), dtype=torch.int64, device=self.device)
-        self.low_precision: dict[Tensor, Tensor] = {}
-        self.captured_sources: list[Int[Tensor, " parameters"]] = []
-        self.is_capturing = False
-        self.pending_sources: list[int] = []
 
-    def receiving(self) -> AbstractContextManager[None]:
+    def gradient_slots(self) -> AbstractContextManager[None]:
         """Return a context in which the network writes its gradients to the slots."""
-        return nullcontext() if self.model is None else self.model.gradients_to(self)
+        return nullcontext() if self.model is None else self.model.gradients_to(self.slots)
 
     def __call__(
         self, finite: Bool[Tensor, ""], count: Int[Tensor, ""], first_bad: Int[Tensor, ""], metrics: EpochMetrics
@@ -242,8 +223,7 @@ class FusedOptimizerStep:
         if self.ready:
             self.step(finite, count, first_bad, metrics.total("steps"), metrics.total("gradient_norm"))
         else:
-            self.release_gradients()
-            self.plain(finite, count, first_bad, metrics)
+            self.torch_step(finite, count, first_bad, metrics)
 
     def _momentum_buffers(self) -> list[Tensor]:
         """Return the momentum buffer of each parameter, or the parameter itself if it has none."""
@@ -252,48 +232,10 @@ class FusedOptimizerStep:
     def _addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in (*self.parameters, *self._momentum_buffers())]
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Keep bf16 gradients in place while one step is captured.
-
-        Their addresses are known during capture and are written to the device after it, once for all replays.
-        """
-        if self.recipe.accumulate > 1:  # gradients are accumulated in float32
-            yield
-            return
-        self.captured_sources.append(torch.zeros_like(self.all_in_slots))
-        self.is_capturing, self.pending_sources = True, []
-        try:
-            yield
-            if self.pending_sources:
-                self.captured_sources[-1].copy_(torch.tensor(self.pending_sources))
-        finally:
-            self.is_capturing, self.pending_sources = False, []
-            self.low_precision.clear()
-
-    def take(self, parameter: Tensor, gradient: Tensor) -> bool:
-        """Keep a bf16 gradient in place, if possible; otherwise the caller casts it to float32."""
-        if parameter in self.low_precision:  # from another backward pass: both gradients are added
-            self._release(parameter)
-        can_keep = self.is_capturing and parameter in self.slots and _can_stay_bf16(parameter, gradient)
-        if can_keep and parameter.grad is None:
-            self.low_precision[parameter] = gradient
-        return parameter in self.low_precision
-
-    def release_gradients(self) -> None:
-        """Cast all bf16 gradients to float32 and store them in their parameters."""
-        for parameter in list(self.low_precision):
-            self._release(parameter)
-
-    def _release(self, parameter: Tensor) -> None:
-        """Add a bf16 gradient to the gradient of its parameter."""
-        gradient = self.low_precision.pop(parameter).float()
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
     @property
     def ready(self) -> bool:
         """Whether all parameters have a gradient and no address changed; torch skips parameters without one."""
-        complete = all(parameter.grad is not None or parameter in self.low_precision for parameter in self.parameters)
+        complete = all(parameter.grad is not None for parameter in self.parameters)
         return complete and self._addresses() == self.addresses
 
     @torch.no_grad()
@@ -315,59 +257,27 @@ class FusedOptimizerStep:
             norm_sum: sum of gradient norms; the norm is added unless the step is skipped.
         """
         self._copy_to_slots()
-        recipe, table, sources = self.recipe, self.rates.table, self._sources()
+        recipe, table = self.recipe, self.rates.table
         groups = len(self.scales)
         launch(norm_kernel, (len(self.partial),),
-            self.flat, self.blocks, sources, self.partial, self.counter, finite, table, self.rates.factors,
-            self.rates.now, self.scales, count, first_bad, self.skip, steps, norm_sum, self.net // TILE, len(table),
-            groups, groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
+            self.flat, self.partial, self.counter, finite, table, self.rates.factors, self.rates.now, self.scales,
+            count, first_bad, self.skip, steps, norm_sum, self.net // TILE, len(table), groups,
+            groups if recipe.clip_loss else self.groups_of_net, float(recipe.clip or 0),
             CLIPS=recipe.clip is not None, CLIP_TOGETHER=recipe.clip_loss, GROUPS=triton.next_power_of_2(groups),
-            SUMS=SUMS, TILE=TILE, BLOCK=BLOCK, COLUMNS=COLUMNS, EVEN=EVEN, num_warps=8,
+            SUMS=SUMS, TILE=TILE, num_warps=8,
         )  # fmt: skip
         launch(sgd_kernel, (len(self.blocks),),
-            self.flat, self.blocks, sources, self.scales, self.rates.now, self.decays, self.skip,
+            self.flat, self.blocks, self.scales, self.rates.now, self.decays, self.skip,
             float(recipe.momentum), HAS_MOMENTUM=recipe.momentum > 0, NESTEROV=recipe.nesterov, BLOCK=BLOCK,
             COLUMNS=COLUMNS, ALIGNED=ALIGNED, num_warps=4,
         )  # fmt: skip
-        self.low_precision.clear()
 
     def _copy_to_slots(self) -> None:
-        """Copy gradients to their slots, except bf16 gradients that are read in place."""
-        # A parameter has both gradients if the loss uses it too.
-        for parameter in [parameter for parameter in self.low_precision if parameter.grad is not None]:
-            self._release(parameter)
-        pairs: list[tuple[Tensor, Any]] = [
-            (slot, parameter.grad) for parameter, slot in self.slots.items() if parameter not in self.low_precision
-        ]
+        """Copy gradients to their slots."""
+        pairs: list[tuple[Tensor, Any]] = [(slot, parameter.grad) for parameter, slot in self.slots.items()]
         to_copy = [(slot, gradient) for slot, gradient in pairs if slot.data_ptr() != gradient.data_ptr()]
         if to_copy:
             torch._foreach_copy_([slot for slot, _ in to_copy], [gradient for _, gradient in to_copy])
-
-    def _sources(self) -> Int[Tensor, " parameters"]:
-        """Return the base address of each gradient: zero for its slot, else that of a bf16 gradient.
-
-        The address is shifted so that a gradient has the same offset from it as its slot has in the flat tensor.
-        """
-        if not self.low_precision:
-            return self.all_in_slots
-        sources = dict.fromkeys(self.slots, 0)
-        for parameter, gradient in self.low_precision.items():
-            start = int(self.slots[parameter].storage_offset())
-            sources[parameter] = gradient.data_ptr() - gradient.element_size() * start
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.pending_sources = list(sources.values())
-            return self.captured_sources[-1]
-        return self.captured_sources[-1].copy_(torch.tensor(list(sources.values())))
-
-
-def _can_stay_bf16(parameter: Tensor, gradient: Tensor) -> bool:
-    """Return whether the kernels can read a gradient in place, and no hook needs it."""
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return False
-    if gradient.dtype != torch.bfloat16 or gradient.data_ptr() % ALIGNED or gradient.numel() % EVEN:
-        return False
-    strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
-    return parameter.requires_grad and all(size == 1 or stride == expected for size, stride, expected in strides)
 
 
 def _gradient_layout(groups: list[dict[str, Any]], groups_of_net: int) -> tuple[int, Layout]:

@@ -6,8 +6,8 @@
 
 The output of a block is used twice and returned twice, so that a kernel adds its two gradients without a separate pass.
 A strided skip connection has a gradient only at the pixels that it reads. All convolution weights are cast to low
-precision by one kernel (`parameter_blocks`), and their gradients to float32 by another, unless a receiver keeps them in
-low precision. Gradients of weights are computed on a side stream. In bf16 and fp16 the first 3x3 convolution on three
+precision by one kernel (`parameter_blocks`), and their gradients to float32 by another.
+Gradients of weights are computed on a side stream. In bf16 and fp16 the first 3x3 convolution on three
 channels has a custom kernel (`stem`), and so have 1x1 convolutions (`conv1x1`); these kernels also compute the sums of
 the batch norm.
 
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,18 +71,6 @@ class Activation(NamedTuple):
     deferred: DeferredGradient | None = None
 
 
-@runtime_checkable
-class GradientReceiver(Protocol):
-    """Where gradients of weights go during a training step."""
-
-    @property
-    def slots(self) -> Mapping[Tensor, Tensor]:
-        """Where the float32 gradients of some weights are to be stored."""
-
-    def take(self, weight: Tensor, gradient: Tensor) -> bool:
-        """Keep a low-precision gradient as it is, if possible; return whether it was kept."""
-
-
 def fuse(model: nn.Module) -> "FusedResNet | None":
     """Return a network that shares all layers of a torchvision ResNet and trains with custom kernels, if it fits."""
     return FusedResNet(model) if fits(model) else None
@@ -130,7 +118,7 @@ def _has_hooks(layer: nn.Module) -> bool:
 
 
 def _is_standard_norm(norm: Any) -> bool:
-    if type(norm) is not nn.BatchNorm2d or norm.num_features % batch_norm.NARROWEST:
+    if type(norm) is not nn.BatchNorm2d or norm.num_features % batch_norm.CHANNEL_MULTIPLE:
         return False
     return norm.affine and norm.track_running_stats and norm.momentum is not None
 
@@ -155,18 +143,18 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         for name, layer in model.named_children():
             self.add_module(name, layer)
         self.training = model.training
-        self.receiver: GradientReceiver | None = None
+        self.gradient_slots: Mapping[Tensor, Tensor] = {}
         self.weight_cast: WeightCast | None = None
         self.counters: dict[nn.Module, Tensor] = {}
 
     @contextmanager
-    def gradients_to(self, receiver: GradientReceiver) -> Iterator[None]:
-        """Send gradients of weights to a receiver for the duration of a step."""
-        self.receiver = receiver
+    def gradients_to(self, slots: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """Write the gradients of some weights to given memory for the duration of a step."""
+        self.gradient_slots = slots
         try:
             yield
         finally:
-            self.receiver = None
+            self.gradient_slots = {}
 
     def _forward_impl(self, x: Tensor) -> Tensor:
         if not self._uses_kernels(x):
@@ -195,7 +183,7 @@ class FusedResNet(ResNet):  # type: ignore[misc]
         """Return zeros by which the programs of a kernel find out which is the last; they are zeros again after it."""
         counter = self.counters.get(norm)
         if counter is None or counter.device != norm.weight.device:
-            blocks = norm.num_features // batch_norm.NARROWEST
+            blocks = norm.num_features // batch_norm.CHANNEL_MULTIPLE
             counter = self.counters[norm] = torch.zeros(blocks, dtype=torch.int32, device=norm.weight.device)
         return counter
 
@@ -221,11 +209,7 @@ class _TrainingPass:
         self.model = model
         self.side = SideStream(images.device, used=any(isinstance(layer, Bottleneck) for layer in model.modules()))
         weights = [layer.weight for layer in layers]
-        receiver = model.receiver
-        targets = [
-            _GradientTarget(weight, None if receiver is None else receiver.slots.get(weight), receiver)
-            for weight in weights
-        ]
+        targets = [_GradientTarget(weight, model.gradient_slots.get(weight)) for weight in weights]
         cast = None if dtype == torch.float32 else model.cast_of(weights)
         self.weights = dict(zip(layers, _CastWeights.apply(dtype, self.side, targets, cast, *weights), strict=True))
 
@@ -360,16 +344,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _GradientTarget(NamedTuple):
-    """A weight, the slot for its gradient, and who may keep the gradient in low precision."""
+    """A weight, and the slot for its gradient, if it has one."""
 
     weight: Tensor
     slot: Tensor | None
-    receiver: GradientReceiver | None = None
 
-    def allocate(self, gradient: Tensor) -> Tensor | None:
-        """Allocate a float32 gradient unless the receiver keeps it; the slot may hold that of an earlier part."""
-        if self.receiver is not None and self.receiver.take(self.weight, gradient):
-            return None
+    def allocate(self, gradient: Tensor) -> Tensor:
+        """Return memory for a float32 gradient: the slot, unless it holds the gradient of an earlier part."""
         if self.slot is None or self.weight.grad is not None:
             return torch.empty_like(gradient, dtype=torch.float32)
         return self.slot.view_as(self.slot)  # a new tensor: autograd keeps a gradient that has no other owner
@@ -395,9 +376,7 @@ class _CastWeights(torch.autograd.Function):
         if gradients[0].dtype == torch.float32:
             return None, None, None, None, *gradients
         copies = [target.allocate(gradient) for target, gradient in zip(ctx.targets, gradients, strict=True)]
-        pairs = [(copy, gradient) for copy, gradient in zip(copies, gradients, strict=True) if copy is not None]
-        if pairs:
-            torch._foreach_copy_([copy for copy, _ in pairs], [gradient for _, gradient in pairs])
+        torch._foreach_copy_(copies, list(gradients))
         return None, None, None, None, *copies
 
 

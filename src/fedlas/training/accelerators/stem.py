@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedlas.training.accelerators.batch_norm import (
-    NARROWEST,
+    CHANNEL_MULTIPLE,
     Affine,
     GradientSums,
     Normed,
@@ -138,7 +138,7 @@ def _can_run(device: torch.device) -> bool:
         return tensor.contiguous(memory_format=torch.channels_last)
 
     def work() -> None:
-        images, filters = zeros(32, 3, 32, 32), zeros(NARROWEST, 3, 3, 3)
+        images, filters = zeros(32, 3, 32, 32), zeros(CHANNEL_MULTIPLE, 3, 3, 3)
         counter = torch.zeros(1, dtype=torch.int32, device=device)
         y, statistics = convolve(images, filters, example_norm(device), counter)
         bits = torch.empty(0, device=device, dtype=torch.uint8)
