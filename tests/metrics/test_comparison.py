@@ -11,6 +11,7 @@ from fedlas.metrics import (
     accuracy,
     across_seeds,
     aece,
+    aurc,
     brier,
     classwise_ece,
     ece,
@@ -417,3 +418,18 @@ def test_an_nll_that_is_only_a_lower_bound_does_not_win():
     assert found.second.details["floored"]
     assert float(found.second) < float(found.first)
     assert found.better is None
+
+
+def test_aurc_is_paired_by_sample():
+    """Influence values of two models belong to the same samples, not to the same ranks."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 5, (2_000,), generator=generator)
+    logits = torch.randn(2_000, 5, generator=generator) + 2 * torch.nn.functional.one_hot(labels, 5)
+    first = Predictions(logits, labels)
+    second = Predictions(logits + 0.5 * torch.randn(2_000, 5, generator=generator), labels)
+    rng, drawn = np.random.default_rng(0), []
+    for _ in range(200):
+        rows = torch.from_numpy(rng.integers(0, 2_000, 2_000))
+        drawn.append(float(aurc(first[rows])) - float(aurc(second[rows])))
+    found = paired_bootstrap(aurc, first, second).interval
+    assert found.width == pytest.approx(np.quantile(drawn, 0.975) - np.quantile(drawn, 0.025), rel=0.2)

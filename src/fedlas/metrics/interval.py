@@ -297,7 +297,8 @@ def _area_values(area: selective.Area, probs: Given, labels: Array | None, **opt
             f"no interval with known coverage exists for the {area} of {len(found.correct) - correct:g} errors and "
             f"{correct:g} correct predictions; {FEWEST} of each are needed"
         )
-    return selective.area_values(found, area)
+    values = selective.area_values(found, area)
+    return values[found.ranking[0].to(values.device)]  # by confidence: stored intervals were drawn in this order
 
 
 def has_area_interval(found: Pairs) -> bool:

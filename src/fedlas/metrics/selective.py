@@ -162,7 +162,10 @@ def aurc_result(found: Pairs) -> Result:
 
 
 def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
-    """Give each sample its influence on an area on top of the area itself, so that their mean is the area."""
+    """Return the influence of each sample on an area plus the area itself, so that their mean is the area.
+
+    The values are in the order of the samples, so that those of two models can be paired.
+    """
     found = answers(found)
     if area == "augrc":
         influence, value = _influence(found, area)
@@ -173,11 +176,13 @@ def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:
         share = float(wrong.mean())
         value -= _best_aurc(found)
         influence = influence + math.log(max(1 - share, torch.finfo(torch.float64).tiny)) * (wrong - share)
-    return influence - influence.mean() + value
+    values = torch.empty_like(influence)
+    values[found.ranking[0].to(values.device)] = influence - influence.mean() + value
+    return values
 
 
 def _influence(found: Pairs, area: Area) -> tuple[Float64[Tensor, " n"], float]:
-    """Return the influence of each sample on AUGRC or AURC, up to a constant, and the area itself."""
+    """Return the influence of each sample, the most confident first, on an area up to a constant, and the area."""
     order, group = found.ranking
     wrong = 1 - exact(found.correct[order.to(found.correct.device)])
     n, group = len(wrong), group.to(wrong.device)

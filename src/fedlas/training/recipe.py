@@ -117,8 +117,8 @@ class Recipe:
             "last"; predictions of both are written.
         capture: capture the step in a CUDA graph on a GPU.
         custom_kernels: use the custom kernels of `accelerators` where they apply: torchvision-style ResNets in
-            channels-last layout, and SGD, in one process on one GPU. False uses `torch.compile` for everything; the last
-            digits of results differ.
+            channels-last layout, and SGD, in one process on one GPU. False uses `torch.compile` for everything;
+            the last digits of results differ.
         checkpoint_every: steps between checkpoints; 0 writes one after each epoch, but skips an epoch while the
             previous checkpoint is being written. The end of a run always has one.
         workers: processes that read large images; None for one per processor.
