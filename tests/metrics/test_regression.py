@@ -1,0 +1,78 @@
+"""Metrics, intervals and paired comparisons of generated predictions, pinned at full precision.
+
+The expected numbers are in `regression.json`. `python tests/metrics/test_regression.py` writes them again; each
+difference needs a reason.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas import evaluate
+from fedlas.metrics import aurc, brier, nll, paired_bootstrap
+from fedlas.predictions import Predictions, TopLabelPredictions
+
+EXPECTED = Path(__file__).with_name("regression.json")
+
+
+def generated(name: str) -> Predictions | TopLabelPredictions:
+    """Return predictions whose labels follow from sharper or softer logits than those given."""
+    samples, classes, scale, seed = {
+        "overconfident": (2_000, 10, 1.6, 1),
+        "underconfident": (1_500, 100, 0.6, 2),
+        "binary": (600, 2, 1.3, 3),
+        "saturated": (400, 5, 12.0, 4),
+        "soft": (300, 4, 1.5, 5),
+        "top_label": (900, 6, 1.4, 6),
+    }[name]
+    rng = np.random.default_rng(seed)
+    logits = 2.5 * rng.standard_normal((samples, classes))
+    probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    labels = (probs.cumsum(1) < rng.random((samples, 1))).sum(1).clip(max=classes - 1)
+    shown = torch.from_numpy(scale * logits)
+    if name == "soft":
+        return Predictions(shown, torch.from_numpy(probs), split="test")
+    if name == "top_label":
+        confidence, top = shown.softmax(1).max(1)
+        return TopLabelPredictions(confidence, correct=top == torch.from_numpy(labels), split="test")
+    return Predictions(shown, torch.from_numpy(labels), split="test")
+
+
+NAMES = ("overconfident", "underconfident", "binary", "saturated", "soft", "top_label")
+
+
+def numbers(name: str) -> dict[str, Any]:
+    """Return all metrics with intervals, before and after temperature scaling, and paired comparisons."""
+    given = generated(name)
+    posthoc = () if isinstance(given, TopLabelPredictions) else ("temperature",)
+    found: dict[str, Any] = {}
+    for state in evaluate(given, posthoc=posthoc, resamples=500, seed=7).states:
+        for metric, result in state.results.items():
+            ends = [] if result.interval is None else [result.interval.low, result.interval.high]
+            found[f"{state.name} {metric}"] = [float(result), *ends]
+        for metric, test in state.comparisons.items():
+            found[f"{state.name} comparison {metric}"] = [test.interval.low, test.interval.high, test.p_value]
+    if isinstance(given, Predictions) and name != "soft":
+        other = Predictions(0.7 * given.logits, given.labels)
+        for metric, function in {"nll": nll, "brier": brier, "aurc": aurc}.items():
+            test = paired_bootstrap(function, given, other, resamples=500)
+            found[f"paired {metric}"] = [test.interval.low, test.interval.high, test.p_value]
+    return {key: [value if math.isfinite(value) else None for value in values] for key, values in found.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_those_of_earlier_versions(name):
+    expected = json.loads(EXPECTED.read_text())[name]
+    found = numbers(name)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-9, abs=1e-12), key
+
+
+if __name__ == "__main__":
+    EXPECTED.write_text(json.dumps({name: numbers(name) for name in NAMES}, indent=1) + "\n")
