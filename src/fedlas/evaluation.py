@@ -1,8 +1,8 @@
 """Predictions in, one record of numbers out: everything the other rooms can say about them, before and after repair.
 
 `evaluate` reads the logits once. Part by part, while a part is in the cache, they are handed to every calibrator, and
-what comes out to a `Digest`, which keeps the few numbers a sample that all metrics are made of. Foreign data is read
-once too.
+what comes out to an `EvaluationAccumulator`, which keeps the few numbers per sample that all metrics are computed from.
+OOD data is read once too.
 
 A calibrator that is not fitted yet is fitted on `calibration`, other predictions of the same model. Without those it is
 cross-fitted: the samples are split into parts, five by default, and each part is repaired by a calibrator that saw the
@@ -31,11 +31,12 @@ from fedlas.column_names import ColumnOptions
 from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
 from fedlas.files import as_predictions
+from fedlas.metrics.base import Resampling
 from fedlas.metrics.bins import Bins
-from fedlas.metrics.comparison import Comparison
-from fedlas.metrics.digest import Digest, Intervals
-from fedlas.metrics.result import Result, aligned, html_table, latex_table
-from fedlas.metrics.samples import Pairs
+from fedlas.metrics.catalogue import summary_metrics
+from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
+from fedlas.metrics.inputs import Pairs
+from fedlas.metrics.result import Comparison, Result, aligned, html_table, latex_table
 from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
@@ -48,7 +49,6 @@ FORMAT = "fedlas.report/1"
 AS_GIVEN = "as given"
 FOLDS = 5
 MOST_BINS = 1_000  # intervals need a table of resamples and bins
-SHOWN = ("accuracy", "ece", "aece", "over_ece", "under_ece", "classwise_ece", "nll", "brier", "aurc")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class State:
 
     Args:
         name: "as given", or the calibrator's name.
-        results: every metric, by its name in `fedlas.metrics`; `over_ece` and `under_ece` are the two of `over_under`.
+        results: every metric, by its name in `fedlas.metrics`; see `fedlas.metrics`.
         bins: what reliability diagrams are drawn from: "width" and "mass".
         detection: how well foreign data is told apart, where some was given.
         fits: how the calibrator was fitted: once, or once for each fold.
@@ -222,7 +222,7 @@ class Report:
 
     @property
     def _shown(self) -> list[str]:
-        return [name for name in SHOWN if name in self.before.results]
+        return [name for name in summary_metrics() if name in self.before.results]
 
     def _rows(self) -> list[list[str]]:
         names = self._shown
@@ -234,7 +234,7 @@ class Report:
         """What a reader has to know to understand the intervals of the table."""
         found: dict[tuple[str, str], list[str]] = {}
         for state in self.states:
-            for result in (state.results[name] for name in SHOWN if name in state.results):
+            for result in (state.results[name] for name in summary_metrics() if name in state.results):
                 if result.note:
                     found.setdefault((result.definition.estimator, result.note), []).append(state.name)
         return [f"{metric} ({', '.join(states)}): {note}." for (metric, note), states in found.items()]
@@ -322,7 +322,7 @@ def evaluate(
         raise UserError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
     if not 0 <= seed < 2**63:
         raise UserError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
-    way = Intervals(level, resamples, seed) if intervals else None
+    way = Resampling(level, resamples, seed) if intervals else None
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
     steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + 2 * len(chosen), watch)
     steps.within(0.0)
@@ -339,9 +339,12 @@ def evaluate(
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
     runs = [
-        _Run(AS_GIVEN, None, Digest(bins), tuple(scores)),
+        _Run(AS_GIVEN, None, EvaluationAccumulator(bins), tuple(scores)),
         # What a calibrator returns are log-probabilities up to a constant, so only scores of those mean anything.
-        *(_Run(name, one, Digest(bins), tuple(s for s in scores if s in OF_PROBS)) for name, one in repairs.items()),
+        *(
+            _Run(name, one, EvaluationAccumulator(bins), tuple(s for s in scores if s in OF_PROBS))
+            for name, one in repairs.items()
+        ),
     ]
     known = _read(predictions, runs, train_features, steps, judged=True)
     others = {name: _read(one, runs, train_features, steps, judged=False) for name, one in foreign.items()}
@@ -358,7 +361,7 @@ def evaluate(
     for run in runs[1:]:
         if way is not None:
             after = states[run.name]
-            tests = runs[0].digest.compare(run.digest, before.results, after.results, way)
+            tests = runs[0].accumulator.compare(run.accumulator, before.results, after.results, way)
             states[run.name] = replace(after, comparisons=tests)
         steps.done()
     return Report(before, states, len(predictions), predictions.num_classes, predictions.split)
@@ -420,10 +423,10 @@ class _Run:
 
     name: str
     repair: _Repair | None
-    digest: Digest
+    accumulator: EvaluationAccumulator
     scores: tuple[str, ...]
 
-    def state(self, intervals: Intervals | None, detection: Detection | None) -> State:
+    def state(self, intervals: Resampling | None, detection: Detection | None) -> State:
         """Put together what was gathered."""
         fitted = () if self.repair is None else self.repair.calibrators
         single = sorted({name for one in fitted for name, value in one.learned.items() if value.numel() == 1})
@@ -431,8 +434,8 @@ class _Run:
         means = {name: math.fsum(float(one.learned[name]) for one in fitted) / len(fitted) for name in single}
         means = {name: value for name, value in means.items() if math.isfinite(value)}
         fits = tuple(one.fitted for one in fitted if one.fitted is not None)
-        top = self.digest.top
-        found, bins = self.digest.results(intervals, top), self.digest.histograms(top)
+        top = self.accumulator.top
+        found, bins = self.accumulator.compute(intervals, top), self.accumulator.histograms(top)
         leaked = 0 if self.repair is None else self.repair.leaked
         # The copy is without what metrics have computed of the pairs.
         return State(self.name, found, bins, detection, fits, means, leaked, pairs=replace(top))
@@ -446,7 +449,7 @@ def _read(
     *,
     judged: bool,
 ) -> dict[str, dict[str, Tensor]]:
-    """Read predictions once: fill the digests where they are to be judged, and find the scores of every run."""
+    """Read predictions once: fill the accumulators if they have labels, and find the scores of every run."""
     kept: dict[str, dict[str, list[Tensor]]] = {
         run.name: {score: [] for score in run.scores if score in OF_LOGITS} for run in runs
     }
@@ -454,7 +457,7 @@ def _read(
         taken = given[rows]
         for run in runs:
             if judged:
-                run.digest.take(
+                run.accumulator.update(
                     taken if run.repair is None else run.repair.judged(with_every_class(taken, "calibration"), rows)
                 )
             if kept[run.name]:

@@ -26,7 +26,7 @@ from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
 from fedlas.files import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
-from fedlas.metrics.calibration import ece
+from fedlas.metrics.calibration_error import ece
 from fedlas.predictions import Predictions
 from fedlas.training import Run, check_parts, recipe_for
 from fedlas.training.protocols import list_recipes, protocol_named

@@ -322,8 +322,8 @@ def test_class_wise_errors_of_bf16(golden):
 
 
 def test_unknown_words_are_refused(golden):
-    from fedlas.metrics.presets import Binning
-    from fedlas.metrics.samples import pairs
+    from fedlas.metrics.binning import Binning
+    from fedlas.metrics.inputs import pairs
 
     with pytest.raises(ValueError, match="class-wise"):
         pairs(golden, scope="class-wise")

@@ -20,7 +20,7 @@ from fedlas.metrics import (
     paired_bootstrap,
     signed_ece,
 )
-from fedlas.metrics.comparison import check_draws
+from fedlas.metrics.paired import check_draws
 from fedlas.metrics.interval import wilson
 from fedlas.predictions import Predictions
 from metrics import cases
@@ -121,7 +121,7 @@ def test_the_interval_of_an_ece_difference_does_not_depend_on_the_grid(monkeypat
     other = logits + torch.randn(logits.shape, generator=random)
     given = (2 * logits).softmax(1), (1.9 * other).softmax(1), labels
     width = paired_bootstrap(ece, *given, resamples=400).interval.width
-    monkeypatch.setattr("fedlas.metrics.inversion.CURVE_POINTS", 2_000)
+    monkeypatch.setattr("fedlas.metrics.intervals.inversion.CURVE_POINTS", 2_000)
     assert width == pytest.approx(paired_bootstrap(ece, *given, resamples=400).interval.width, rel=0.05)
 
 

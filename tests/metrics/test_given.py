@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedlas import metrics
-from fedlas.metrics.samples import Pairs, pairs
+from fedlas.metrics.inputs import Pairs, pairs
 from fedlas.predictions import Predictions
 
 

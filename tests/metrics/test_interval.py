@@ -33,10 +33,10 @@ from fedlas.metrics import (
     signed_ece,
 )
 from fedlas.metrics.interval import gaps_of
-from fedlas.metrics.inversion import inverted_interval
-from fedlas.metrics.presets import Binning
-from fedlas.metrics.resampling import cell_deviations, few_range, mean_interval, ranked_errors, sample_deviations
-from fedlas.metrics.samples import pairs
+from fedlas.metrics.intervals.inversion import inverted_interval
+from fedlas.metrics.binning import Binning
+from fedlas.metrics.intervals.resampling import cell_deviations, few_range, mean_interval, ranked_errors, sample_deviations
+from fedlas.metrics.inputs import pairs
 from fedlas.metrics.selective import area_values
 from fedlas.predictions import Predictions
 from metrics import cases
@@ -442,7 +442,7 @@ def test_normal_deviations_stand_in_for_very_many_samples(monkeypatch):
     gaps = gaps_of(ece, confidence, hits, scope="positive")
     index, gap = np.stack([gaps.index] * 2), np.stack([gaps.gap, gaps.gap])
     drawn = sample_deviations(index, gap, 15, 3_000, np.random.default_rng(0))
-    monkeypatch.setattr("fedlas.metrics.resampling.MOST_DRAWS", 0)
+    monkeypatch.setattr("fedlas.metrics.intervals.resampling.MOST_DRAWS", 0)
     normal = sample_deviations(index, gap, 15, 3_000, np.random.default_rng(0))
     filled = drawn.std(0) > 0
     assert normal.std(0)[filled] == pytest.approx(drawn.std(0)[filled], rel=0.1)
@@ -637,7 +637,7 @@ def test_the_noise_floor_falls_with_the_root_of_n():
 
 def test_mean_deviation_of_binomial_hits():
     stats = cases.oracle("scipy.stats")
-    from fedlas.metrics.resampling import mean_deviation
+    from fedlas.metrics.intervals.resampling import mean_deviation
 
     for n, p in ((1, 0.3), (10, 0.5), (50, 0.01), (7, 6 / 7), (5, 1.0), (0, 0.0)):
         k = np.arange(n + 1)

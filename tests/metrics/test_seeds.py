@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from fedlas.metrics import aurc, ece
-from fedlas.metrics.comparison import of_each_sample
+from fedlas.metrics.paired import of_each_sample
 from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
 from fedlas.predictions import Predictions
 

@@ -20,7 +20,7 @@ from fedlas.integrations.base import Numbers
 from fedlas.integrations.sklearn import CalibratedClassifier
 from fedlas.integrations.torchmetrics import calibration_metrics
 from fedlas.metrics import ece
-from fedlas.metrics.comparison import paired_bootstrap
+from fedlas.metrics.paired import paired_bootstrap
 from fedlas.predictions import Predictions
 from fedlas.report.answers import Condition, judge_files
 from fedlas.report.duels import paired_with

@@ -7,7 +7,7 @@ import torch
 
 from fedlas import metrics, ood
 from fedlas.evaluation import evaluate
-from fedlas.metrics.samples import Pairs, pairs
+from fedlas.metrics.inputs import Pairs, pairs
 from fedlas.ood.detection import ranking
 from fedlas.ood.scores import QUANTITIES
 from fedlas.predictions import Predictions

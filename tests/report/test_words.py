@@ -11,7 +11,7 @@ from fedlas import metrics
 from fedlas.evaluation import Report, State, evaluate
 from fedlas.metrics import bin_statistics, equal_width_edges
 from fedlas.metrics.bins import EdgeRule
-from fedlas.metrics.comparison import Comparison
+from fedlas.metrics.paired import Comparison
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions

@@ -12,7 +12,7 @@ from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
 from fedlas.experiments.paper import data_name
 from fedlas.experiments.versus import METRICS as COMPARED
-from fedlas.metrics.comparison import of_each_sample
+from fedlas.metrics.paired import of_each_sample
 from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
 from fedlas.report.tables import Cell, Column, Row, Table
 from fedlas.training.recipe import Recipe

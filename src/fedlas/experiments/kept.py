@@ -2,14 +2,14 @@
 
     labels              of the test samples
     logits              of the test samples, up to 10 classes
-    confidence, ...     of more classes: a `Digest`, from which every metric is computed, and the predicted class
+    confidence, ...     of more classes: what an `EvaluationAccumulator` keeps, and the predicted class
     val/...             logits and labels of the validation samples, and which of them the temperature is fitted on
     folds               of validation samples: temperatures are cross-fitted in these parts
     ood/NAME/...        two scores of each OOD sample
-    scaled/...          the same after temperature scaling: the digest, and the scores of OOD samples
+    scaled/...          the same after temperature scaling: the accumulator, and the scores of OOD samples
 
-Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Confidences
-in a digest are float64 and log(1 - confidence) is float32, because float32 confidences near 1 are equal, which changes
+Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Kept
+confidences are float64 and log(1 - confidence) is float32, because float32 confidences near 1 are equal, which changes
 the AURC. Validation logits of more classes are float16: only temperatures and the selection of hyperparameters depend
 on them. All other floats have 17 significant bits.
 
@@ -38,9 +38,10 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEMPERATURE, TEST, V2, Ledger, Line, Measure, line_id
-from fedlas.metrics.calibration import aece, ece
-from fedlas.metrics.comparison import EachSample
-from fedlas.metrics.digest import Digest, Intervals
+from fedlas.metrics.base import Resampling
+from fedlas.metrics.calibration_error import aece, ece
+from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
+from fedlas.metrics.paired import EachSample
 from fedlas.metrics.result import Result
 from fedlas.metrics.selective import area_values
 from fedlas.ood.detection import auroc
@@ -53,7 +54,7 @@ from fedlas.training.validation import second_half, tuning_predictions
 
 FEW_CLASSES = 10
 SCORES = ("entropy", "max_probability")
-ROUNDED = ("loss", "squared_error", "label_square")  # columns of a digest; confidences are not
+ROUNDED = ("loss", "squared_error", "label_square")  # columns of a accumulator; confidences are not
 SCALED = "scaled/"
 LARGEST_FILE = 64 * 2**20  # unpacked; a file that claims more is not one of ours
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
@@ -149,12 +150,12 @@ class Kept:
         scaling = build_calibrator(TEMPERATURE).fit(Predictions(logits, labels, split="val"))
         return None if scaling.fitted is None or scaling.fitted.doubt else scaling
 
-    def metrics(self, intervals: Intervals | None = None) -> dict[str, Measure]:
+    def metrics(self, intervals: Resampling | None = None) -> dict[str, Measure]:
         """Compute every metric, and those of the paper's code beside ours."""
-        digest = self._digest()
-        top = digest.top
-        found = digest.results(intervals, top)
-        found |= {f"{metric.__name__}_official": metric(top, compat="official") for metric in (ece, aece)}
+        accumulator = self._accumulator()
+        top = accumulator.top
+        found = accumulator.compute(intervals, top)
+        found |= {f"{metric.name}_official": metric(top, compat="official") for metric in (ece, aece)}
         return {name: _measure(result) for name, result in found.items()}
 
     def detection(self) -> dict[str, dict[str, Measure]]:
@@ -195,9 +196,9 @@ class Kept:
         """Return NLL, Brier score and AURC sample by sample, where these were stored in place of logits."""
         if "logits" in self.arrays:
             return {}
-        digest = self._digest()
-        top = digest.top
-        found, names = digest.results(top=top), {"nll": "loss", "brier": "squared_error"}
+        accumulator = self._accumulator()
+        top = accumulator.top
+        found, names = accumulator.compute(top=top), {"nll": "loss", "brier": "squared_error"}
         each = {name: EachSample(found[name], self._tensor(column).double()) for name, column in names.items()}
         return each | {"aurc": EachSample(found["aurc"], area_values(top, "aurc"))}
 
@@ -224,14 +225,16 @@ class Kept:
             raise UserError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")
         return cls(arrays)
 
-    def _digest(self) -> Digest:
+    def _accumulator(self) -> EvaluationAccumulator:
         given = self.predictions()
         if given is None:
             columns = {name: self._tensor(name) for name in self.arrays if "/" not in name}
-            return Digest.from_columns(columns | {name: columns[name].double() for name in ROUNDED}, split="test")
-        digest = Digest()
-        digest.take(given)
-        return digest
+            return EvaluationAccumulator.from_state_dict(
+                columns | {name: columns[name].double() for name in ROUNDED}, split="test"
+            )
+        accumulator = EvaluationAccumulator()
+        accumulator.update(given)
+        return accumulator
 
     def _known_scores(self) -> dict[str, Tensor]:
         given = self.predictions()
@@ -258,9 +261,9 @@ def _selected(predictions: Predictions, ood: Mapping[str, Predictions]) -> dict[
     if few:
         arrays["logits"] = predictions.logits.float().cpu().numpy()
     else:
-        digest = Digest()
-        digest.take(Predictions(predictions.logits.double(), predictions.labels))
-        columns = digest.columns()
+        accumulator = EvaluationAccumulator()
+        accumulator.update(Predictions(predictions.logits.double(), predictions.labels))
+        columns = accumulator.state_dict()
         columns["log_uncertainty"] = columns["log_uncertainty"].float()
         arrays |= {name: _rounded_floats(c) if name in ROUNDED else c.numpy() for name, c in columns.items()}
         arrays["prediction"] = _small_ints(predictions.logits.argmax(1))
@@ -316,14 +319,17 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
         return
     kept = _kept_validation(run) if split == V2 else _kept_test(run, split, validation=validation)
     content = kept.pack()
-    stored = {"file": f"predictions/{line_id(recipe, None, split)}.npz", "sha256": hashlib.sha256(content).hexdigest()}
+    stored = {
+        "file": f"predictions/{line_id(recipe, None, split)}.npz",
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
     date, about = datetime.now(UTC).date().isoformat(), _about(run)
     lines = [
         Line(
             id=line_id(recipe, None if one.posthoc is None else TEMPERATURE, split),
             recipe=recipe,
             protocol=protocol,
-            metrics=one.metrics(Intervals()),
+            metrics=one.metrics(Resampling()),
             ood=one.detection(),
             posthoc=one.posthoc,
             split=split,
@@ -387,12 +393,12 @@ def _differences(line: Line, kept: Kept, intervals: bool) -> Iterator[str]:
     learned, said = ((one or {}).get(TEMPERATURE) for one in (kept.posthoc, line.posthoc))
     if learned is not None and not _agree(learned, said, SAME):
         yield f"the temperature is {said} in the ledger and {learned} now"
-    now = {"": kept.metrics(Intervals() if intervals else None), **kept.detection()}
+    now = {"": kept.metrics(Resampling() if intervals else None), **kept.detection()}
     for place in dict.fromkeys((*now, *line.ood)):  # also what only the line knows of
         found = now.get(place, {})
         written = line.metrics if not place else line.ood.get(place, {})
-        if set(found) != set(written):
-            yield f"{place or 'it'} has other metrics than its predictions: {sorted(set(found) ^ set(written))}"
+        if unknown := set(written) - set(found):  # a metric that is younger than the line is not in it
+            yield f"{place or 'it'} has metrics that its predictions do not give: {sorted(unknown)}"
         for name in set(found) & set(written):
             pairs = list(zip(found[name], written[name], strict=True))
             if not _agree(*pairs[0], SAME) or (intervals and not all(_agree(*p, SAME_ENDS) for p in pairs[1:])):

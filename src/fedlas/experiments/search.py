@@ -14,8 +14,7 @@ from typing import Any
 
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
-from fedlas.metrics.calibration import aece, ece
-from fedlas.metrics.scoring import accuracy, brier, nll
+from fedlas.metrics.catalogue import all_metrics
 from fedlas.storage import own_file, write_whole
 from fedlas.training import DivergedError, fit
 from fedlas.training.recipe import Recipe
@@ -24,13 +23,7 @@ from fedlas.training.validation import tuning_predictions
 
 FORMAT = "fedlas.search/1"
 KEPT = "search.json"
-METRICS: Mapping[str, Callable[..., float]] = {
-    "nll": nll,
-    "ece": ece,
-    "aece": aece,
-    "brier": brier,
-    "accuracy": accuracy,
-}
+METRICS = {name: one for name, one in all_metrics().items() if one.in_summary and one.higher_is_better is not None}
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,7 @@ def search(
     optuna = optional_module("optuna", "search")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
-        direction="maximize" if metric == "accuracy" else "minimize",
+        direction="maximize" if METRICS[metric].higher_is_better else "minimize",
         sampler=optuna.samplers.TPESampler(seed=sampler_seed),
     )
     done: list[Trial] = []

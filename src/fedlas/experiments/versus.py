@@ -7,7 +7,7 @@ are paired by seed, their samples by `ids` or `index` where both have them, and 
 bootstrap; over seeds the mean difference and its standard error are told.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -23,31 +23,27 @@ from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.experiments.planning import CATALOG
 from fedlas.files import labelled, read_predictions
-from fedlas.metrics.calibration import aece, ece
-from fedlas.metrics.comparison import (
-    PER_SAMPLE,
-    Comparison,
+from fedlas.metrics.base import AbstractMetric, Resampling
+from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.paired import (
+    RESAMPLES,
     EachSample,
     check_draws,
     check_same_samples,
     of_each_sample,
     paired_bootstrap,
-    paired_means,
+    paired_method,
 )
-from fedlas.metrics.scoring import accuracy, brier, nll
+from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import SeedComparison, over_seeds
-from fedlas.metrics.selective import aurc
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
-from fedlas.report.duels import NAMES, RESAMPLES, WHOLE, paired_with
+from fedlas.report.duels import NAMES, paired_with
 from fedlas.storage import named
 from fedlas.training import recipe_for
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import Run
 
-Metric = Callable[..., Any]
-METRICS: Mapping[str, Metric] = {
-    "accuracy": accuracy, "ece": ece, "aece": aece, "nll": nll, "brier": brier, "aurc": aurc,
-}  # fmt: skip
+METRICS: Mapping[str, AbstractMetric] = {name: one for name, one in all_metrics().items() if one.paired is not None}
 USUAL = ("accuracy", "ece", "nll")
 
 
@@ -74,7 +70,7 @@ class Side:
 
     def lacks(self, metric: str) -> bool:
         """Say whether a metric needs probabilities that some run has not kept."""
-        return metric in WHOLE and any(
+        return METRICS[metric].needs_all_classes and any(
             isinstance(given, TopLabelPredictions) and metric not in self.each.get(seed, {})
             for seed, given in self.runs.items()
         )
@@ -295,24 +291,27 @@ def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **op
         if name not in METRICS:
             raise UserError(f"{name!r} cannot be compared; known: {', '.join(METRICS)}")
         if tops := [one.name for one in sides if one.lacks(name)]:
+            possible = [word for word, one in METRICS.items() if not one.needs_all_classes]
             raise UserError(
                 f"{name} needs the probabilities of all classes, and of {tops[0]} only the largest are kept; "
-                f"compare {', '.join(one for one in METRICS if one not in WHOLE)}, or name run folders"
+                f"compare {', '.join(possible)}, or name run folders"
             )
     seeds = _paired_seeds(first, second)
     pairs = {
         seed: (first.runs[seed], paired_with(first.runs[seed], second.runs[other])) for seed, other in seeds.items()
     }
 
+    how = Resampling(**{"resamples": RESAMPLES, **options})
+
     def compared(name: str) -> Versus:
         metric, each = METRICS[name], {}
-        if metric not in PER_SAMPLE:
+        if metric.is_binned:
             found = {seed: paired_bootstrap(metric, *pairs[seed], **options) for seed in pairs}
             return Versus(name, found, others)
         for seed, (ours, theirs) in pairs.items():
             check_same_samples(ours, theirs)
             each[seed] = first.of_each_sample(seed, name, ours), second.of_each_sample(seeds[seed], name, theirs)
-        found = {seed: paired_means(metric, *both, **options) for seed, both in each.items()}
+        found = {seed: paired_method(metric).compare_means(metric, *both, how) for seed, both in each.items()}
         values = [[both[side].values for both in each.values()] for side in (0, 1)]
         same = len({len(one) for one in values[0]}) == 1
         together = over_seeds(*values) if len(each) > 1 and same else None

@@ -10,30 +10,29 @@ from torch import Tensor
 from fedlas.losses.base import AbstractLoss
 from fedlas.losses.fedlas import AbstractFeDLaS
 from fedlas.losses.gate_history import GateHistory
-from fedlas.metrics import calibration
-from fedlas.metrics.presets import Binning
-from fedlas.metrics.stores import BinStore, LossStore, MassStore
+from fedlas.metrics.catalogue import find_metric
 from fedlas.predictions import Predictions
 
+LOGGED = ("accuracy", "nll", "ece", "aece", "over_ece", "under_ece")
 
-class Numbers:
-    """Takes in logits and labels batch by batch, and gives the usual numbers of all samples of all processes.
+
+class ValidationMetrics:
+    """Takes logits and labels batch by batch, and computes the usual metrics of all samples of all ranks.
 
     Args:
-        bins: how many, for calibration errors.
+        bins: number of bins of calibration errors.
         ignore_index: label of samples that do not count.
-        keep: keep every sample, for a loss that learns from validation between epochs.
-        shared: each process of a distributed run sees other samples; otherwise each sees all of them.
+        keep: keep every sample, for a loss that learns from validation data between epochs.
+        shared: each rank of a distributed run sees other samples; otherwise each sees all of them.
     """
 
     def __init__(self, bins: int = 15, ignore_index: int = -100, *, keep: bool = False, shared: bool = True) -> None:
-        self.ignore_index = ignore_index
-        self.keep = keep
-        self.shared = shared
+        self.ignore_index, self.keep, self.shared = ignore_index, keep, shared
         self.kept: list[tuple[Tensor, Tensor]] = []
-        self._width = BinStore(Binning(bins, "width"), "top-label", None)
-        self._mass = MassStore(Binning(bins, "mass"), "top-label", None)
-        self._losses = LossStore(None)
+        metrics = {name: find_metric(name) for name in LOGGED}
+        self.accumulators = {
+            name: one.accumulator(**({"bins": bins} if one.is_binned else {})) for name, one in metrics.items()
+        }
 
     @torch.no_grad()
     def add(self, logits: Tensor, labels: Tensor) -> None:
@@ -47,32 +46,22 @@ class Numbers:
             rows, truth = rows[counts], truth[counts]
         if not len(rows):
             return
-        for store in (self._width, self._mass, self._losses):
-            store.add_logits(rows, truth)
+        for one in self.accumulators.values():
+            one.update_logits(rows, truth)
         if self.keep:
             self.kept.append((rows.cpu(), truth.cpu()))
 
     @property
     def filled(self) -> bool:
-        """Whether there were samples; after `read`, on any process."""
-        return self._width.filled is not None
+        """Whether there were samples; after `read`, on any rank."""
+        return self.accumulators["ece"].store.about.n > 0
 
     def read(self) -> dict[str, float]:
-        """Give the numbers, by name; nothing where there were no samples. Every process has to ask."""
+        """Return the metrics by name; nothing without samples. Every rank has to call it."""
         if self.shared:
-            for store in (self._width, self._mass, self._losses):
-                store.sync()
-        if not self.filled:
-            return {}
-        filled = self._width.histogram()
-        return {
-            "accuracy": float(filled.bins.correct_sum.sum()) / filled.bins.n,
-            "nll": self._losses.total / self._losses.about.n,
-            "ece": float(calibration.l1_error(filled, "ECE")),
-            "aece": float(calibration.l1_error(self._mass.histogram(), "AECE")),
-            "over_ece": float(calibration.over(filled)),
-            "under_ece": float(calibration.under(filled)),
-        }
+            for one in self.accumulators.values():
+                one.sync()
+        return {name: float(one.compute()) for name, one in self.accumulators.items()} if self.filled else {}
 
     def predictions(self) -> Predictions | None:
         """Give the samples of all processes, where they were kept. Every process has to ask."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
-from fedlas.integrations.base import Gate, Numbers
+from fedlas.integrations.base import Gate, ValidationMetrics
 from fedlas.losses.base import IGNORE_INDEX, AbstractLoss
 from fedlas.models.base import WithFeatures
 from fedlas.predictions import Predictions
@@ -105,7 +105,7 @@ class Calibration(TrainerCallback):
         if logits.ndim > 2 and labels.shape == logits.shape[:-1]:
             logits = logits.movedim(-1, 1)
         # The Trainer has gathered the samples of all processes.
-        numbers = Numbers(self.bins, self.loss.ignore_index, keep=self.loss.needs_validation, shared=False)
+        numbers = ValidationMetrics(self.bins, self.loss.ignore_index, keep=self.loss.needs_validation, shared=False)
         numbers.add(logits, labels)
         self._validation = numbers.predictions()
         return numbers.read() | self._gate.read()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
-from fedlas.integrations.base import Gate, Numbers
+from fedlas.integrations.base import Gate, ValidationMetrics
 from fedlas.losses.base import AbstractLoss
 from fedlas.predictions import Predictions
 
@@ -70,7 +70,7 @@ class CalibrationCallback(_Callback):
         self._loss: AbstractLoss | None = None
         self._hook: Any = None
         self._gate: Gate | None = None
-        self._numbers: list[Numbers] = []  # of each loader, while validation or a test goes on
+        self._numbers: list[ValidationMetrics] = []  # of each loader, while validation or a test goes on
         self._batches: list[float] = []
         self._loader: int | None = None  # known where there are several
         self._logged: set[int] = set()
@@ -184,7 +184,8 @@ class CalibrationCallback(_Callback):
         self._batches, self._loader, self._logged = list(batches), None, set()
         places = range(max(1, len(self._batches)))
         self._numbers = [
-            Numbers(self.bins, loss.ignore_index, keep=loss.needs_validation and place == 0) for place in places
+            ValidationMetrics(self.bins, loss.ignore_index, keep=loss.needs_validation and place == 0)
+            for place in places
         ]
 
     def _see(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
@@ -198,7 +199,7 @@ class CalibrationCallback(_Callback):
         else:
             self._index = given.get("index")
 
-    def _log_rest(self, module: Any, prefix: str, numbers: Sequence[Numbers]) -> None:
+    def _log_rest(self, module: Any, prefix: str, numbers: Sequence[ValidationMetrics]) -> None:
         """Log what is not logged yet: the numbers of a single loader, or of those whose length was not known."""
         found = {place: one.read() for place, one in enumerate(numbers) if place not in self._logged}
         several = len(numbers) > 1 and (self._loader is not None or bool(self._logged))

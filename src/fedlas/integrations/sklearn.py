@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import FOLDS
 from fedlas.extras import optional_module
-from fedlas.metrics.calibration import ece
-from fedlas.metrics.scoring import accuracy, top_k
+from fedlas.metrics.calibration_error import ece
+from fedlas.metrics.proper_scores import accuracy, top_k
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import Predictions
 

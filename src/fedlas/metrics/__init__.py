@@ -1,28 +1,34 @@
-"""Numbers that can be trusted: every metric is a function of probabilities and labels and knows its definition.
+"""Metrics of calibration, accuracy and selective prediction.
 
-Lower-case names are functions of all data at once; the same names in CamelCase are fed piece by piece.
+A metric is an object that is called with probabilities and labels, `ece(probs, labels)`; `ece.accumulator()` takes them
+batch by batch, and `bootstrap(ece, probs, labels)` adds a confidence interval. `catalogue.all_metrics()` lists them.
 """
 
+from fedlas.metrics.accumulators import Accumulator
+from fedlas.metrics.base import AbstractMetric
+from fedlas.metrics.binning import Histogram, histogram
 from fedlas.metrics.bins import Bins, EdgeRule, bin_statistics, equal_mass_edges, equal_width_edges
-from fedlas.metrics.calibration import (
-    Histogram,
+from fedlas.metrics.calibration_error import (
     aece,
     classwise_ece,
     debiased_l2,
     ece,
-    histogram,
     lp_error,
     mce,
-    over_under,
+    over_ece,
     per_image,
     rms_error,
     signed_ece,
+    under_ece,
 )
-from fedlas.metrics.comparison import Comparison, across_seeds, paired_bootstrap
-from fedlas.metrics.interval import bootstrap, clopper_pearson, noise_floor
+from fedlas.metrics.calibration_tests import ks_test, kuiper_test, spiegelhalter_test
+from fedlas.metrics.intervals.binomial import clopper_pearson
+from fedlas.metrics.intervals.bootstrap import bootstrap
+from fedlas.metrics.intervals.gaps import noise_floor
 from fedlas.metrics.mean_rank import MeanRanks, mean_ranks
-from fedlas.metrics.result import Definition, Interval, Result
-from fedlas.metrics.scoring import accuracy, brier, nll, top_k
+from fedlas.metrics.paired import across_seeds, paired_bootstrap
+from fedlas.metrics.proper_scores import accuracy, brier, nll, top_5, top_k
+from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.metrics.selective import (
     RiskCoverage,
     augrc,
@@ -32,44 +38,21 @@ from fedlas.metrics.selective import (
     risk_at_coverage,
     risk_coverage,
 )
-from fedlas.metrics.significance import ks_test, kuiper_test, spiegelhalter_test
 from fedlas.metrics.smooth import SmoothCurve, kde_ece, smooth_curve, smooth_ece
-from fedlas.metrics.streaming import (
-    AECE,
-    AURC,
-    ECE,
-    MCE,
-    NLL,
-    Accuracy,
-    Brier,
-    ClasswiseECE,
-    OverUnder,
-    SignedECE,
-    SmoothECE,
-)
 
 __all__ = [
-    "AECE",
-    "AURC",
-    "ECE",
-    "MCE",
-    "NLL",
-    "Accuracy",
+    "AbstractMetric",
+    "Accumulator",
     "Bins",
-    "Brier",
-    "ClasswiseECE",
     "Comparison",
     "Definition",
     "EdgeRule",
     "Histogram",
     "Interval",
     "MeanRanks",
-    "OverUnder",
     "Result",
     "RiskCoverage",
-    "SignedECE",
     "SmoothCurve",
-    "SmoothECE",
     "accuracy",
     "across_seeds",
     "aece",
@@ -95,7 +78,7 @@ __all__ = [
     "mean_ranks",
     "nll",
     "noise_floor",
-    "over_under",
+    "over_ece",
     "paired_bootstrap",
     "per_image",
     "risk_at_coverage",
@@ -105,5 +88,7 @@ __all__ = [
     "smooth_curve",
     "smooth_ece",
     "spiegelhalter_test",
+    "top_5",
     "top_k",
+    "under_ece",
 ]

@@ -7,20 +7,31 @@ Whole cells go into one bin, so samples between the true end of a bin and the en
 of them changes two gaps by at most 1/n, which bounds the error; a cell of equal confidences is never parted anyway.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
+from fedlas.metrics.accumulators import (
+    BIN_SUMS,
+    AbstractHistogram,
+    AbstractStore,
+    BinStore,
+    MassStore,
+    State,
+    as_pairs,
+    joined,
+)
+from fedlas.metrics.binning import Binning, Histogram
 from fedlas.metrics.bins import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
-from fedlas.metrics.calibration import Histogram
-from fedlas.metrics.presets import Binning
+from fedlas.metrics.inputs import Pairs, Rows, Scope
 from fedlas.metrics.result import Definition
-from fedlas.metrics.samples import Pairs, Rows, Scope
-from fedlas.metrics.stores import AbstractHistogram, AbstractStore, as_pairs, joined
 
+Memory = Literal["exact", "bounded"]
 CELLS_PER_OCTAVE = 4096
 OCTAVES = 24
 
@@ -72,6 +83,24 @@ class CellStore(AbstractHistogram):
     def settings(self) -> tuple[object, ...]:
         return (*super().settings(), self.way)
 
+    def state(self) -> State:
+        return {} if self.cells is None else {**BinStore.state_of(self.cells), "low": [self.low], "high": [self.high]}
+
+    def empty_state(self, num_classes: int | None = None) -> State:
+        del num_classes
+        counts, sums = (torch.zeros(len(self.edges) - 1, dtype=kind) for kind in (torch.int64, torch.float64))
+        found: State = {"counts": counts, "confidence_sum": sums, "correct_sum": sums.clone(), "low": [], "high": []}
+        return found | {"samples": torch.tensor(0)}
+
+    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        self.cells = None
+        if state and len(state["low"]):
+            counts, confidence, correct = (cast("Tensor", state[name]) for name in BIN_SUMS)
+            low, high = (torch.stack(list(state[name])) for name in ("low", "high"))
+            n = int(counts.sum())
+            self.cells, self.about = Bins(self.edges, counts, confidence, correct, n), replace(self.about, n=n)
+            self.low, self.high = low.amin(0), high.amax(0)
+
     def _ends(self) -> tuple[Bins, Tensor, Tensor]:
         """Find the last cell of every bin, and how many samples the bin should end at."""
         cells = self._filled()
@@ -98,3 +127,16 @@ def fine_edges() -> Float64[Tensor, " edges"]:
     octaves = 2.0 ** -torch.arange(OCTAVES, 0, -1, dtype=torch.float64)
     distance = torch.cat([torch.zeros(1, dtype=torch.float64), (octaves[:, None] * steps).flatten()])
     return torch.cat([torch.zeros(1, dtype=torch.float64), 1 - distance.flip(0)])
+
+
+def histogram_store(
+    way: Binning, scope: Scope, ignore_index: int | None, memory: Memory = "exact"
+) -> AbstractHistogram:
+    """Return a store for bins: sums where their edges are known beforehand, else all samples, or fine cells."""
+    if memory == "bounded":
+        if way.compat is not None:
+            raise UserError(f'memory="bounded" cannot follow the rules of {way.compat}')
+        if way.kind == "width":
+            raise UserError('memory="bounded" is for equal-mass bins; those of equal width always have bounded memory')
+        return CellStore(way.bins, scope, ignore_index)
+    return BinStore(way, scope, ignore_index) if way.kind == "width" else MassStore(way, scope, ignore_index)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 ROUNDING = 1e-6  # a value that exceeds its interval by less lies at its end
 MANY_DIGITS = 1e6  # numbers from here on are written with an exponent in tables
@@ -134,6 +134,10 @@ class Result(float):
         """Make the same result with an interval, and further details."""
         return type(self)(float(self), self.definition, interval, {**self.details, **details})
 
+    def with_details(self, **details: Any) -> "Result":
+        """Make the same result with further details."""
+        return type(self)(float(self), self.definition, self.interval, {**self.details, **details})
+
     @property
     def note(self) -> str:
         """What a reader has to know to understand the interval; empty where it is nothing unusual."""
@@ -221,6 +225,58 @@ class Result(float):
         digits = ".2f" if self.definition.unit == "fraction" else ".4g"
         low, high = self._scaled(self.interval.low), self._scaled(self.interval.high)
         return f" [{low:{digits}}, {high:{digits}}] at {100 * self.interval.level:g} %"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of two models on the same samples.
+
+    Args:
+        first: the metric of the first model.
+        second: the metric of the second model.
+        interval: range of the difference, first minus second.
+        p_value: how often a difference this large would be seen if there were none.
+        better: "first", "second", or None where the interval holds zero, and where the smaller NLL is a lower bound
+            because labels have probability zero.
+    """
+
+    first: Result
+    second: Result
+    interval: Interval
+    p_value: float
+    better: Literal["first", "second"] | None
+
+    @property
+    def difference(self) -> float:
+        """The first model's value minus the second's."""
+        return float(self.first) - float(self.second)
+
+    def to_dict(self) -> dict[str, Any]:
+        """List everything as plain values that JSON knows."""
+        fields = {"first": self.first.to_dict(), "second": self.second.to_dict(), "difference": self.difference}
+        return fields | {"interval": asdict(self.interval), "p_value": self.p_value, "better": self.better}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Comparison":
+        """Return the comparison that `to_dict` described."""
+        first, second = (Result.from_dict(fields[name]) for name in ("first", "second"))
+        return cls(first, second, Interval(**fields["interval"]), fields["p_value"], fields["better"])
+
+    def _repr_html_(self) -> str:
+        """Show the comparison in a notebook."""
+        return f"<p>{html.escape(str(self))}</p>"
+
+    def __str__(self) -> str:
+        """Say it in a sentence."""
+        unit = 100 if self.first.definition.unit == "fraction" else 1
+        points, digits = (" points", 2) if unit == 100 else ("", 4)
+        low, high, gap = (unit * v for v in (self.interval.low, self.interval.high, self.difference))
+        verdict = "no difference is shown" if self.better is None else f"the {self.better} model is better"
+        return (
+            f"{self.first.definition.estimator} differs by {gap:+.{digits}f}{points} (first minus second), "
+            f"[{low:+.{digits}f}, {high:+.{digits}f}] at {100 * self.interval.level:g} %, "
+            f"p = {self.p_value:.3g}: {verdict}"
+        )
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

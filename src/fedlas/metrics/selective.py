@@ -20,17 +20,19 @@ samples at least as confident, e the mean of w, and the sums over other samples 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
+from fedlas.metrics.base import AbstractTopLabel
 from fedlas.metrics.bins import add_up, count_up, exact
+from fedlas.metrics.inputs import Given, Pairs, Which, answers, pairs
+from fedlas.metrics.intervals.bootstrap import AreaBootstrap
+from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Given, Pairs, Which, pairs
-from fedlas.metrics.scoring import correctness
 from fedlas.predictions import Array
 
 Area = Literal["aurc", "e_aurc", "augrc"]
@@ -74,37 +76,63 @@ def _curve(found: Pairs) -> RiskCoverage:
     return RiskCoverage(answered / n, mean[group].cumsum(0) / answered)
 
 
-def aurc(
-    probs: Given,
-    labels: Array | None = None,
-    **which: Unpack[Which],
-) -> Result:
-    """Measure the mean risk over all coverages: how often the model is wrong, and whether it knows when."""
-    found = ranked_answers(probs, labels, **which)
-    return aurc_result(found)
+class AbstractArea(AbstractTopLabel):
+    """An area under a curve of risk over coverage."""
+
+    area: ClassVar[Area]
+    ranked = True
+    interval = AreaBootstrap()
+
+    def values_of(self, found: Pairs) -> Tensor:
+        return area_values(found, self.area)
 
 
-def e_aurc(
-    probs: Given,
-    labels: Array | None = None,
-    **which: Unpack[Which],
-) -> Result:
-    """Measure how much of the AURC is due to the ranking alone, beyond what this accuracy makes unavoidable."""
-    found = ranked_answers(probs, labels, **which)
-    best = _best_aurc(found)
-    value = float(curve(found).risk.mean()) - best
-    return Result(value, replace(found.about, estimator="E-AURC", norm="mean over k = 1..n"), None, {"best_aurc": best})
+class AURC(AbstractArea):
+    """Area under the risk-coverage curve: how often the model is wrong, and whether its confidence tells when."""
+
+    name = "aurc"
+    title = "AURC"
+    area = "aurc"
+    in_summary = True
+    is_compared = True
+    order = 90
+    paired = PairedMeans(largest=2.0)  # influence values are below 2 but for a vanishing fraction
+
+    def of_pairs(self, found: Pairs) -> Result:
+        traced, best = curve(found), _best_aurc(found)
+        value = float(traced.risk.mean())
+        details = {"e_aurc": value - best, "augrc": float(traced.generalised.mean())}
+        return Result(value, replace(found.about, estimator=self.title, norm="mean over k = 1..n"), None, details)
 
 
-def augrc(
-    probs: Given,
-    labels: Array | None = None,
-    **which: Unpack[Which],
-) -> Result:
-    """Measure the mean number of silent failures over all coverages, as a share of all samples."""
-    found = ranked_answers(probs, labels, **which)
-    value = float(curve(found).generalised.mean())
-    return Result(value, replace(found.about, estimator="AUGRC", norm="mean over k = 1..n"))
+class EAURC(AbstractArea):
+    """Excess AURC: the part that is due to the ranking, beyond what the accuracy makes unavoidable."""
+
+    name = "e_aurc"
+    title = "E-AURC"
+    area = "e_aurc"
+    order = 150
+
+    def of_pairs(self, found: Pairs) -> Result:
+        best = _best_aurc(found)
+        about = replace(found.about, estimator=self.title, norm="mean over k = 1..n")
+        return Result(float(curve(found).risk.mean()) - best, about, None, {"best_aurc": best})
+
+
+class AUGRC(AbstractArea):
+    """Area under the generalised risk-coverage curve: mean rate of silent failures."""
+
+    name = "augrc"
+    title = "AUGRC"
+    area = "augrc"
+    order = 160
+
+    def of_pairs(self, found: Pairs) -> Result:
+        about = replace(found.about, estimator=self.title, norm="mean over k = 1..n")
+        return Result(float(curve(found).generalised.mean()), about)
+
+
+aurc, e_aurc, augrc = AURC(), EAURC(), AUGRC()
 
 
 def risk_at_coverage(
@@ -141,24 +169,6 @@ def coverage_at_risk(
 def ranked_answers(probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
     """Reduce predictions to the confidence, rank and correctness of each prediction."""
     return answers(pairs(probs, labels, **which, ranked=True))
-
-
-def answers(found: Pairs) -> Pairs:
-    """Take the answer that a binary probability stands for: class 1 above one half, with that much confidence, or 0."""
-    if not (found.about.scope or "").startswith("positive"):
-        return found
-    confidence = torch.where(found.confidence > 0.5, found.confidence, 1 - found.confidence)
-    about = replace(found.about, scope=(found.about.scope or "").replace("positive", "binary answers"))
-    return Pairs(confidence, correctness(found), about, found.log_uncertainty)
-
-
-def aurc_result(found: Pairs) -> Result:
-    """Average the risk over all coverages of samples that are already checked."""
-    traced = curve(found)
-    value = float(traced.risk.mean())
-    best = _best_aurc(found)
-    details = {"e_aurc": value - best, "augrc": float(traced.generalised.mean())}
-    return Result(value, replace(found.about, estimator="AURC", norm="mean over k = 1..n"), None, details)
 
 
 def area_values(found: Pairs, area: Area) -> Float64[Tensor, " n"]:

@@ -24,16 +24,16 @@ unevenly its confidences lie. The window at t is worth (sum K)^2 / sum K^2 sampl
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Unpack
 
 import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
+from fedlas.metrics.base import AbstractTopLabel
 from fedlas.metrics.bins import add_up, exact
+from fedlas.metrics.inputs import Given, Pairs, Scope, pairs
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Given, Pairs, Scope, Which, pairs
 from fedlas.predictions import Array
 
 SMALLEST = 0.001
@@ -66,15 +66,6 @@ class SmoothCurve:
     def gap(self) -> Float64[Tensor, " points"]:
         """Mean confidence minus accuracy: positive where the model is over-confident."""
         return self.confidence - self.accuracy
-
-
-def smooth_ece(
-    probs: Given,
-    labels: Array | None = None,
-    **which: Unpack[Which],
-) -> Result:
-    """Measure the calibration error with a kernel whose width the data choose; no bins, no edges."""
-    return smooth_result(pairs(probs, labels, **which))
 
 
 def smooth_curve(
@@ -112,34 +103,6 @@ def smooth_curve(
         mass**2 / (kernel.square() @ count)[kept],
         width,
     )
-
-
-def kde_ece(
-    probs: Given,
-    labels: Array | None = None,
-    *,
-    bandwidth: float | None = None,
-    scope: Scope = "top-label",
-    ignore_index: int | None = None,
-) -> Result:
-    """Measure the calibration error from kernel estimates of the confidence's density and of the accuracy."""
-    found = pairs(probs, labels, scope, ignore_index)
-    confidence, correct = exact(found.confidence), exact(found.correct)
-    n = len(confidence)
-    spread = float(confidence.std()) if n > 1 else 0.0
-    # A constant confidence has no spread; one cell of the grid is then as wide as the kernel has to be.
-    width = bandwidth or max(1.06 * spread * n**-0.2, 4 / (KDE_POINTS - 1))
-    grid = torch.linspace(0, 1, KDE_POINTS, dtype=torch.float64, device=confidence.device)
-    offsets = torch.linspace(-1, 1, 2 * KDE_POINTS - 1, dtype=torch.float64, device=confidence.device)
-    kernel = 35 / 32 * (1 - (offsets / width).square()).clamp_min(0) ** 3 / width
-    if width <= 1:
-        # A kernel of a few cells does not add up to one where it is read off, and an error could exceed one.
-        kernel = kernel / kernel.sum() * (KDE_POINTS - 1)
-    both = [_ends_twice(_on_grid(confidence, weights, KDE_POINTS)) for weights in (torch.ones_like(correct), correct)]
-    density, hits = _convolved(_mirrored(torch.stack(both)), _around(kernel, KDE_POINTS)) / n
-    value = float(torch.trapezoid((grid * density - hits).abs(), grid))
-    about = replace(found.about, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1")
-    return Result(value, about, None, {"bandwidth": width})
 
 
 def smooth_result(found: Pairs) -> Result:
@@ -233,3 +196,45 @@ def _convolved(
     """Convolve values on a grid that `_mirrored` has transformed; there are as many points as waves."""
     smoothed: Tensor = torch.fft.irfft(mirrored * kernel, 2 * (len(kernel) - 1))
     return smoothed[:, : len(kernel)]
+
+
+class SmoothECE(AbstractTopLabel):
+    """Calibration error with a kernel whose width follows from the data, without bins."""
+
+    name = "smooth_ece"
+    title = "smooth ECE"
+    order = 140
+
+    def of_pairs(self, found: Pairs) -> Result:
+        return smooth_result(found)
+
+
+smooth_ece = SmoothECE()
+
+
+def kde_ece(
+    probs: Given,
+    labels: Array | None = None,
+    *,
+    bandwidth: float | None = None,
+    scope: Scope = "top-label",
+    ignore_index: int | None = None,
+) -> Result:
+    """Measure the calibration error from kernel estimates of the confidence's density and of the accuracy."""
+    found = pairs(probs, labels, scope, ignore_index)
+    confidence, correct = exact(found.confidence), exact(found.correct)
+    n = len(confidence)
+    spread = float(confidence.std()) if n > 1 else 0.0
+    # A constant confidence has no spread; one cell of the grid is then as wide as the kernel has to be.
+    width = bandwidth or max(1.06 * spread * n**-0.2, 4 / (KDE_POINTS - 1))
+    grid = torch.linspace(0, 1, KDE_POINTS, dtype=torch.float64, device=confidence.device)
+    offsets = torch.linspace(-1, 1, 2 * KDE_POINTS - 1, dtype=torch.float64, device=confidence.device)
+    kernel = 35 / 32 * (1 - (offsets / width).square()).clamp_min(0) ** 3 / width
+    if width <= 1:
+        # A kernel of a few cells does not add up to one where it is read off, and an error could exceed one.
+        kernel = kernel / kernel.sum() * (KDE_POINTS - 1)
+    both = [_ends_twice(_on_grid(confidence, weights, KDE_POINTS)) for weights in (torch.ones_like(correct), correct)]
+    density, hits = _convolved(_mirrored(torch.stack(both)), _around(kernel, KDE_POINTS)) / n
+    value = float(torch.trapezoid((grid * density - hits).abs(), grid))
+    about = replace(found.about, estimator="KDE-ECE", norm="L1", edges="triweight kernel reflected at 0 and 1")
+    return Result(value, about, None, {"bandwidth": width})

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.calibration import ece
+from fedlas.metrics.calibration_error import ece
 from fedlas.posthoc.base import mean_nll, with_logits
 from fedlas.predictions import Array, Predictions, as_floats, check_rows
 

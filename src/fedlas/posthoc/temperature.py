@@ -20,10 +20,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.calibration import histogram_of, l1_error
-from fedlas.metrics.presets import Binning
+from fedlas.metrics.binning import Binning, histogram_of
+from fedlas.metrics.calibration_error import l1_error
+from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.result import Definition
-from fedlas.metrics.samples import Pairs
 from fedlas.posthoc.base import AbstractCalibrator, Samples, best_inverse_temperature, scaled_nll
 from fedlas.predictions import slices_of
 

@@ -19,16 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
-
 from fedlas.column_names import ReadOptions
 from fedlas.errors import UserError
-from fedlas.evaluation import AS_GIVEN, FOLDS, SHOWN, Report, State, evaluate
+from fedlas.evaluation import AS_GIVEN, FOLDS, Report, State, evaluate
 from fedlas.files import labelled, read_predictions
-from fedlas.metrics.digest import TOP, Digest
-from fedlas.metrics.result import Result, html_table
+from fedlas.metrics.catalogue import all_metrics, summary_metrics
+from fedlas.metrics.result import html_table
 from fedlas.ood.detection import Detection
-from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions, check_every_class
+from fedlas.predictions import AnyPredictions, TopLabelPredictions, check_every_class
 from fedlas.report.duels import PairedTest, correction_note, duels
 from fedlas.report.subjects import Model
 from fedlas.report.words import in_words, sentences
@@ -87,7 +85,7 @@ class Answer:
         reports = self.reports
         first = next(iter(reports.values())).before
         states = [(model, state) for model, report in reports.items() for state in report.states]
-        wanted = SHOWN if len(reports) == 1 else BRIEFLY
+        wanted = list(summary_metrics()) if len(reports) == 1 else BRIEFLY
         names = [name for name in wanted if any(name in state.results for _, state in states)]
         head = [first[name].heading() if name in first.results else name for name in names]
         cells = [[state[name].cell() if name in state.results else "" for name in names] for _, state in states]
@@ -228,26 +226,18 @@ def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
         conditions: such as `ece>0.05`.
         posthoc: the calibrators that will be tried.
     """
-    metrics = known_metrics() if conditions else {}
+    metrics = all_metrics()
     for condition in map(Condition.parse, conditions):
         if condition.state not in {AS_GIVEN, *posthoc}:
             there = ", ".join([AS_GIVEN, *posthoc])
             raise UserError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
         if condition.metric not in metrics:
             raise UserError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
-        if metrics[condition.metric].definition.unit == "fraction" and condition.limit > 1:
+        if metrics[condition.metric].unit == "fraction" and condition.limit > 1:
             share = f"{condition.limit:g}% or {condition.limit / 100:g}"
             raise UserError(
                 f"{condition.metric} is a share of at most 1, so {condition.limit:g} is no limit; write {share}"
             )
-
-
-def known_metrics() -> dict[str, Result]:
-    """List the numbers that predictions may have: those of a few samples that are made up, of enough classes."""
-    classes = 2 * TOP
-    digest = Digest()
-    digest.take(Predictions(torch.eye(classes), torch.arange(classes) // 2))
-    return dict(digest.results())
 
 
 def judge_files(

@@ -13,17 +13,14 @@ from itertools import combinations
 from typing import Any
 
 from fedlas.errors import UserError
-from fedlas.metrics.calibration import ece
-from fedlas.metrics.comparison import Comparison, check_draws, paired_bootstrap
-from fedlas.metrics.scoring import accuracy, brier, nll
+from fedlas.metrics.calibration_error import ece
+from fedlas.metrics.catalogue import compared_metrics
+from fedlas.metrics.paired import RESAMPLES, check_draws, paired_bootstrap
+from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import holm
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
 
-METRICS = {"accuracy": accuracy, "ece": ece, "nll": nll, "brier": brier}
-WHOLE = {"nll", "brier"}  # metrics of all probabilities, not of the top one alone
-BINNED = {"ece"}  # metrics that have bins
 ALL_PAIRS = 8  # up to so many models are compared with each other, more with the first and the best
-RESAMPLES = 2_000
 NAMES = ("ids", "index")  # what samples are called by, the better first
 KINDS = ("train", "val", "test")  # begin the words for splits
 
@@ -110,12 +107,12 @@ def _tests(
         check_draws(options["level"], options["resamples"])
         held = (models[first], paired_with(models[first], models[second]))
     except ValueError as error:
-        yield PairedTest(first, second, next(iter(METRICS)), why=str(error))
+        yield PairedTest(first, second, next(iter(compared_metrics())), why=str(error))
         return
-    for name, metric in METRICS.items():
-        if name in WHOLE and any(isinstance(one, TopLabelPredictions) for one in held):
+    for name, metric in compared_metrics().items():
+        if metric.needs_all_classes and any(isinstance(one, TopLabelPredictions) for one in held):
             continue
-        more: dict[str, Any] = {"bins": bins} if name in BINNED else {}
+        more: dict[str, Any] = {"bins": bins} if metric.is_binned else {}
         try:
             yield PairedTest(first, second, name, paired_bootstrap(metric, held[0], held[1], **options, **more))
         except ValueError as error:
@@ -126,7 +123,7 @@ def _tests(
 def _corrected(found: Sequence[PairedTest], level: float) -> list[PairedTest]:
     """Correct the p-values of each metric for the number of pairs by the step-down method of Holm (1979)."""
     adjusted = list(found)
-    for metric in METRICS:
+    for metric in compared_metrics():
         tests = [
             (one.found, place) for place, one in enumerate(found) if one.metric == metric and one.found is not None
         ]

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.errors import UserError, UserTypeError
-from fedlas.evaluation import SHOWN, Report, evaluate
+from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
+from fedlas.metrics.catalogue import summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
 from fedlas.report.duels import duels
@@ -416,7 +417,7 @@ def _model_words(data: Plain, report: Report, model: Model) -> Plain:
 
 def _numbers(data: Plain, reports: Sequence[Report]) -> Plain:
     """Lay out the table of the summary: a row for each state of each model."""
-    names = [name for name in SHOWN if any(name in report.before.results for report in reports)]
+    names = [name for name in summary_metrics() if any(name in report.before.results for report in reports)]
     head = [next(r.before[name].heading() for r in reports if name in r.before.results) for name in names]
     rows, notes = [], []
     for one, report in zip(data["models"], reports, strict=True):

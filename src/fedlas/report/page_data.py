@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from fedlas.metrics.binning import histogram
 from fedlas.metrics.bins import (
     Bins,
     EdgeRule,
@@ -24,10 +25,9 @@ from fedlas.metrics.bins import (
     equal_width_edges,
     exact,
 )
-from fedlas.metrics.calibration import histogram
-from fedlas.metrics.interval import clopper_pearson
+from fedlas.metrics.inputs import Pairs
+from fedlas.metrics.intervals.binomial import clopper_pearson
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Pairs
 from fedlas.metrics.selective import RiskCoverage, curve
 from fedlas.metrics.smooth import smooth_curve
 from fedlas.ood.detection import Ranking, foreign_predictions, ranking

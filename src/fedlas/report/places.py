@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fedlas.metrics.bins import Bins
-from fedlas.metrics.interval import clopper_pearson
+from fedlas.metrics.intervals.binomial import clopper_pearson
 
 
 class Place(NamedTuple):

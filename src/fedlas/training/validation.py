@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fedlas.data.base import Split
 from fedlas.errors import UserError
-from fedlas.metrics.calibration import aece, ece, over_under
-from fedlas.metrics.scoring import accuracy, nll
+from fedlas.metrics.calibration_error import aece, ece, over_ece, under_ece
+from fedlas.metrics.proper_scores import accuracy, nll
 from fedlas.predictions import Predictions
 from fedlas.training.run_folder import Run
 
@@ -17,13 +17,12 @@ HALVES_SEED = 2026  # the same for all runs, so that their halves are the same
 
 def validation_metrics(validation: Predictions) -> dict[str, float]:
     """Return the validation metrics that the log records for an epoch."""
-    over, under = over_under(validation)
     return {
         "accuracy": float(accuracy(validation)),
         "ece": float(ece(validation)),
         "aece": float(aece(validation)),
-        "over_ece": float(over),
-        "under_ece": float(under),
+        "over_ece": float(over_ece(validation)),
+        "under_ece": float(under_ece(validation)),
         "nll": float(nll(validation)),
     }
 

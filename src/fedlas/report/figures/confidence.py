@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedlas.extras import optional_module
 from fedlas.metrics.bins import exact
+from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Given, pairs
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
 from fedlas.report import page_data
 from fedlas.report.figures.style import (

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from fedlas.metrics.bins import Bins
-from fedlas.metrics.samples import Given, pairs
+from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.smooth import smooth_ece
 from fedlas.report.figures.style import (
     COLUMN,

@@ -1,18 +1,22 @@
-"""What a streaming metric keeps between updates.
+"""Accumulators: metrics of data that do not fit into memory, or that several processes see.
 
-    `BinStore`                  the sums of equal-width bins; memory does not grow, counts are exact
-    `PairStore`                 confidence and correctness of every sample, 5 bytes each (9 for float64 input); 8 more
-                                where samples are ranked
-    `MassStore`                 the same, sorted into equal-mass bins in the end
-    `LossStore`, `BrierStore`   the sums that NLL and the Brier score are made of
+`ece.accumulator(bins=15)` returns an `Accumulator`: `update(probs, labels)` or `update_logits(logits, labels)` adds
+samples, `merge` those of another accumulator, `sync` those of all processes, and `compute` returns the number that the
+metric has on all samples at once. `state_dict` and `load_state_dict` store it in a checkpoint.
 
-Every store takes in samples (`add`, `add_logits`), those of another store (`merge`) and of all processes (`sync`).
+What it keeps is in a store:
+
+    `BinStore`     sums of equal-width bins; memory does not grow, counts are exact, values agree to 1e-12
+    `MeanStore`    sum of a value per sample
+    `PairStore`    confidence and correctness of every sample, 5 bytes each (9 for float64 input); 8 more if ranked
+    `MassStore`    the same, sorted into equal-mass bins at the end
+    `CellStore`    sums in fine cells, for equal-mass bins in bounded memory (`cells.py`)
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,17 +24,16 @@ from torch import Tensor
 
 from fedlas import ranks
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.bins import Bins, exact
-from fedlas.metrics.calibration import EVERY_CLASS, Histogram, histogram_of
-from fedlas.metrics.presets import Binning
-from fedlas.metrics.result import Definition
-from fedlas.metrics.samples import Pairs, Rows, Scope, logit_rows, pairs, pairs_of_logits, rows, rows_of_logits
-from fedlas.metrics.scoring import Losses, label_squares, logit_losses, losses_of, prob_losses, squared_errors
-from fedlas.metrics.selective import answers
+from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
+from fedlas.metrics.bins import Bins, EdgeRule, exact
+from fedlas.metrics.inputs import Pairs, Rows, Scope, answers, pairs, pairs_of_logits, rows, rows_of_logits
+from fedlas.metrics.result import Definition, Result
 from fedlas.predictions import AnyPredictions, Array, as_tensor
 
+BIN_SUMS = ("counts", "confidence_sum", "correct_sum")
 JOINED = 2**16  # samples below which a piece is not kept by itself
 Store = TypeVar("Store", bound="AbstractStore")
+State: TypeAlias = dict[str, Tensor | list[Tensor]]  # tensors are added, lists are joined
 
 
 class AbstractStore(ABC):
@@ -55,6 +58,19 @@ class AbstractStore(ABC):
     @abstractmethod
     def merge(self, other: "AbstractStore") -> None:
         """Add the samples of another store of the same kind."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """Return what is kept: tensors, which processes add up, and lists of tensors, which they join."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        """Replace what is kept."""
+
+    def empty_state(self, num_classes: int | None = None) -> State:
+        """Return the state without samples, in the shape that it has with samples of so many classes."""
+        del num_classes
+        return self.state()
 
     def sync(self) -> None:
         """Add the samples of all processes of a distributed run, in the order of their ranks."""
@@ -145,6 +161,29 @@ class BinStore(AbstractHistogram):
             raise UserError("no samples yet; call update first")
         return Histogram(self.filled, self.about)
 
+    def state(self) -> State:
+        return {} if self.filled is None else self.state_of(self.filled)
+
+    def empty_state(self, num_classes: int | None = None) -> State:
+        bins = self.way.bins + (self.way.rule == EdgeRule.LEFT_OPEN)
+        shape = (bins,) if self.scope not in EVERY_CLASS else (_needed(num_classes), bins)
+        counts, sums = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.float64)
+        return {"counts": counts, "confidence_sum": sums, "correct_sum": sums.clone(), "samples": _count(0)}
+
+    @staticmethod
+    def state_of(filled: Bins) -> State:
+        """Return the sums of bins."""
+        return {name: getattr(filled, name) for name in BIN_SUMS} | {"samples": _count(filled.n)}
+
+    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        self.filled, n = None, int(_one(state, "samples")) if state else 0
+        self.about = replace(self.about, n=n)
+        if n:
+            counts, confidence, correct = (_one(state, name) for name in BIN_SUMS)
+            edges = self.way.edges(torch.empty(0, dtype=torch.float64, device=counts.device))
+            self.filled = Bins(edges, counts, confidence, correct, n, self.way.rule)
+            self.about = self.way.define(self.about)
+
     def settings(self) -> tuple[object, ...]:
         return (*super().settings(), self.way)
 
@@ -188,6 +227,15 @@ class PairStore(AbstractStore):
         self.uncertainty += known.uncertainty
         self.about = joined(self.about, known.about)
 
+    def state(self) -> State:
+        found: State = {"confidence": self.confidence, "correct": self.correct}
+        return found | ({"uncertainty": self.uncertainty} if self.ranked else {})
+
+    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        for name, parts in state.items():
+            setattr(self, name, [parts] if isinstance(parts, Tensor) else list(parts))
+        self.about = replace(self.about, n=sum(map(len, self.confidence)))
+
     def pairs(self) -> Pairs:
         """Give all samples so far."""
         if not self.confidence:
@@ -218,6 +266,12 @@ class MassStore(AbstractHistogram):
     def merge(self, other: AbstractStore) -> None:
         self.kept.merge(self.same(other).kept)
 
+    def state(self) -> State:
+        return self.kept.state()
+
+    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        self.kept.load_state(state)
+
     def histogram(self) -> Histogram:
         found = self.kept.pairs()
         return Histogram(self.way.fill(found.confidence, found.correct), self.way.define(found.about))
@@ -226,60 +280,40 @@ class MassStore(AbstractHistogram):
         return (*super().settings(), self.way)
 
 
-class LossStore(AbstractStore):
-    """Keeps the sum of the log-losses of all samples."""
+class MeanStore(AbstractStore):
+    """Keeps the sum of a value per sample that depends on the probabilities of all classes.
 
-    def __init__(self, ignore_index: int | None) -> None:
+    Args:
+        values: returns the values of checked samples.
+        ignore_index: as in every store.
+    """
+
+    def __init__(self, values: Callable[[Rows], Tensor], ignore_index: int | None) -> None:
         super().__init__("class-wise", ignore_index)
-        self.total, self.floored, self.floor = 0.0, 0, 0.0
+        self.values = values
+        self.total = 0.0
 
     def take(self, found: Pairs | Rows) -> None:
         table = as_rows(found)
-        self._count(prob_losses(table.probs, table.labels), table.about)
-
-    def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
-        self._count(*losses_of(probs, labels, self.ignore_index))
-
-    def add_logits(self, logits: Array, labels: Array) -> None:
-        table = logit_rows(logits, labels, self.ignore_index)
-        self._count(logit_losses(table.probs, table.labels), table.about)
+        self.total += float(exact(self.values(table)).sum())
+        self.about = joined(self.about, table.about)
 
     def merge(self, other: AbstractStore) -> None:
         known = self.same(other)
-        self._take(known.total, known.floored, known.floor, known.about)
+        self.total += known.total
+        self.about = joined(self.about, known.about)
 
-    def _count(self, losses: Losses, about: Definition) -> None:
-        self._take(float(losses.values.sum()), losses.floored, losses.floor, about)
+    def mean(self) -> float:
+        """Return the mean of all samples so far."""
+        if self.about.n == 0:
+            raise UserError("no samples yet; call update first")
+        return self.total / self.about.n
 
-    def _take(self, total: float, floored: int, floor: float, about: Definition) -> None:
-        self.total += total
-        self.floored += floored
-        self.floor = max(self.floor, floor)
-        self.about = joined(self.about, about)
+    def state(self) -> State:
+        return {"total": _scalar(self.total), "samples": _count(self.about.n)}
 
-
-class BrierStore(AbstractStore):
-    """Keeps the sum of squared errors, and the bins that its parts are read from."""
-
-    def __init__(self, bins: int, ignore_index: int | None) -> None:
-        super().__init__("class-wise", ignore_index)
-        self.bins = BinStore(Binning(bins), "class-wise", ignore_index)
-        self.squares, self.label_squares = 0.0, 0.0
-
-    def take(self, found: Pairs | Rows) -> None:
-        table = as_rows(found)
-        self.bins.take(table)
-        self.squares += float(squared_errors(table.probs, table.labels).sum())
-        self.label_squares += float(label_squares(table.labels).sum())
-
-    def merge(self, other: AbstractStore) -> None:
-        known = self.same(other)
-        self.bins.merge(known.bins)
-        self.squares += known.squares
-        self.label_squares += known.label_squares
-
-    def settings(self) -> tuple[object, ...]:
-        return (*super().settings(), self.bins.way)
+    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        self.total, self.about = float(_one(state, "total")), replace(self.about, n=int(_one(state, "samples")))
 
 
 def as_pairs(found: Pairs | Rows) -> Pairs:
@@ -326,3 +360,83 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(parts)
     widest = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     return torch.cat([part.to(widest) for part in parts])
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _count(value: int) -> Tensor:
+    return torch.tensor(value, dtype=torch.int64)
+
+
+def _one(state: Mapping[str, Tensor | list[Tensor]], name: str) -> Tensor:
+    value = state[name]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _needed(num_classes: int | None) -> int:
+    if num_classes is None:
+        raise UserError("a metric of all classes needs num_classes")
+    return num_classes
+
+
+class Computes(Protocol):
+    """What an accumulator needs of its metric."""
+
+    name: ClassVar[str]
+
+    def compute(self, store: Any) -> Result:
+        """Compute the metric of all samples of a store."""
+
+
+class Accumulator:
+    """A metric that takes samples batch by batch.
+
+    Args:
+        metric: the metric.
+        store: what is kept between updates.
+    """
+
+    def __init__(self, metric: Computes, store: AbstractStore) -> None:
+        self.metric, self.store = metric, store
+
+    def update(self, probs: AnyPredictions | Array, labels: Array | None = None) -> "Accumulator":
+        """Add samples, given as probabilities; a batch in which no label counts is skipped."""
+        if not self.store.skips(labels):
+            self.store.add(probs, labels)
+        return self
+
+    def update_logits(self, logits: Array, labels: Array) -> "Accumulator":
+        """Add samples, given as logits; a batch in which no label counts is skipped."""
+        if not self.store.skips(labels):
+            self.store.add_logits(logits, labels)
+        return self
+
+    def merge(self, other: "Accumulator") -> "Accumulator":
+        """Add the samples of another accumulator of the same metric."""
+        if other.metric.name != self.metric.name:
+            raise UserError(f"cannot merge {other.metric.name} into {self.metric.name}")
+        self.store.merge(other.store)
+        return self
+
+    def sync(self) -> "Accumulator":
+        """Add the samples of all processes of a distributed run; call it once, after the last update."""
+        self.store.sync()
+        return self
+
+    def compute(self) -> Result:
+        """Compute the metric of all samples so far."""
+        return self.metric.compute(self.store)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept, for a checkpoint."""
+        return {"metric": self.metric.name, "state": self.store.state(), "about": asdict(self.store.about)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        if state["metric"] != self.metric.name:
+            raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
+        self.store.load_state(state["state"])
+        self.store.about = Definition(**state["about"])

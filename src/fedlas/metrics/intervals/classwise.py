@@ -24,7 +24,7 @@ from fedlas.metrics.bins import (
     exact,
     upper_entries,
 )
-from fedlas.metrics.resampling import RARE, AbstractGaps, Binomial, Floats, World, few_range, mean_deviation
+from fedlas.metrics.intervals.resampling import RARE, AbstractGaps, Binomial, Floats, World, few_range, mean_deviation
 from fedlas.predictions import parts_of
 
 MOST_AT_ONCE = 256  # resamples that share one reading of the table

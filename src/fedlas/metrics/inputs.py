@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas.errors import UserError, UserTypeError
+from fedlas.metrics.bins import exact
 from fedlas.metrics.result import Definition
 from fedlas.predictions import (
     AnyPredictions,
@@ -283,7 +284,7 @@ def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # triton speaks of its own settings
-            from fedlas.metrics.kernel import top_of_rows  # noqa: PLC0415
+            from fedlas.metrics.kernels.top_of_rows import top_of_rows  # noqa: PLC0415
 
             top_of_rows(torch.zeros(2, 2, device="cuda"))
     except Exception:  # whatever is missing, torch alone gives the same numbers
@@ -450,3 +451,23 @@ def _about(scores: Tensor, scope: Scope, soft: bool, split: str | None = None) -
         dtype=str(scores.dtype).removeprefix("torch."),
         split=split,
     )
+
+
+def correctness(found: Pairs) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
+    """Return whether each prediction is correct; a binary probability up to one half predicts class 0."""
+    if not (found.about.scope or "").startswith("positive"):
+        return found.correct
+    positive = found.confidence > 0.5
+    if found.correct.dtype == torch.bool:
+        return positive == found.correct
+    correct = exact(found.correct)
+    return torch.where(positive.to(correct.device), correct, 1 - correct)
+
+
+def answers(found: Pairs) -> Pairs:
+    """Take the answer that a binary probability stands for: class 1 above one half, with that much confidence, or 0."""
+    if not (found.about.scope or "").startswith("positive"):
+        return found
+    confidence = torch.where(found.confidence > 0.5, found.confidence, 1 - found.confidence)
+    about = replace(found.about, scope=(found.about.scope or "").replace("positive", "binary answers"))
+    return Pairs(confidence, correctness(found), about, found.log_uncertainty)

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from fedlas.metrics.resampling import Floats, Part, World
+from fedlas.metrics.intervals.resampling import Floats, Part, World
 
 MOST_STEPS = 40
 PRECISION = 1e-6  # of the observed total

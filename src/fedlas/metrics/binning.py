@@ -11,7 +11,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64
@@ -31,7 +31,9 @@ from fedlas.metrics.bins import (
     interpolated_edges,
     stack,
 )
+from fedlas.metrics.inputs import Given, Pairs, Rows, Scope, pairs, rows
 from fedlas.metrics.result import Definition
+from fedlas.predictions import Array
 
 Kind = Literal["width", "mass"]
 Compat = Literal["official", "torchmetrics", "netcal", "uncertainty-calibration"]
@@ -43,6 +45,7 @@ RULES = {
     "netcal": EdgeRule.LEFT,
     "uncertainty-calibration": EdgeRule.RIGHT,
 }
+EVERY_CLASS: set[Scope] = {"class-wise", "multi-label"}
 IN_FLOAT64 = {"netcal", "uncertainty-calibration"}
 
 
@@ -153,3 +156,43 @@ def _midpoint_edges(confidence: Float[Tensor, " n"], bins: int) -> Float64[Tenso
     inner = exact((ranked[ends - 1] + ranked[ends]) / 2)
     outer = torch.tensor([0.0, 1.0], dtype=torch.float64, device=inner.device)
     return torch.cat([outer[:1], inner, outer[1:]])
+
+
+class Histogram(NamedTuple):
+    """Filled bins, and what a result has to know about them."""
+
+    bins: Bins
+    about: Definition
+
+
+def histogram(
+    probs: Given,
+    labels: Array | None = None,
+    bins: int = 15,
+    *,
+    binning: Kind = "width",
+    scope: Scope = "top-label",
+    compat: Compat | None = None,
+    ignore_index: int | None = None,
+) -> Histogram:
+    """Sort predictions into bins; every error of this module is read from them.
+
+    Args:
+        probs: predictions, or rows of class probabilities.
+        labels: class numbers, or soft labels; not needed with predictions.
+        bins: how many.
+        binning: "width" for bins of equal width, "mass" for bins that hold equally many samples.
+        scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
+        compat: follow the rules of other code, to reproduce its numbers.
+        ignore_index: label of samples that do not count.
+    """
+    read = rows if scope in EVERY_CLASS else pairs
+    return histogram_of(read(probs, labels, scope, ignore_index), Binning(bins, binning, compat))
+
+
+def histogram_of(found: Pairs | Rows, way: Binning) -> Histogram:
+    """Sort samples that are already checked into bins."""
+    if isinstance(found, Rows):
+        return Histogram(way.fill_classes(found.probs, found.labels), way.define(found.about))
+    filled = found.once(("bins", way), lambda: way.fill(found.confidence, found.correct))
+    return Histogram(filled, way.define(found.about))

@@ -1,16 +1,15 @@
-"""Which of several models is better, and how sure that is.
+"""Paired comparison of two models on the same samples.
 
-Two models on the same samples are compared by a paired bootstrap: both are resampled together, so what makes samples
-easy or hard cancels. For sums of absolute gaps the two intervals of `interval.py` are put together with the correlation
-that the joint resampling shows, because the difference of two biased errors is biased as well.
+Both are resampled together, so that what makes samples easy or hard cancels. For sums of absolute gaps the two
+intervals of `intervals/inversion.py` are combined with the correlation that the joint resampling shows, because the
+difference of two biased errors is biased as well.
 """
 
-import html
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,80 +18,29 @@ from torch import Tensor
 
 from fedlas.column_names import short_list
 from fedlas.errors import UserError
-from fedlas.metrics import scoring
+from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling, check_level
 from fedlas.metrics.bins import exact
-from fedlas.metrics.interval import BOUNDS, Metric, brier_values, check_level, check_mean, gaps_of, nll_values
-from fedlas.metrics.inversion import confidence_curve, difference_interval, unbiased_totals
-from fedlas.metrics.resampling import (
+from fedlas.metrics.inputs import Given
+from fedlas.metrics.intervals.bootstrap import check_mean
+from fedlas.metrics.intervals.inversion import confidence_curve, difference_interval, unbiased_totals
+from fedlas.metrics.intervals.resampling import (
     AbstractGaps,
+    Bounds,
     Gaps,
     mean_deviations,
     mean_interval,
     sample_deviations,
     signed_range,
 )
-from fedlas.metrics.result import Definition, Interval, Result
-from fedlas.metrics.samples import Given, pairs
-from fedlas.metrics.selective import area_values, aurc, ranked_answers
+from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions, as_tensor
 
+RESAMPLES = 2_000
 METHOD = "paired bootstrap"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The difference of two models on the same samples.
-
-    Args:
-        first: the metric of the first model.
-        second: the metric of the second model.
-        interval: range of the difference, first minus second.
-        p_value: how often a difference this large would be seen if there were none.
-        better: "first", "second", or None where the interval holds zero, and where the smaller NLL is a lower bound
-            because labels have probability zero.
-    """
-
-    first: Result
-    second: Result
-    interval: Interval
-    p_value: float
-    better: Literal["first", "second"] | None
-
-    @property
-    def difference(self) -> float:
-        """The first model's value minus the second's."""
-        return float(self.first) - float(self.second)
-
-    def to_dict(self) -> dict[str, Any]:
-        """List everything as plain values that JSON knows."""
-        fields = {"first": self.first.to_dict(), "second": self.second.to_dict(), "difference": self.difference}
-        return fields | {"interval": asdict(self.interval), "p_value": self.p_value, "better": self.better}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Comparison":
-        """Return the comparison that `to_dict` described."""
-        first, second = (Result.from_dict(fields[name]) for name in ("first", "second"))
-        return cls(first, second, Interval(**fields["interval"]), fields["p_value"], fields["better"])
-
-    def _repr_html_(self) -> str:
-        """Show the comparison in a notebook."""
-        return f"<p>{html.escape(str(self))}</p>"
-
-    def __str__(self) -> str:
-        """Say it in a sentence."""
-        unit = 100 if self.first.definition.unit == "fraction" else 1
-        points, digits = (" points", 2) if unit == 100 else ("", 4)
-        low, high, gap = (unit * v for v in (self.interval.low, self.interval.high, self.difference))
-        verdict = "no difference is shown" if self.better is None else f"the {self.better} model is better"
-        return (
-            f"{self.first.definition.estimator} differs by {gap:+.{digits}f}{points} (first minus second), "
-            f"[{low:+.{digits}f}, {high:+.{digits}f}] at {100 * self.interval.level:g} %, "
-            f"p = {self.p_value:.3g}: {verdict}"
-        )
-
-
 def paired_bootstrap(
-    metric: Metric,
+    metric: AbstractMetric,
     first: AnyPredictions | Array,
     second: AnyPredictions | Array,
     labels: Array | None = None,
@@ -102,123 +50,122 @@ def paired_bootstrap(
     seed: int = 0,
     **options: Any,
 ) -> Comparison:
-    """Say whether one of two models is better on the same samples, and how sure that is.
+    """Compare two models on the same samples by a paired test.
 
     Args:
-        metric: `ece`, `aece`, `accuracy`, `nll`, `brier` or `aurc`.
+        metric: a metric with a paired method, such as `ece`, `accuracy`, `nll`, `brier` or `aurc`.
         first: predictions of the first model, or rows of class probabilities.
         second: the same of the second model, in the same order.
         labels: of both; not needed with predictions.
-        level: how often the interval should hold the true difference.
-        resamples: how many resamples to draw.
-        seed: of the random numbers; equal seeds give equal answers.
-        options: passed on to the metric.
-    """
-    check_level(level, resamples)
-    check_same_samples(first, second)
-    if metric in PER_SAMPLE:
-        each = [of_each_sample(metric, model, labels, **options) for model in (first, second)]
-        return paired_means(metric, *each, level=level, resamples=resamples, seed=seed)
-    return paired_gaps(metric, first, second, labels, level=level, resamples=resamples, seed=seed, **options)
-
-
-def paired_gaps(
-    metric: Metric,
-    first: Given,
-    second: Given,
-    labels: Array | None = None,
-    *,
-    level: float = 0.95,
-    resamples: int = 2_000,
-    seed: int = 0,
-    **options: Any,
-) -> Comparison:
-    """Compare two models by `ece` or `aece`, which pairs of confidence and correctness suffice for.
-
-    Args:
-        metric: `ece` or `aece`.
-        first: predictions, probabilities, or pairs of the first model.
-        second: the same of the second model, in the same order.
-        labels: of both; not needed with predictions or pairs.
-        level: confidence level of the interval.
+        level: confidence level of the interval of the difference.
         resamples: number of bootstrap resamples.
-        seed: random seed.
+        seed: random seed; equal seeds give equal results.
         options: passed on to the metric.
     """
-    check_level(level, resamples)
-    values = metric(first, labels, **options), metric(second, labels, **options)
-    gaps = [gaps_of(metric, model, labels, **options) for model in (first, second)]
-    low, high, p_value = _gap_difference(gaps, level, resamples, np.random.default_rng(seed))
-    return Comparison(*values, Interval(low, high, level, METHOD), p_value, _better(metric, low, high))
+    how = Resampling(level, resamples, seed)
+    check_same_samples(first, second)
+    return paired_method(metric).compare(metric, first, second, labels, how, **options)
+
+
+def paired_method(metric: AbstractMetric) -> AbstractPairedMethod:
+    """Return the paired method of a metric."""
+    method = getattr(metric, "paired", None)
+    if method is None:
+        name = getattr(metric, "name", getattr(metric, "__name__", metric))
+        raise UserError(f"models cannot be compared by {name}: it has no paired test")
+    found: AbstractPairedMethod = method
+    return found
 
 
 class EachSample(NamedTuple):
-    """A mean over samples, and what it is the mean of."""
+    """A mean over samples, and its value per sample."""
 
     mean: Result
     values: Float64[Tensor, " n"]
 
 
 def of_each_sample(
-    metric: Metric, model: AnyPredictions | Array, labels: Array | None = None, **options: Any
+    metric: AbstractMetric, model: AnyPredictions | Array, labels: Array | None = None, **options: Any
 ) -> EachSample:
-    """Measure `accuracy`, `nll`, `brier` or `aurc`, in all and sample by sample (AURC: by influence values)."""
-    found = EachSample(metric(model, labels, **options), exact(PER_SAMPLE[metric](model, labels, **options)))
+    """Compute a mean over samples together with its values per sample (AURC: influence values)."""
+    found = EachSample(metric(model, labels, **options), exact(metric.contributions(model, labels, **options)))
     check_mean(*found)
     return found
 
 
-def paired_means(
-    metric: Metric, first: EachSample, second: EachSample, *, level: float = 0.95, resamples: int = 2_000, seed: int = 0
-) -> Comparison:
-    """Compare two models by what is known of each sample; see `paired_bootstrap`.
+@dataclass(frozen=True)
+class PairedGaps(AbstractPairedMethod):
+    """Paired comparison of sums of absolute gaps, such as the ECE."""
+
+    def compare(
+        self, metric: AbstractMetric, first: Given, second: Given, labels: Array | None, how: Resampling, **options: Any
+    ) -> Comparison:
+        assert isinstance(metric, AbstractBinned)
+        values = metric(first, labels, **options), metric(second, labels, **options)
+        gaps = [metric.gaps(model, labels, **options) for model in (first, second)]
+        low, high, p_value = _gap_difference(gaps, how.level, how.resamples or RESAMPLES, how.rng())
+        return Comparison(*values, Interval(low, high, how.level, METHOD), p_value, _better(metric, low, high))
+
+
+@dataclass(frozen=True)
+class PairedMeans(AbstractPairedMethod):
+    """Paired comparison of means over samples.
 
     Args:
-        metric: what was measured.
-        first: by the first model.
-        second: by the second model, of the same samples in the same order.
-        level: how often the interval should hold the true difference.
-        resamples: how many resamples to draw.
-        seed: of the random numbers.
+        largest: how far two models can differ on one sample.
+        bounds: of the values, if there is no largest difference: the largest value seen stands for it, or without a
+            large one that of the bounds.
     """
-    check_level(level, resamples)
-    rng = np.random.default_rng(seed)
-    difference = (first.values - second.values).cpu().numpy()
-    low, high = mean_interval(difference, level, resamples, rng)
-    noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
-    # One more draw than there are, so that a finite number of draws never claims certainty.
-    tails = [(1 + int((side * noise >= side * observed).sum())) / (1 + resamples) for side in (1, -1)]
-    p_value = min(1.0, 2 * min(tails))
-    # Few differences, or none, are no sign that the next sample will show none.
-    least, most = signed_range(difference, level, _largest_difference(metric, first, second))
-    # Where few samples make most of the difference, the interval alone is too short: it holds what p does not exclude.
-    above, below = (observed - float(np.quantile(noise, share)) for share in ((1 - level) / 2, (1 + level) / 2))
-    low, high = min(low, least, below), max(high, most, above)
-    if p_value >= 1 - level:  # a matter of one draw
-        low, high = min(low, 0.0), max(high, 0.0)
-    p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
-    better = _better(metric, low, high)
-    winner = {"first": first.mean, "second": second.mean}.get(better or "")
-    if winner is not None and winner.details.get("floored"):
-        better = None  # labels of probability zero: this NLL is only a lower bound
-    return Comparison(first.mean, second.mean, Interval(low, high, level, METHOD), p_value, better)
+
+    largest: float = 0.0
+    bounds: Bounds | None = None
+
+    def compare(
+        self, metric: AbstractMetric, first: Given, second: Given, labels: Array | None, how: Resampling, **options: Any
+    ) -> Comparison:
+        ours, theirs = (of_each_sample(metric, cast("Any", model), labels, **options) for model in (first, second))
+        return self.compare_means(metric, ours, theirs, how)
+
+    def compare_means(
+        self,
+        metric: AbstractMetric,
+        first: tuple[Result, Float64[Tensor, " n"]],
+        second: tuple[Result, Float64[Tensor, " n"]],
+        how: Resampling,
+    ) -> Comparison:
+        level, resamples, rng = how.level, how.resamples or RESAMPLES, how.rng()
+        (first_mean, first_values), (second_mean, second_values) = first, second
+        difference = (first_values - second_values).cpu().numpy()
+        low, high = mean_interval(difference, level, resamples, rng)
+        noise, observed = mean_deviations(difference, resamples, rng), float(difference.mean())
+        # One more draw than there are, so that a finite number of draws never claims certainty.
+        tails = [(1 + int((side * noise >= side * observed).sum())) / (1 + resamples) for side in (1, -1)]
+        p_value = min(1.0, 2 * min(tails))
+        # Few differences, or none, are no sign that the next sample will show none.
+        least, most = signed_range(difference, level, self._largest(first_values, second_values))
+        # If few samples make most of the difference, the interval alone is too short: it holds what p does not exclude.
+        above, below = (observed - float(np.quantile(noise, share)) for share in ((1 - level) / 2, (1 + level) / 2))
+        low, high = min(low, least, below), max(high, most, above)
+        if p_value >= 1 - level:  # a matter of one draw
+            low, high = min(low, 0.0), max(high, 0.0)
+        p_value = max(p_value, 1 - level) if low <= 0 <= high else p_value
+        better = _better(metric, low, high)
+        winner = {"first": first_mean, "second": second_mean}.get(better or "")
+        if winner is not None and winner.details.get("floored"):
+            better = None  # labels of probability zero: this NLL is only a lower bound
+        return Comparison(first_mean, second_mean, Interval(low, high, level, METHOD), p_value, better)
+
+    def _largest(self, first: Float64[Tensor, " n"], second: Float64[Tensor, " n"]) -> float:
+        if self.bounds is None:
+            return self.largest
+        seen = float(torch.stack([first.max(), second.max()]).max())
+        return seen if seen > self.bounds.split else self.bounds.high
 
 
-def _largest_difference(metric: Metric, first: EachSample, second: EachSample) -> float:
-    """Return how far the models may differ on a sample unlike those seen.
-
-    There is no largest log-loss: the largest one seen stands for it, or without any large one that of `BOUNDS`.
-    """
-    if metric is not scoring.nll:
-        return LARGEST.get(metric, 0.0)
-    seen = float(torch.stack([first.values.max(), second.values.max()]).max())
-    return seen if seen > BOUNDS["NLL"].split else BOUNDS["NLL"].high
-
-
-def _better(metric: Metric, low: float, high: float) -> Literal["first", "second"] | None:
-    if low <= 0 <= high:
+def _better(metric: AbstractMetric, low: float, high: float) -> Literal["first", "second"] | None:
+    if low <= 0 <= high or metric.higher_is_better is None:
         return None
-    return "first" if (low > 0) == (metric is scoring.accuracy) else "second"
+    return "first" if (low > 0) == metric.higher_is_better else "second"
 
 
 def _gap_difference(
@@ -245,24 +192,6 @@ def _gap_difference(
         ends = difference_interval(first, second, correlation, middle)
         outside, inside = (outside, middle) if ends[0] <= 0 <= ends[1] else (middle, inside)
     return low, high, 1 - inside
-
-
-def _aurc_values(probs: AnyPredictions | Array, labels: Array | None, **options: Any) -> Tensor:
-    return area_values(ranked_answers(probs, labels, **options), "aurc")
-
-
-def _correct(probs: AnyPredictions | Array, labels: Array | None, **options: Any) -> Tensor:
-    return scoring.correctness(pairs(probs, labels, **options))
-
-
-# Largest difference of one sample; influence values of the AURC are below 2 but for a vanishing fraction.
-LARGEST: dict[Metric, float] = {scoring.accuracy: 1.0, scoring.brier: 2.0, aurc: 2.0}
-PER_SAMPLE: dict[Metric, Callable[..., Tensor]] = {
-    scoring.accuracy: _correct,
-    scoring.nll: nll_values,
-    scoring.brier: brier_values,
-    aurc: _aurc_values,
-}
 
 
 def check_draws(level: float, resamples: int) -> None:

@@ -13,60 +13,71 @@ Samples of equal confidence enter together, so that their order does not matter.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Unpack
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
+from fedlas.metrics.base import AbstractTopLabel
 from fedlas.metrics.bins import exact
+from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.result import Result
-from fedlas.metrics.samples import Given, Pairs, Which, pairs
-from fedlas.predictions import Array
 
 
-def ks_test(
-    probs: Given,
-    labels: Array | None = None,
-    **which: Unpack[Which],
-) -> Result:
-    """Measure the largest cumulative gap between confidence and accuracy; `details` hold its p-value."""
-    found = _hard(pairs(probs, labels, **which))
-    walk, scale = _walk(found)
-    value = float(walk.abs().max())
-    about = replace(found.about, estimator="KS calibration error", norm="maximum")
-    return Result(value, about, None, _evidence(value, scale, _ks_tail))
+class KSTest(AbstractTopLabel):
+    """Kolmogorov-Smirnov test: the largest cumulative gap between confidence and accuracy, with its p-value."""
+
+    name = "ks_test"
+    title = "KS calibration error"
+    needs_hard_labels = True
+    order = 190
+
+    def of_pairs(self, found: Pairs) -> Result:
+        walk, scale = _walk(_hard(found))
+        value = float(walk.abs().max())
+        about = replace(found.about, estimator=self.title, norm="maximum")
+        return Result(value, about, None, _evidence(value, scale, _ks_tail))
 
 
-def kuiper_test(
-    probs: Given,
-    labels: Array | None = None,
-    **which: Unpack[Which],
-) -> Result:
-    """Measure the largest gap between confidence and accuracy over any range of confidence, with its p-value."""
-    found = _hard(pairs(probs, labels, **which))
-    walk, scale = _walk(found)
-    value = float(walk.max() - walk.min())
-    about = replace(found.about, estimator="Kuiper calibration error", norm="range")
-    return Result(value, about, None, _evidence(value, scale, _kuiper_tail))
+class KuiperTest(AbstractTopLabel):
+    """Kuiper test: the largest cumulative gap over any range of confidence, with its p-value."""
+
+    name = "kuiper_test"
+    title = "Kuiper calibration error"
+    needs_hard_labels = True
+    order = 200
+
+    def of_pairs(self, found: Pairs) -> Result:
+        walk, scale = _walk(_hard(found))
+        value = float(walk.max() - walk.min())
+        about = replace(found.about, estimator=self.title, norm="range")
+        return Result(value, about, None, _evidence(value, scale, _kuiper_tail))
 
 
-def spiegelhalter_test(
-    probs: Given,
-    labels: Array | None = None,
-    **which: Unpack[Which],
-) -> Result:
-    """Test calibration by the Brier score that calibrated confidences would have; the value is a z-score."""
-    found = _hard(pairs(probs, labels, **which))
-    c, correct = exact(found.confidence), exact(found.correct)
-    spread = float(((1 - 2 * c).square() * c * (1 - c)).sum().sqrt())
-    total = float(((correct - c) * (1 - 2 * c)).sum())
-    about = replace(found.about, estimator="Spiegelhalter z", norm=None, unit="")
-    # Confidences of 0, 1/2 and 1 alone leave nothing to chance, or nothing to weigh.
-    impossible = 0.0 if total == 0 else math.copysign(math.inf, total)
-    z = impossible if spread == 0 else total / spread
-    return Result(z, about, None, {"p_value": _two_sided(z)})
+class SpiegelhalterTest(AbstractTopLabel):
+    """Spiegelhalter's test by the Brier score that calibrated confidences would have; the value is a z-score."""
+
+    name = "spiegelhalter_test"
+    title = "Spiegelhalter z"
+    unit = ""
+    higher_is_better = None
+    needs_hard_labels = True
+    order = 210
+
+    def of_pairs(self, found: Pairs) -> Result:
+        _hard(found)
+        c, correct = exact(found.confidence), exact(found.correct)
+        spread = float(((1 - 2 * c).square() * c * (1 - c)).sum().sqrt())
+        total = float(((correct - c) * (1 - 2 * c)).sum())
+        about = replace(found.about, estimator=self.title, norm=None, unit=self.unit)
+        # Confidences of 0, 1/2 and 1 alone leave nothing to chance, or nothing to weigh.
+        impossible = 0.0 if total == 0 else math.copysign(math.inf, total)
+        z = impossible if spread == 0 else total / spread
+        return Result(z, about, None, {"p_value": _two_sided(z)})
+
+
+ks_test, kuiper_test, spiegelhalter_test = KSTest(), KuiperTest(), SpiegelhalterTest()
 
 
 def _hard(found: Pairs) -> Pairs:

@@ -1,0 +1,364 @@
+"""Base classes of metrics, and of the methods for their confidence intervals and paired comparisons.
+
+A metric is an object that is called like a function, `ece(probs, labels)`. It owns its definition, its value, the
+values per sample that it is a mean of (if it is one), what streaming has to keep, and the methods of its confidence
+interval and of paired comparisons. Everything that lists metrics asks `fedlas.metrics.catalogue`; a new metric is one
+class in one file of this folder.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+
+import numpy as np
+from jaxtyping import Float64
+from torch import Tensor
+
+from fedlas.errors import UserError
+from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, Accumulator, MeanStore, PairStore
+from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
+from fedlas.metrics.bins import Bins, exact
+from fedlas.metrics.cells import Memory, histogram_store
+from fedlas.metrics.inputs import Given, Pairs, Rows, Scope, Which, answers, pairs, rows
+from fedlas.metrics.intervals.gaps import gaps_of
+from fedlas.metrics.intervals.resampling import AbstractGaps
+from fedlas.metrics.result import Comparison, Definition, Result
+from fedlas.predictions import AnyPredictions, Array, Predictions
+
+MIN_RESAMPLES = 20
+
+
+def check_level(level: float, resamples: int | None = None) -> None:
+    """Check a confidence level and a number of bootstrap resamples."""
+    if not 0 < level < 1:
+        raise UserError(f"level is {level}; a share between 0 and 1 is needed, such as 0.95")
+    if resamples is not None and resamples < MIN_RESAMPLES:
+        raise UserError(f"resamples is {resamples}; at least {MIN_RESAMPLES} are needed, better a thousand")
+
+
+class Resampling:
+    """How intervals and tests are computed.
+
+    Args:
+        level: confidence level.
+        resamples: number of bootstrap resamples; by default that of the method.
+        seed: random seed; equal seeds give equal intervals.
+    """
+
+    def __init__(self, level: float = 0.95, resamples: int | None = None, seed: int = 0) -> None:
+        check_level(level, resamples)
+        self.level, self.resamples, self.seed = level, resamples, seed
+
+    def rng(self) -> np.random.Generator:
+        """Return a new random generator."""
+        return np.random.default_rng(self.seed)
+
+
+class AbstractIntervalMethod(ABC):
+    """A method for confidence intervals of a metric."""
+
+    @abstractmethod
+    def measure(
+        self, metric: "AbstractMetric", probs: Given, labels: Array | None, how: Resampling, **options: Any
+    ) -> Result:
+        """Compute a metric with its interval."""
+
+    def is_applicable(self, found: Pairs) -> bool:
+        """Return whether there are enough samples for an interval with known coverage."""
+        del found
+        return True
+
+    def of_mean(self, found: Result, values: Float64[Tensor, " n"], how: Resampling) -> Result:
+        """Add the interval to a mean whose values per sample are known."""
+        del values, how
+        raise UserError(f"no interval with known coverage exists for {found.definition.estimator}")
+
+
+class AbstractPairedMethod(ABC):
+    """A method that compares two models on the same samples by one metric."""
+
+    @abstractmethod
+    def compare(
+        self,
+        metric: "AbstractMetric",
+        first: Given,
+        second: Given,
+        labels: Array | None,
+        how: Resampling,
+        **options: Any,
+    ) -> Comparison:
+        """Compare two models, whose samples are in the same order."""
+
+    def compare_means(
+        self,
+        metric: "AbstractMetric",
+        first: tuple[Result, Float64[Tensor, " n"]],
+        second: tuple[Result, Float64[Tensor, " n"]],
+        how: Resampling,
+    ) -> Comparison:
+        """Compare two models by the metric's values per sample."""
+        del first, second, how
+        raise UserError(f"{metric.name} is not a mean over samples")
+
+
+class AbstractMetric(ABC):
+    """A metric of probabilities and labels.
+
+    Attributes:
+        name: name in Python, files and options.
+        title: name in tables and figures.
+        higher_is_better: None if neither direction is better.
+        unit: "fraction" is shown as percent, anything else as it is.
+        needs_all_classes: whether the confidence of the top label is not enough.
+        is_binned: whether it takes a number of bins.
+        needs_hard_labels: whether it is undefined for soft labels.
+        in_summary: whether summary tables have a column of it.
+        is_compared: whether reports compare models by it.
+        order: position in lists of metrics.
+        interval: method of its confidence interval; None if no method with known coverage exists.
+        paired: method of paired comparisons; None if there is none.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    higher_is_better: ClassVar[bool | None] = False
+    unit: ClassVar[str] = "fraction"
+    needs_all_classes: ClassVar[bool] = False
+    is_binned: ClassVar[bool] = False
+    needs_hard_labels: ClassVar[bool] = False
+    in_summary: ClassVar[bool] = False
+    is_compared: ClassVar[bool] = False
+    order: ClassVar[int] = 100
+    interval: ClassVar[AbstractIntervalMethod | None] = None
+    paired: ClassVar[AbstractPairedMethod | None] = None
+
+    if TYPE_CHECKING:
+        __call__: Callable[..., Result]
+        store: Callable[..., AbstractStore]  # an empty store of what streaming has to keep; takes the metric's options
+
+    def __repr__(self) -> str:
+        return f"<metric {self.name}>"
+
+    def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
+        """Return one value per sample, in the order of the samples; their mean is the metric."""
+        del probs, labels, options
+        raise UserError(f"{self.name} is not a mean over samples")
+
+    @abstractmethod
+    def compute(self, store: Any) -> Result:
+        """Compute the metric of all samples of a store."""
+
+    def accumulator(self, **options: Any) -> Accumulator:
+        """Return an accumulator, which takes samples batch by batch: `update`, `merge`, `sync`, `compute`."""
+        return Accumulator(self, self.store(**options))
+
+    def of_top_labels(self, found: Pairs, bins: int) -> Result:
+        """Compute the metric of top-label confidences."""
+        return self(found, **({"bins": bins} if self.is_binned else {}))
+
+    def columns(self, part: Predictions) -> dict[str, Tensor]:
+        """Return what an evaluation keeps: columns with one value per sample, and sums without dimensions."""
+        del part
+        return {}
+
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result | None:
+        """Compute the metric from kept columns and the bins of all classes; None where they do not suffice."""
+        del columns, class_bins, about
+        return None
+
+    def column(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the kept column with the metric's values per sample."""
+        return columns[self.name]
+
+
+class AbstractMean(AbstractMetric):
+    """A mean over samples of values that depend on the probabilities of all classes."""
+
+    needs_all_classes = True
+
+    @abstractmethod
+    def values(self, table: Rows) -> Tensor:
+        """Return the value of each sample."""
+
+    def __call__(self, probs: Given, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
+        """Compute the metric.
+
+        Args:
+            probs: predictions, or rows of class probabilities.
+            labels: class numbers, or soft labels; not needed with predictions.
+            ignore_index: label of samples that do not count.
+        """
+        table = rows(probs, labels, ignore_index=ignore_index)
+        return self.result(float(exact(self.values(table)).mean()), table.about)
+
+    def result(self, value: float, about: Definition) -> Result:
+        """Return a value with its definition."""
+        return Result(value, replace(about, estimator=self.title, scope=None, unit=self.unit))
+
+    def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
+        return self.values(rows(probs, labels, **options))
+
+    def store(self, *, ignore_index: int | None = None) -> MeanStore:
+        return MeanStore(self.values, ignore_index)
+
+    def compute(self, store: MeanStore) -> Result:
+        return self.result(store.mean(), store.about)
+
+    def columns(self, part: Predictions) -> dict[str, Tensor]:
+        return {self.name: exact(self.values(rows(part)))}
+
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result | None:
+        del class_bins
+        return self.result(float(columns[self.name].mean()), about) if self.name in columns else None
+
+
+class AbstractBinned(AbstractMetric):
+    """A metric of the gaps between confidence and accuracy in bins.
+
+    Attributes:
+        binning: kind of the bins, unless another one is asked for.
+    """
+
+    is_binned = True
+    binning: ClassVar[Kind] = "width"
+
+    @abstractmethod
+    def of_bins(self, filled: Histogram) -> Result:
+        """Compute the metric of filled bins."""
+
+    def measure(self, probs: Given, labels: Array | None, bins: int, **options: Any) -> Result:
+        """Compute the metric; the options are those of `histogram`."""
+        return self.of_bins(histogram(probs, labels, bins, **{"binning": self.binning, **options}))
+
+    def gaps(
+        self,
+        probs: Given,
+        labels: Array | None = None,
+        bins: int = 15,
+        *,
+        binning: Kind | None = None,
+        scope: Scope = "top-label",
+        compat: Compat | None = None,
+        ignore_index: int | None = None,
+    ) -> AbstractGaps:
+        """Return the bin and the gap of every sample, from which intervals are computed."""
+        return gaps_of(probs, labels, Binning(bins, binning or self.binning, compat), scope, ignore_index)
+
+    def store(
+        self,
+        bins: int = 15,
+        *,
+        binning: Kind | None = None,
+        scope: Scope = "top-label",
+        compat: Compat | None = None,
+        ignore_index: int | None = None,
+        memory: Memory = "exact",
+    ) -> AbstractHistogram:
+        return histogram_store(Binning(bins, binning or self.binning, compat), scope, ignore_index, memory)
+
+    def compute(self, store: AbstractHistogram) -> Result:
+        found = self.of_bins(store.histogram())
+        bound = store.error_bound()
+        return found if bound is None else found.with_details(error_bound=bound)
+
+
+class AbstractFixedBinned(AbstractBinned):
+    """A metric whose kind of bins is part of its definition."""
+
+    def __call__(
+        self,
+        probs: Given,
+        labels: Array | None = None,
+        bins: int = 15,
+        *,
+        scope: Scope = "top-label",
+        compat: Compat | None = None,
+        ignore_index: int | None = None,
+    ) -> Result:
+        """Compute the metric.
+
+        Args:
+            probs: predictions, or rows of class probabilities.
+            labels: class numbers, or soft labels; not needed with predictions.
+            bins: number of bins.
+            scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
+            compat: follow the rules of other code, to reproduce its numbers.
+            ignore_index: label of samples that do not count.
+        """
+        return self.measure(probs, labels, bins, scope=scope, compat=compat, ignore_index=ignore_index)
+
+
+class AbstractFreelyBinned(AbstractBinned):
+    """A metric of bins of equal width or of equal mass."""
+
+    def __call__(
+        self,
+        probs: Given,
+        labels: Array | None = None,
+        bins: int = 15,
+        *,
+        binning: Kind | None = None,
+        scope: Scope = "top-label",
+        compat: Compat | None = None,
+        ignore_index: int | None = None,
+    ) -> Result:
+        """Compute the metric.
+
+        Args:
+            probs: predictions, or rows of class probabilities.
+            labels: class numbers, or soft labels; not needed with predictions.
+            bins: number of bins.
+            binning: "width" for bins of equal width, "mass" for bins with equally many samples.
+            scope: what is compared: "top-label", "class-wise", "positive" (binary) or "multi-label".
+            compat: follow the rules of other code, to reproduce its numbers.
+            ignore_index: label of samples that do not count.
+        """
+        options: dict[str, Any] = {"binning": binning or self.binning, "scope": scope, "compat": compat}
+        return self.measure(probs, labels, bins, **options, ignore_index=ignore_index)
+
+
+class AbstractTopLabel(AbstractMetric):
+    """A metric of confidences and whether they were correct, without bins.
+
+    Attributes:
+        ranked: whether the order of samples of equal confidence matters.
+    """
+
+    ranked: ClassVar[bool] = False
+
+    @abstractmethod
+    def of_pairs(self, found: Pairs) -> Result:
+        """Compute the metric of confidences and correctness."""
+
+    def __call__(self, probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Result:
+        """Compute the metric.
+
+        Args:
+            probs: predictions, or rows of class probabilities.
+            labels: class numbers, or soft labels; not needed with predictions.
+            which: `scope` ("top-label", "positive" or "confidence") and `ignore_index`.
+        """
+        return self.of_pairs(self.read(probs, labels, **which))
+
+    def read(self, probs: Given, labels: Array | None = None, **which: Unpack[Which]) -> Pairs:
+        """Return the confidence and correctness of each sample."""
+        found = pairs(probs, labels, **which, ranked=self.ranked)
+        return answers(found) if self.ranked else found
+
+    def values_of(self, found: Pairs) -> Tensor:
+        """Return one value per sample, in the order of the samples; their mean is the metric."""
+        del found
+        raise UserError(f"{self.name} is not a mean over samples")
+
+    def contributions(self, probs: Given, labels: Array | None = None, **which: Any) -> Tensor:
+        return self.values_of(self.read(probs, labels, **which))
+
+    def store(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> AbstractStore:
+        return PairStore(scope, ignore_index, ranked=self.ranked)
+
+    def compute(self, store: PairStore) -> Result:
+        return self.of_pairs(store.pairs())
+
+
+Model = AnyPredictions | Array

@@ -1,0 +1,270 @@
+"""Calibration errors from bins: how far confidence is from accuracy.
+
+With w_b the share of all n samples that fall into bin b, and gap_b its mean confidence minus its accuracy:
+
+    ECE         sum_b w_b |gap_b|            over equally wide bins of the top-label confidence
+    AECE        the same over bins that hold equally many samples
+    O-ECE       sum_b w_b max(gap_b, 0)      over-confidence
+    U-ECE       sum_b w_b max(-gap_b, 0)     under-confidence;  O + U = ECE
+    signed ECE  sum_b w_b gap_b = O - U      mean confidence minus accuracy
+    MCE         max_b |gap_b|
+    Lp error    (sum_b w_b |gap_b|^p)^(1/p)  RMS error for p = 2
+    debiased    (sum_b w_b (gap_b^2 - acc_b (1 - acc_b) / (n_b - 1)))^(1/2), the root of 0 where the sum is negative
+
+Class-wise errors compare the probability of each class with how often it is the label, and average over classes
+(before the root is taken; MCE takes the maximum). A class without samples counts like any other.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from fedlas.errors import UserError
+from fedlas.metrics.accumulators import AbstractHistogram
+from fedlas.metrics.base import AbstractBinned, AbstractFixedBinned, AbstractFreelyBinned
+from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
+from fedlas.metrics.bins import Bins
+from fedlas.metrics.inputs import Given
+from fedlas.metrics.intervals.bootstrap import GapInversion, MeanBootstrap
+from fedlas.metrics.intervals.resampling import AbstractGaps, Bounds
+from fedlas.metrics.paired import PairedGaps
+from fedlas.metrics.result import Definition, Result
+from fedlas.predictions import Array, as_tensor
+
+
+class ECE(AbstractFixedBinned):
+    """Expected calibration error: mean gap between confidence and accuracy over bins of equal width."""
+
+    name = "ece"
+    title = "ECE"
+    in_summary = True
+    is_compared = True
+    order = 20
+    interval = GapInversion()
+    paired = PairedGaps()
+
+    def of_bins(self, filled: Histogram) -> Result:
+        return l1_error(filled, self.title)
+
+
+class AECE(AbstractFixedBinned):
+    """Adaptive ECE: mean gap between confidence and accuracy over bins with equally many samples."""
+
+    name = "aece"
+    title = "AECE"
+    binning = "mass"
+    in_summary = True
+    order = 30
+    interval = GapInversion()
+    paired = PairedGaps()
+
+    def of_bins(self, filled: Histogram) -> Result:
+        return l1_error(filled, self.title)
+
+
+class ClasswiseECE(AbstractBinned):
+    """Calibration error of the probability of each class, averaged over all classes."""
+
+    name = "classwise_ece"
+    title = "class-wise ECE"
+    needs_all_classes = True
+    in_summary = True
+    order = 60
+    interval = GapInversion()
+
+    def __call__(
+        self,
+        probs: Given,
+        labels: Array | None = None,
+        bins: int = 15,
+        *,
+        binning: Kind = "width",
+        compat: Compat | None = None,
+        ignore_index: int | None = None,
+    ) -> Result:
+        """Compute the metric; see `AbstractBinned`."""
+        options: dict[str, Any] = {"binning": binning, "compat": compat, "ignore_index": ignore_index}
+        return self.measure(probs, labels, bins, scope="class-wise", **options)
+
+    def of_bins(self, filled: Histogram) -> Result:
+        return l1_error(filled, self.title)
+
+    def gaps(self, probs: Given, labels: Array | None = None, bins: int = 15, **options: Any) -> AbstractGaps:
+        return super().gaps(probs, labels, bins, **options, scope="class-wise")
+
+    def store(self, bins: int = 15, **options: Any) -> AbstractHistogram:
+        return super().store(bins, **options, scope="class-wise")
+
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result:
+        del columns
+        way = Binning(class_bins.counts.shape[-1])
+        return self.of_bins(Histogram(class_bins, way.define(about)))
+
+
+class AbstractSide(AbstractFreelyBinned):
+    """The part of the ECE from bins whose gap has one sign."""
+
+    sign: ClassVar[int]
+    side: ClassVar[str]
+    in_summary = True
+
+    def of_bins(self, filled: Histogram) -> Result:
+        each = (self.sign * filled.bins.weighted_gap).clamp_min(0).sum(-1)
+        return _result(filled, self.title, f"L1, {self.side} bins", float(each.mean()), each)
+
+
+class OverECE(AbstractSide):
+    """Over-confidence: the part of the ECE from bins whose confidence is above their accuracy."""
+
+    name = "over_ece"
+    title = "O-ECE"
+    sign = 1
+    side = "over-confident"
+    order = 40
+    interval = GapInversion("over")
+
+
+class UnderECE(AbstractSide):
+    """Under-confidence: the part of the ECE from bins whose confidence is below their accuracy."""
+
+    name = "under_ece"
+    title = "U-ECE"
+    sign = -1
+    side = "under-confident"
+    order = 50
+    interval = GapInversion("under")
+
+
+class SignedECE(AbstractFreelyBinned):
+    """Over-confidence minus under-confidence: mean confidence minus accuracy."""
+
+    name = "signed_ece"
+    title = "signed ECE"
+    higher_is_better = None
+    order = 110
+    interval = MeanBootstrap(Bounds(-1.0, 0.0, 1.0))
+
+    def of_bins(self, filled: Histogram) -> Result:
+        each = filled.bins.weighted_gap.sum(-1)
+        return _result(filled, self.title, "signed sum", float(each.mean()), each)
+
+    def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
+        return torch.from_numpy(self.gaps(probs, labels, **options).sample_gaps)
+
+
+class MCE(AbstractFreelyBinned):
+    """Maximum calibration error: the largest gap between confidence and accuracy of any bin."""
+
+    name = "mce"
+    title = "MCE"
+    order = 120
+
+    def of_bins(self, filled: Histogram) -> Result:
+        each = filled.bins.gap.abs().amax(-1)
+        return _result(filled, self.title, "maximum", float(each.max()), each)
+
+
+class RMSError(AbstractFreelyBinned):
+    """Root of the mean squared gap between confidence and accuracy."""
+
+    name = "rms_error"
+    title = "RMS calibration error"
+    order = 130
+    interval = GapInversion("rms")
+
+    def of_bins(self, filled: Histogram) -> Result:
+        return _power_error(filled, 2)
+
+
+class DebiasedL2(AbstractFreelyBinned):
+    """RMS gap without the part that finite samples show by chance (Kumar et al., 2019)."""
+
+    name = "debiased_l2"
+    title = "debiased L2 calibration error"
+    binning = "mass"
+    needs_hard_labels = True
+    order = 180
+    interval = GapInversion("rms")
+
+    def of_bins(self, filled: Histogram) -> Result:
+        if "soft" in (filled.about.scope or ""):
+            raise UserError("the debiased L2 error subtracts the variance of hard labels; these labels are soft")
+        found = filled.bins
+        chance = found.accuracy * (1 - found.accuracy) / (found.counts - 1).clamp_min(1)
+        squares = (found.gap**2 - chance) * (found.counts >= 2)
+        each = (squares * found.share).sum(-1).clamp_min(0)
+        return _result(filled, self.title, "L2, debiased", float(each.mean()) ** 0.5, each**0.5)
+
+
+ece, aece, classwise_ece = ECE(), AECE(), ClasswiseECE()
+over_ece, under_ece, signed_ece = OverECE(), UnderECE(), SignedECE()
+mce, rms_error, debiased_l2 = MCE(), RMSError(), DebiasedL2()
+
+
+def lp_error(probs: Given, labels: Array | None = None, bins: int = 15, p: float = 2, **options: Any) -> Result:
+    """Return the p-th root of the mean p-th power of the gaps; p = 1 is the ECE, p = 2 the RMS error.
+
+    Args:
+        probs: predictions, or rows of class probabilities.
+        labels: class numbers, or soft labels; not needed with predictions.
+        bins: number of bins.
+        p: the power, at least 1.
+        options: those of `histogram`.
+    """
+    return _power_error(histogram(probs, labels, bins, **options), p)
+
+
+def _power_error(filled: Histogram, p: float) -> Result:
+    if not 1 <= p < math.inf:
+        raise UserError(f"p is {p}; at least 1 is needed, and for the largest gap take mce")
+    each = (filled.bins.share * filled.bins.gap.abs() ** p).sum(-1)
+    name = "RMS calibration error" if p == 2 else f"L{p:g} calibration error"
+    return _result(filled, name, f"L{p:g}", float(each.mean()) ** (1 / p), each ** (1 / p))
+
+
+def l1_error(filled: Histogram, name: str) -> Result:
+    """Return the sum of the absolute gaps of all bins."""
+    each = filled.bins.weighted_gap.abs().sum(-1)
+    return _result(filled, name, "L1", float(each.mean()), each)
+
+
+def per_image(
+    metric: Callable[..., Result],
+    probs: Array,
+    labels: Array,
+    *,
+    ignore_index: int | None = None,
+    **options: Any,
+) -> Result:
+    """Measure a metric on each image of a stack of maps, and average; images without a label that counts are left out.
+
+    Args:
+        metric: any metric of one value, such as `ece`.
+        probs: class probabilities of shape `(n, classes, height, width)`.
+        labels: class numbers of shape `(n, height, width)`.
+        ignore_index: label of positions that do not count.
+        options: passed on to the metric.
+    """
+    maps, truth = as_tensor(probs, "probs"), as_tensor(labels, "labels")
+    if len(maps) != len(truth):
+        raise UserError(f"labels has {len(truth)} rows for {len(maps)} samples")
+    counted = [i for i, one in enumerate(truth) if ignore_index is None or bool((one != ignore_index).any())]
+    if not counted:
+        raise UserError("no image has a label that counts")
+    found = [metric(maps[i : i + 1], truth[i : i + 1], ignore_index=ignore_index, **options) for i in counted]
+    values = tuple(float(one) for one in found)
+    first = found[0].definition
+    about = replace(first, scope=f"{first.scope}, mean over images", n=sum(one.definition.n for one in found))
+    details = {"images": len(values), "left_out": len(maps) - len(values), "values": values}
+    return Result(sum(values) / len(values), about, None, details)
+
+
+def _result(filled: Histogram, name: str, norm: str, value: float, each: Float64[Tensor, "*classes"]) -> Result:
+    details = {"filled_bins": int((filled.bins.counts > 0).sum())}
+    parts = {"per_class": tuple(each.tolist())} if each.ndim else {}
+    return Result(value, replace(filled.about, estimator=name, norm=norm), details=details | parts)

@@ -1,0 +1,196 @@
+"""All metrics of one set of predictions, from one pass over it.
+
+A table of 50,000 x 1,000 probabilities is large and its metrics are small. An `EvaluationAccumulator` takes predictions
+batch by batch and keeps a few numbers per sample (confidence, correctness, log(1 - confidence), and the columns that
+metrics of all classes ask for) and one histogram per class. Every metric of the catalogue is computed from those.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlas.metrics.accumulators import BIN_SUMS
+from fedlas.metrics.base import AbstractMetric, Resampling
+from fedlas.metrics.binning import Binning, histogram_of
+from fedlas.metrics.bins import Bins, exact
+from fedlas.metrics.catalogue import all_metrics, compared_metrics
+from fedlas.metrics.inputs import Pairs, pairs
+from fedlas.metrics.intervals.bootstrap import bootstrap
+from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, paired_method
+from fedlas.metrics.result import Comparison, Definition, Result
+from fedlas.predictions import AnyPredictions, Predictions
+
+TOP_LABEL = ("confidence", "correct", "log_uncertainty")
+
+
+class EvaluationAccumulator:
+    """Keeps what metrics need while predictions are read.
+
+    Args:
+        bins: number of bins of calibration errors.
+    """
+
+    def __init__(self, bins: int = 15) -> None:
+        self.way = Binning(bins)
+        self.class_bins: Bins | None = None
+        self.metrics = all_metrics()
+        self._about: list[Definition] = []
+        self._parts: list[dict[str, Tensor]] = []
+
+    def update(self, part: AnyPredictions) -> None:
+        """Add predictions."""
+        found = pairs(part, ranked=True)
+        kept = {"confidence": found.confidence, "correct": found.correct}
+        if found.log_uncertainty is not None:
+            kept["log_uncertainty"] = found.log_uncertainty
+        self._about.append(found.about)
+        if isinstance(part, Predictions):
+            filled = self.way.fill_classes(part.probs, part.labels)
+            self.class_bins = filled if self.class_bins is None else self.class_bins + filled
+            for metric in self.metrics.values():
+                if metric.needs_all_classes:
+                    kept |= metric.columns(part)
+        self._parts.append(kept)
+
+    def merge(self, other: "EvaluationAccumulator") -> None:
+        """Add the samples of another accumulator."""
+        self._about += other._about
+        self._parts += other._parts
+        if other.class_bins is not None:
+            self.class_bins = other.class_bins if self.class_bins is None else self.class_bins + other.class_bins
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return the kept columns of all samples; values without dimensions are added up."""
+        return {name: self._column(name) for name in self._parts[0]}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what is kept: a few numbers per sample and one histogram per class."""
+        kept = {name: one for name, one in self.columns().items() if one.ndim}
+        if self.class_bins is not None:
+            kept |= {f"class_{name}": getattr(self.class_bins, name) for name in BIN_SUMS}
+        return {name: one.cpu() for name, one in kept.items()}
+
+    @classmethod
+    def from_state_dict(
+        cls, columns: Mapping[str, Tensor], split: str | None = None, bins: int = 15
+    ) -> "EvaluationAccumulator":
+        """Return an accumulator with a saved state; how many losses were floored is no longer known."""
+        made = cls(bins)
+        about = pairs(columns["confidence"], columns["correct"], "confidence").about
+        made._about.append(replace(about, scope="top-label", split=split))
+        samples = len(columns["confidence"])
+        made._parts.append({n: one for n, one in columns.items() if not n.startswith("class_") and len(one) == samples})
+        if "class_counts" in columns:
+            counts, confidence, correct = (columns[f"class_{name}"] for name in BIN_SUMS)
+            edges = made.way.edges(columns["confidence"][:0])
+            made.class_bins = Bins(edges, counts, confidence, correct, samples, made.way.rule)
+        return made
+
+    def histograms(self, top: Pairs | None = None) -> dict[str, Bins]:
+        """Return the bins of the top label, of equal width and of equal mass, for reliability diagrams.
+
+        Args:
+            top: the pairs of this accumulator, which keep what `compute` has computed of them.
+        """
+        found = self.top if top is None else top
+        ways = {"width": self.way, "mass": replace(self.way, kind="mass")}
+        return {name: histogram_of(found, way).bins.cpu() for name, way in ways.items()}
+
+    def compute(self, how: Resampling | None = None, top: Pairs | None = None) -> dict[str, Result]:
+        """Compute every metric.
+
+        Args:
+            how: how to compute intervals, of metrics for which a method with known coverage exists; None for none.
+            top: the pairs of this accumulator, which keep what is computed of them.
+        """
+        found = self.top if top is None else top
+        columns = {} if self.class_bins is None else self.columns()
+        results = {}
+        for name, metric in self.metrics.items():
+            result = (
+                self._of_columns(metric, columns, how)
+                if metric.needs_all_classes
+                else _of_top_labels(metric, found, self.way.bins, how)
+            )
+            if result is not None:
+                results[name] = result
+        return results
+
+    def compare(
+        self,
+        other: "EvaluationAccumulator",
+        ours: Mapping[str, Result],
+        theirs: Mapping[str, Result],
+        how: Resampling,
+    ) -> dict[str, Comparison]:
+        """Compare two sets of predictions of the same samples by paired tests.
+
+        Args:
+            other: the second set of predictions.
+            ours: results of this accumulator.
+            theirs: results of the other one.
+            how: confidence level, resamples and seed; with fewer resamples than the level needs there are no tests.
+        """
+        try:
+            check_draws(how.level, how.resamples or RESAMPLES)
+        except ValueError:
+            return {}
+        found = {}
+        columns = self.columns(), other.columns()
+        for name, metric in compared_metrics().items():
+            if name not in ours or name not in theirs:
+                continue
+            method = paired_method(metric)
+            if metric.is_binned:
+                test = method.compare(metric, self.top, other.top, None, how, bins=self.way.bins)
+                found[name] = replace(test, first=ours[name], second=theirs[name])
+                continue
+            first, second = (
+                EachSample(result[name], exact(one._values(metric, kept)))
+                for one, result, kept in zip((self, other), (ours, theirs), columns, strict=True)
+            )
+            found[name] = method.compare_means(metric, first, second, how)
+        return found
+
+    def _values(self, metric: AbstractMetric, columns: Mapping[str, Tensor]) -> Tensor:
+        return metric.column(columns) if metric.needs_all_classes else metric.contributions(self.top)
+
+    def _column(self, name: str) -> Tensor:
+        parts = [part[name] for part in self._parts]
+        if parts[0].ndim:
+            return torch.cat(parts)
+        return torch.stack(parts).amax() if name == "floor" else torch.stack(parts).sum()
+
+    @property
+    def top(self) -> Pairs:
+        """The confidence of the most probable class of each sample, and whether it was correct."""
+        kept = [self._column(name) if name in self._parts[0] else None for name in TOP_LABEL]
+        confidence, correct, uncertainty = kept
+        assert confidence is not None
+        assert correct is not None
+        return Pairs(confidence, correct, replace(self._about[0], n=len(confidence)), uncertainty)
+
+    def _of_columns(
+        self, metric: AbstractMetric, columns: Mapping[str, Tensor], how: Resampling | None
+    ) -> Result | None:
+        if self.class_bins is None:
+            return None
+        scope = (self._about[0].scope or "").replace("top-label", "class-wise")
+        about = replace(self._about[0], scope=scope, n=len(columns["confidence"]))
+        found = metric.of_columns(columns, self.class_bins, about)
+        if found is None or how is None or metric.interval is None or metric.is_binned:
+            return found
+        return metric.interval.of_mean(found, exact(metric.column(columns)), how)
+
+
+def _of_top_labels(metric: AbstractMetric, found: Pairs, bins: int, how: Resampling | None) -> Result | None:
+    """Compute a metric of top-label confidences, with its interval where that has known coverage."""
+    if metric.needs_hard_labels and found.correct.dtype != torch.bool:
+        return None
+    options: dict[str, Any] = {"bins": bins} if metric.is_binned else {}
+    if how is None or metric.interval is None or not metric.interval.is_applicable(found):
+        return metric(found, **options)
+    return bootstrap(metric, found, level=how.level, resamples=how.resamples, seed=how.seed, **options)

@@ -1,0 +1,226 @@
+"""Methods for confidence intervals, and `bootstrap`, which computes a metric with its interval.
+
+A binned error is a sum of absolute gaps, T = sum_b |g_b|, so noise makes it too large: even a perfectly calibrated
+model shows the `noise_floor`. Plain percentile intervals add that bias a second time and miss the true value about half
+of the time. `GapInversion` inverts a test instead:
+
+1. Resampling gives deviations Z of the gaps (`resampling.py`).
+2. A one-parameter family of possible truths is laid through the observed gaps: mu_b(t) is g_b moved towards zero, or
+   away from it, by a multiple of its standard error, such that sum_b |mu_b(t)| = t.
+3. The interval holds every t for which the observed T lies in the middle 95 % of sum_b |mu_b(t) + Z_b|.
+
+Where a bin expects or shows few errors, as most bins of a saturated model do, its noise is that of binomial errors at
+the rate supposed, so that intervals hold for few samples too; they are then wide. The root of the mean squared gap is
+treated in the same way, and its interval is that of the debiased error too: both estimate one thing.
+
+Means over samples (`MeanBootstrap`: NLL, Brier score, signed ECE) get bias-corrected and accelerated intervals, and so
+do the areas under risk-coverage curves, as means of influence values. Where large losses are few, the exact range of
+their share is part of the interval. Accuracy gets a Wilson interval, which holds even if every prediction is correct;
+with soft labels it is a mean like the others.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from fedlas.errors import UserError
+from fedlas.metrics.base import AbstractBinned, AbstractIntervalMethod, AbstractMetric, AbstractTopLabel, Resampling
+from fedlas.metrics.bins import exact
+from fedlas.metrics.inputs import Given, Pairs
+from fedlas.metrics.intervals.binomial import wilson
+from fedlas.metrics.intervals.classwise import ClassGaps
+from fedlas.metrics.intervals.inversion import inverted_interval
+from fedlas.metrics.intervals.resampling import RARE, AbstractGaps, Bounds, Part, World, few_range, mean_interval
+from fedlas.metrics.result import Interval, Result
+from fedlas.predictions import Array
+
+SIDES: tuple[Part, Part] = ("over", "under")
+DEFAULT_RESAMPLES = 10_000
+
+
+def bootstrap(
+    metric: AbstractMetric,
+    probs: Given,
+    labels: Array | None = None,
+    *,
+    level: float = 0.95,
+    resamples: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Result:
+    """Compute a metric with its confidence interval.
+
+    Args:
+        metric: a metric with an interval, such as `ece`, `accuracy`, `nll` or `aurc`.
+        probs: predictions, or rows of class probabilities.
+        labels: class numbers, or soft labels; not needed with predictions.
+        level: confidence level.
+        resamples: number of bootstrap resamples; 10,000 by default, 1,000 for class-wise errors.
+        seed: random seed; equal seeds give equal intervals.
+        options: passed on to the metric.
+    """
+    how = Resampling(level, resamples, seed)
+    method = getattr(metric, "interval", None)
+    if method is None:
+        name = getattr(metric, "name", getattr(metric, "__name__", metric))
+        raise UserError(f"no interval with known coverage exists for {name}")
+    found: Result = method.measure(metric, probs, labels, how, **options)
+    return found
+
+
+@dataclass(frozen=True)
+class GapInversion(AbstractIntervalMethod):
+    """Interval of a sum of absolute or squared gaps, by test inversion.
+
+    Args:
+        part: "both" for all bins, "over" and "under" for those of one direction, "rms" for the root of squares.
+    """
+
+    part: Part = "both"
+
+    def measure(
+        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+    ) -> Result:
+        found = metric(probs, labels, **options)
+        assert isinstance(metric, AbstractBinned)
+        gaps = metric.gaps(probs, labels, **options)
+        if self.part == "rms" and isinstance(gaps, ClassGaps):
+            raise UserError("no interval with known coverage exists for the root of class-wise squares")
+        interval = self._interval(gaps, _resampled(gaps, probs, how), how.level)
+        return found.with_interval(interval, **({"noise_floor": gaps.noise_floor()} if self.part == "both" else {}))
+
+    def _interval(self, gaps: AbstractGaps, distribution: World, level: float) -> Interval:
+        low, high = inverted_interval(distribution, self.part, level)
+        below, above = gaps.unseen(level)
+        if (self.part in SIDES and gaps.samples < RARE) or high + above <= low - below:
+            # Samples of confidence 1 cannot be under-confident, but samples that were not seen can be.
+            above += few_range(0, gaps.samples, level)[1]
+        low, high = low - below, high + above
+        return Interval(min(1.0, max(0.0, low)), min(1.0, max(0.0, high)), level, gaps.method)
+
+
+def _resampled(gaps: AbstractGaps, probs: Given, how: Resampling) -> World:
+    """Resample gaps; once for all metrics of the same pairs that have the same gaps."""
+
+    def resample() -> World:
+        return gaps.resample(how.resamples, how.rng())
+
+    # The pairs hold their gaps, so that no other gaps can have the same id.
+    return probs.once((id(gaps), how.resamples, how.seed), resample) if isinstance(probs, Pairs) else resample()
+
+
+@dataclass(frozen=True)
+class AbstractMeanInterval(AbstractIntervalMethod):
+    """Interval of a mean over samples: bias-corrected and accelerated bootstrap.
+
+    Args:
+        bounds: smallest and largest possible value of a sample, and what separates small from large ones.
+    """
+
+    bounds: Bounds | None = None
+
+    def of_mean(self, found: Result, values: Float64[Tensor, " n"], how: Resampling) -> Result:
+        check_mean(found, values)
+        low, high = mean_interval(
+            values.cpu().numpy(), how.level, how.resamples or DEFAULT_RESAMPLES, how.rng(), self.bounds
+        )
+        method = "bootstrap, bias-corrected and accelerated"
+        return found.with_interval(Interval(low, high, how.level, method, self.note(values, how.level)))
+
+    def note(self, values: Float64[Tensor, " n"], level: float) -> str:
+        """Return what a reader has to know to understand the width of the interval."""
+        del values, level
+        return ""
+
+
+@dataclass(frozen=True)
+class MeanBootstrap(AbstractMeanInterval):
+    """Interval of a mean of the metric's values per sample."""
+
+    def measure(
+        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+    ) -> Result:
+        found = metric(probs, labels, **options)
+        return self.of_mean(found, exact(metric.contributions(probs, labels, **options)), how)
+
+
+@dataclass(frozen=True)
+class LossBootstrap(AbstractMeanInterval):
+    """Interval of a mean loss without an upper bound; it says so if no large loss was seen."""
+
+    def measure(
+        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+    ) -> Result:
+        found = metric(probs, labels, **options)
+        return self.of_mean(found, exact(metric.contributions(probs, labels, **options)), how)
+
+    def note(self, values: Float64[Tensor, " n"], level: float) -> str:
+        assert self.bounds is not None
+        if bool((values > self.bounds.split).any()):
+            return ""
+        rate = few_range(0, len(values), level)[1]
+        return (
+            f"no label has a probability below one half; the upper end allows for {100 * rate:.2g} % of labels, which "
+            f"{len(values):,} samples do not exclude, with the smallest probability of float32"
+        )
+
+
+@dataclass(frozen=True)
+class AreaBootstrap(AbstractMeanInterval):
+    """Interval of an area under a risk-coverage curve, from influence values.
+
+    Args:
+        bounds: as in `AbstractMeanInterval`.
+        min_samples: errors and correct predictions that are needed; with fewer, an area depends on single samples.
+    """
+
+    min_samples: int = 20
+
+    def is_applicable(self, found: Pairs) -> bool:
+        correct = float(exact(found.correct).sum())
+        return self.min_samples <= correct <= len(found.correct) - self.min_samples
+
+    def measure(
+        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+    ) -> Result:
+        assert isinstance(metric, AbstractTopLabel)
+        found = metric.read(probs, labels, **options)
+        if not self.is_applicable(found):
+            correct = float(exact(found.correct).sum())
+            raise UserError(
+                f"no interval with known coverage exists for the {metric.name} of {len(found.correct) - correct:g} "
+                f"errors and {correct:g} correct predictions; {self.min_samples} of each are needed"
+            )
+        values = metric.values_of(found)
+        by_confidence = values[found.ranking[0].to(values.device)]  # stored intervals were drawn in this order
+        measured = self.of_mean(metric.of_pairs(found), exact(by_confidence), how)
+        interval = measured.interval
+        assert interval is not None
+        return measured.with_interval(replace(interval, low=max(0.0, interval.low), high=min(1.0, interval.high)))
+
+
+@dataclass(frozen=True)
+class WilsonInterval(AbstractMeanInterval):
+    """Interval of the share of correct predictions; with soft labels that of a mean."""
+
+    def measure(
+        self, metric: AbstractMetric, probs: Given, labels: Array | None, how: Resampling, **options: Any
+    ) -> Result:
+        found, hits = metric(probs, labels, **options), metric.contributions(probs, labels, **options)
+        if hits.dtype == torch.bool:
+            return found.with_interval(wilson(float(found), found.n, how.level))
+        return self.of_mean(found, exact(hits), how)
+
+
+def check_mean(found: Result, values: Float64[Tensor, " n"]) -> None:
+    """Raise if a mean is not finite, and name the sample that adds the most to it."""
+    if not math.isfinite(float(found)):
+        row = int(values.abs().argmax())
+        raise UserError(
+            f"{found.definition.estimator} is beyond the largest number: row {row} alone has {float(values[row]):.3g}; "
+            "its logits are too far apart"
+        )

@@ -1,0 +1,453 @@
+"""Scores of whole predictions: how often they are right, and how much probability they give to what happens.
+
+With p_i the probabilities of sample i, y_i its label as a row (one-hot, or soft), and means over samples:
+
+    accuracy   mean of y_i[argmax p_i]
+    top-k      mean of [fewer than k classes come before the label]; of equal probabilities the first class comes first
+    NLL        mean of -sum_k y_ik log p_ik, in nats; probabilities of zero are raised to a stated floor,
+               half of the last decimal where `Predictions` were rounded
+    Brier      mean of sum_k (p_ik - y_ik)^2, between 0 and 2
+
+The Brier score is decomposed over equally wide bins b of each class's probability, with f_bk how often class k occurs
+in bin b, m_bk its mean probability there, w_bk the share of samples, f_k the overall frequency:
+
+    reliability  sum_kb w_bk (m_bk - f_bk)^2     0 when calibrated
+    resolution   sum_kb w_bk (f_bk - f_k)^2      large when the bins tell samples apart
+    uncertainty  sum_k  mean(y_ik^2) - f_k^2     of the labels alone
+    within_bins  what is left: Brier = reliability - resolution + uncertainty + within_bins
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from fedlas.errors import UserError
+from fedlas.metrics.accumulators import AbstractStore, BinStore, MeanStore, State, as_rows, joined
+from fedlas.metrics.base import AbstractMetric, AbstractTopLabel
+from fedlas.metrics.binning import Binning
+from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
+from fedlas.metrics.inputs import (
+    Given,
+    Pairs,
+    Rows,
+    Scope,
+    correctness,
+    in_one_read,
+    logit_rows,
+    logit_rows_of,
+    rows,
+)
+from fedlas.metrics.intervals.bootstrap import LossBootstrap, MeanBootstrap, WilsonInterval
+from fedlas.metrics.intervals.resampling import Bounds
+from fedlas.metrics.paired import PairedMeans
+from fedlas.metrics.result import Definition, Result
+from fedlas.predictions import AnyPredictions, Array, Predictions, least_log_prob, least_prob, slices_of
+
+LARGE = 0.9  # probability of a label
+TOP = 5
+# A loss above log 2 is that of a label with less than half of the probability. There is no largest loss: that of the
+# smallest normal float32 stands for losses that were not seen; no loss is cut to it.
+NLL_BOUNDS = Bounds(0.0, math.log(2), -math.log(torch.finfo(torch.float32).tiny))
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The negative log-likelihood of each sample, and how many probabilities were raised to the floor."""
+
+    values: Float64[Tensor, " n"]
+    floor: float
+    floored: int
+
+
+class Accuracy(AbstractTopLabel):
+    """How often the most probable class is the label."""
+
+    name = "accuracy"
+    title = "accuracy"
+    higher_is_better = True
+    in_summary = True
+    is_compared = True
+    order = 10
+    interval = WilsonInterval(Bounds(0.0, 0.5, 1.0))  # the bounds are for soft labels
+    paired = PairedMeans(largest=1.0)
+
+    def of_pairs(self, found: Pairs) -> Result:
+        return Result(float(exact(correctness(found)).mean()), replace(found.about, estimator=self.title))
+
+    def values_of(self, found: Pairs) -> Tensor:
+        return correctness(found)
+
+    def store(self, *, scope: Scope = "top-label", ignore_index: int | None = None) -> BinStore:
+        if scope != "top-label":
+            raise UserError(f'accuracy is accumulated for scope "top-label", not {scope!r}')
+        return BinStore(Binning(1), scope, ignore_index)
+
+    def compute(self, store: Any) -> Result:
+        filled, about = store.histogram()
+        plain = replace(about, estimator=self.title, bins=None, edges=None)
+        return Result(float(filled.correct_sum.sum()) / filled.n, plain)
+
+
+class NLL(AbstractMetric):
+    """Mean negative log-likelihood of the labels, in nats."""
+
+    name = "nll"
+    title = "NLL"
+    unit = "nats"
+    needs_all_classes = True
+    in_summary = True
+    is_compared = True
+    order = 70
+    interval = LossBootstrap(NLL_BOUNDS)
+    paired = PairedMeans(bounds=NLL_BOUNDS)
+
+    def __call__(self, probs: Given, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
+        """Compute the metric; logits inside `Predictions` are used as they are and need no floor."""
+        losses, about = losses_of(probs, labels, ignore_index)
+        return self.result(float(losses.values.mean()), losses.floored, losses.floor, about)
+
+    def result(self, value: float, floored: int, floor: float, about: Definition) -> Result:
+        """Return the mean loss, and the floor of probabilities that was used."""
+        about = replace(about, estimator=self.title, scope=None, unit=self.unit)
+        return Result(value, about, None, {"floor": floor, "floored": floored})
+
+    def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
+        return losses_of(probs, labels, **options)[0].values
+
+    def store(self, *, ignore_index: int | None = None) -> "LossStore":
+        return LossStore(ignore_index)
+
+    def compute(self, store: "LossStore") -> Result:
+        if store.about.n == 0:
+            raise UserError("no samples yet; call update first")
+        return self.result(store.total / store.about.n, store.floored, store.floor, store.about)
+
+    def columns(self, part: Predictions) -> dict[str, Tensor]:
+        given = part.given_probs
+        losses = (
+            logit_losses(part.logits, part.labels) if given is None else prob_losses(given, part.labels, part.decimals)
+        )
+        sums = {"floored": torch.tensor(losses.floored), "floor": torch.tensor(losses.floor, dtype=torch.float64)}
+        return {"loss": losses.values, **sums}
+
+    def column(self, columns: Mapping[str, Tensor]) -> Tensor:
+        return columns["loss"]
+
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result:
+        del class_bins
+        floored, floor = (float(columns.get(name, torch.zeros(()))) for name in ("floored", "floor"))
+        return self.result(float(columns["loss"].mean()), int(floored), floor, about)
+
+
+class Brier(AbstractMetric):
+    """Mean squared distance between probabilities and labels."""
+
+    name = "brier"
+    title = "Brier score"
+    unit = ""
+    needs_all_classes = True
+    in_summary = True
+    is_compared = True
+    order = 80
+    interval = MeanBootstrap(Bounds(0.0, 0.5, 2.0))
+    paired = PairedMeans(largest=2.0)
+
+    def __call__(
+        self, probs: Given, labels: Array | None = None, bins: int | None = None, *, ignore_index: int | None = None
+    ) -> Result:
+        """Compute the metric.
+
+        Args:
+            probs: predictions, or rows of class probabilities.
+            labels: class numbers, or soft labels; not needed with predictions.
+            bins: number of bins of probability to decompose the score over; `details` then hold its parts. None
+                computes the score alone.
+            ignore_index: label of samples that do not count.
+        """
+        table = rows(probs, labels, ignore_index=ignore_index)
+        squares = squared_errors(table.probs, table.labels)
+        if bins is None:
+            return self._alone(float(squares.mean()), table.about)
+        filled = class_statistics(table.probs, table.labels, equal_width_edges(bins), EdgeRule.RIGHT)
+        return brier_result(float(squares.sum()), float(label_squares(table.labels).sum()), filled, table.about)
+
+    def _alone(self, value: float, about: Definition) -> Result:
+        plain = replace(about, estimator=self.title, scope=None, unit="", bins=None, edges=None, norm=None)
+        return Result(value, plain)
+
+    def contributions(
+        self, probs: Given, labels: Array | None = None, bins: int | None = None, **options: Any
+    ) -> Tensor:
+        del bins  # only the parts of the score have bins
+        table = rows(probs, labels, **options)
+        return squared_errors(table.probs, table.labels)
+
+    def store(self, bins: int | None = None, *, ignore_index: int | None = None) -> "BrierStore":
+        return BrierStore(bins, ignore_index)
+
+    def compute(self, store: "BrierStore") -> Result:
+        filled, about = store.bins.histogram()
+        whole = brier_result(store.squares, store.label_squares, filled, about)
+        return whole if store.decomposed else self._alone(float(whole), about)
+
+    def columns(self, part: Predictions) -> dict[str, Tensor]:
+        errors = squared_errors(part.probs, part.labels)
+        return {"squared_error": errors, "label_square": label_squares(part.labels)}
+
+    def column(self, columns: Mapping[str, Tensor]) -> Tensor:
+        return columns["squared_error"]
+
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result:
+        squares, lengths = columns["squared_error"], columns["label_square"]
+        return brier_result(float(squares.sum()), float(lengths.sum()), class_bins, about)
+
+
+class Top5(AbstractMetric):
+    """How often the label is among the five most probable classes."""
+
+    name = "top_5"
+    title = "top-5 accuracy"
+    higher_is_better = True
+    needs_all_classes = True
+    needs_hard_labels = True
+    order = 220
+
+    def __call__(self, probs: Given, labels: Array | None = None, *, ignore_index: int | None = None) -> Result:
+        """Compute the metric."""
+        return top_k(probs, labels, TOP, ignore_index=ignore_index)
+
+    def store(self, *, ignore_index: int | None = None) -> MeanStore:
+        return MeanStore(_among_first, ignore_index)
+
+    def compute(self, store: MeanStore) -> Result:
+        return self._result(store.mean(), store.about)
+
+    def _result(self, value: float, about: Definition) -> Result:
+        return Result(value, replace(about, estimator=self.title, scope=f"top-{TOP}"))
+
+    def columns(self, part: Predictions) -> dict[str, Tensor]:
+        if part.labels.ndim > 1 or part.probs.shape[1] <= TOP:
+            return {}
+        return {"among_first": label_ranks(part.probs, part.labels) < TOP}
+
+    def of_columns(self, columns: Mapping[str, Tensor], class_bins: Bins, about: Definition) -> Result | None:
+        del class_bins
+        if "among_first" not in columns:
+            return None
+        return self._result(float(exact(columns["among_first"]).mean()), about)
+
+
+accuracy, nll, brier, top_5 = Accuracy(), NLL(), Brier(), Top5()
+
+
+def _among_first(table: Rows) -> Tensor:
+    return label_ranks(table.probs, table.labels) < TOP
+
+
+def top_k(probs: Given, labels: Array | None = None, k: int = 5, *, ignore_index: int | None = None) -> Result:
+    """Measure how often the label is among the k most probable classes."""
+    table = rows(probs, labels, ignore_index=ignore_index)
+    if k < 1:
+        raise UserError(f"k is {k}; at least 1 is needed")
+    if table.labels.ndim == 2:
+        best = table.probs.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        hits = exact(table.labels.gather(1, best)).sum(1)  # shares in float16 do not add up to one
+    else:
+        hits = label_ranks(table.probs, table.labels) < k
+    about = replace(table.about, estimator=f"top-{k} accuracy", scope=f"top-{k}")
+    return Result(float(exact(hits).mean()), about)
+
+
+def label_ranks(probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Count the classes that come before the label; of equal probabilities the first class comes first."""
+    own = probs.gather(1, labels[:, None])
+    earlier = torch.arange(probs.shape[1], device=own.device) < labels[:, None]
+    return ((probs > own) | ((probs == own) & earlier)).sum(1)
+
+
+def prob_losses(
+    probs: Float[Tensor, "n classes"],
+    labels: Int[Tensor, " n"] | Float[Tensor, "n classes"],
+    decimals: int | None = None,
+) -> Losses:
+    """Return the negative log-likelihood of each sample from probabilities, which may be rounded to some decimals."""
+    floor, least = least_prob(probs.dtype), least_log_prob(probs.dtype)
+    if decimals is not None:
+        floor = 0.5 * 10.0**-decimals
+        least = math.log(floor)
+    if labels.ndim == 1:
+        own = exact(probs.gather(1, labels[:, None])[:, 0])
+        return Losses(-torch.where(own > 0, own.log(), least), floor, int((own <= 0).sum()))
+    wanted = labels > 0
+    low = wanted & (probs <= 0)
+    logs = torch.where(low, least, torch.where(wanted, _wide(probs, labels).log(), 0))
+    return Losses(-exact((labels * logs).sum(1)), floor, int(low.any(1).sum()))
+
+
+def logit_losses(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Losses:
+    """Find the negative log-likelihood of each sample from logits."""
+    read = in_one_read(logits) if labels.ndim == 1 else None
+    if read is not None:
+        # log p of the label is log p of the top class less the lead of that one.
+        top, label = (exact(logits.gather(1, place[:, None])[:, 0]) for place in (read[1], labels))
+        return Losses(top - label - exact(read[0]).log(), 0.0, 0)
+    own = []
+    for part in slices_of(logits):
+        found, truth = exact(_log_likelihoods(_wide(logits[part]), labels[part])), labels[part]
+        beyond = ~torch.isfinite(found)  # logits farther apart than float32 reaches
+        if bool(beyond.any()):
+            place = beyond.to(logits.device)
+            found[beyond] = _log_likelihoods(exact(logits[part][place]), exact(truth[place]).to(truth.dtype))
+        own.append(found)
+    return Losses(-torch.cat(own), 0.0, 0)
+
+
+def _log_likelihoods(logits: Float[Tensor, "n classes"], labels: Tensor) -> Float[Tensor, " n"]:
+    logs = logits.log_softmax(dim=1)
+    if labels.ndim == 1:
+        return logs.gather(1, labels[:, None])[:, 0]
+    return torch.where(labels == 0, 0.0, logs * labels).sum(1)  # 0 times infinity is nothing here
+
+
+def losses_of(probs: Given, labels: Array | None, ignore_index: int | None = None) -> tuple[Losses, Definition]:
+    """Check predictions and find the negative log-likelihood of each sample."""
+    if isinstance(probs, Predictions) and probs.given_probs is None:
+        table = logit_rows_of(probs, labels, ignore_index)
+        return logit_losses(table.probs, table.labels), table.about
+    table = rows(probs, labels, ignore_index=ignore_index)
+    decimals = probs.decimals if isinstance(probs, Predictions) else None
+    return prob_losses(table.probs, table.labels, decimals), table.about
+
+
+class LossStore(AbstractStore):
+    """Keeps the sum of the log-losses of all samples."""
+
+    def __init__(self, ignore_index: int | None) -> None:
+        super().__init__("class-wise", ignore_index)
+        self.total, self.floored, self.floor = 0.0, 0, 0.0
+
+    def take(self, found: Pairs | Rows) -> None:
+        table = as_rows(found)
+        self._count(prob_losses(table.probs, table.labels), table.about)
+
+    def add(self, probs: AnyPredictions | Array, labels: Array | None) -> None:
+        self._count(*losses_of(probs, labels, self.ignore_index))
+
+    def add_logits(self, logits: Array, labels: Array) -> None:
+        table = logit_rows(logits, labels, self.ignore_index)
+        self._count(logit_losses(table.probs, table.labels), table.about)
+
+    def state(self) -> State:
+        values = {"total": self.total, "floored": float(self.floored), "floor": self.floor}
+        found: State = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        return found | {"samples": torch.tensor(self.about.n)}
+
+    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        names = ("total", "floored", "floor", "samples")
+        self.total, floored, self.floor, n = (float(cast("Tensor", state[name])) for name in names)
+        self.floored, self.about = int(floored), replace(self.about, n=int(n))
+
+    def merge(self, other: AbstractStore) -> None:
+        known = self.same(other)
+        self._take(known.total, known.floored, known.floor, known.about)
+
+    def _count(self, losses: Losses, about: Definition) -> None:
+        self._take(float(losses.values.sum()), losses.floored, losses.floor, about)
+
+    def _take(self, total: float, floored: int, floor: float, about: Definition) -> None:
+        self.total += total
+        self.floored += floored
+        self.floor = max(self.floor, floor)
+        self.about = joined(self.about, about)
+
+
+class BrierStore(AbstractStore):
+    """Keeps the sum of squared errors, and the bins that its parts are read from."""
+
+    def __init__(self, bins: int | None, ignore_index: int | None) -> None:
+        super().__init__("class-wise", ignore_index)
+        self.decomposed = bins is not None
+        self.bins = BinStore(Binning(bins or 1), "class-wise", ignore_index)
+        self.squares, self.label_squares = 0.0, 0.0
+
+    def take(self, found: Pairs | Rows) -> None:
+        table = as_rows(found)
+        self.bins.take(table)
+        self.squares += float(squared_errors(table.probs, table.labels).sum())
+        self.label_squares += float(label_squares(table.labels).sum())
+
+    def merge(self, other: AbstractStore) -> None:
+        known = self.same(other)
+        self.bins.merge(known.bins)
+        self.squares += known.squares
+        self.label_squares += known.label_squares
+
+    def state(self) -> State:
+        return self.bins.state() | self._sums() if self.bins.filled is not None else {}
+
+    def _sums(self) -> State:
+        values = {"squares": self.squares, "label_squares": self.label_squares}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+    def empty_state(self, num_classes: int | None = None) -> State:
+        return self.bins.empty_state(num_classes) | self._sums()
+
+    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        self.bins.load_state({name: value for name, value in state.items() if "squares" not in name})
+        if state:
+            self.squares, self.label_squares = (float(cast("Tensor", state[n])) for n in ("squares", "label_squares"))
+
+    def settings(self) -> tuple[object, ...]:
+        return (*super().settings(), self.bins.way)
+
+
+def squared_errors(
+    probs: Float[Tensor, "n classes"], labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]
+) -> Float64[Tensor, " n"]:
+    """Find the squared distance of each row from its label."""
+    if labels.ndim == 2:
+        return exact((_wide(probs, labels) - labels).square().sum(1))
+    found = []
+    for part in slices_of(probs):
+        table, place = probs[part].contiguous(), labels[part, None]  # sums in float32 depend on the layout
+        own = exact(table.gather(1, place)[:, 0])
+        others = exact(torch.linalg.vector_norm(_wide(table), dim=1)) ** 2 - own**2
+        # Next to a large probability of the label, the squares of the others are lost in rounding: those rows are added
+        # up without it. Not all rows, because that takes a copy of the table.
+        large = (own > LARGE).nonzero()[:, 0].to(table.device)
+        rest = _wide(table[large]).scatter_(1, place[large], 0)  # indexing has made a copy
+        others[large.to(others.device)] = exact(torch.linalg.vector_norm(rest, dim=1)) ** 2
+        found.append(others.clamp_min(0) + (1 - own) ** 2)
+    return torch.cat(found)
+
+
+def label_squares(labels: Int[Tensor, " n"] | Float[Tensor, "n classes"]) -> Float64[Tensor, " n"]:
+    """Find the squared length of each label as a row."""
+    return exact(_wide(labels).square().sum(1)) if labels.ndim == 2 else exact(torch.ones_like(labels))
+
+
+def _wide(table: Float[Tensor, "n classes"], other: Tensor | None = None) -> Float[Tensor, "n classes"]:
+    """Take a table in float32 or better; copies of whole tables in float64 are what a device has no room for."""
+    wide = torch.promote_types(table.dtype, torch.float32)
+    return table.to(wide if other is None else torch.promote_types(wide, other.dtype))
+
+
+def brier_result(squares: float, label_length: float, filled: Bins, about: Definition) -> Result:
+    """Put the Brier score and its parts together from sums over all samples."""
+    value = squares / filled.n
+    frequency = filled.correct_sum.sum(-1, keepdim=True) / filled.n
+    reliability = float((filled.share * filled.gap**2).sum())
+    resolution = float((filled.share * (filled.accuracy - frequency) ** 2).sum())
+    uncertainty = label_length / filled.n - float((frequency**2).sum())
+    parts = {"reliability": reliability, "resolution": resolution, "uncertainty": uncertainty}
+    parts["within_bins"] = value - (reliability - resolution + uncertainty)
+    bins = filled.counts.shape[-1]
+    about = replace(
+        about, estimator="Brier score", scope=None, unit="", bins=bins, edges=f"equal-width bins {filled.rule}"
+    )
+    return Result(value, about, None, parts)
