@@ -32,7 +32,7 @@ import torch
 
 import fedlas
 from fedlas import metrics
-from fedlas.metrics.streaming import AbstractStream
+from fedlas.metrics.catalogue import all_metrics
 from fedlas.predictions import Predictions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -199,14 +199,11 @@ def streams(most: int, patience: float) -> Iterator[Point]:
     """Every stream against samples, fed with the same chunk again and again."""
     logits, labels, *_ = problem(min(CHUNK, most), 10)
     probs = logits.softmax(1)
-    for name in metrics.__all__:
-        kind: Any = getattr(metrics, name)
-        if not isinstance(kind, type) or not issubclass(kind, AbstractStream):
-            continue
+    for name, metric in all_metrics().items():
 
-        def feed(n: int, kind: Any = kind) -> Call:
+        def feed(n: int, metric: Any = metric) -> Call:
             def call() -> object:
-                made = kind()
+                made = metric.accumulator()
                 for start in range(0, n, CHUNK):
                     made.update(probs[: n - start], labels[: n - start])
                 return made.compute()

@@ -140,7 +140,9 @@ def errors(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     logits, labels, probs = data.logits, data.labels, data.probs
     classes = probs.shape[1]
     ece: dict[str, Candidate] = {"fedlas": lambda: metrics.ece(probs, labels)}
-    from_logits: dict[str, Candidate] = {"fedlas": lambda: metrics.ECE().update_logits(logits, labels).compute()}
+    from_logits: dict[str, Candidate] = {
+        "fedlas": lambda: metrics.ece.accumulator().update_logits(logits, labels).compute()
+    }
     largest: dict[str, Candidate] = {"fedlas": lambda: metrics.mce(probs, labels)}
     mass: dict[str, Candidate] = {"fedlas": lambda: metrics.aece(probs, labels)}
     every: dict[str, Candidate] = {"fedlas": lambda: metrics.classwise_ece(probs, labels)}
@@ -202,7 +204,7 @@ def scores(data: Data) -> Iterator[tuple[str, dict[str, Candidate]]]:
     logits, labels, probs = data.logits, data.labels, data.probs
     nll: dict[str, Candidate] = {"fedlas": lambda: metrics.nll(probs, labels)}
     from_logits: dict[str, Candidate] = {
-        "fedlas": lambda: metrics.NLL().update_logits(logits, labels).compute(),
+        "fedlas": lambda: metrics.nll.accumulator().update_logits(logits, labels).compute(),
         "F.cross_entropy": lambda: torch.nn.functional.cross_entropy(logits, labels),
     }
     brier: dict[str, Candidate] = {"fedlas": lambda: metrics.brier(probs, labels)}
@@ -347,10 +349,10 @@ def measure_chunks(shape: str, chunk: int) -> list[Figure]:
     calls: dict[str, Candidate] = {
         "read": lambda: torch.stack([part.amax() for part in parts]).amax().item(),
         "plain torch, ECE": plain,
-        "ECE": streamed(metrics.ECE),
-        "AECE": streamed(metrics.AECE),
-        "NLL": streamed(metrics.NLL),
-        "ClasswiseECE": streamed(metrics.ClasswiseECE),
+        "ECE": streamed(metrics.ece.accumulator),
+        "AECE": streamed(metrics.aece.accumulator),
+        "NLL": streamed(metrics.nll.accumulator),
+        "ClasswiseECE": streamed(metrics.classwise_ece.accumulator),
     }
     best: dict[str, float] = {}
     values: dict[str, float | None] = {}

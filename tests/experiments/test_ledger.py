@@ -19,7 +19,7 @@ from fedlas.experiments.kept import Kept, kept_of, problems, record
 from fedlas.experiments.ledger import Ledger, Line, line_id
 from fedlas.experiments.planning import experiment_named, planned
 from fedlas.metrics import accuracy, ece, nll
-from fedlas.metrics.digest import Digest
+from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
 from fedlas.posthoc import build_calibrator
 from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions
@@ -279,9 +279,9 @@ def test_lines_with_a_file_each_stay_valid_until_the_run_is_recorded_again(copy)
     book = Ledger(copy / "old")
     recipe = next(line.recipe for line in Ledger(copy / "results").lines.values() if line.method == "ce")
     run = Run(copy / "runs" / recipe.name)
-    whole, digest = run.predictions("best-test"), Digest()
-    digest.take(whole)
-    columns = {name: column.numpy() for name, column in digest.columns().items()}
+    whole, accumulator = run.predictions("best-test"), EvaluationAccumulator()
+    accumulator.update(whole)
+    columns = {name: column.numpy() for name, column in accumulator.state_dict().items()}
     halves = whole.logits.numpy().astype(np.float16)
     stored = {None: {"logits": halves}, "temperature": columns | {"prediction": halves.argmax(1)}}
     for posthoc, arrays in stored.items():

@@ -139,13 +139,14 @@ def classwise_ece(table: Table, bins: int = 15, binning: str = "width", compat: 
     return ece(replace(table, scope="class-wise"), bins, binning, compat)
 
 
-def over_under(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> tuple[float, float]:
+def over_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None, sign: int = 1) -> float:
     found = gaps(table, bins, binning, compat)
-    over, under = (
-        mean_over(table, [sum((max(sign * gap, Fraction()) for _, gap, _ in one), Fraction()) for one in found])
-        for sign in (1, -1)
-    )
-    return float(over), float(under)
+    each = [sum((max(sign * gap, Fraction()) for _, gap, _ in one), Fraction()) for one in found]
+    return float(mean_over(table, each))
+
+
+def under_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:
+    return over_ece(table, bins, binning, compat, sign=-1)
 
 
 def signed_ece(table: Table, bins: int = 15, binning: str = "width", compat: str | None = None) -> float:

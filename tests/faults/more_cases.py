@@ -289,7 +289,7 @@ def judge_knn(draw: Draw) -> str:
 
 # Intervals and comparisons
 
-SUMS = ("ece", "aece", "classwise_ece", "over_under", "rms_error", "debiased_l2")
+SUMS = ("ece", "aece", "classwise_ece", "over_ece", "under_ece", "rms_error", "debiased_l2")
 MEANS = ("signed_ece", "nll", "brier")
 AREAS = ("aurc", "e_aurc", "augrc")  # of twenty errors at least, which these inputs never have
 WITHOUT = ("mce", "top_k", "smooth_ece")

@@ -36,7 +36,8 @@ import plain  # noqa: E402
 
 import fedlas  # noqa: E402
 from fedlas import metrics  # noqa: E402
-from fedlas.metrics.streaming import AbstractStream  # noqa: E402
+from fedlas.metrics.base import AbstractMetric  # noqa: E402
+from fedlas.metrics.catalogue import all_metrics  # noqa: E402
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OTHERS = (torch.int64, torch.bool, torch.complex64, torch.uint8)
@@ -441,8 +442,8 @@ def judge_metric(name: str, metric: Callable[..., Any], draw: Draw) -> str:
     return compare(name, found, rows, options, text)
 
 
-def judge_stream(name: str, stream: type[AbstractStream[Any]], draw: Draw) -> str:
-    options = _options(stream, draw)
+def judge_stream(name: str, metric: AbstractMetric, draw: Draw) -> str:
+    stream, options = metric.accumulator, _options(metric.store, draw)
     if draw.byte() % 4 == 3:
         return judge_logits(name, lambda s, y: stream(**options).update_logits(s, y).compute(), options, draw)
     scores, labels = metric_input(draw)
@@ -477,7 +478,7 @@ def _options(function: Any, draw: Draw) -> dict[str, Any]:
     return bins | ({"k": draw.whole(1, 5)} if _takes(function, "k") else {})
 
 
-EITHER_WAY = {"over_under", "signed_ece", "mce", "rms_error", "lp_error", "histogram", "debiased_l2"}
+EITHER_WAY = {"over_ece", "under_ece", "signed_ece", "mce", "rms_error", "lp_error", "histogram", "debiased_l2"}
 BINNED = EITHER_WAY | {"ece"}
 ROWS = {"nll", "brier", "top_k", "classwise_ece"}  # which know no scope
 PRESETS = ("official", "torchmetrics", "netcal", "uncertainty-calibration")
@@ -741,7 +742,7 @@ def close(values: list[float], expected: list[float], most: float, size: float, 
 def metric_functions() -> dict[str, Callable[..., Any]]:
     """The public functions of probabilities and labels."""
     found = {name: getattr(metrics, name) for name in metrics.__all__}
-    functions = {name: one for name, one in found.items() if inspect.isfunction(one)}
+    functions = {name: one for name, one in found.items() if inspect.isfunction(one) or isinstance(one, AbstractMetric)}
     return {
         name: one
         for name, one in functions.items()
@@ -749,10 +750,9 @@ def metric_functions() -> dict[str, Callable[..., Any]]:
     }
 
 
-def streams() -> dict[str, type[AbstractStream[Any]]]:
-    """The public streams."""
-    found = {name: getattr(metrics, name) for name in metrics.__all__}
-    return {name: one for name, one in found.items() if inspect.isclass(one) and issubclass(one, AbstractStream)}
+def streams() -> dict[str, AbstractMetric]:
+    """The metrics, fed batch by batch."""
+    return dict(all_metrics())
 
 
 def loss_targets() -> list[Target]:

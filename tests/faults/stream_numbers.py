@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from fedlas import metrics
-from fedlas.metrics import AECE, AURC, ECE, MCE, NLL, Accuracy, Brier, ClasswiseECE, OverUnder, SignedECE, SmoothECE
+from fedlas.metrics.catalogue import all_metrics
 
 BLOCK, CLASSES = 100_000, 5
-STREAMS: tuple[Any, ...] = (ECE, ClasswiseECE, MCE, SignedECE, OverUnder, Accuracy, NLL, Brier, AECE, AURC, SmoothECE)
+STREAMS: tuple[Any, ...] = tuple(all_metrics().values())
 
 
 def block(number: int, n: int, seed: int, length: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def chunks(numbers: range, n: int, seed: int, length: int) -> Iterator[tuple[Ten
 def part(given: tuple[range, int, int, int], kinds: tuple[Any, ...] = STREAMS) -> tuple[bytes, int]:
     """Feed all streams with one process's share, and give them as bytes: as tensors each would need an open file."""
     torch.set_num_threads(1)
-    made, seen = [kind() for kind in kinds], 0
+    made, seen = [kind.accumulator() for kind in kinds], 0
     for probs, labels in chunks(*given):
         seen += len(labels)
         for stream in made:
@@ -81,7 +81,7 @@ def campaign(
         merged = [one.merge(other) for one, other in zip(merged, pickle.loads(found[place][0]), strict=True)]
     streamed = time.monotonic() - start
     rows = []
-    whole = [kind() for kind in kinds]
+    whole = [kind.accumulator() for kind in kinds]
     for number in every:
         probs, labels = block(number, n, seed, length)
         for stream in whole:
@@ -159,10 +159,10 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=1_000_000)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="*", choices=[kind.__name__ for kind in STREAMS], help="streams")
+    parser.add_argument("--only", nargs="*", choices=[kind.name for kind in STREAMS], help="streams")
     parser.add_argument("--out", type=Path, default=Path("build/faults/streams.json"))
     given = parser.parse_args()
-    kinds = tuple(kind for kind in STREAMS if given.only is None or kind.__name__ in given.only)
+    kinds = tuple(kind for kind in STREAMS if given.only is None or kind.name in given.only)
     found = campaign(given.n, given.processes, given.seed, kinds) | {"ways": ways(min(given.n, 200_000), given.seed)}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(found, indent=1))

@@ -13,7 +13,8 @@ from number_cases import CLASSES, SAMPLES, Target
 
 import fedlas
 from fedlas import metrics, ood
-from fedlas.metrics import NLL, accuracy, ece, inversion, kde_ece, top_k
+from fedlas.metrics import accuracy, ece, kde_ece, nll, top_k
+from fedlas.metrics.intervals import inversion
 from fedlas.predictions import as_tensor
 
 SLOW = {"smooth_curve", "smooth_ece", "kde_ece", "SmoothECE"}  # tens of milliseconds each
@@ -210,14 +211,14 @@ def test_the_kde_error_of_one_confidence_is_its_gap(confidence):
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_single_number_is_no_table(value):
     with pytest.raises(ValueError, match="logits"):
-        NLL().update_logits(torch.tensor(value), torch.tensor([0]))
+        nll.accumulator().update_logits(torch.tensor(value), torch.tensor([0]))
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([0, 1, 0]), torch.ones(3)], ids=["hard", "soft"])
 def test_a_row_of_logits_is_no_table(labels):
     """The NLL of logits without a second dimension raised IndexError."""
     with pytest.raises(ValueError, match=r"logits.*\(3,\)"):
-        NLL().update_logits(torch.zeros(3), labels)
+        nll.accumulator().update_logits(torch.zeros(3), labels)
 
 
 @pytest.mark.parametrize("size", [1e200, 1e-200, 1e308, 5e-324])

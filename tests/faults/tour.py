@@ -66,9 +66,9 @@ def training(folder: Path) -> dict[str, Any]:
     import fedlas
     from fedlas.experiments import kept
     from fedlas.experiments.ledger import Ledger
-    from fedlas.metrics.digest import Intervals
+    from fedlas.metrics.base import Resampling
 
-    kept.Intervals = partial(Intervals, resamples=RESAMPLES)
+    kept.Resampling = partial(Resampling, resamples=RESAMPLES)
     run = fedlas.fit(short("fedlas_ls", epochs=2), out=folder / named("Lauf Nr. 1 – 跑"))
     ledger = Ledger(folder / named("Büro"))
     kept.record(run, "small", ledger)

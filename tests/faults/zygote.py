@@ -29,7 +29,7 @@ from runs_of import assert_same, log_without_times, prediction_bytes  # noqa: E4
 
 from fedlas.experiments import kept  # noqa: E402
 from fedlas.experiments.ledger import Ledger  # noqa: E402
-from fedlas.metrics.digest import Intervals  # noqa: E402
+from fedlas.metrics.base import Resampling  # noqa: E402
 from fedlas.training import Recipe, Run, checkpoint, fit, loop  # noqa: E402
 from fedlas.training.session import Session  # noqa: E402
 
@@ -184,7 +184,7 @@ def warm(recipe: Recipe, folder: Path) -> None:
         return
     WARM.append(True)
     torch.set_num_threads(1)
-    kept.Intervals = lambda: Intervals(resamples=20)  # as many as usual take longer than the run
+    kept.Resampling = lambda: Resampling(resamples=20)  # as many as usual take longer than the run
     names = folder / "modules.json"
 
     def job() -> None:

@@ -20,8 +20,8 @@ from fedlas.metrics import (
     paired_bootstrap,
     signed_ece,
 )
+from fedlas.metrics.intervals.binomial import wilson
 from fedlas.metrics.paired import check_draws
-from fedlas.metrics.interval import wilson
 from fedlas.predictions import Predictions
 from metrics import cases
 

@@ -40,7 +40,7 @@ def test_ignored_labels_of_predictions_do_not_count():
             metrics.ece(soft if soft is not None else probs, None if soft is not None else probs, ignore_index=1)
 
 
-@pytest.mark.parametrize("make", [metrics.AECE, metrics.SmoothECE, metrics.AURC])
+@pytest.mark.parametrize("make", [metrics.aece.accumulator, metrics.smooth_ece.accumulator, metrics.aurc.accumulator])
 def test_streams_keep_copies(make: type):
     confidence, hits = torch.rand(50), torch.randint(2, (50,))
     stream = make(scope="positive").update(confidence, hits)
@@ -52,14 +52,20 @@ def test_streams_keep_copies(make: type):
 
 def test_pieces_without_a_label_that_counts_are_left_out():
     probs, labels = table()
-    for make in (metrics.ECE, metrics.AECE, metrics.NLL, metrics.Brier, metrics.ClasswiseECE):
+    for make in (
+        metrics.ece.accumulator,
+        metrics.aece.accumulator,
+        metrics.nll.accumulator,
+        metrics.brier.accumulator,
+        metrics.classwise_ece.accumulator,
+    ):
         stream = make(ignore_index=255)
         stream.update(probs[:9], torch.full((9,), 255)).update(probs[:0], labels[:0]).update(probs, labels)
         assert float(stream.compute()) == pytest.approx(float(make().update(probs, labels).compute()))
 
 
 def test_pieces_with_other_classes_are_refused():
-    stream = metrics.ClasswiseECE().update(*table())
+    stream = metrics.classwise_ece.accumulator().update(*table())
     before = float(stream.compute())
     with pytest.raises(ValueError, match=r"4.*3"):
         stream.update(*table(classes=3))
@@ -88,7 +94,7 @@ def test_binary_answers_are_ranked_by_their_own_confidence():
     both = torch.stack([1 - confidence, confidence], dim=1)
     for metric in (metrics.aurc, metrics.e_aurc, metrics.augrc, metrics.risk_at_coverage):
         assert metric(confidence, labels, scope="positive") == pytest.approx(float(metric(both, labels)), abs=1e-6)
-    stream = metrics.AURC(scope="positive").update(confidence, labels)
+    stream = metrics.aurc.accumulator(scope="positive").update(confidence, labels)
     assert stream.compute() == pytest.approx(float(metrics.aurc(both, labels)), abs=1e-6)
     assert metrics.risk_at_coverage(confidence, labels, 1.0, scope="positive") == pytest.approx(
         1 - metrics.accuracy(confidence, labels, scope="positive")

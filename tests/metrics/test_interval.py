@@ -26,17 +26,23 @@ from fedlas.metrics import (
     mce,
     nll,
     noise_floor,
-    over_under,
+    over_ece,
     paired_bootstrap,
-    resampling,
     rms_error,
     signed_ece,
+    under_ece,
 )
-from fedlas.metrics.interval import gaps_of
-from fedlas.metrics.intervals.inversion import inverted_interval
 from fedlas.metrics.binning import Binning
-from fedlas.metrics.intervals.resampling import cell_deviations, few_range, mean_interval, ranked_errors, sample_deviations
 from fedlas.metrics.inputs import pairs
+from fedlas.metrics.intervals import resampling
+from fedlas.metrics.intervals.inversion import inverted_interval
+from fedlas.metrics.intervals.resampling import (
+    cell_deviations,
+    few_range,
+    mean_interval,
+    ranked_errors,
+    sample_deviations,
+)
 from fedlas.metrics.selective import area_values
 from fedlas.predictions import Predictions
 from metrics import cases
@@ -202,7 +208,7 @@ def test_the_interval_of_two_bins_is_that_of_all_pairs_of_counts(metric, power):
     options = {"scope": "positive", "resamples": 2_000}
     assert ends(metric, confidence, hits, **options) == pytest.approx((fits[0], fits[-1]), abs=0.004)
     low, high = range_of(97, 150, "wilson")
-    for part in bootstrap(over_under, confidence, hits, **options):
+    for part in (bootstrap(one, confidence, hits, **options) for one in (over_ece, under_ece)):
         wanted = ((0.75 - high) / 2, (0.75 - low) / 2)
         assert (part.interval.low, part.interval.high) == pytest.approx(wanted, abs=0.004)
 
@@ -221,7 +227,7 @@ def test_intervals_of_few_errors_and_of_few_samples_are_exact(metric):
             found = ends(metric, *given, scope="positive", resamples=500)
             assert found == pytest.approx((0, wanted), abs=1e-4)
     # A certain sample cannot be under-confident, but samples of bins without any can.
-    under = bootstrap(over_under, torch.ones(1), torch.ones(1).long(), scope="positive", resamples=50)[1]
+    under = bootstrap(under_ece, torch.ones(1), torch.ones(1).long(), scope="positive", resamples=50)
     assert under.interval.high == pytest.approx(range_of(0, 1, "exact")[1])
 
 
@@ -236,7 +242,7 @@ def test_no_error_among_few_is_no_proof():
     assert bootstrap(classwise_ece, probs, labels, resamples=50).interval.high == pytest.approx(2 / 3 * unseen)
     assert bootstrap(brier, probs, labels, resamples=50).interval.high == pytest.approx(2 * unseen)
     assert bootstrap(nll, probs, labels, resamples=50).interval.high > unseen
-    over, under = bootstrap(over_under, probs, labels, resamples=500)
+    over, under = (bootstrap(one, probs, labels, resamples=500) for one in (over_ece, under_ece))
     assert over.interval.high == pytest.approx(unseen, rel=0.15)
     assert (under.interval.low, under.interval.high) == pytest.approx((0.0, unseen))
 
@@ -246,10 +252,9 @@ def test_no_interval_has_width_zero(n):
     """Confidences of 1, soft labels equal to the probabilities, and constant losses show no noise at all."""
     certain, half = torch.eye(3)[torch.arange(n) % 3], torch.tensor([[0.5, 0.3, 0.2]]).repeat(n, 1)
     for probs, labels in ((certain, torch.arange(n) % 3), (half, half), (half, torch.zeros(n, dtype=torch.long))):
-        for metric in (accuracy, ece, aece, rms_error, classwise_ece, signed_ece, nll, brier):
-            assert bootstrap(metric, probs, labels, resamples=50).interval.width > 0, metric.__name__
-        for part in bootstrap(over_under, probs, labels, resamples=50):
-            assert part.interval.width > 0
+        sums = (ece, aece, rms_error, classwise_ece, signed_ece, over_ece, under_ece)
+        for metric in (accuracy, *sums, nll, brier):
+            assert bootstrap(metric, probs, labels, resamples=50).interval.width > 0, metric.name
 
 
 def annotated(random: np.random.Generator, n: int, annotators: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,14 +338,14 @@ def both_coverages(name: str, trials: int, resamples: int) -> list[float]:
     draw, accurate, n = MODELS[name]
     random = np.random.default_rng(0)
     million = draw(np.random.default_rng(1), 300_000)
-    true = over_under(torch.from_numpy(million), torch.from_numpy(accurate(million)), scope="positive")
+    sides = (over_ece, under_ece)
+    true = [one(torch.from_numpy(million), torch.from_numpy(accurate(million)), scope="positive") for one in sides]
     covered = np.zeros(2)
     for trial in range(trials):
         confidence = draw(random, n)
         hits = torch.from_numpy((random.random(n) < accurate(confidence)).astype(np.int64))
-        found = bootstrap(
-            over_under, torch.from_numpy(confidence), hits, scope="positive", resamples=resamples, seed=trial
-        )
+        given = pairs(torch.from_numpy(confidence), hits, "positive")
+        found = [bootstrap(one, given, scope="positive", resamples=resamples, seed=trial) for one in sides]
         covered += [round(float(t), 9) in f.interval for t, f in zip(true, found, strict=True)]
     return list(covered / trials)
 
@@ -389,7 +394,7 @@ def test_cells_give_the_width_of_the_exact_bootstrap(metric, name):
     random = np.random.default_rng(3)
     confidence = draw(random, n)
     hits = torch.from_numpy((random.random(n) < accurate(confidence)).astype(np.int64))
-    gaps = gaps_of(metric, torch.from_numpy(confidence), hits, scope="positive")
+    gaps = metric.gaps(torch.from_numpy(confidence), hits, scope="positive")
     exact = exact_deviations(gaps.index, gaps.gap, 4_000)
     cells = cell_deviations(gaps.index, gaps.gap, 15, 4_000, random)
     assert cells.std(0) == pytest.approx(exact.std(0), rel=0.06)
@@ -413,7 +418,7 @@ def test_ten_thousand_resamples_of_fifty_thousand_predictions_are_quick():
 def test_class_deviations_equal_dense_resampling(soft):
     probs, labels = cases.saturated(300, 4)
     rows = 0.8 * torch.eye(4)[labels] + 0.05 if soft else torch.eye(4)[labels]
-    gaps = gaps_of(classwise_ece, probs, rows if soft else labels)
+    gaps = classwise_ece.gaps(probs, rows if soft else labels)
     fast = gaps.deviations(500, np.random.default_rng(0))
     random = np.random.default_rng(0)
     index = Binning(15).index(probs.reshape(-1)).view(300, 4).numpy()
@@ -439,7 +444,7 @@ def test_class_wise_intervals_of_many_classes_are_quick():
 
 def test_normal_deviations_stand_in_for_very_many_samples(monkeypatch):
     confidence, hits = cases.binary(2_000, shift=0.05)
-    gaps = gaps_of(ece, confidence, hits, scope="positive")
+    gaps = ece.gaps(confidence, hits, scope="positive")
     index, gap = np.stack([gaps.index] * 2), np.stack([gaps.gap, gaps.gap])
     drawn = sample_deviations(index, gap, 15, 3_000, np.random.default_rng(0))
     monkeypatch.setattr("fedlas.metrics.intervals.resampling.MOST_DRAWS", 0)
@@ -537,7 +542,7 @@ def test_soft_and_multi_label_errors_have_intervals_too(golden):
 
 def test_dropped_samples_have_no_gap(golden):
     """The published AECE leaves a sample out; the interval is about the same sum."""
-    gaps = gaps_of(aece, golden, compat="official")
+    gaps = aece.gaps(golden, compat="official")
     assert np.abs(gaps.weighted).sum() == pytest.approx(aece(golden, compat="official"), abs=1e-12)
 
 
@@ -545,7 +550,7 @@ def test_a_bin_of_its_own_has_a_gap():
     """torchmetrics counts confidences of 1 apart; the interval left them out, and the value lay above it."""
     probs, labels = cases.saturated()
     found = bootstrap(ece, probs, labels, compat="torchmetrics", resamples=500)
-    gaps = gaps_of(ece, probs, labels, compat="torchmetrics")
+    gaps = ece.gaps(probs, labels, compat="torchmetrics")
     assert bool((probs == 1).any())
     assert np.abs(gaps.weighted).sum() == pytest.approx(float(found), abs=1e-7)
     assert found in found.interval
@@ -609,8 +614,8 @@ def test_the_noise_floor_is_the_mean_over_drawn_labels(cooled, options):
     probs = cooled.probs
     source = torch.Generator().manual_seed(0)
     drawn = [torch.multinomial(probs, 1, generator=source)[:, 0] for _ in range(150)]
-    both = [over_under(probs, labels, **options) for labels in drawn]
-    expected = np.mean([float(over) + float(under) for over, under in both])
+    both = [[float(one(probs, labels, **options)) for one in (over_ece, under_ece)] for labels in drawn]
+    expected = np.mean([over + under for over, under in both])
     assert noise_floor(cooled, **options) == pytest.approx(expected, rel=0.03)
 
 
@@ -622,7 +627,7 @@ def test_the_noise_floor_stands_beside_the_value(cooled):
 
 def test_resampled_gaps_of_a_calibrated_model_have_the_size_of_the_noise_floor():
     probs, labels = torch.tensor([[0.5, 0.3, 0.2]]).repeat(50, 1), torch.tensor([0] * 25 + [1] * 15 + [2] * 10)
-    gaps = gaps_of(classwise_ece, probs, labels)
+    gaps = classwise_ece.gaps(probs, labels)
     drawn = gaps.resample(200, np.random.default_rng(0)).deviations
     assert np.abs(drawn).mean(0).sum() == pytest.approx(gaps.noise_floor(), rel=1e-9)
 
@@ -723,7 +728,7 @@ def test_metrics_of_the_same_pairs_are_resampled_once(monkeypatch):
     monkeypatch.setattr(resampling, "cell_deviations", lambda *given: calls.append(given) or cell_deviations(*given))
     found = pairs(confidence, correct, "confidence")
     options: dict[str, Any] = {"scope": "confidence", "resamples": 100}
-    ways = (ece, over_under, rms_error, aece, debiased_l2)
+    ways = (ece, over_ece, under_ece, rms_error, aece, debiased_l2)
     shared = [bootstrap(metric, found, **options) for metric in ways]
     assert len(calls) == 2  # for bins of equal width, and of equal mass
     for metric, one in zip(ways, shared, strict=True):

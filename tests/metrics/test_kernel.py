@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fedlas import metrics, predictions
-from fedlas.metrics import samples
+from fedlas.metrics import inputs
 from fedlas.predictions import Predictions, top_of_logits
 
 INTERPRETED = """
 import math, torch
-from fedlas.metrics.kernel import top_of_rows
+from fedlas.metrics.kernels.top_of_rows import top_of_rows
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for rows, classes in ((7, 3), (70, 10), (5, 1000), (3, 1024), (2, 5000), (129, 1)):
@@ -44,17 +44,17 @@ def test_the_kernel_gives_the_numbers_of_torch():
 
 
 def test_without_a_device_the_kernel_is_not_asked_for(monkeypatch):
-    monkeypatch.setattr(samples, "MANY_ROWS", 1)
-    monkeypatch.setattr(samples, "_kernel", lambda: pytest.fail("called"))
-    assert samples.in_one_read(torch.zeros(3, 2)) is None
+    monkeypatch.setattr(inputs, "MANY_ROWS", 1)
+    monkeypatch.setattr(inputs, "_kernel", lambda: pytest.fail("called"))
+    assert inputs.in_one_read(torch.zeros(3, 2)) is None
 
 
 def test_where_the_kernel_cannot_be_built_torch_does_the_work(monkeypatch):
     """No triton, no compiler, no device: whatever it is, an exception must not reach the user."""
-    samples._kernel.cache_clear()
-    monkeypatch.setitem(sys.modules, "fedlas.metrics.kernel", None)
-    assert samples._kernel() is None
-    samples._kernel.cache_clear()
+    inputs._kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, "fedlas.metrics.kernels.top_of_rows", None)
+    assert inputs._kernel() is None
+    inputs._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 2**18])
@@ -80,7 +80,12 @@ def test_every_kind_of_bad_logit_is_found_with_its_row(value):
     logits = torch.randn(9, 4)
     logits[5, 2] = value
     labels = torch.zeros(9, dtype=torch.long)
-    for feed in (metrics.ECE, metrics.ClasswiseECE, metrics.NLL, metrics.AURC):
+    for feed in (
+        metrics.ece.accumulator,
+        metrics.classwise_ece.accumulator,
+        metrics.nll.accumulator,
+        metrics.aurc.accumulator,
+    ):
         with pytest.raises(ValueError, match=r"logits.*row 5"):
             feed().update_logits(logits, labels)
     with pytest.raises(ValueError, match=r"logits.*row 5"):
@@ -89,11 +94,11 @@ def test_every_kind_of_bad_logit_is_found_with_its_row(value):
 
 def test_huge_but_finite_logits_are_legal():
     logits = torch.tensor([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38]])
-    found = metrics.ECE().update_logits(logits, torch.tensor([0, 0])).compute()
+    found = metrics.ece.accumulator().update_logits(logits, torch.tensor([0, 0])).compute()
     assert found == pytest.approx((0 + 2 / 3) / 2)
 
 
 def test_no_logits_are_an_error():
-    stream = metrics.ECE().update_logits(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
+    stream = metrics.ece.accumulator().update_logits(torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
     with pytest.raises(ValueError, match="update"):
         stream.compute()

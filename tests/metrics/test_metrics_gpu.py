@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedlas import metrics
-from fedlas.metrics import samples
+from fedlas.metrics import inputs
+from fedlas.metrics.catalogue import all_metrics
 from fedlas.predictions import Predictions, top_of_logits
 from metrics import cases
 
@@ -32,8 +33,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "classwise_ece": metrics.classwise_ece,
     "classwise_ece, equal mass": lambda p, y: metrics.classwise_ece(p, y, binning="mass"),
     "classwise_ece, official": lambda p, y: metrics.classwise_ece(p, y, compat="official"),
-    "over_under": metrics.over_under,
-    "over_under, class-wise": lambda p, y: metrics.over_under(p, y, scope="class-wise"),
+    "over_ece": metrics.over_ece,
+    "over_ece, class-wise": lambda p, y: metrics.over_ece(p, y, scope="class-wise"),
     "signed_ece": metrics.signed_ece,
     "mce": metrics.mce,
     "rms_error": metrics.rms_error,
@@ -61,7 +62,7 @@ SOFT = {
     "ece",
     "aece",
     "classwise_ece",
-    "over_under",
+    "over_ece",
     "signed_ece",
     "mce",
     "smooth_ece",
@@ -71,17 +72,11 @@ SOFT = {
     "top_k",
 }
 STREAMS: dict[str, Callable[[], Any]] = {
-    **{
-        cls.__name__: cls
-        for cls in (
-            metrics.ECE, metrics.AECE, metrics.ClasswiseECE, metrics.OverUnder, metrics.SignedECE, metrics.MCE,
-            metrics.SmoothECE, metrics.NLL, metrics.Brier, metrics.AURC, metrics.Accuracy,
-        )
-    },
-    "AECE, bounded": lambda: metrics.AECE(memory="bounded"),
-    "ECE of every class": lambda: metrics.ECE(scope="class-wise"),
-    "ECE of torchmetrics": lambda: metrics.ECE(compat="torchmetrics"),
-}  # fmt: skip
+    **{name: metric.accumulator for name, metric in all_metrics().items()},
+    "aece, bounded": lambda: metrics.aece.accumulator(memory="bounded"),
+    "ece of every class": lambda: metrics.ece.accumulator(scope="class-wise"),
+    "ece of torchmetrics": lambda: metrics.ece.accumulator(compat="torchmetrics"),
+}
 
 
 def numbers(found: Any) -> list[float]:
@@ -175,8 +170,8 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     logits[3] = 0
     logits[4, :2] = logits[4].amax() + 1
     expected = logits.softmax(1, dtype=torch.float32).max(1)
-    found = samples.in_one_read(logits)
-    if classes > samples.MOST_CLASSES:
+    found = inputs.in_one_read(logits)
+    if classes > inputs.MOST_CLASSES:
         assert found is None
         found = top_of_logits(logits)
     assert found is not None, "triton did not build the kernel"
@@ -186,7 +181,7 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     assert found[1][4] == 0
     wide = torch.randn(rows, 2 * classes, device="cuda").to(dtype)
     for view in (wide[:, ::2], wide[:, :classes]):
-        cut = samples.in_one_read(view) or top_of_logits(view)
+        cut = inputs.in_one_read(view) or top_of_logits(view)
         assert torch.equal(cut[1], view.softmax(1, dtype=torch.float32).max(1).indices)
 
 
@@ -195,13 +190,13 @@ def test_bad_logits_are_found_there_too(value: float) -> None:
     logits = torch.randn(20_000, 10, device="cuda")
     logits[12_345, 3] = value
     labels = torch.zeros(20_000, dtype=torch.long, device="cuda")
-    for stream in (metrics.ECE, metrics.NLL):
+    for stream in (metrics.ece.accumulator, metrics.nll.accumulator):
         with pytest.raises(ValueError, match=r"logits.*row 12345"):
             stream().update_logits(logits, labels)
     labels[7] = 10
     logits[12_345, 3] = 0
     with pytest.raises(ValueError, match=r"labels.*row 7"):
-        metrics.ECE().update_logits(logits, labels)
+        metrics.ece.accumulator().update_logits(logits, labels)
 
 
 class Moves(TorchDispatchMode):
@@ -246,7 +241,7 @@ def test_logits_never_leave_the_device(name: str) -> None:
 def test_the_top_label_of_logits_needs_no_table_of_its_own() -> None:
     logits = torch.randn(200_000, 1_000, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(1_000, (200_000,), device="cuda")
-    stream = metrics.ECE()
+    stream = metrics.ece.accumulator()
     stream.update_logits(logits[:20_000], labels[:20_000])
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -261,7 +256,7 @@ def test_counts_are_right_beyond_two_to_the_24(dtype: torch.dtype) -> None:
     rows = 20_000_000
     probs = torch.tensor([[0.75, 0.25]], dtype=dtype, device="cuda").expand(rows, 2).contiguous()
     labels = (torch.arange(rows, device="cuda") % 4 == 0).long()
-    for stream in (metrics.ECE(4), metrics.ClasswiseECE(4)):
+    for stream in (metrics.ece.accumulator(4), metrics.classwise_ece.accumulator(4)):
         stream.update(probs, labels).update(probs, labels)
         filled = stream.store.histogram().bins
         assert int(filled.counts[..., 2].max()) == 2 * rows

@@ -21,7 +21,6 @@ import torch
 import fedlas
 from fedlas import metrics
 from fedlas.metrics import (
-    ECE,
     aece,
     augrc,
     aurc,
@@ -60,7 +59,7 @@ def test_logits_inside_zero_to_one_are_still_logits():
     logits = torch.rand(400, 3, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(400, dtype=torch.long)
     expected = float(ece(logits.softmax(1), labels))
-    one_way, other = ECE(), ECE()
+    one_way, other = ece.accumulator(), ece.accumulator()
     for part in range(0, 400, 100):
         one_way.update_logits(logits[part : part + 100], labels[part : part + 100])
     other.update_logits(logits, labels)
@@ -73,7 +72,7 @@ def test_logits_inside_zero_to_one_are_still_logits():
 def test_a_distribution_as_logits_is_not_taken_for_probabilities():
     """Rows that sum to one, given as logits, are softened like any others."""
     rows = torch.tensor([[0.9, 0.1], [0.8, 0.2]])
-    found = ECE().update_logits(rows, torch.tensor([0, 0])).compute()
+    found = ece.accumulator().update_logits(rows, torch.tensor([0, 0])).compute()
     assert found == pytest.approx(1 - float(rows.softmax(1)[:, 0].double().mean()), abs=1e-7)
 
 

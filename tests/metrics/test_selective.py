@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from fedlas import Predictions, evaluate
-from fedlas.metrics import AURC, augrc, aurc, coverage_at_risk, e_aurc, risk_at_coverage, risk_coverage
+from fedlas import Predictions, evaluate, metrics
+from fedlas.metrics import augrc, aurc, coverage_at_risk, e_aurc, risk_at_coverage, risk_coverage
 from fedlas.metrics.selective import area_values, ranked_answers
 from metrics import cases
 
@@ -111,7 +111,7 @@ def test_saturated_logits_are_ranked_by_what_is_left_for_other_classes():
     assert augrc(given) == pytest.approx(general, rel=1e-9)
     assert float(area_values(ranked_answers(given), "aurc").mean()) == pytest.approx(area, rel=1e-9)
     assert evaluate(given, intervals=False)["aurc"] == pytest.approx(area, rel=1e-9)
-    stream = AURC()
+    stream = metrics.aurc.accumulator()
     for part in (slice(0, 700), slice(700, 2_000)):
         stream.update_logits(logits[part], labels[part])
     assert stream.compute() == pytest.approx(area, rel=1e-9)
@@ -127,6 +127,6 @@ def test_two_classes_are_ranked_alike_by_one_logit_or_two():
     assert aurc(given, scope="positive") == pytest.approx(aurc(given))
     assert aurc(given) == pytest.approx(area, rel=0.02)  # each distance from zero occurs twice
     for one in (logits, torch.stack([torch.zeros(400), logits], 1)):
-        stream = AURC(scope="positive", ignore_index=255).update_logits(one, labels)
+        stream = metrics.aurc.accumulator(scope="positive", ignore_index=255).update_logits(one, labels)
         stream.update_logits(one[:3], torch.full((3,), 255))
         assert stream.compute() == pytest.approx(aurc(given))

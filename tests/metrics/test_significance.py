@@ -42,9 +42,9 @@ def test_statistics_by_hand():
 @pytest.mark.parametrize(("test", "at", "p_value"), [(ks_test, 2.2414, 0.05), (kuiper_test, 2.4977, 0.05)])
 def test_five_percent_points_of_brownian_motion(test, at, p_value):
     """Known 5 % points of the maximum and the range; the two series on either side of 1 meet there."""
-    from fedlas.metrics import significance
+    from fedlas.metrics import calibration_tests
 
-    tail = significance._ks_tail if test is ks_test else significance._kuiper_tail
+    tail = calibration_tests._ks_tail if test is ks_test else calibration_tests._kuiper_tail
     assert tail(at) == pytest.approx(p_value, abs=1e-4)
     assert tail(1 + 1e-9) == pytest.approx(tail(1 - 1e-9), abs=1e-7)
     assert tail(0.0) == 1.0

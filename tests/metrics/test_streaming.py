@@ -12,90 +12,83 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlas import metrics
-from fedlas.metrics import AECE, AURC, ECE, MCE, NLL, Accuracy, Brier, ClasswiseECE, OverUnder, SignedECE, SmoothECE
+from fedlas.metrics.catalogue import all_metrics
 from metrics import cases
 
-STREAMS = {
-    ECE: metrics.ece,
-    AECE: metrics.aece,
-    ClasswiseECE: metrics.classwise_ece,
-    OverUnder: metrics.over_under,
-    SignedECE: metrics.signed_ece,
-    MCE: metrics.mce,
-    SmoothECE: metrics.smooth_ece,
-    NLL: metrics.nll,
-    Brier: metrics.brier,
-    AURC: metrics.aurc,
-    Accuracy: metrics.accuracy,
-}
+METRICS = list(all_metrics().values())
 
 
 def values(found) -> list[float]:
-    return [float(value) for value in found] if isinstance(found, tuple) else [float(found)]
+    return [float(found)]
 
 
-@pytest.mark.parametrize("stream", list(STREAMS), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
 @settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, 200), max_size=4), seed=st.integers(0, 3))
-def test_any_split_gives_the_value_of_all_data(stream, cuts, seed):
+def test_any_split_gives_the_value_of_all_data(metric, cuts, seed):
     probs, labels = cases.saturated(200, 4, seed)
     ends = [0, *sorted(cuts), 200]
     parts = [(probs[a:b], labels[a:b]) for a, b in itertools.pairwise(ends) if b > a]
-    fed = stream()
+    fed = metric.accumulator()
     for part in parts[::2]:
         fed.update(*part)
-    other = stream()
+    other = metric.accumulator()
     for part in parts[1::2]:
         other.update(*part)
     found = fed.merge(other).compute()
-    whole = STREAMS[stream](probs, labels)
+    whole = metric(probs, labels)
     assert values(found) == pytest.approx(values(whole), abs=1e-12)
-    one, all_at_once = (f[0] if isinstance(f, tuple) else f for f in (found, whole))
-    assert one.definition == all_at_once.definition
+    assert found.definition == whole.definition
 
 
-@pytest.mark.parametrize("stream", list(STREAMS), ids=lambda cls: cls.__name__)
-def test_logits_give_the_value_of_their_probabilities(stream, golden):
-    fed = stream().update_logits(golden.logits[:500], golden.labels[:500])
+@pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
+def test_logits_give_the_value_of_their_probabilities(metric, golden):
+    fed = metric.accumulator().update_logits(golden.logits[:500], golden.labels[:500])
     fed.update_logits(golden.logits[500:].numpy(), golden.labels[500:].numpy())
-    assert values(fed.compute()) == pytest.approx(values(STREAMS[stream](golden)), abs=1e-12)
-    assert values(stream().update(golden).compute()) == pytest.approx(values(fed.compute()), abs=1e-12)
+    assert values(fed.compute()) == pytest.approx(values(metric(golden)), abs=1e-12)
+    assert values(metric.accumulator().update(golden).compute()) == pytest.approx(values(fed.compute()), abs=1e-12)
 
 
-@pytest.mark.parametrize("stream", list(STREAMS), ids=lambda cls: cls.__name__)
-def test_merge_adds_into_the_first_and_returns_it(stream, golden):
-    first, second = stream().update(golden), stream().update(golden)
+@pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
+def test_merge_adds_into_the_first_and_returns_it(metric, golden):
+    first, second = metric.accumulator().update(golden), metric.accumulator().update(golden)
     assert first.merge(second) is first
-    assert values(second.compute()) == pytest.approx(values(STREAMS[stream](golden)), abs=1e-12)
+    assert values(second.compute()) == pytest.approx(values(metric(golden)), abs=1e-12)
     doubled = torch.cat([golden.probs, golden.probs]), torch.cat([golden.labels, golden.labels])
-    assert values(first.compute()) == pytest.approx(values(STREAMS[stream](*doubled)), abs=1e-8)
-    assert values(stream().merge(second).compute()) == pytest.approx(values(second.compute()), abs=1e-12)
+    assert values(first.compute()) == pytest.approx(values(metric(*doubled)), abs=1e-8)
+    assert values(metric.accumulator().merge(second).compute()) == pytest.approx(values(second.compute()), abs=1e-12)
 
 
-@pytest.mark.parametrize("stream", list(STREAMS), ids=lambda cls: cls.__name__)
-def test_nothing_fed_is_an_error(stream):
+@pytest.mark.parametrize("metric", METRICS, ids=lambda one: one.name)
+def test_nothing_fed_is_an_error(metric):
     with pytest.raises(ValueError, match="update"):
-        stream().compute()
+        metric.accumulator().compute()
 
 
 def test_different_streams_do_not_merge(golden):
     with pytest.raises(ValueError, match="merge"):
-        ECE(15).merge(ECE(10))
+        metrics.ece.accumulator(15).merge(metrics.ece.accumulator(10))
     with pytest.raises(ValueError, match="merge"):
-        ECE().merge(MCE())
+        metrics.ece.accumulator().merge(metrics.mce.accumulator())
     with pytest.raises(ValueError, match="merge"):
-        AECE().merge(AECE(memory="bounded"))
+        metrics.aece.accumulator().merge(metrics.aece.accumulator(memory="bounded"))
     with pytest.raises(ValueError, match="merge"):
-        ECE(scope="positive").merge(ECE())
+        metrics.ece.accumulator(scope="positive").merge(metrics.ece.accumulator())
 
 
 def test_equal_width_metrics_keep_only_sums():
     probs, labels = cases.saturated(1_000, 10)
-    for stream, classes in ((ECE(), 1), (MCE(), 1), (ClasswiseECE(), 10), (Brier(), 10), (Accuracy(), 1)):
+    for stream, classes in (
+        (metrics.ece.accumulator(), 1),
+        (metrics.mce.accumulator(), 1),
+        (metrics.classwise_ece.accumulator(), 10),
+        (metrics.brier.accumulator(), 10),
+        (metrics.accuracy.accumulator(), 1),
+    ):
         for _ in range(3):
             stream.update(probs, labels)
         kept = [t for t in tensors_in(stream) if t.ndim]
-        assert sum(t.numel() for t in kept) <= 3 * 15 * classes + 16, type(stream).__name__
+        assert sum(t.numel() for t in kept) <= 3 * 15 * classes + 16, stream.metric.name
 
 
 def tensors_in(thing, depth: int = 4) -> list[torch.Tensor]:
@@ -109,15 +102,21 @@ def tensors_in(thing, depth: int = 4) -> list[torch.Tensor]:
 
 def test_equal_mass_keeps_five_bytes_a_sample():
     probs, labels = cases.saturated(1_000, 10)
-    stream = AECE().update(probs, labels)
+    stream = metrics.aece.accumulator().update(probs, labels)
     assert sum(t.numel() * t.element_size() for t in tensors_in(stream)) == 5_000
-    assert sum(t.numel() * t.element_size() for t in tensors_in(AECE().update(probs.bfloat16(), labels))) == 5_000
+    assert (
+        sum(
+            t.numel() * t.element_size()
+            for t in tensors_in(metrics.aece.accumulator().update(probs.bfloat16(), labels))
+        )
+        == 5_000
+    )
 
 
 def test_bounded_equal_mass_stays_within_its_stated_error():
     for probs, labels in (cases.saturated(20_000, 10), cases.saturated(3_000, 3, seed=1)):
         whole = metrics.aece(probs, labels)
-        stream = AECE(memory="bounded")
+        stream = metrics.aece.accumulator(memory="bounded")
         size = None
         for part, truth in zip(probs.split(1_000), labels.split(1_000), strict=True):
             stream.update(part, truth)
@@ -130,17 +129,20 @@ def test_bounded_equal_mass_stays_within_its_stated_error():
         assert stated < 0.02
         assert int(stream.store.histogram().bins.counts.sum()) == len(labels)
     with pytest.raises(ValueError, match="official"):
-        AECE(memory="bounded", compat="official")
+        metrics.aece.accumulator(memory="bounded", compat="official")
 
 
 def test_bounded_streams_merge():
     probs, labels = cases.saturated(3_000)
-    parts = [AECE(memory="bounded").update(p, y) for p, y in zip(probs.split(1_000), labels.split(1_000), strict=True)]
-    found = AECE(memory="bounded").merge(parts[0]).merge(parts[1]).merge(parts[2]).compute()
-    assert found == AECE(memory="bounded").update(probs, labels).compute()
+    parts = [
+        metrics.aece.accumulator(memory="bounded").update(p, y)
+        for p, y in zip(probs.split(1_000), labels.split(1_000), strict=True)
+    ]
+    found = metrics.aece.accumulator(memory="bounded").merge(parts[0]).merge(parts[1]).merge(parts[2]).compute()
+    assert found == metrics.aece.accumulator(memory="bounded").update(probs, labels).compute()
     assert found.n == 3_000
     with pytest.raises(ValueError, match="function"):
-        AECE(memory="bounded", scope="class-wise")
+        metrics.aece.accumulator(memory="bounded", scope="class-wise")
 
 
 def test_counts_are_right_beyond_two_to_the_24():
@@ -148,7 +150,7 @@ def test_counts_are_right_beyond_two_to_the_24():
     row = torch.tensor([[0.75, 0.25]], dtype=torch.float32)
     probs = row.expand(1_000_000, 2).contiguous()
     labels = (torch.arange(1_000_000) % 4 == 0).long()
-    stream = ECE(4)
+    stream = metrics.ece.accumulator(4)
     for _ in range(20):
         stream.update(probs, labels)
     filled = stream.store.histogram().bins
@@ -160,7 +162,7 @@ def test_counts_are_right_beyond_two_to_the_24():
 
 def test_logits_in_bf16_are_softened_in_float32(golden):
     logits = golden.logits.bfloat16()
-    found = ECE().update_logits(logits, golden.labels).compute()
+    found = metrics.ece.accumulator().update_logits(logits, golden.labels).compute()
     assert found == metrics.ece(logits.float().softmax(1), golden.labels)
     assert found == pytest.approx(metrics.ece(golden), abs=5e-3)
 
@@ -170,63 +172,70 @@ def test_binary_and_multi_label_heads():
     logits = torch.logit(confidence)
     expected = metrics.ece(confidence, hits, scope="positive")
     for shape in ((300,), (300, 1)):
-        fed = ECE(scope="positive").update_logits(logits.reshape(shape), hits)
+        fed = metrics.ece.accumulator(scope="positive").update_logits(logits.reshape(shape), hits)
         assert fed.compute() == pytest.approx(expected, abs=1e-9)
     pair = torch.stack([torch.zeros_like(logits), logits], 1)
-    assert ECE(scope="positive").update_logits(pair, hits).compute() == pytest.approx(expected, abs=1e-9)
+    assert metrics.ece.accumulator(scope="positive").update_logits(pair, hits).compute() == pytest.approx(
+        expected, abs=1e-9
+    )
     with pytest.raises(ValueError, match=r'\(300,\).*scope="positive"'):
-        ECE().update_logits(logits, hits)
+        metrics.ece.accumulator().update_logits(logits, hits)
     several = torch.randn(50, 3)
     truth = torch.randint(0, 2, (50, 3))
-    fed = ECE(scope="multi-label").update_logits(several, truth)
+    fed = metrics.ece.accumulator(scope="multi-label").update_logits(several, truth)
     assert fed.compute() == metrics.ece(several.sigmoid(), truth, scope="multi-label")
 
 
 def test_maps_and_ignored_labels():
     logits, labels = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5))
     labels[0, 0] = 255
-    fed = ECE(ignore_index=255)
+    fed = metrics.ece.accumulator(ignore_index=255)
     for i in range(2):
         fed.update_logits(logits[i : i + 1], labels[i : i + 1])
     assert fed.compute() == pytest.approx(metrics.ece(logits.softmax(1), labels, ignore_index=255), abs=1e-12)
-    assert NLL(ignore_index=255).update_logits(logits, labels).compute() == pytest.approx(
+    assert metrics.nll.accumulator(ignore_index=255).update_logits(logits, labels).compute() == pytest.approx(
         float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=255)), abs=1e-6
     )
 
 
 def test_wrong_logits_are_refused():
     with pytest.raises(ValueError, match=r"logits.*row 1"):
-        ECE().update_logits(torch.tensor([[0.0, 1.0], [math.nan, 0.0]]), torch.tensor([0, 1]))
+        metrics.ece.accumulator().update_logits(torch.tensor([[0.0, 1.0], [math.nan, 0.0]]), torch.tensor([0, 1]))
     with pytest.raises(TypeError, match="floating-point"):
-        ECE().update_logits(torch.tensor([[0, 1]]), torch.tensor([0]))
+        metrics.ece.accumulator().update_logits(torch.tensor([[0, 1]]), torch.tensor([0]))
 
 
 def test_what_cannot_be_streamed_says_so():
     with pytest.raises(ValueError, match="function"):
-        OverUnder(binning="mass", scope="class-wise")
+        metrics.over_ece.accumulator(binning="mass", scope="class-wise")
     with pytest.raises(ValueError, match="function"):
-        ClasswiseECE(compat="official")
+        metrics.classwise_ece.accumulator(compat="official")
 
 
 def test_presets_and_equal_mass_stream_too(golden):
     half = golden.probs[:500], golden.labels[:500]
     rest = golden.probs[500:], golden.labels[500:]
     for compat in ("official", "netcal", "torchmetrics", "uncertainty-calibration"):
-        fed = ECE(compat=compat).update(*half).update(*rest).compute()
+        fed = metrics.ece.accumulator(compat=compat).update(*half).update(*rest).compute()
         assert fed == pytest.approx(metrics.ece(golden, compat=compat), abs=1e-12)
-    assert AECE(compat="official").update(*half).update(*rest).compute() == metrics.aece(golden, compat="official")
-    over, under = OverUnder(binning="mass").update(*half).update(*rest).compute()
-    assert over + under == pytest.approx(metrics.aece(golden), abs=1e-12)
+    assert metrics.aece.accumulator(compat="official").update(*half).update(*rest).compute() == metrics.aece(
+        golden, compat="official"
+    )
+    sides = [
+        one.accumulator(binning="mass").update(*half).update(*rest).compute()
+        for one in (metrics.over_ece, metrics.under_ece)
+    ]
+    assert sum(sides) == pytest.approx(metrics.aece(golden), abs=1e-12)
 
 
 def test_two_types_are_both_named(golden):
-    fed = ECE().update(golden.probs, golden.labels).update(golden.probs.double(), golden.labels)
+    fed = metrics.ece.accumulator().update(golden.probs, golden.labels).update(golden.probs.double(), golden.labels)
     assert fed.compute().dtype == "float32 and float64"
 
 
 def test_sync_of_a_process_that_runs_alone_changes_nothing(golden):
-    for stream in STREAMS:
-        fed = stream().update(golden)
+    for metric in METRICS:
+        fed = metric.accumulator().update(golden)
         before = values(fed.compute())
         assert values(fed.sync().compute()) == before
 
@@ -238,7 +247,7 @@ def work(rank: int, folder: str) -> None:
     for name, end in (("split", 100), ("empty", 0)):
         mine = slice(0, end) if rank == 0 else slice(end, 301)
         found = []
-        for stream in [*(cls() for cls in STREAMS), AECE(memory="bounded")]:
+        for stream in [*(metric.accumulator() for metric in METRICS), metrics.aece.accumulator(memory="bounded")]:
             if len(labels[mine]):
                 stream.update(probs[mine], labels[mine])
             found += values(stream.sync().compute())
@@ -250,7 +259,7 @@ def test_two_processes_equal_one(tmp_path):
     mp.spawn(_work_with_path, args=(str(tmp_path), list(sys.path)), nprocs=2)
     probs, labels = cases.saturated(301, 4)
     expected = []
-    for stream in [*(cls() for cls in STREAMS), AECE(memory="bounded")]:
+    for stream in [*(metric.accumulator() for metric in METRICS), metrics.aece.accumulator(memory="bounded")]:
         expected += values(stream.update(probs, labels).compute())
     for name in ("split0", "split1", "empty0", "empty1"):
         assert torch.load(tmp_path / f"{name}.pt").tolist() == pytest.approx(expected, abs=1e-12), name

@@ -16,7 +16,7 @@ What it keeps is in a store:
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -382,6 +382,7 @@ def _needed(num_classes: int | None) -> int:
     return num_classes
 
 
+@runtime_checkable
 class Computes(Protocol):
     """What an accumulator needs of its metric."""
 

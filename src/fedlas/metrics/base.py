@@ -137,6 +137,11 @@ class AbstractMetric(ABC):
         __call__: Callable[..., Result]
         store: Callable[..., AbstractStore]  # an empty store of what streaming has to keep; takes the metric's options
 
+    @property
+    def __name__(self) -> str:
+        """Name of the metric, as a function has one."""
+        return self.name
+
     def __repr__(self) -> str:
         return f"<metric {self.name}>"
 
@@ -149,9 +154,9 @@ class AbstractMetric(ABC):
     def compute(self, store: Any) -> Result:
         """Compute the metric of all samples of a store."""
 
-    def accumulator(self, **options: Any) -> Accumulator:
+    def accumulator(self, *args: Any, **options: Any) -> Accumulator:
         """Return an accumulator, which takes samples batch by batch: `update`, `merge`, `sync`, `compute`."""
-        return Accumulator(self, self.store(**options))
+        return Accumulator(self, self.store(*args, **options))
 
     def of_top_labels(self, found: Pairs, bins: int) -> Result:
         """Compute the metric of top-label confidences."""

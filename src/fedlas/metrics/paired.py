@@ -71,8 +71,8 @@ def paired_method(metric: AbstractMetric) -> AbstractPairedMethod:
     """Return the paired method of a metric."""
     method = getattr(metric, "paired", None)
     if method is None:
-        name = getattr(metric, "name", getattr(metric, "__name__", metric))
-        raise UserError(f"models cannot be compared by {name}: it has no paired test")
+        name = getattr(metric, "title", getattr(metric, "__name__", metric))
+        raise UserError(f"models cannot be compared by {name}: there is no paired test for it")
     found: AbstractPairedMethod = method
     return found
 
