@@ -222,7 +222,7 @@ def test_what_is_not_comparable_is_refused(golden, cooled):
         paired_bootstrap(ece, golden, Predictions(torch.randn(10, 5), torch.zeros(10, dtype=torch.long)))
     with pytest.raises(ValueError, match="class-wise"):
         paired_bootstrap(classwise_ece, golden, cooled)
-    with pytest.raises(ValueError, match="signed_ece"):
+    with pytest.raises(ValueError, match="signed ECE"):
         paired_bootstrap(signed_ece, golden, cooled)
     soft = Predictions(golden.logits, 0.9 * torch.eye(5)[golden.labels] + 0.02)
     with pytest.raises(ValueError, match="soft"):

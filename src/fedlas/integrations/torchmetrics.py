@@ -48,7 +48,6 @@ class CalibrationMetric(Metric):
         if given not in get_args(Given):
             raise UserError(f'given is {given!r}; say what updates bring: given="logits" or given="probs"')
         self.metric, self.given, self.options = find_metric(name), given, options
-        self.higher_is_better = self.metric.higher_is_better
         self.num_classes = num_classes
         store = self._accumulator().store
         # A collection takes metrics for equal whose states are equal after the first batch. Other rules may only show
@@ -61,6 +60,11 @@ class CalibrationMetric(Metric):
                 self.add_state(word, [], dist_reduce_fx="cat")
             else:
                 self.add_state(word, value, dist_reduce_fx="max" if word == "floor" else "sum")
+
+    @property
+    def higher_is_better(self) -> bool | None:  # type: ignore[override]
+        """Which direction is better, as torchmetrics asks for it."""
+        return self.metric.higher_is_better
 
     def _accumulator(self) -> Accumulator:
         return self.metric.accumulator(**self.options)
