@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TERMS = {
-    "foreign data": (r"foreign(?!Object)", 224),
+    "foreign data": (r"foreign(?!Object)", 223),
     "onlooker": (r"onlookers?", 0),
     "rehearsal": (r"rehears(?:als?|e[ds]?|ing)", 0),
     "stranger": (r"strange(?:rs?|ly)?", 18),
@@ -34,7 +34,7 @@ TERMS = {
     "tally": (r"tall(?:y|ies|ied)", 0),
     "worlds": (r"worlds", 3),
     "photograph": (r"photographs?", 19),
-    "unanswered": (r"unanswered", 4),
+    "unanswered": (r"unanswered", 3),
     "house": (r"(?:the|this|our) house(?! numbers?)|house style", 12),
     "of our own": (r"of (?:our|one's) own", 9),
     "owed": (r"owed", 0),
@@ -45,7 +45,7 @@ TERMS = {
     "sealed": (r"(?:un)?sealed", 2),
     "price": (r"price[sd]?", 7),
     "subjects": (r"subjects", 8),
-    "right answers": (r"(?:right|wrong) answers?", 26),
+    "right answers": (r"(?:right|wrong) answers?", 25),
     "share that is right": (r"shares? that (?:is|are) right", 0),
 }
 

@@ -145,7 +145,7 @@ def sentences(report: "Report") -> tuple[str, ...]:
         said.append(
             f"{'Most' if most else 'The largest part'} of the error lies at confidences from {fixed(worst.lower, 2)} "
             f"to {fixed(worst.upper, 2)}: {count(worst.samples)} samples, mean confidence "
-            f"{_with_digits_of(worst, worst.confidence)}, accuracy {_accuracy(worst)}."
+            f"{_with_digits_of(worst, worst.confidence)}, accuracy {_with_digits_of(worst, worst.accuracy)}."
         )
     said += _floored(state)
     said += [_effect_sentence(state, after, way) for after in report.after.values()]

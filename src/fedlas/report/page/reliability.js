@@ -2,7 +2,7 @@
 import { element, find, note, onRadio, replaceContent } from "./dom.js";
 import { addMark, canvas, showFigure } from "./figure.js";
 import {
-  decimalsOf, formatAxisCount, formatCount, formatFixed, formatGap, formatInterval, formatLevel, formatNumber, formatPercent,
+  decimalsOf, formatAxisCount, formatCount, formatFixed, formatGap, formatInterval, formatLevel, formatPercent,
   formatProbability, formatRange, formatResult, formatSamples, formatSigned, formatSignificant, formatTenth,
 } from "./format.js";
 import { currentModel, data, setStateChoice, stateTitle } from "./page_state.js";
