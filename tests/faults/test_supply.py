@@ -217,7 +217,7 @@ def test_an_audit_without_a_source_fails(monkeypatch, capsys):
 
 
 NAMES = ["src/fedlas/__init__.py", "src/fedlas/py.typed", "src/fedlas/experiments/paper.json", "tests/test_x.py"]
-NAMES += [f"src/fedlas/report/page/page.{ending}" for ending in ("js", "css", "html.jinja")]
+NAMES += [f"src/fedlas/report/page/{name}" for name in ("main.js", "page.css", "page.html.jinja")]
 NAMES += ["pyproject.toml", "LICENSE", "README.md"]
 PROJECT = {
     "project": {

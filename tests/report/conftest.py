@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from fedlas.report.html import save_page
+from fedlas.report.page_script import FOLDER
 from report import pages
 
 
@@ -60,3 +61,29 @@ def visit(browser: Any) -> Iterator[Any]:
     yield go
     for one in opened:
         one.close()
+
+
+@pytest.fixture
+def modules(browser: Any) -> Iterator[Any]:
+    """Return an empty page that can import the modules of the report page, which has the element of its data."""
+    context = browser.new_context()
+    page = context.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    empty = (
+        '<!doctype html><meta charset="utf-8"><details id="contents"></details>'
+        '<script type="application/json" id="page-data">'
+        '{"models": [{"states": [], "names": null}], "names": []}</script>'
+    )
+
+    def serve(route: Any) -> None:
+        name = route.request.url.rpartition("/")[2]
+        is_script = name.endswith(".js")
+        body = (FOLDER / name).read_text(encoding="utf-8") if is_script else empty
+        route.fulfill(body=body, content_type="text/javascript" if is_script else "text/html")
+
+    page.route("**/*", serve)
+    page.goto("http://page.test/empty.html")
+    yield page
+    context.close()
+    assert faults == []

@@ -42,7 +42,7 @@ def test_a_reliability_diagram_draws_its_data(tmp_path):
     assert sum(gaps) == pytest.approx(float(ece(made)))
     figure = reliability_figure({"before": [data, data], "after": [data]})
     panel = figure.axes[0]
-    assert panel.get_title() == "one\nECE 25.0 %"
+    assert panel.get_title() == "one\nECE 25.00 %"
     assert list(panel.lines[1].get_xdata()) == list(data.confidence)
     assert save_figure(figure, tmp_path / "x" / "f.png").stat().st_size > 1000
 
@@ -230,7 +230,7 @@ def test_assumptions_that_do_not_hold_are_named():
     assert theorem_data(made, weight).remarks == ()
     made, weight, _ = network(signed=True)
     (remark,) = theorem_data(made, weight).remarks
-    assert f"{100 * float((made.features < 0).double().mean()):.1f} % of the features" in remark
+    assert f"{100 * float((made.features < 0).double().mean()):.2f} % of the features" in remark
     made, weight, bias = network(bias=True)
     (remark,) = theorem_data(made, weight, bias).remarks
     assert f"{float(bias.abs().max()):.3g}" in remark

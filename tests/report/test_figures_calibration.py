@@ -104,7 +104,7 @@ def test_rows_may_have_different_lengths_and_label_what_is_lowest():
     one = reliability(pages.model(300))
     figure = reliability_figure({"a": [one, one, one], "b": [one]})
     places = {place.get_title() for place in figure.axes if place.axison}
-    assert places == {f"one\nECE {100 * one.ece:.1f} %", ""}
+    assert places == {f"one\nECE {100 * one.ece:.2f} %", ""}
     named = [panel for panel in figure.axes if panel.axison and panel.get_xlabel() == "confidence"]
     assert len(named) == 3
     assert sum(panel.axison for panel in figure.axes) == 8
@@ -115,7 +115,7 @@ def test_several_models_are_lines_in_one_panel_with_bands():
     figure = reliability_lines_figure(models)
     panel, below = figure.axes
     drawn = labelled(panel)
-    assert list(drawn) == [f"{one.title}, ECE {100 * one.ece:.1f} %" for one in models]
+    assert list(drawn) == [f"{one.title}, ECE {100 * one.ece:.2f} %" for one in models]
     for line, band, one in zip(drawn.values(), panel.collections, models, strict=True):
         assert list(line.get_xdata()) == list(one.confidence)
         assert list(line.get_ydata()) == list(one.accuracy)
@@ -169,7 +169,7 @@ def test_smooth_curves_are_cut_where_there_is_nothing():
     panel, below = smooth_reliability_figure([data, whole]).axes
     drawn = [list(line.get_xdata()) for line in panel.lines[1:]]  # after the diagonal
     assert drawn == [[0.1, 0.11, 0.12], [0.8, 0.81], list(whole.confidence)]
-    assert list(labelled(panel)) == ["cut, smooth ECE 20.0 %", f"whole, smooth ECE {100 * whole.smooth_ece:.1f} %"]
+    assert list(labelled(panel)) == ["cut, smooth ECE 20.00 %", f"whole, smooth ECE {100 * whole.smooth_ece:.2f} %"]
     assert list(below.lines[-1].get_ydata()) == list(whole.density)
     assert len(panel.collections) == 3
 

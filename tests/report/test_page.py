@@ -16,6 +16,7 @@ from fedlas.predictions import Predictions
 from fedlas.report import html
 from fedlas.report.html import embedded, report_page, save_page, unbroken
 from fedlas.report.page_data import text_data
+from fedlas.report.page_script import FOLDER, join_modules
 from fedlas.report.subjects import Model
 from report import pages
 
@@ -111,7 +112,7 @@ def test_only_our_own_script_and_style_are_allowed(several):
 
 
 def test_the_script_never_makes_markup_of_text():
-    script = (html.FOLDER / "page.js").read_text(encoding="utf-8")
+    script = join_modules()
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "</script"):
         assert word not in script
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", script)
@@ -127,7 +128,7 @@ def test_pages_are_small(several):
 def test_models_share_the_limit_of_class_diagrams(monkeypatch):
     monkeypatch.setattr(html, "CLASS_DIAGRAMS", 8)
     data = data_of(report_page({"a": measured(60), "b": measured(60, seed=3)}))
-    assert [len(one["class_table"]["of_answers"]) for one in data["models"]] == [4, 4]
+    assert [len(one["class_table"]["of_predictions"]) for one in data["models"]] == [4, 4]
 
 
 @pytest.mark.campaign
@@ -144,7 +145,7 @@ def test_models_of_many_classes_stay_below_the_limit():
     )  # fmt: skip
     text = report_page(Model(predictions=given, report=evaluate(given, intervals=False)))
     assert len(text.encode()) < MOST_BYTES / 2
-    assert len(data_of(text)["models"][0]["class_table"]["of_answers"]) <= html.CLASS_DIAGRAMS
+    assert len(data_of(text)["models"][0]["class_table"]["of_predictions"]) <= html.CLASS_DIAGRAMS
 
 
 def test_texts_of_files_are_data(attacked):
@@ -323,7 +324,7 @@ def contrast(one: str, other: str) -> float:
 
 def test_colours_have_contrast():
     """AA of WCAG 2: 4.5 for text, 3 for what a picture is drawn with."""
-    style = (html.FOLDER / "page.css").read_text(encoding="utf-8")
+    style = (FOLDER / "page.css").read_text(encoding="utf-8")
     blocks = re.findall(r":root[^{]*\{([^}]*--paper[^}]*)\}", style)
     assert len(blocks) == 4  # light, dark by choice, dark by the system, print
     assert VARIABLE.findall(blocks[1]) == VARIABLE.findall(blocks[2])
@@ -332,5 +333,5 @@ def test_colours_have_contrast():
         for text in ("ink", "soft", "accent", "over", "under"):
             for ground in ("paper", "card"):
                 assert contrast(colour[text], colour[ground]) >= 4.5, (text, ground)
-        for drawn in ("bar", "right", "wrong", *(f"line-{k}" for k in range(6))):
+        for drawn in ("bar", "correct", "incorrect", *(f"line-{k}" for k in range(6))):
             assert contrast(colour[drawn], colour["paper"]) >= 3, drawn

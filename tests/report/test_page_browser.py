@@ -11,6 +11,7 @@ import torch
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Interval, Result
 from fedlas.predictions import Predictions, TopLabelPredictions
+from fedlas.report import formatting
 from fedlas.report.html import save_page
 from fedlas.report.subjects import Model
 from report import pages
@@ -125,8 +126,8 @@ def test_pointer_and_keys_say_count_accuracy_and_confidence(visit, several):
     said = here.text(f"{drawing} .tip")
     assert f"{row[2]} samples" in said
     shown = [float(number) for number in re.findall(r"([\d.]+)\s%", said)]
-    for fraction in row[3:5]:  # mean confidence and accuracy
-        assert any(value == pytest.approx(100 * fraction, abs=0.051) for value in shown)
+    assert shown[0] == pytest.approx(100 * row[3], abs=0.051)  # mean confidence
+    assert f"accuracy {formatting.percent(*row[4:7])} ({formatting.interval(*row[5:7])})" in said.replace("\u00a0", " ")
     here.page.mouse.move(2, 2)
     assert not here.page.locator(f"{drawing} .tip").is_visible()
     here.page.locator(f"{drawing} .stop").first.focus()
@@ -189,12 +190,12 @@ def test_confidences_change_with_state_and_height(visit, several):
     here = visit(several)
 
     def heights() -> list[str]:
-        return here.page.locator("#confidence-histogram svg[role=group] .right").evaluate_all(
+        return here.page.locator("#confidence-histogram svg[role=group] .correct").evaluate_all(
             "all => all.map((one) => one.getAttribute('height'))"
         )
 
     seen = [heights()]
-    for scale in ("count", "log", "share"):
+    for scale in ("count", "log", "fraction"):
         here.page.check(f"#confidence-scale input[value={scale}]")
         seen.append(heights())
     assert seen[0] == seen[3]
@@ -290,7 +291,7 @@ def test_a_class_shows_its_diagram(visit, several):
     here.page.keyboard.press("Enter")
     assert here.text("#class-chosen") == here.page.locator("#class-table tbody tr").nth(2).locator("th").inner_text()
     probability = here.page.inner_html("#class-diagram .drawing")
-    here.page.check("#class-kind input[value=of_answers]")
+    here.page.check("#class-kind input[value=of_predictions]")
     assert here.page.inner_html("#class-diagram .drawing") != probability
 
 
@@ -303,7 +304,7 @@ def test_the_map_is_ordered_and_paged(visit, several, many):
     first = rows()
     assert len(first) == 10
     seen = {tuple(first)}
-    for order in ("over", "under", "answers", "number"):
+    for order in ("over", "under", "predicted", "number"):
         here.page.select_option("#map-order", order)
         seen.add(tuple(rows()))
     assert rows() == list(pages.CIFAR10)
@@ -312,7 +313,7 @@ def test_the_map_is_ordered_and_paged(visit, several, many):
     assert rows() == first
     assert not here.page.locator("#map-after").is_visible()
     cells = here.page.evaluate(
-        "JSON.parse(document.getElementById('page-data').textContent).models[0].class_table.of_answers.flat().length"
+        "JSON.parse(document.getElementById('page-data').textContent).models[0].class_table.of_predictions.flat().length"
     )
     assert here.count("#map-figure .stop") == cells
     here.page.locator("#map-figure .stop").nth(3).hover()

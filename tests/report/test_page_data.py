@@ -26,31 +26,35 @@ def test_diagrams_hold_every_sample_and_no_empty_bin():
             assert sum(row[2] for row in rows) == len(given)
             assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in rows)
             error = sum(row[2] * abs(row[3] - row[4]) for row in rows) / len(given)
-            assert error == pytest.approx(float(state[metric]), abs=2e-5)
+            assert error == pytest.approx(float(state[metric]), rel=1e-12)
+            assert all(row[7] == row[3] - row[4] for row in rows)
         shown = data["results"]["ece"]  # not rounded: the page rounds once
         assert (shown["value"], shown["low"]) == (float(state["ece"]), state["ece"].interval.low)
-        assert shown["chance"] == state["ece"].details["noise_floor"]
+        assert shown["noise_floor"] == state["ece"].details["noise_floor"]
 
 
 def test_the_smooth_diagram_is_the_smoothed_gap():
     given = pages.model()
     data = page_data.smooth_data(pairs(given))
     curve = metrics.smooth_curve(given, points=101)
-    assert [row[0] for row in data["points"]] == pytest.approx(curve.place.tolist(), abs=1e-5)
+    assert [row[0] for row in data["points"]] == curve.place.tolist()
     wanted = (curve.place - curve.gap).clamp(0, 1)
-    assert [row[1] for row in data["points"]] == pytest.approx(wanted.tolist(), abs=1e-4)
-    assert all(row[2] <= row[1] <= row[3] for row in data["points"])
+    assert [row[1] for row in data["points"]] == pytest.approx(wanted.tolist(), rel=1e-12)
+    assert all(row[2] <= row[1] <= row[3] and row[6] == row[0] - row[1] for row in data["points"])
     json.dumps(data, allow_nan=False)
 
 
-def test_histograms_of_confidence_count_right_and_wrong():
+def test_histograms_of_confidence_count_correct_and_incorrect_predictions():
     given = pages.model()
     data = page_data.confidence_data(pairs(given))
-    assert sum(data["right"]) == int(given.correct.sum())
-    assert sum(data["wrong"]) == len(given) - int(given.correct.sum())
+    assert sum(data["correct"]) == data["correct_total"] == int(given.correct.sum())
+    assert sum(data["incorrect"]) == data["incorrect_total"] == len(given) - int(given.correct.sum())
+    assert sum(data["incorrect_fraction"]) == pytest.approx(1)
     low, high = data["edges"][20], data["edges"][21]
     inside = (given.confidence > low) & (given.confidence <= high)
-    assert data["right"][20] == int((inside & given.correct).sum())
+    assert data["correct"][20] == int((inside & given.correct).sum())
+    assert data["accuracy"][20] == pytest.approx(float(given.correct[inside].double().mean()))
+    assert data["accuracy"][0] is None  # an empty bin
 
 
 def test_risk_curves_end_at_the_error_and_the_best_is_below():
@@ -59,31 +63,44 @@ def test_risk_curves_end_at_the_error_and_the_best_is_below():
     assert len(data["risk"]) == page_data.POINTS
     assert data["coverage"][-1] == 1
     error = 1 - float(given.correct.double().mean())
-    assert data["risk"][-1] == pytest.approx(error, abs=1e-4)
-    assert data["best"][-1] == pytest.approx(error, abs=1e-4)
-    assert all(best <= risk + 1e-6 for best, risk in zip(data["best"], data["risk"], strict=True))
+    assert data["risk"][-1] == pytest.approx(error)
+    assert data["best"][-1] == pytest.approx(error)
+    assert all(best <= risk + 1e-12 for best, risk in zip(data["best"], data["risk"], strict=True))
     right = float(given.correct.double().mean())
     wanted = [max(0.0, 1 - right / coverage) for coverage in data["coverage"]]
-    assert data["best"] == pytest.approx(wanted, abs=1e-3)
+    assert data["best"] == pytest.approx(wanted, abs=1e-12)
+    most = given.confidence.argsort(descending=True)[:500]
+    listed = {row[0]: row[1:] for row in data["listed"]}
+    assert listed[0.1][0] == pytest.approx(1 - float(given.correct[most].double().mean()))
+    assert listed[1][1] == pytest.approx(error)
     tiny = page_data.risk_data(pairs(given[:1]))
     assert tiny["coverage"] == [1]
 
 
-def test_the_class_table_counts_answers_and_labels():
+def test_the_class_table_counts_predictions_and_labels():
     given = pages.model()
     report = evaluate(given, intervals=False)
     data = page_data.class_data(given, report)
     for k in range(10):
         said, truth = given.prediction == k, given.labels == k
-        assert data["answers"][k] == int(said.sum())
+        assert data["predicted"][k] == int(said.sum())
         assert data["labels"][k] == int(truth.sum())
-        assert data["right"][k] == int((said & truth).sum())
-        assert data["confidence"][k] == pytest.approx(float(given.confidence[said].double().mean()), rel=1e-4)
-    assert data["error"] == pytest.approx(list(metrics.classwise_ece(given).details["per_class"]), rel=1e-4)
-    weights = [
-        (c * a - r) / len(given) for c, a, r in zip(data["confidence"], data["answers"], data["right"], strict=True)
-    ]
-    assert sum(weights) == pytest.approx(float(report["signed_ece"]), abs=1e-4)
+        assert data["correct"][k] == int((said & truth).sum())
+        assert data["recall"][k] == pytest.approx(float(said[truth].double().mean()))
+        assert data["precision"][k] == pytest.approx(float(truth[said].double().mean()))
+        assert data["confidence"][k] == pytest.approx(float(given.confidence[said].double().mean()))
+        assert data["gap"][k] == pytest.approx(data["confidence"][k] - data["precision"][k])
+    assert data["ece"] == list(metrics.classwise_ece(given).details["per_class"])
+    assert sum(data["weight"]) == pytest.approx(float(report["signed_ece"]))
+    without = page_data.class_data(given[given.prediction != 3])
+    assert without["precision"][3] is without["gap"][3] is None
+    assert without["weight"][3] == 0
+
+
+def cells_of(data, kind, k):
+    """Bins of the diagram of a class: [bin, count, accuracy, low, high, confidence, gap, significant]."""
+    cells = data[kind][data["drawn"].index(k)]
+    return [[bin_, *data["accuracies"][place], *rest] for bin_, place, *rest in cells]
 
 
 def test_class_diagrams_are_those_of_the_class_alone():
@@ -91,14 +108,16 @@ def test_class_diagrams_are_those_of_the_class_alone():
     data = page_data.class_data(given)
     mine = given.prediction == 3
     alone = metrics.histogram(Pairs(given.confidence[mine], given.correct[mine], pairs(given).about), bins=10).bins
-    cells = data["of_answers"][data["drawn"].index(3)]
+    cells = cells_of(data, "of_predictions", 3)
     filled = alone.counts.nonzero()[:, 0].tolist()
     assert [cell[0] for cell in cells] == filled
     assert [cell[1] for cell in cells] == alone.counts[filled].tolist()
-    assert [cell[3] for cell in cells] == pytest.approx(alone.accuracy[filled].tolist(), abs=1e-3)
+    assert [cell[2] for cell in cells] == pytest.approx(alone.accuracy[filled].tolist())
+    assert all(cell[6] == cell[5] - cell[2] for cell in cells)
+    assert [cell[7] for cell in cells] == [not cell[3] <= cell[5] <= cell[4] for cell in cells]
     every = metrics.histogram(given, bins=10, scope="class-wise").bins
     filled = every.counts[3].nonzero()[:, 0].tolist()
-    cells = data["of_probability"][data["drawn"].index(3)]
+    cells = cells_of(data, "of_probability", 3)
     assert [cell[:2] for cell in cells] == [[b, int(every.counts[3, b])] for b in filled]
 
 
@@ -106,11 +125,15 @@ def test_class_diagrams_are_bounded_and_read_in_parts(monkeypatch):
     given = pages.model()
     whole = page_data.class_data(given)
     monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
-    assert page_data.class_data(given) == whole
+    parts = page_data.class_data(given)
+    assert parts["accuracies"] == whole["accuracies"]
+    assert [cell for row in parts["of_probability"] for cell in row] == [
+        pytest.approx(cell, rel=1e-12) for row in whole["of_probability"] for cell in row
+    ]
     few = page_data.class_data(given, most=3)
-    assert len(few["drawn"]) == len(few["of_answers"]) == len(few["of_probability"]) == 3
-    most = sorted(whole["answers"])[-3:]
-    assert sorted(whole["answers"][k] for k in few["drawn"]) == most
+    assert len(few["drawn"]) == len(few["of_predictions"]) == len(few["of_probability"]) == 3
+    most = sorted(whole["predicted"])[-3:]
+    assert sorted(whole["predicted"][k] for k in few["drawn"]) == most
 
 
 def test_soft_labels_and_top_confidences_have_a_class_table(tmp_path):
@@ -125,7 +148,7 @@ def test_soft_labels_and_top_confidences_have_a_class_table(tmp_path):
     data = page_data.class_data(top, evaluate(top, intervals=False))
     assert data["class"] == [0, 1]
     assert data["of_probability"] is None
-    assert page_data.sample_data(top)["over"][0]["truth"] is None
+    assert page_data.sample_data(top)["over"][0]["label_probability"] is None
 
 
 def test_the_samples_shown_are_the_worst():
@@ -139,8 +162,8 @@ def test_the_samples_shown_are_the_worst():
     assert [one["row"] for one in data["under"]] == shy.tolist()
     one = data["over"][0]
     probs = given.probs[one["row"]]
-    assert one["answer"] == int(probs.argmax())
-    assert one["truth"] == pytest.approx(float(probs[one["label"]]), rel=1e-4)
+    assert one["prediction"] == int(probs.argmax())
+    assert one["label_probability"] == float(probs[one["label"]])
     assert page_data.sample_data(given[given.correct])["over"] == []
 
 
@@ -152,14 +175,19 @@ def test_foreign_data_has_curves_and_the_numbers_of_the_report():
     assert [one["name"] for one in scores] == list(report.before.detection.scores)
     for one in scores:
         measured = report.before.detection["noise"][one["name"]]
-        assert one["numbers"][0]["value"] == float(measured.auroc)
+        assert one["results"][0]["value"] == float(measured.auroc)
         assert one["quantity"] == QUANTITIES[one["name"]]
-        false, true = (torch.tensor(one["roc"][name], dtype=torch.float64) for name in ("false", "true"))
+        false, true = (torch.tensor(one["roc"][name], dtype=torch.float64) for name in ("fpr", "tpr"))
         assert (false[0], true[0], false[-1], true[-1]) == (0, 0, 1, 1)
         assert float(torch.trapezoid(true, false)) == pytest.approx(float(measured.auroc), abs=5e-3)
-        assert sum(one["histogram"]["known"]) == pytest.approx(1, abs=1e-3)
-        assert sum(one["histogram"]["foreign"]) == pytest.approx(1, abs=1e-3)
-        assert len(one["roc"]["false"]) <= page_data.POINTS + 1
+        assert sum(one["histogram"]["id"]) == pytest.approx(1)
+        assert sum(one["histogram"]["ood"]) == pytest.approx(1)
+        rates = dict(one["roc"]["listed"])
+        assert rates[1] == 1
+        assert all(
+            rates[rate] >= float(true[false <= rate].max()) for rate in rates
+        )  # of all samples, not of the curve
+        assert len(one["roc"]["fpr"]) <= page_data.POINTS + 1
     assert set(QUANTITIES) == set(ood.score_names())
     top = next(one for one in scores if one["name"] == "max_probability")
     assert (top["quantity"][0], max(top["histogram"]["edges"]) < 1) == ("1", True)  # it is 1 - p
@@ -170,19 +198,19 @@ def test_foreign_data_has_curves_and_the_numbers_of_the_report():
 
 def test_scores_may_be_constant_or_infinite():
     flat = page_data.score_data(torch.ones(5), torch.ones(3))
-    assert sum(flat["known"]) == pytest.approx(1)
+    assert sum(flat["id"]) == pytest.approx(1)
     endless = torch.full((4,), torch.inf)
     json.dumps(page_data.score_data(endless, endless), allow_nan=False)
     json.dumps(page_data.score_data(torch.tensor([0.0, 1.0, torch.inf]), torch.tensor([2.0])), allow_nan=False)
-    assert page_data.roc_data(ranking(torch.zeros(3), torch.zeros(2)))["true"] == [0, 1]
+    assert page_data.roc_data(ranking(torch.zeros(3), torch.zeros(2)))["tpr"] == [0, 1]
 
 
 def test_norms_are_those_of_the_features():
     given = pages.model()
     data = page_data.norm_data(given)
     norm = -ood.feature_norm(given.features)
-    assert data["mean"] == pytest.approx(float(norm.mean()), rel=1e-4)
-    assert sum(data["right"]) == int(given.correct.sum())
+    assert data["mean"] == pytest.approx(float(norm.double().mean()))
+    assert sum(data["correct"]) == int(given.correct.sum())
     assert sum(row[0] for row in data["groups"]) == len(given)
     first = norm <= norm.sort().values[len(given) // 10 - 1]
     assert data["groups"][0][2] == pytest.approx(float(given.confidence[first].double().mean()), rel=1e-3)

@@ -14,6 +14,7 @@ from fedlas.metrics.bins import EdgeRule
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
+from fedlas.report import formatting
 from fedlas.report.places import filled_places
 from fedlas.report.words import at_confidence, direction, effect, in_words, sentences, worst_place
 
@@ -39,6 +40,11 @@ def measured(n: int, classes: int = 10, scale: float = 1.0, posthoc: tuple[str, 
 def report() -> Report:
     """Return the report of an over-confident model, with two calibrators."""
     return measured(3_000, scale=2.0, posthoc=("temperature", "isotonic"))
+
+
+def percent(result: Result) -> str:
+    ends = () if result.interval is None else (result.interval.low, result.interval.high)
+    return formatting.percent(float(result), *ends)
 
 
 def summary(report: Report) -> str:
@@ -98,8 +104,8 @@ def test_few_samples_leave_a_wide_range(n):
     report = report_of(right[:n])
     assert direction(report.before) == "none"
     said = " ".join(sentences(report))
-    high = report["ece"].interval.high
-    assert f" 0 to {100 * high:.1f} %" in said
+    low, high = report["ece"].interval.low, report["ece"].interval.high
+    assert f" 0 to {formatting.percent(high, low, high)}" in said
     assert said.lower().count(f"{n} sample") == 1 + (high >= 0.1)  # once more where they are too few
     assert in_words(report)
 
@@ -112,7 +118,7 @@ def test_errors_that_cancel_are_no_direction():
     report = report_of(Predictions.from_probs(confidence, hits))
     assert direction(report.before) == "both"
     assert f"(ECE {100 * float(report['ece']):.1f} %)" in in_words(report)
-    parts = [f"{100 * float(report[name]):.1f} %" for name in ("over_ece", "under_ece")]
+    parts = [percent(report[name]) for name in ("over_ece", "under_ece")]
     assert re.search(f"O-ECE {parts[0]}.*U-ECE {parts[1]}", " ".join(sentences(report)))
 
 
@@ -123,8 +129,8 @@ def test_of_two_classes_errors_of_the_positive_class_are_not_hidden():
     labels = (torch.rand(3000, generator=generator, dtype=torch.float64) < positive + 0.06).long()
     report = evaluate(Predictions(torch.stack([1 - positive, positive], 1).log(), labels))
     assert direction(report.before) == "none"
-    shown = f"{100 * float(report.before['classwise_ece']):.1f} %"
-    assert shown == "6.2 %"
+    shown = percent(report.before["classwise_ece"])
+    assert shown == "6.16 %"
     assert shown in in_words(report)
     assert any(shown in sentence for sentence in sentences(report))
 
@@ -146,7 +152,7 @@ def test_the_accuracy_at_a_confidence_is_that_of_its_bin(report):
     assert place is not None
     assert place.samples == int(near.sum())
     assert place.accuracy == pytest.approx(float(correct[near].double().mean()))
-    assert f" {100 * place.accuracy:.0f} %" in in_words(report)
+    assert f" {formatting.percent(place.accuracy, place.low, place.high)}" in in_words(report)
     assert at_confidence(evaluate(given[:8], intervals=False).before.bins["width"]) is None
 
 
@@ -304,8 +310,9 @@ def test_a_calibrator_that_costs_accuracy_or_likelihood_is_harmful(report):
     worse = dataclasses.replace(held, results=results, comparisons=tests)
     assert effect(worse) == "harm"
     said = " ".join(sentences(dataclasses.replace(report, after={kind: worse})))
-    accuracy, loss = float(report["accuracy"]), float(report["nll"])
-    assert re.search(rf" NLL .*{loss:.3g} to 9\b.*accuracy .*{100 * accuracy:.1f} % to 50\.0 %", said)
+    loss = report["nll"]
+    nll = formatting.number(loss, loss.interval.low, loss.interval.high, percent=False)
+    assert re.search(rf" NLL .*{nll} to 9\.000.*accuracy .*{percent(report['accuracy'])} to 50\.00 %", said)
 
 
 def test_labels_of_probability_zero_are_counted():

@@ -91,7 +91,7 @@ def run_demo(folder: Path, told: Callable[[str], None]) -> Shown:
 
 
 def _diagram(state: State, title: str) -> Reliability:
-    return reliability_data(state.bins["width"], float(state["ece"]), title)
+    return reliability_data(state.bins["width"], state["ece"], title)
 
 
 def _repaired(report: Report) -> State:

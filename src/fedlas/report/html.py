@@ -1,13 +1,13 @@
-"""The report page: one HTML file about one model or several, which needs no network and opens by a double click.
+"""The HTML page of a report: one file about one model or several, which works without a network.
 
     save_page("report.html", predictions)
     save_page("report.html", {"ce": Model(predictions=..., calibration=..., ood=...), "fedlas_ls": Model(...)})
 
-Texts that come from files (class names, paths, names of data sets) are data. They reach the page escaped, or as JSON in
-an element that no browser runs, and its script puts them in as text. A content security policy allows the page's own
-script and style alone, by their hashes, and no network.
+Texts that come from files (class names, paths, names of data sets) are untrusted. They are escaped, or written as JSON
+into an element that is not executed, and the script inserts them as text. A content security policy allows only the
+page's own script and style, by their hashes, and no network access.
 
-A page has no clock time in it: equal input makes equal bytes.
+A page contains no time stamp: equal input gives equal bytes.
 """
 
 import base64
@@ -29,6 +29,7 @@ from fedlas.metrics.catalogue import summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
 from fedlas.report.duels import duels
+from fedlas.report.formatting import cell, level
 from fedlas.report.page_data import (
     Plain,
     class_data,
@@ -41,39 +42,39 @@ from fedlas.report.page_data import (
     text_data,
     training_data,
 )
+from fedlas.report.page_script import FOLDER, join_modules
 from fedlas.report.subjects import Model
 from fedlas.report.thumbnails import picture_of
 from fedlas.report.words import direction, in_words, sentences
 from fedlas.storage import write_whole
 
-FOLDER = Path(__file__).parent / "page"
 CLASS_DIAGRAMS = 3_000  # of all models together
 MOST_SAMPLES = 50
 PICTURE_BYTES = 1_500_000  # of all pictures together
 LONG = 2_000  # letters of a command, or of a value in a recipe
 
 MEANINGS = {
-    "accuracy": "Share of samples whose likeliest class is the label.",
-    "ece": "Distance of confidence and accuracy, averaged over bins of confidence. 0 is perfect; noise alone makes it "
-    "larger than 0, and the page says by how much.",
-    "aece": "The same over bins that hold equally many samples.",
-    "over_ece": "The part of the ECE that comes from bins where confidence is above accuracy.",
-    "under_ece": "The part of the ECE that comes from bins where confidence is below accuracy.",
+    "accuracy": "Fraction of samples whose most likely class is the label.",
+    "ece": "Absolute difference of confidence and accuracy, averaged over bins of confidence. 0 is perfect; a finite "
+    "sample of a calibrated model has an ECE above 0, its noise floor.",
+    "aece": "The same over bins with equally many samples.",
+    "over_ece": "The part of the ECE from bins where confidence is above accuracy.",
+    "under_ece": "The part of the ECE from bins where confidence is below accuracy.",
     "signed_ece": "Mean confidence minus accuracy: positive for over-confidence, negative for under-confidence.",
-    "mce": "The largest distance of confidence and accuracy in any bin, however few samples it holds.",
-    "rms_error": "Root of the mean squared distance of confidence and accuracy over bins.",
-    "debiased_l2": "The same, less what chance alone would show.",
-    "smooth_ece": "Calibration error with a kernel instead of bins, whose width the samples choose.",
-    "classwise_ece": "The ECE of each class's probability, averaged over all classes.",
+    "mce": "The largest absolute difference of confidence and accuracy in any bin, however few samples it has.",
+    "rms_error": "Root of the mean squared difference of confidence and accuracy over bins.",
+    "debiased_l2": "The same, without the bias from finite samples.",
+    "smooth_ece": "Calibration error with a kernel instead of bins; its width is chosen from the samples.",
+    "classwise_ece": "The ECE of the probability of each class, averaged over all classes.",
     "nll": "Mean negative log-likelihood of the labels, in nats: accuracy and calibration in one.",
-    "brier": "Mean squared distance of the probabilities and the truth, over all classes.",
-    "top_5": "Share of samples whose label is among the five likeliest classes.",
-    "aurc": "Share of errors, averaged over all coverages: whether the model knows when it is wrong.",
-    "e_aurc": "The part of the AURC that a better order of the same answers would avoid.",
-    "augrc": "Errors among the answered samples as a share of all samples, averaged over all coverages.",
-    "ks_test": "Largest difference of confidence and hits, added up from low to high confidence.",
-    "kuiper_test": "Range of the same difference.",
-    "spiegelhalter_test": "Distance of the Brier score from what a calibrated model would have, in deviations.",
+    "brier": "Mean squared difference of the probabilities and the one-hot label, summed over classes.",
+    "top_5": "Fraction of samples whose label is among the five most likely classes.",
+    "aurc": "Error rate averaged over all coverages: whether confidence separates correct from incorrect predictions.",
+    "e_aurc": "The AURC minus the lowest one that this accuracy allows.",
+    "augrc": "Errors among the covered samples as a fraction of all samples, averaged over all coverages.",
+    "ks_test": "Largest cumulative difference of confidence and correctness, from low to high confidence.",
+    "kuiper_test": "Range of the same cumulative difference.",
+    "spiegelhalter_test": "Brier score minus its expectation for a calibrated model, in standard deviations.",
 }
 
 
@@ -340,7 +341,7 @@ def _filled(
     command: str | None,
     environment: Mapping[str, Any],
 ) -> str:
-    script, style = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+    script, style = join_modules(), (FOLDER / "page.css").read_text(encoding="utf-8")
     jinja = optional_module("jinja2")
     engine = jinja.Environment(autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = engine.from_string((FOLDER / "page.html.jinja").read_text(encoding="utf-8"))
@@ -358,6 +359,7 @@ def _filled(
         embedded=trusted(embedded(data)),
         policy=_policy(script, style),
         sections=_sections(data),
+        level=unbroken(level(data["level"])),
     )
     return text
 
@@ -388,17 +390,17 @@ def _sections(data: Plain) -> list[tuple[str, str]]:
     }
     titles = {
         "summary": "Summary",
-        "comparison": "Models compared",
+        "comparison": "Model comparison",
         "reliability": "Reliability",
-        "confidences": "Confidence of right and wrong answers",
+        "confidences": "Confidence of correct and incorrect predictions",
         "classes": "Classes",
-        "map": "Over and under, by class",
-        "selective": "Leaving hard samples unanswered",
-        "ood": "Foreign data",
+        "map": "Over- and under-confidence by class",
+        "selective": "Selective prediction",
+        "ood": "OOD detection",
         "norms": "Feature norms",
         "training": "Training",
         "samples": "Most over- and under-confident samples",
-        "method": "How this was made",
+        "method": "Definitions and environment",
     }
     return [(name, titles[name]) for name, shown in there.items() if shown]
 
@@ -429,10 +431,11 @@ def _numbers(data: Plain, reports: Sequence[Report]) -> Plain:
 
 
 def _cell(result: Result | None) -> tuple[str, str]:
-    """Give a number and its interval, both as words."""
+    """Return the text of a number and of its confidence interval."""
     if result is None:
         return "", ""
-    value, _, interval = result.cell().partition(" ")
+    ends = (None, None) if result.interval is None else (result.interval.low, result.interval.high)
+    value, _, interval = cell(float(result), *ends, percent=result.definition.unit == "fraction").partition(" ")
     return value, interval
 
 

@@ -1,7 +1,8 @@
-"""What the report page shows, as plain data: each `..._data` gives lists and dictionaries that JSON knows.
+"""Data of the HTML page: each `..._data` returns lists and dictionaries that can be written as JSON.
 
-Nothing is measured here. Numbers come from a `Report`, curves and bins from the functions of `fedlas.metrics` and
-`fedlas.ood`; this file rounds, thins and cuts, so that a page stays small however many samples and classes there are.
+Metrics come from a `Report`, curves and bins from the functions of `fedlas.metrics` and `fedlas.ood`. Every number that
+the page shows is computed here, at full precision; the page rounds it when it shows it. Curves are thinned and texts
+are cut, so that a page stays small for any number of samples and classes.
 """
 
 import math
@@ -39,10 +40,12 @@ if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
     from fedlas.report.duels import PairedTest
 
-LONGEST = 200  # letters of a text that someone else wrote
-ALL_NAMES, SHORTEST = 1_000_000, 24  # letters of the names of all classes, and of one of very many
+LONGEST = 200  # characters of a text from a file
+ALL_NAMES, SHORTEST = 1_000_000, 24  # characters of the names of all classes, and of one of very many
 POINTS = 160  # of a curve
-SHARES = 25  # bins of a histogram of confidences
+COVERAGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)  # at which the risk is listed
+FALSE_POSITIVE_RATES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of listed ROC points
+CONFIDENCE_BINS = 25
 CLASS_BINS = 10
 SCORE_BINS = 40
 NORM_BINS = 30
@@ -52,27 +55,27 @@ Plain = dict[str, Any]
 
 
 def text_data(text: object, longest: int = LONGEST) -> str:
-    """Cut a text that someone else wrote, and replace what UTF-8 cannot hold."""
+    """Cut a long text, and replace characters that UTF-8 cannot encode."""
     whole = str(text)
     cut = whole if len(whole) <= longest else f"{whole[:longest]}… ({len(whole):,} characters)"
     return cut.encode("utf-8", "replace").decode("utf-8")
 
 
 def result_data(result: Result) -> Plain:
-    """Return a metric, its interval and its noise floor at full precision; the page rounds them where it shows them."""
+    """Return a metric with its confidence interval and its noise floor."""
     interval, floor = result.interval, result.details.get("noise_floor")
     return {
         "name": result.definition.estimator,
         "value": float(result) if math.isfinite(result) else None,
         "low": None if interval is None else interval.low,
         "high": None if interval is None else interval.high,
-        "chance": None if floor is None else float(floor),
+        "noise_floor": None if floor is None else float(floor),
         "percent": result.definition.unit == "fraction",
     }
 
 
 def state_data(state: "State", level: float = 0.95) -> Plain:
-    """Give what the predictions as given, or as one calibrator left them, are drawn from."""
+    """Return the results and diagrams of the predictions as given, or after one calibrator."""
     found: Plain = {
         "name": text_data(state.name),
         "results": {name: result_data(result) for name, result in state.results.items()},
@@ -87,34 +90,65 @@ def state_data(state: "State", level: float = 0.95) -> Plain:
 
 
 def diagram_data(bins: Bins, level: float = 0.95) -> Plain:
-    """Give the filled bins of a reliability diagram: edges, count, confidence, accuracy and its range."""
-    return {"bins": [[*place[:7]] for place in filled_places(bins, level)]}
+    """Return the non-empty bins of a reliability diagram.
+
+    A row holds the two edges, the number of samples, the mean confidence, the accuracy with its confidence interval,
+    and the gap (mean confidence minus accuracy).
+    """
+    rows = filled_places(bins, level)
+    return {"bins": [[*row[:7], row.confidence - row.accuracy] for row in rows]}
 
 
 def smooth_data(pairs: Pairs, level: float = 0.95) -> Plain:
-    """Give the curve of a smooth reliability diagram, with an approximate range."""
-    found = smooth_curve(pairs, points=101)
-    low, high = clopper_pearson(found.accuracy * found.samples, found.samples, level)
-    shift = found.place - found.confidence  # from the middle of what is in a window to the middle of the window
-    columns = (found.place, *((x + shift).clamp(0, 1) for x in (found.accuracy, low, high)))
-    rows = zip(*(x.tolist() for x in (*columns, found.density, found.samples)), strict=True)
-    return {"points": [[*map(number, row)] for row in rows], "bandwidth": number(found.bandwidth)}
+    """Return the curve of a smooth reliability diagram, with an approximate confidence interval.
+
+    A row holds the confidence, the accuracy with its interval, the density of samples, their effective number, and the
+    gap.
+    """
+    smoothed = smooth_curve(pairs, points=101)
+    low, high = clopper_pearson(smoothed.accuracy * smoothed.samples, smoothed.samples, level)
+    shift = smoothed.place - smoothed.confidence  # from the mean confidence in a window to the centre of the window
+    accuracy, low, high = ((x + shift).clamp(0, 1) for x in (smoothed.accuracy, low, high))
+    columns = (smoothed.place, accuracy, low, high, smoothed.density, smoothed.samples, smoothed.place - accuracy)
+    rows = zip(*(x.tolist() for x in columns), strict=True)
+    return {"points": [[*map(number, row)] for row in rows], "bandwidth": number(smoothed.bandwidth)}
 
 
 def confidence_data(pairs: Pairs) -> Plain:
-    """Count right and wrong answers in narrow bins of confidence."""
-    bins = bin_statistics(pairs.confidence, pairs.correct, equal_width_edges(SHARES), EdgeRule.RIGHT)
-    wrong = bins.counts - bins.correct_sum
-    return {"edges": numbers(bins.edges), "right": numbers(bins.correct_sum), "wrong": numbers(wrong)}
+    """Count correct and incorrect predictions in narrow bins of confidence."""
+    bins = bin_statistics(pairs.confidence, pairs.correct, equal_width_edges(CONFIDENCE_BINS), EdgeRule.RIGHT)
+    accuracy = [number(value) if count else None for value, count in zip(bins.accuracy, bins.counts, strict=True)]
+    counts = _counts_data(bins.correct_sum, bins.counts - bins.correct_sum)
+    return {"edges": numbers(bins.edges), **counts, "accuracy": accuracy}
+
+
+def _counts_data(correct: Float64[Tensor, " bins"], incorrect: Float64[Tensor, " bins"]) -> Plain:
+    """Return histograms of correct and incorrect predictions: counts, their totals, and fractions of these."""
+    data: Plain = {}
+    for name, counts in (("correct", correct), ("incorrect", incorrect)):
+        total = counts.sum()
+        data[name] = numbers(counts)
+        data[f"{name}_total"] = number(total)
+        data[f"{name}_fraction"] = numbers(counts / total if total > 0 else counts)
+    return data
 
 
 def risk_data(pairs: Pairs) -> Plain:
-    """Trace the risk over coverage, and what the best possible order of the same answers would give."""
-    found = curve(pairs)
-    # Every right answer before every wrong one: the order that the truth itself would give.
+    """Return the risk-coverage curve, and the lowest one that this accuracy allows.
+
+    `listed` holds `[coverage, risk, lowest risk]` at round coverages.
+    """
+    traced = curve(pairs)
+    # All correct predictions before all incorrect ones.
     best = curve(Pairs(exact(pairs.correct), pairs.correct, pairs.about))
-    return {"coverage": numbers(_thinned(found).coverage), "risk": numbers(_thinned(found).risk)} | {
-        "best": numbers(_thinned(best).risk)
+    coverages = torch.tensor(COVERAGES, dtype=torch.float64, device=traced.risk.device)
+    place = torch.searchsorted(traced.coverage, coverages - 1e-12).clamp_max(len(traced.risk) - 1)
+    listed = zip(COVERAGES, traced.risk[place].tolist(), best.risk[place].tolist(), strict=True)
+    return {
+        "coverage": numbers(_thinned(traced).coverage),
+        "risk": numbers(_thinned(traced).risk),
+        "best": numbers(_thinned(best).risk),
+        "listed": [[*map(number, row)] for row in listed],
     }
 
 
@@ -125,7 +159,7 @@ def _thinned(traced: RiskCoverage) -> RiskCoverage:
 
 
 def model_data(name: str, report: "Report", level: float = 0.95) -> Plain:
-    """Give what one model is, and what every state of it is drawn from."""
+    """Return the name and size of one evaluation, and all its states."""
     return {
         "name": text_data(name),
         "n": report.n,
@@ -136,7 +170,7 @@ def model_data(name: str, report: "Report", level: float = 0.95) -> Plain:
 
 
 def names_data(predictions: AnyPredictions) -> list[str] | None:
-    """Give the names of the classes, where there are any; those of very many classes are cut shorter."""
+    """Return the class names, if any; those of very many classes are cut shorter."""
     names = predictions.class_names
     if names is None:
         return None
@@ -147,46 +181,55 @@ def names_data(predictions: AnyPredictions) -> list[str] | None:
 def class_data(
     predictions: AnyPredictions, report: "Report | None" = None, *, most: int = 2_000, level: float = 0.95
 ) -> Plain:
-    """Give the class table, and for the classes with most answers their diagrams.
+    """Return the class table, and the diagrams of the classes that are predicted most often.
 
-    Answers are the samples that the model put into a class. Columns have one entry per class: how many labels and
-    answers it has, how many of the answers are right, their mean confidence, and the class-wise ECE. Diagrams hold
-    `[bin, count, confidence, accuracy, low, high]` for every filled bin: of the answers, and of all probabilities.
+    Columns have one entry per class: its number of labels, of samples predicted as it, and of correct ones among them;
+    recall, precision, mean confidence and gap of these predictions; the weight of the gap in the signed ECE; and the
+    class-wise ECE. Diagrams hold `[bin, accuracy index, confidence, gap, significant]` for every non-empty bin: of the
+    predictions, and of the probability of the class in all samples. The index is that of a row of `accuracies`, which
+    holds `[count, accuracy, low, high]`; many bins of few samples share one.
 
     Args:
         predictions: of one model.
-        report: where the class-wise errors are taken from.
-        most: how many classes have diagrams.
-        level: of the ranges of accuracies.
+        report: the report that has the class-wise ECE.
+        most: number of classes with diagrams.
+        level: of the confidence intervals of accuracies.
     """
     classes = predictions.num_classes
-    bins = answer_bins(predictions)
-    answers, right, total = bins.counts.sum(1), bins.correct_sum.sum(1), bins.confidence_sum.sum(1)
+    bins = predicted_class_bins(predictions).cpu()
+    predicted, correct, total = (x.sum(1).double() for x in (bins.counts, bins.correct_sum, bins.confidence_sum))
     labels = predictions.labels
-    support = exact(labels).sum(0) if labels.ndim == 2 else count_up(labels, classes)
+    support = (exact(labels).sum(0) if labels.ndim == 2 else count_up(labels, classes)).cpu().double()
     shown = torch.arange(classes)
-    if isinstance(predictions, TopLabelPredictions):  # of classes that nobody named, nothing is known
-        shown = ((answers > 0) | (support.to(answers.device) > 0)).nonzero()[:, 0].cpu()
-    measured = None if report is None else report.before.results.get("classwise_ece")
-    errors = None if measured is None else torch.tensor(measured.details["per_class"], dtype=torch.float64)
-    drawn = shown[answers.cpu()[shown].argsort(descending=True, stable=True)[:most]].sort().values
+    if isinstance(predictions, TopLabelPredictions):  # other classes are unknown
+        shown = ((predicted > 0) | (support > 0)).nonzero()[:, 0]
+    classwise = None if report is None else report.before.results.get("classwise_ece")
+    errors = None if classwise is None else torch.tensor(classwise.details["per_class"], dtype=torch.float64)
+    drawn = shown[predicted[shown].argsort(descending=True, stable=True)[:most]].sort().values
     every = None if isinstance(predictions, TopLabelPredictions) else probability_bins(predictions)
+    accuracies: dict[tuple[float, ...], int] = {}
+    confidence, precision, recall = total / predicted, correct / predicted, correct / support  # NaN: no samples
     return {
         "class": shown.tolist(),
-        "labels": numbers(support.cpu()[shown]),
-        "answers": answers.cpu()[shown].tolist(),
-        "right": numbers(right.cpu()[shown]),
-        "confidence": numbers((total / answers.clamp_min(1)).cpu()[shown]),
-        "error": None if errors is None else numbers(errors[shown]),
+        "labels": numbers(support[shown]),
+        "predicted": numbers(predicted[shown]),
+        "correct": numbers(correct[shown]),
+        "recall": optional_numbers(recall[shown]),
+        "precision": optional_numbers(precision[shown]),
+        "confidence": optional_numbers(confidence[shown]),
+        "gap": optional_numbers((confidence - precision)[shown]),
+        "weight": numbers(((total - correct) / len(predictions))[shown]),
+        "ece": None if errors is None else numbers(errors[shown]),
         "bins": CLASS_BINS,
         "drawn": drawn.tolist(),
-        "of_answers": _cells(bins, drawn, level),
-        "of_probability": None if every is None else _cells(every, drawn, level),
+        "of_predictions": _cells(bins, drawn, level, accuracies),
+        "of_probability": None if every is None else _cells(every, drawn, level, accuracies),
+        "accuracies": [[*row] for row in accuracies],
     }
 
 
-def answer_bins(predictions: AnyPredictions) -> Bins:
-    """Fill one histogram per class with the confidences of the samples that were put into it."""
+def predicted_class_bins(predictions: AnyPredictions) -> Bins:
+    """Return one histogram per class: the confidences of the samples predicted as this class."""
     assert predictions.prediction is not None
     edges, classes = equal_width_edges(CLASS_BINS), predictions.num_classes
     confidence, correct = exact(predictions.confidence), exact(predictions.correct)
@@ -194,12 +237,12 @@ def answer_bins(predictions: AnyPredictions) -> Bins:
     cell = predictions.prediction.to(confidence.device) * CLASS_BINS + index
     counts = count_up(cell, classes * CLASS_BINS)
     sums = (add_up(values, cell, classes * CLASS_BINS) for values in (confidence, correct))
-    confidence_sum, correct_sum = (one.view(classes, CLASS_BINS) for one in sums)
+    confidence_sum, correct_sum = (values.view(classes, CLASS_BINS) for values in sums)
     return Bins(edges, counts.view(classes, CLASS_BINS), confidence_sum, correct_sum, len(predictions), EdgeRule.RIGHT)
 
 
 def probability_bins(predictions: Predictions) -> Bins:
-    """Fill one histogram per class with the probabilities of the class, a part of the samples at a time."""
+    """Return one histogram per class: its probability in all samples, some samples at a time."""
     first, *others = slices_of(predictions.scores)
     found = histogram(predictions[first], bins=CLASS_BINS, scope="class-wise").bins
     for rows in others:
@@ -207,63 +250,63 @@ def probability_bins(predictions: Predictions) -> Bins:
     return found
 
 
-def _cells(bins: Bins, kept: Int64[Tensor, " kept"], level: float) -> list[list[list[float]]]:
+def _cells(
+    bins: Bins, kept: Int64[Tensor, " kept"], level: float, accuracies: dict[tuple[float, ...], int]
+) -> list[list[list[float]]]:
+    """Return the non-empty bins of some classes; accuracies that are not in `accuracies` yet are added to it."""
     bins = bins.cpu()
-    counts = bins.counts[kept]
-    row, column = counts.nonzero().unbind(1)
+    row, column = bins.counts[kept].nonzero().unbind(1)
     place = (kept[row], column)
-    low, high = clopper_pearson(bins.correct_sum[place], bins.counts[place], level)
-    columns = (column, bins.counts[place], bins.confidence[place], bins.accuracy[place], low, high)
-    found: list[list[list[float]]] = [[] for _ in range(len(kept))]
-    for line, *cells in zip(row.tolist(), *(x.tolist() for x in columns), strict=True):
-        found[line].append([number(cell, 4) for cell in cells])
-    return found
+    confidence, accuracy, counts = bins.confidence[place], bins.accuracy[place], bins.counts[place]
+    low, high = clopper_pearson(bins.correct_sum[place], counts, level)
+    significant = (confidence < low) | (confidence > high)
+    columns = (counts, accuracy, low, high, column, confidence, confidence - accuracy, significant)
+    rows: list[list[list[float]]] = [[] for _ in range(len(kept))]
+    for line, *values in zip(row.tolist(), *(x.tolist() for x in columns), strict=True):
+        *shared, index, mean, gap, is_significant = map(number, values)
+        rows[line].append([index, accuracies.setdefault(tuple(shared), len(accuracies)), mean, gap, is_significant])
+    return rows
 
 
 def sample_data(predictions: AnyPredictions, *, count: int = 12, most: int = 3) -> Plain:
-    """Give the samples whose confidence was most above, and most below, what turned out to be true.
+    """Return the most over-confident and the most under-confident samples.
 
     Args:
         predictions: of one model.
-        count: how many of either kind.
-        most: how many of the likeliest classes are listed for each.
+        count: number of samples of each kind.
+        most: number of the most likely classes listed for each sample.
     """
     gap = exact(predictions.confidence) - exact(predictions.correct)
-    found: Plain = {}
+    data: Plain = {}
     for kind, sign in (("over", 1), ("under", -1)):
         order = (sign * gap).argsort(descending=True, stable=True)[:count]
         chosen = order[(sign * gap)[order] > 0]
-        found[kind] = [_sample(predictions, int(row), most) for row in chosen]
-    return found
+        data[kind] = [_sample(predictions, int(row), most) for row in chosen]
+    return data
 
 
 def _sample(predictions: AnyPredictions, row: int, most: int) -> Plain:
-    one = predictions[[row]]
-    if isinstance(one, TopLabelPredictions):
-        assert one.prediction is not None
-        confidence, answer = number(one.confidence[0], 6), int(one.prediction[0])
-        return {
-            "row": row,
-            "index": None if one.index is None else int(one.index[0]),
-            "label": int(one.labels[0]),
-            "share": None,
-            "answer": answer,
-            "confidence": confidence,
-            "truth": None,
-            "likeliest": [[answer, number(one.confidence[0])]],
-        }
-    probs, labels = one.probs[0], one.labels
-    likeliest = probs.topk(min(most, len(probs)))
-    truth = int(labels[0]) if labels.ndim == 1 else int(labels[0].argmax())
-    return {
+    sample = predictions[[row]]
+    assert sample.prediction is not None
+    data: Plain = {
         "row": row,
-        "index": None if one.index is None else int(one.index[0]),
-        "label": truth,
-        "share": None if labels.ndim == 1 else number(labels[0, truth]),
-        "answer": int(one.prediction[0]),
-        "confidence": number(one.confidence[0], 6),
-        "truth": number(probs[truth], 6),
-        "likeliest": [[k, number(p)] for k, p in zip(likeliest.indices.tolist(), likeliest.values, strict=True)],
+        "index": None if sample.index is None else int(sample.index[0]),
+        "prediction": int(sample.prediction[0]),
+        "confidence": number(sample.confidence[0]),
+    }
+    if isinstance(sample, TopLabelPredictions):
+        likeliest = [[data["prediction"], data["confidence"]]]
+        return data | {
+            "label": int(sample.labels[0]), "label_weight": None, "label_probability": None, "likeliest": likeliest,
+        }  # fmt: skip
+    probs, labels = sample.probs[0], sample.labels
+    top = probs.topk(min(most, len(probs)))
+    label = int(labels[0]) if labels.ndim == 1 else int(labels[0].argmax())
+    return data | {
+        "label": label,
+        "label_weight": None if labels.ndim == 1 else number(labels[0, label]),
+        "label_probability": number(probs[label]),
+        "likeliest": [[k, number(p)] for k, p in zip(top.indices.tolist(), top.values, strict=True)],
     }
 
 
@@ -273,82 +316,87 @@ def ood_data(
     report: "Report",
     train_features: Array | None = None,
 ) -> Plain | None:
-    """Give for every foreign data set and score the ROC curve, the histograms and the measured numbers."""
+    """Return the ROC curve, the histograms and the metrics of every OOD data set and score."""
     detection = report.before.detection
     if detection is None:
         return None
     sets: list[Plain] = []
-    for name, held in detection.sets.items():
-        foreign = foreign_predictions(name, ood[name], predictions) if name in ood else None
+    for name, separations in detection.sets.items():
+        given = foreign_predictions(name, ood[name], predictions) if name in ood else None
         scores: list[Plain] = []
-        for score, separation in held.items():
-            about: Plain = {
+        for score, separation in separations.items():
+            metrics = (separation.auroc, separation.aupr_out, separation.aupr_in, separation.fpr)
+            data: Plain = {
                 "name": score,
                 "quantity": QUANTITIES.get(score, score),
-                "numbers": [result_data(x) for x in (separation.auroc, separation.aupr_out, separation.aupr_in)]
-                + [result_data(separation.fpr)],
+                "results": [result_data(result) for result in metrics],
             }
-            both = [x for x in (predictions, foreign) if x is not None]
+            both = [x for x in (predictions, given) if x is not None]
             if len(both) == 2 and all(missing(x, score, train_features) is None for x in both):
-                known, strange = (score_of(x, score, train_features) for x in both)
-                about |= {"roc": roc_data(ranking(known, strange)), "histogram": score_data(known, strange)}
-            scores.append(about)
+                id_scores, ood_scores = (score_of(x, score, train_features) for x in both)
+                data |= {
+                    "roc": roc_data(ranking(id_scores, ood_scores)),
+                    "histogram": score_data(id_scores, ood_scores),
+                }
+            scores.append(data)
         sets.append({"name": text_data(name), "scores": scores})
     return {"sets": sets}
 
 
 def roc_data(ranked: Ranking) -> Plain:
-    """Give the ROC curve in steps of equal length."""
+    """Return the ROC curve in steps of equal length; `listed` holds `[FPR, TPR]` at round false-positive rates."""
     positives, negatives = ranked.sizes
-    true = torch.cat([torch.zeros(1), exact(ranked.positives.cumsum(0)).cpu() / positives]).double()
-    false = torch.cat([torch.zeros(1), exact(ranked.negatives.cumsum(0)).cpu() / negatives]).double()
+    start = torch.zeros(1, dtype=torch.float64)
+    true = torch.cat([start, exact(ranked.positives.cumsum(0)).cpu() / positives])
+    false = torch.cat([start, exact(ranked.negatives.cumsum(0)).cpu() / negatives])
     kept = torch.searchsorted(true + false, torch.linspace(0, 2, POINTS, dtype=torch.float64)).clamp_max(len(true) - 1)
     kept = torch.cat([torch.zeros(1, dtype=torch.long), kept]).unique()
-    return {"false": numbers(false[kept]), "true": numbers(true[kept])}
+    rates = torch.tensor(FALSE_POSITIVE_RATES, dtype=torch.float64)
+    reached = true[torch.searchsorted(false, rates + 1e-12, right=True) - 1]
+    listed = [[*map(number, row)] for row in zip(FALSE_POSITIVE_RATES, reached.tolist(), strict=True)]
+    return {"fpr": numbers(false[kept]), "tpr": numbers(true[kept]), "listed": listed}
 
 
-def score_data(known: Tensor, foreign: Tensor) -> Plain:
-    """Give the histograms of a score on known and foreign samples, as shares; the ends hold what lies beyond them."""
-    known, foreign = exact(known).cpu(), exact(foreign).cpu()
-    both = torch.cat([known, foreign])
+def score_data(id_scores: Tensor, ood_scores: Tensor) -> Plain:
+    """Return histograms of a score on ID and OOD samples, as fractions; the outermost bins hold all beyond them."""
+    id_scores, ood_scores = exact(id_scores).cpu(), exact(ood_scores).cpu()
+    both = torch.cat([id_scores, ood_scores])
     finite = both[both.isfinite()]
     if not len(finite):
-        return {"edges": [0.0, 1.0], "known": [1.0], "foreign": [1.0]}
+        return {"edges": [0.0, 1.0], "id": [1.0], "ood": [1.0]}
     ranked = finite.sort().values
-    low, high = (float(ranked[round(share * (len(ranked) - 1))]) for share in (0.005, 0.995))
+    low, high = (float(ranked[round(quantile * (len(ranked) - 1))]) for quantile in (0.005, 0.995))
     if not low < high:
         low, high = low - 0.5, high + 0.5
     edges = torch.linspace(low, high, SCORE_BINS + 1, dtype=torch.float64)
-    shares = [
+    fractions = [
         count_up(bin_index(x.clamp(low, high), edges, EdgeRule.RIGHT), SCORE_BINS).double() / len(x)
-        for x in (known, foreign)
+        for x in (id_scores, ood_scores)
     ]
-    return {"edges": numbers(edges), "known": numbers(shares[0]), "foreign": numbers(shares[1])}
+    return {"edges": numbers(edges), "id": numbers(fractions[0]), "ood": numbers(fractions[1])}
 
 
 def norm_data(predictions: AnyPredictions) -> Plain | None:
-    """Give the confidence indicator of FeDLaS on these samples: the L1 norm of the features, in deviations.
+    """Return the confidence indicator of FeDLaS on these samples: the standardised L1 norm of the features.
 
-    Training normalises by running statistics; here mean and deviation are those of these samples.
+    Training standardises by running statistics; here mean and standard deviation are those of these samples.
     """
     if predictions.features is None or len(predictions) < 2:
         return None
     norm = exact(-feature_norm(predictions.features))
-    spread = float(norm.std())
-    if not 0 < spread < math.inf:
+    deviation = float(norm.std())
+    if not 0 < deviation < math.inf:
         return None
-    gamma = (norm - norm.mean()) / spread
+    gamma = (norm - norm.mean()) / deviation
     correct, confidence = exact(predictions.correct).to(gamma.device), exact(predictions.confidence).to(gamma.device)
     low, high = (float(x) for x in torch.aminmax(gamma.clamp(-4, 4)))
     edges = torch.linspace(low, high, NORM_BINS + 1, dtype=torch.float64)
-    shown = bin_index(gamma.clamp(low, high), edges, EdgeRule.RIGHT)
-    right, wrong = (add_up(weights, shown, NORM_BINS) for weights in (correct, 1 - correct))
+    index = bin_index(gamma.clamp(low, high), edges, EdgeRule.RIGHT)
     return {
         "mean": number(norm.mean()),
-        "deviation": number(spread),
+        "deviation": number(deviation),
         "edges": numbers(edges),
-        "right": numbers(right),
-        "wrong": numbers(wrong),
+        **_counts_data(*(add_up(weights, index, NORM_BINS) for weights in (correct, 1 - correct))),
         "groups": _groups(gamma, confidence, correct),
     }
 
@@ -356,7 +404,7 @@ def norm_data(predictions: AnyPredictions) -> Plain | None:
 def _groups(
     gamma: Float64[Tensor, " n"], confidence: Float64[Tensor, " n"], correct: Float64[Tensor, " n"]
 ) -> list[list[float]]:
-    """Average confidence and correctness over tenths of the samples, from the shortest features to the longest."""
+    """Average indicator, confidence and correctness over tenths of the samples, by increasing feature norm."""
     groups = 10
     place = bin_index(gamma, equal_mass_edges(gamma, groups), EdgeRule.RIGHT)
     counts = count_up(place, groups)
@@ -389,7 +437,7 @@ def training_data(log: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | 
 
 
 def _gamma(given: Any, beta: float | None) -> Plain | None:
-    """Take the histogram of gamma of an epoch, and the smoothing of either mode in the middle of each bin.
+    """Return the histogram of gamma in an epoch, and the smoothing of both gate modes at the centre of each bin.
 
     The first and last counts lie beyond the edges; they are shown as one more bin on either side.
     """
@@ -400,31 +448,34 @@ def _gamma(given: Any, beta: float | None) -> Plain | None:
         return None
     step = edges[1] - edges[0]
     ends = [edges[0] - step, *edges, edges[-1] + step]
-    middles = [(low + high) / 2 for low, high in pairwise(ends)]
+    centres = [(low + high) / 2 for low, high in pairwise(ends)]
     evenly = [ends[0] + place / 80 * (ends[-1] - ends[0]) for place in range(81)]
+    total = sum(counts) or 1.0
     return {
         "edges": edges,
         "counts": counts,
+        "fractions": numbers([count / total for count in counts]),
         "ends": numbers(ends),
-        "middle": _ratios(middles, beta),
+        "centres": numbers(centres),
+        "at_centres": _ratios(centres, beta),
         "curve": _ratios(evenly, beta),
     }
 
 
 def _ratios(gammas: Sequence[float], beta: float | None) -> list[list[float | int]]:
-    """Give the smoothing of both modes at some values of gamma; nothing where nobody says how strong it is."""
+    """Return the smoothing of both gate modes at some values of gamma; empty if beta is unknown."""
     if beta is None:
         return []
     return [numbers([gamma, alpha_ratio(gamma, beta, 1), alpha_ratio(gamma, beta, -1)]) for gamma in gammas]
 
 
 def alpha_ratio(gamma: float, beta: float, mode: int) -> float:
-    """Give the smoothing of a sample, as a multiple of alpha: 2 sigmoid(beta gamma) in positive mode."""
+    """Return the smoothing of a sample, as a multiple of alpha: 2 sigmoid(beta gamma) in positive mode."""
     return 1 + math.tanh(beta * mode * gamma / 2)
 
 
 def comparison_data(names: Sequence[str], duels: "Iterable[PairedTest]") -> Plain | None:
-    """Give the paired tests of models, which are told by their place in the list of names."""
+    """Return the paired tests between models; a model is given by its index in the list of names."""
     if len(names) < 2:
         return None
     tests: list[Plain] = []
@@ -449,21 +500,24 @@ def comparison_data(names: Sequence[str], duels: "Iterable[PairedTest]") -> Plai
     return {"tests": tests}
 
 
-def number(value: Any, digits: int = 5) -> float | int:
-    """Round to some significant digits; whole numbers stay whole."""
+def number(value: Any) -> float | int:
+    """Return a plain number at full precision; whole numbers become integers."""
     plain = float(value)
-    if plain.is_integer() and abs(plain) < 1e15:
-        return int(plain)
     assert math.isfinite(plain), plain
-    return float(f"{plain:.{digits}g}")
+    return int(plain) if plain.is_integer() and abs(plain) < 1e15 else plain
 
 
-def numbers(values: Tensor | Sequence[float], digits: int = 5) -> list[float | int]:
-    """Round many numbers."""
-    return [number(value, digits) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+def numbers(values: Tensor | Sequence[float]) -> list[float | int]:
+    """Return plain numbers at full precision."""
+    return [number(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+
+
+def optional_numbers(values: Float64[Tensor, " n"]) -> list[float | int | None]:
+    """Return plain numbers, and None where a number is not finite."""
+    return [_maybe(value) for value in values.tolist()]
 
 
 def _maybe(value: Any) -> float | int | None:
-    """Take a number from a log; what is none, or not finite, is left out."""
+    """Return a finite number, or None for anything else."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return number(value) if usable else None

@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 from fedlas.errors import UserError
 from fedlas.metrics.mean_rank import mean_ranks
 from fedlas.metrics.result import aligned
+from fedlas.report.formatting import PERCENT_DECIMALS, fixed
 from fedlas.storage import write_whole
 
 Detail = Literal["ours", "both", "full"]
@@ -121,7 +122,7 @@ class Column:
         group: neighbours of one group share a heading, such as "CIFAR-10, ResNet-50".
         higher_is_better: whether the best value is the largest.
         percent: whether values are shown times 100.
-        digits: how many of them stand behind the point.
+        digits: number of decimals, the same for all rows, so that rows can be ranked as shown.
         ranked: whether the best and the second are marked.
         compared: whether ours minus the paper's means anything.
     """
@@ -130,13 +131,13 @@ class Column:
     group: str = ""
     higher_is_better: bool = False
     percent: bool = True
-    digits: int = 2
+    digits: int = PERCENT_DECIMALS
     ranked: bool = True
     compared: bool = True
 
     def shown(self, value: float, sign: str = "") -> str:
         """Write a number as the table shows it; nothing is ever minus zero."""
-        return f"{float(value) * (100 if self.percent else 1):{sign}z.{self.digits}f}"
+        return fixed(float(value) * (100 if self.percent else 1), self.digits, sign)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ known, the words say so, and what chance alone would show stands beside the erro
 """
 
 import math
-from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
 from fedlas.metrics.bins import Bins
-from fedlas.metrics.result import Interval, Result
+from fedlas.metrics.result import Result
+from fedlas.report.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
 from fedlas.report.places import Place, filled_places
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
@@ -92,10 +92,10 @@ def in_words(report: "Report") -> str:
     two = _hides_classes(report, way)
     said = [_headline(state, way, " of the predicted class" if two else "")]
     if two:
-        said.append(f"for the probability of one class the ECE is {_percent(float(state['classwise_ece']))}")
+        said.append(f"for the probability of one class the ECE is {_value(state['classwise_ece'])}")
     place = at_confidence(state.bins["width"], level=_level(state))
     if place is not None:
-        said.append(f"at {_about(place)} confidence it is right {_whole(place.accuracy)} of the time")
+        said.append(f"at {_about(place)} confidence the accuracy is {percent(place.accuracy, place.low, place.high)}")
     done = _spoken_of(report)
     if done is not None and way not in {"none", "unknown"}:
         verdict = {
@@ -120,32 +120,32 @@ def _hides_classes(report: "Report", way: Direction) -> bool:
 def sentences(report: "Report") -> tuple[str, ...]:
     """Say at some length what a report shows, with its intervals."""
     state, way = report.before, direction(report.before)
-    level = _level(state)
-    samples = f"{report.n:,} {'sample' if report.n == 1 else 'samples'}"
+    confidence_level = _level(state)
+    samples = f"{count(report.n)} {'sample' if report.n == 1 else 'samples'}"
     where = f' of the split "{_name(report.split)}"' if report.split else ""
-    classes = f" in {report.classes:,} classes" if report.classes else ""
+    classes = f" in {count(report.classes)} classes" if report.classes else ""
     said = [f"Accuracy is {_share(state['accuracy'])} on {samples}{where}{classes}."]
     said += _direction_sentences(state, way, samples)
     if _hides_classes(report, way):
         said.append(
             "That is about the confidence in the predicted class, where errors of both classes can cancel. For the "
-            f"probability of one class the ECE is {_percent(float(state['classwise_ece']))}; its reliability diagram "
+            f"probability of one class the ECE is {_value(state['classwise_ece'])}; its reliability diagram "
             "shows where."
         )
-    near = at_confidence(state.bins["width"], level=level)
+    near = at_confidence(state.bins["width"], level=confidence_level)
     if near is not None:
-        range_ = f"{_range(near.low, near.high)}){', which fits' if near.fits else ''}"
+        agrees = ", which agrees with the confidence" if near.fits else ""
         said.append(
-            f"Where its confidence is about {_about(near)} ({near.samples:,} samples, mean "
-            f"{_percent(near.confidence)}), it is right {_percent(near.accuracy)} of the time ({range_}."
+            f"Where its confidence is about {_about(near)} ({count(near.samples)} samples, mean "
+            f"{_with_digits_of(near, near.confidence)}), the accuracy is {_accuracy(near)}{agrees}."
         )
-    worst = worst_place(state, level) if way not in {"none", "unknown"} else None
+    worst = worst_place(state, confidence_level) if way not in {"none", "unknown"} else None
     if worst is not None:
         most = abs(worst.weighted_gap) > float(state["ece"]) / 2
         said.append(
-            f"{'Most' if most else 'The largest part'} of the error lies at confidences from {worst.lower:.2f} to "
-            f"{worst.upper:.2f}: {worst.samples:,} samples, mean confidence {_percent(worst.confidence)}, right "
-            f"{_percent(worst.accuracy)}."
+            f"{'Most' if most else 'The largest part'} of the error lies at confidences from {fixed(worst.lower, 2)} "
+            f"to {fixed(worst.upper, 2)}: {count(worst.samples)} samples, mean confidence "
+            f"{_with_digits_of(worst, worst.confidence)}, accuracy {_with_digits_of(worst, worst.accuracy)}."
         )
     said += _floored(state)
     said += [_effect_sentence(state, after, way) for after in report.after.values()]
@@ -156,19 +156,19 @@ def sentences(report: "Report") -> tuple[str, ...]:
 def _direction_sentences(state: "State", way: Direction, samples: str) -> list[str]:
     signed, total = state["signed_ece"], state["ece"]
     mean = float(state["accuracy"]) + float(signed)
-    compared = f"mean confidence is {_percent(mean)}, accuracy {_percent(float(state['accuracy']))}"
+    compared = f"mean confidence is {_like(state['accuracy'], mean)}, accuracy {_value(state['accuracy'])}"
     error = f"The ECE is {_share(total)}{_chance(total)}."
     if signed.interval is None or total.interval is None:
         side = "above" if float(signed) >= 0 else "below"
         return [
             f"Mean confidence is {_points(signed)} {side} accuracy; no interval was computed to say how sure that is.",
-            f"The ECE is {_percent(float(total))}.",
+            f"The ECE is {_value(total)}.",
         ]
     if way in {"over", "under"}:
         low, high = sorted(abs(end) for end in (signed.interval.low, signed.interval.high))
         return [
-            f"It is {way}-confident by {_points(signed)} ({_points(low, unit=False)} to {_points(high)} at "
-            f"{100 * signed.interval.level:g} %): {compared}.",
+            f"It is {way}-confident by {_points(signed)} ({number(low, low, high)} to {number(high, low, high)} points "
+            f"at {level(signed.interval.level)}): {compared}.",
             error,
         ]
     if way == "both":
@@ -181,8 +181,8 @@ def _direction_sentences(state: "State", way: Direction, samples: str) -> list[s
         return [f"Confidence and accuracy differ, but no single direction is shown: {compared}.", error]
     unknown = f" {samples.capitalize()} cannot tell more." if total.interval.high >= MUCH else ""
     return [
-        f"No miscalibration is shown: the ECE is {_percent(float(total))}, and the true one may be anywhere from 0 to "
-        f"{_percent(total.interval.high)}{_chance(total)}.{unknown}"
+        f"No miscalibration is shown: the ECE is {_value(total)}, and the true one may be anywhere from 0 to "
+        f"{_like(total, total.interval.high)}{_chance(total)}.{unknown}"
     ]
 
 
@@ -212,14 +212,14 @@ def _effect_sentence(before: "State", after: "State", way: Direction) -> str:
 def _changes(before: "State", after: "State") -> str:
     """Describe the change of the ECE and of the NLL, each with the p-value of its paired test."""
     total = after["ece"]
-    start = _percent(float(before["ece"]))
+    start = _value(before["ece"])
     parts = [f"the ECE goes from {start} to {_share(total)}{_p_value(after, 'ece')}{_chance(total)}"]
     if "nll" in after.results:
-        start, end = (f"{float(state['nll']):.3g}" for state in (before, after))
+        start, end = (_value(state["nll"]) for state in (before, after))
         least = "at least " if _is_lower_bound(before) else ""
         parts.append(f"the NLL goes from {least}{start} to {end}{_p_value(after, 'nll')}")
     if "accuracy" in after.comparisons and after.comparisons["accuracy"].better is not None:
-        start, end = (_percent(float(state["accuracy"])) for state in (before, after))
+        start, end = (_value(state["accuracy"]) for state in (before, after))
         parts.append(f"accuracy goes from {start} to {end}{_p_value(after, 'accuracy')}")
     return "; ".join(parts)
 
@@ -234,7 +234,7 @@ def _p_value(after: "State", name: str) -> str:
     if test is None:
         return ""
     significance = "no significant difference, " if test.better is None else ""
-    return f" ({significance}p = {test.p_value:.2g})"
+    return f" ({significance}{p_value(test.p_value)})"
 
 
 def _costs(after: "State") -> list[str]:
@@ -256,15 +256,15 @@ def _is_lower_bound(state: "State") -> bool:
 
 def _floored(state: "State") -> list[str]:
     """Return a note where the NLL depends on the number that stands for probabilities of zero."""
-    count = _zeros(state)
-    if not count:
+    zeros = _zeros(state)
+    if not zeros:
         return []
-    labels = "label has" if count == 1 else "labels have"
-    floor = f"{float(state['nll'].details['floor']):g} stands for zero"
-    bound = f"the NLL shown depends on the number that stands for zero, {float(state['nll'].details['floor']):.2g}"
+    labels = "label has" if zeros == 1 else "labels have"
+    floor = f"{float(state['nll'].details['floor']):.2g}"  # far too small for decimals
+    bound = f"the NLL shown depends on the number that stands for zero, {floor}"
     if _is_lower_bound(state):
-        bound = f"the true NLL is larger than the one shown, in which {floor}"
-    return [f"{count:,} {labels} probability zero: {bound}. Give logits, or probabilities with more digits."]
+        bound = f"the true NLL is larger than the one shown, in which {floor} stands for zero"
+    return [f"{count(zeros)} {labels} probability zero: {bound}. Give logits, or probabilities with more digits."]
 
 
 def _fitted(after: "State") -> str:
@@ -273,8 +273,10 @@ def _fitted(after: "State") -> str:
         return f"Calibrators were cross-fitted in {parts}: no sample is evaluated by a fit that saw its label."
     fit = after.fits[0]
     of_split = f' of the split "{_name(fit.split)}"' if fit.split else ""
-    leaked = f", {after.leaked:,} of which are judged too: what they repair here is too good" if after.leaked else ""
-    return f"Calibrators were fitted on {fit.n:,} samples{of_split}{leaked}."
+    leaked = ""
+    if after.leaked:
+        leaked = f", {count(after.leaked)} of which are evaluated too: the results after calibration are optimistic"
+    return f"Calibrators were fitted on {count(fit.n)} samples{of_split}{leaked}."
 
 
 def _doubt(after: "State") -> str:
@@ -297,7 +299,7 @@ def _temperature(state: "State") -> float | None:
 
 def _called(state: "State") -> str:
     found = _temperature(state)
-    return _name(state.name) if found is None else f"T = {_plain(found)}"
+    return _name(state.name) if found is None else f"T = {significant(found)}"
 
 
 def _subject(state: "State", *, brief: bool = False) -> str:
@@ -305,10 +307,10 @@ def _subject(state: "State", *, brief: bool = False) -> str:
     if found is None:
         return f"The calibrator {_name(state.name)}"
     if brief or not spread < 1:
-        return f"A temperature of T = {_plain(found)}"
+        return f"A temperature of T = {significant(found)}"
     # The standard error is that of log T.
     low, high = (found * math.exp(side * 1.96 * spread) for side in (-1, 1))
-    return f"A temperature of T = {_plain(found)} ({_plain(low)} to {_plain(high)})"
+    return f"A temperature of T = {significant(found)} ({significant(low)} to {significant(high)})"
 
 
 def _headline(state: "State", way: Direction, of: str = "") -> str:
@@ -316,20 +318,20 @@ def _headline(state: "State", way: Direction, of: str = "") -> str:
     if way in {"over", "under"}:
         return f"{way}-confident by {_points(signed)}"
     if way == "both":
-        return f"too sure in some places and too unsure in others (ECE {_percent(float(total))})"
+        return f"too sure in some places and too unsure in others (ECE {_value(total)})"
     if way == "some":
-        return f"confidence and accuracy differ, in no single direction (ECE {_percent(float(total))})"
+        return f"confidence and accuracy differ, in no single direction (ECE {_value(total)})"
     if way == "none":
         floor = total.details.get("noise_floor")
-        beside = "" if floor is None else f", {_percent(floor)} by chance"
-        return f"no miscalibration{of} is shown (ECE {_percent(float(total))}{beside})"
+        beside = "" if floor is None else f", {_like(total, floor)} by chance"
+        return f"no miscalibration{of} is shown (ECE {_value(total)}{beside})"
     side = "above" if float(signed) >= 0 else "below"
     return f"mean confidence is {_points(signed)} {side} accuracy (no interval was computed)"
 
 
 def _chance(result: Result) -> str:
     floor = result.details.get("noise_floor")
-    return "" if floor is None else f"; a perfectly calibrated model would show {_percent(floor)} by chance"
+    return "" if floor is None else f"; a perfectly calibrated model would show {_like(result, floor)} by chance"
 
 
 def _excess(result: Result) -> float:
@@ -342,38 +344,43 @@ def _level(state: "State") -> float:
 
 
 def _share(result: Result) -> str:
-    interval: Interval | None = result.interval
-    around = "" if interval is None else f" ({_range(interval.low, interval.high)})"
-    return f"{_percent(float(result))}{around}"
+    """Write a fraction with its confidence interval."""
+    ends = _ends(result)
+    return f"{_value(result)} ({interval(*ends)})" if ends else _value(result)
+
+
+def _value(result: Result) -> str:
+    """Write the value of a metric with its unit."""
+    is_fraction = result.definition.unit == "fraction"
+    return percent(float(result), *_ends(result)) if is_fraction else number(result, *_ends(result), percent=False)
+
+
+def _like(result: Result, fraction: float) -> str:
+    """Write another fraction with as many decimals as a metric."""
+    return f"{fixed(100 * fraction, decimals(*_ends(result)))} %"
+
+
+def _ends(result: Result) -> tuple[float, float] | tuple[()]:
+    return () if result.interval is None else (result.interval.low, result.interval.high)
 
 
 def _name(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _plain(value: float, digits: int = 3) -> str:
-    """Write a number with some significant digits, and never as 5e+03."""
-    return f"{Decimal(f'{value:.{digits}g}'):f}"
-
-
 def _about(place: Place) -> str:
-    return f"{place.confidence:.2f}".removesuffix("0")
+    return fixed(place.confidence, 2).removesuffix("0")
 
 
-def _range(low: float, high: float) -> str:
-    return f"{_percent(low).removesuffix(' %')} to {_percent(high)}"
+def _accuracy(place: Place) -> str:
+    """Write the accuracy in a bin of confidence, with its confidence interval."""
+    return f"{percent(place.accuracy, place.low, place.high)} ({interval(place.low, place.high)})"
 
 
-def _whole(share: float) -> str:
-    """Write a share in whole percent, or more exactly near 0 and 1."""
-    return f"{100 * share:.0f} %" if 0.01 <= share <= 0.99 else _percent(share)
+def _with_digits_of(place: Place, fraction: float) -> str:
+    """Write a fraction with as many decimals as the accuracy in a bin of confidence."""
+    return f"{fixed(100 * fraction, decimals(place.low, place.high))} %"
 
 
-def _percent(share: float) -> str:
-    digits = 1 if abs(share) >= 0.00995 else 2
-    return f"{100 * share:.{digits}f} %"
-
-
-def _points(gap: float, *, unit: bool = True) -> str:
-    size = abs(float(gap))
-    return f"{100 * size:.{1 if size >= 0.00995 else 2}f}" + (" points" if unit else "")
+def _points(gap: Result) -> str:
+    return f"{fixed(abs(100 * float(gap)), decimals(*_ends(gap)))} points"

@@ -9,7 +9,7 @@ from fedlas.metrics.bins import exact
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
-from fedlas.report import page_data
+from fedlas.report import formatting, page_data
 from fedlas.report.figures.style import (
     COLUMN,
     DARK,
@@ -57,7 +57,7 @@ def confidence_data(given: Given, title: str) -> Confidences:
     """Count right and wrong answers in narrow bins of confidence."""
     found = pairs(given)
     held = page_data.confidence_data(found)
-    edges, right, wrong = (tuple(map(float, held[name])) for name in ("edges", "right", "wrong"))
+    edges, right, wrong = (tuple(map(float, held[name])) for name in ("edges", "correct", "incorrect"))
     means = (float(exact(values).mean()) for values in (found.confidence, found.correct))
     return Confidences(title, edges, right, wrong, *means)
 
@@ -79,7 +79,7 @@ def confidence_figure(models: Sequence[Confidences]) -> Any:
                 panel.stairs(share, data.edges, label=name, linewidth=0.8, **look)
             panel.axvline(data.confidence, color=DARK, linestyle="--", linewidth=0.9, label="mean confidence")
             panel.axvline(data.accuracy, color=DARK, linestyle=":", linewidth=1.2, label="accuracy")
-            counted = f"{round(sum(data.right)):,} right, {round(sum(data.wrong)):,} wrong"
+            counted = f"{formatting.count(sum(data.right))} correct, {formatting.count(sum(data.wrong))} incorrect"
             panel.set_title(f"{fitted(data.title, title_room(panel))}\n{counted}", fontsize=8)
         axes[0].set(xlim=(0, 1), ylim=(0, None))  # of all panels, and only now: it ends the search for room
         label_outside(axes, "confidence", "share")
@@ -136,7 +136,7 @@ def over_under_figure(models: Sequence[OverUnder]) -> Any:
         most = max(0.1, 1.05 * max(abs(end) for end in panel.get_xlim()))
         panel.set(xlim=(-most, most), ylim=(len(models) - 0.5, -0.5), xlabel="U-ECE  ←  points of ECE  →  O-ECE")
         panel.set_yticks(range(len(models)), [fitted(data.title, 1.3, 7) for data in models])
-        panel.xaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+        panel.xaxis.set_major_formatter(lambda value, _: formatting.significant(abs(value)))
         panel.spines["left"].set_visible(False)
         panel.tick_params(axis="y", length=0)
     return figure
@@ -171,7 +171,7 @@ def class_map_data(predictions: AnyPredictions, title: str, most: int = CLASSES)
         title: whose map it is.
         most: how many classes are shown.
     """
-    bins = page_data.answer_bins(predictions).cpu()
+    bins = page_data.predicted_class_bins(predictions).cpu()
     wrong = (bins.confidence_sum - bins.correct_sum).abs().sum(1)
     order = wrong.argsort(descending=True, stable=True)
     if isinstance(predictions, TopLabelPredictions):  # of classes that nobody named, nothing is known
@@ -211,11 +211,14 @@ def class_map_figure(data: ClassMap) -> Any:
                 panel.add_patch(rectangle(corner, side, side, edgecolor=DARK, linewidth=0.6, facecolor=full))
                 panel.plot(column + 0.5, row + 0.5, ".", markersize=1, color=PALE, zorder=0)
         ticks = range(0, steps + 1, 2)
-        panel.set_xticks(ticks, [f"{data.edges[n]:.1f}" for n in ticks])
+        panel.set_xticks(ticks, [formatting.edge(data.edges[n]) for n in ticks])
         panel.set_yticks([n + 0.5 for n in range(len(data.names))], [fitted(name, 1, 7) for name in data.names])
         panel.tick_params(axis="y", length=0)
         panel.set(xlim=(0, steps), ylim=(len(data.names), 0), xlabel="confidence")
-        lines = [shown(data.title), f"area: |confidence − accuracy|, full from {100 * LARGEST:.0f} points on"]
+        lines = [
+            shown(data.title),
+            f"area: |confidence − accuracy|, full from {formatting.significant(100 * LARGEST)} points on",
+        ]
         if len(data.names) < data.classes:
             lines.insert(1, f"{len(data.names)} of {data.classes} classes, those furthest off")
         figure.suptitle("\n".join(lines), fontsize=7)

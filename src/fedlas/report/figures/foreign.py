@@ -19,6 +19,7 @@ from fedlas.report.figures.style import (
     stroke,
     title_room,
 )
+from fedlas.report.formatting import number
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report
@@ -37,6 +38,7 @@ class ForeignScore:
         edges: of the histograms; what lies beyond them is in the first and last bin.
         known: share of the known samples in each bin.
         foreign: share of the foreign samples.
+        auroc_interval: confidence interval of the AUROC, if known; its width sets the digits that are shown.
     """
 
     name: str
@@ -47,6 +49,12 @@ class ForeignScore:
     edges: tuple[float, ...]
     known: tuple[float, ...]
     foreign: tuple[float, ...]
+    auroc_interval: tuple[float, float] | None = None
+
+    @property
+    def auroc_text(self) -> str:
+        """The AUROC in percent, without the unit."""
+        return number(self.auroc, *(self.auroc_interval or ()))
 
 
 @dataclass(frozen=True)
@@ -105,14 +113,11 @@ def foreign_data(
 
 
 def _score(held: page_data.Plain) -> ForeignScore:
-    columns = [held["roc"][name] for name in ("false", "true")]
-    columns += [held["histogram"][name] for name in ("edges", "known", "foreign")]
-    return ForeignScore(
-        held["name"],
-        held["quantity"],
-        float(held["numbers"][0]["value"]),
-        *(tuple(float(value) for value in column) for column in columns),
-    )
+    auroc, roc, histogram = held["results"][0], held["roc"], held["histogram"]
+    columns = (roc["fpr"], roc["tpr"], histogram["edges"], histogram["id"], histogram["ood"])
+    false, true, edges, known, foreign = (tuple(map(float, column)) for column in columns)
+    interval = None if auroc["low"] is None else (auroc["low"], auroc["high"])
+    return ForeignScore(held["name"], held["quantity"], auroc["value"], false, true, edges, known, foreign, interval)
 
 
 def roc_figure(data: Foreign) -> Any:
@@ -130,8 +135,8 @@ def roc_figure(data: Foreign) -> Any:
             panel.set(xlim=(0, 1), ylim=(0, 1))
             panel.set_title(fitted(one.name, title_room(panel)), fontsize=8)
         for number, name in enumerate(names):
-            found = [score.auroc for one in data.sets for score in one.scores if score.name == name]
-            label = f"{name.replace('_', ' ')}: {', '.join(f'{100 * value:.1f}' for value in found)}"
+            found = [score.auroc_text for one in data.sets for score in one.scores if score.name == name]
+            label = f"{name.replace('_', ' ')}: {', '.join(found)}"
             axes[0].plot([], [], label=label, **stroke(number).marked(1))
         label_outside(axes, "known taken for foreign", "foreign taken for foreign")
         figure.suptitle(shown(data.title), fontsize=8)
@@ -157,7 +162,7 @@ def score_figure(data: ForeignSet) -> Any:
                 linewidth=0.8,
             )
             panel.set(ylim=(0, None))
-            panel.set_title(f"{score.quantity}\nAUROC {100 * score.auroc:.1f} %", fontsize=8)
+            panel.set_title(f"{score.quantity}\nAUROC {score.auroc_text} %", fontsize=8)
             panel.locator_params(axis="x", nbins=5)
         label_outside(axes, "score (higher: more likely OOD)", "fraction")
         legend_below(figure, axes[0])

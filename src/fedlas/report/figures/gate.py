@@ -22,6 +22,7 @@ from fedlas.report.figures.style import (
     stroke,
     title_room,
 )
+from fedlas.report.formatting import significant
 
 ACROSS = 4  # panels beside each other on a page
 
@@ -80,7 +81,7 @@ def smoothing_figure(data: SmoothingCurve) -> Any:
                 markerfacecolor=colour if positive else "white",
                 markevery=max(1, len(one.nci) // 8),
                 clip_on=False,
-                label=rf"$\beta$ = {one.beta:g}, {one.mode}",
+                label=rf"$\beta$ = {significant(one.beta)}, {one.mode}",
             )
         panel.axhline(data.alpha, color=PALE, linewidth=0.8, linestyle=":")
         panel.set(xlabel=r"NCI $\gamma$", ylabel=r"smoothing $\alpha_i$", ylim=(0, None))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.predictions import Predictions
-from fedlas.report import page_data
+from fedlas.report import formatting, page_data
 from fedlas.report.figures.features import correlation, features_of, norms_of, places_by_size
 from fedlas.report.figures.style import (
     COLUMN,
@@ -104,8 +104,8 @@ def indicator_figure(data: Indicator) -> Any:
         side.locator_params(axis="x", nbins=2)
         panel.set(xlabel=r"normalised $\|z\|_1$ (NCI)", ylabel=r"largest softmax probability")
         figure.legend(loc="outside lower center", ncols=2, markerscale=2)
-        above, low = 100 * data.saturated, 100 * data.saturated_low
-        shares = f"confidence above {SATURATED}: {above:.0f} % of all,\n{low:.0f} % of the tenth with the lowest norms"
+        above, low = formatting.percent(data.saturated), formatting.percent(data.saturated_low)
+        shares = f"confidence above {SATURATED}: {above} of all,\n{low} of the tenth with the lowest norms"
         figure.suptitle(f"{shown(data.title, 56)}\n{shares}", fontsize=7)
     return figure
 
@@ -147,14 +147,16 @@ def norm_data(predictions: Predictions, title: str) -> Norms:
     if held is None:
         features_of(predictions)
         raise UserError(ALIKE)
-    columns = {name: tuple(map(float, held[name])) for name in ("edges", "right", "wrong")}
+    edges, correct, incorrect = (tuple(map(float, held[name])) for name in ("edges", "correct", "incorrect"))
     samples, *means = zip(*held["groups"], strict=True)
     nci, confidence, accuracy = (tuple(map(float, column)) for column in means)
     return Norms(
         title=title,
         mean=float(held["mean"]),
         deviation=float(held["deviation"]),
-        **columns,
+        edges=edges,
+        right=correct,
+        wrong=incorrect,
         nci=nci,
         confidence=confidence,
         accuracy=accuracy,
@@ -296,7 +298,8 @@ def activations_figure(data: Activations) -> Any:
                 panel.set(ylim=(1.05 * least, 1.05 * most), xlim=(0, len(one.features)))
                 label, prediction = (fitted(name, 1.1, 7) for name in (one.label, one.prediction))
                 named = label if one.prediction == one.label else f"{label}, taken for {prediction}"
-                numbers = rf"$\|z\|_1$ = {one.norm:.1f}, probability {one.confidence:.2f}"
+                norm, probability = formatting.significant(one.norm), formatting.probability(one.confidence)
+                numbers = rf"$\|z\|_1$ = {norm}, probability {probability}"
                 panel.set_title(f"{named}\n{numbers}", fontsize=7)
                 panel.set_ylabel("activation")
         for picture in panels[:, ::2].flat:

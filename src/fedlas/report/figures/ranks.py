@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas.metrics.mean_rank import mean_ranks
+from fedlas.report import formatting
 from fedlas.report.figures.style import DARK, PAGE, fitted, paper, shown
 
 
@@ -96,17 +97,22 @@ def rank_figure(data: Ranks) -> Any:
             panel.text(tick, 0.4, str(tick), ha="center", va="bottom", fontsize=7)
         reach = min(data.critical_difference, high - low)
         panel.plot([low, low + reach], [0.14, 0.14], color=DARK, linewidth=0.8, marker="|", markersize=5)
-        panel.text(low, 0.1, f"critical difference {data.critical_difference:.2f}", fontsize=7, va="bottom")
+        panel.text(
+            low, 0.1, f"critical difference {formatting.fixed(data.critical_difference, 2)}", fontsize=7, va="bottom"
+        )
         for place, (name, rank) in enumerate(zip(data.names, data.ranks, strict=True)):
             on_left = place < left
             y = top + step * (place if on_left else count - 1 - place)
             end, side = (low - 0.05 * margin, "right") if on_left else (high + 0.05 * margin, "left")
             panel.plot([rank, rank, end], [0.5, y, y], color=DARK, linewidth=0.6)
-            panel.text(end, y, f" {fitted(name, 1.0, 7)} ({rank:.2f}) ", ha=side, va="center", fontsize=7)
+            panel.text(
+                end, y, f" {fitted(name, 1.0, 7)} ({formatting.fixed(rank, 2)}) ", ha=side, va="center", fontsize=7
+            )
         for number, (first, last) in enumerate(data.groups):
             y = 0.58 + 0.11 * number
             ends = [data.ranks[first] - 0.02 * (high - low), data.ranks[last] + 0.02 * (high - low)]
             panel.plot(ends, [y, y], color=DARK, linewidth=2.4, solid_capstyle="butt")
-        words = f"{data.test}, level {100 * data.alpha:g} %: p = {data.p_value:.2g} on {data.datasets} data sets"
-        panel.set_title(f"{shown(data.title, 80)}\n{words}", fontsize=8)
+        outcome = f"{formatting.p_value(data.p_value)} on {data.datasets} data sets"
+        test = f"{data.test}, level {formatting.level(data.alpha)}: {outcome}"
+        panel.set_title(f"{shown(data.title, 80)}\n{test}", fontsize=8)
     return figure

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.inputs import Given, pairs
+from fedlas.metrics.result import Result
 from fedlas.metrics.smooth import smooth_ece
 from fedlas.report.figures.style import (
     COLUMN,
@@ -26,6 +27,7 @@ from fedlas.report.figures.style import (
     stroke,
     title_room,
 )
+from fedlas.report.formatting import percent
 from fedlas.report.page_data import smooth_data
 from fedlas.report.places import filled_places
 
@@ -53,6 +55,7 @@ class Reliability:
         low: lower end of the range of its accuracy.
         high: upper end.
         level: how often such a range holds the true accuracy.
+        ece_interval: confidence interval of the ECE, if known; its width sets the digits that are shown.
     """
 
     title: str
@@ -65,10 +68,17 @@ class Reliability:
     low: tuple[float, ...]
     high: tuple[float, ...]
     level: float = 0.95
+    ece_interval: tuple[float, float] | None = None
+
+    @property
+    def ece_text(self) -> str:
+        """The ECE in percent."""
+        return percent(self.ece, *(self.ece_interval or ()))
 
 
 def reliability_data(bins: Bins, ece: float, title: str, level: float = 0.95) -> Reliability:
-    """Take from bins of confidence what a reliability diagram shows."""
+    """Return the data of a reliability diagram; an ECE that is a `Result` is shown with the digits of its interval."""
+    interval = ece.interval if isinstance(ece, Result) else None
     places = filled_places(bins, level)
     samples = sum(place.samples for place in places)
     return Reliability(
@@ -76,12 +86,13 @@ def reliability_data(bins: Bins, ece: float, title: str, level: float = 0.95) ->
         confidence=tuple(place.confidence for place in places),
         accuracy=tuple(place.accuracy for place in places),
         share=tuple(place.samples / samples for place in places),
-        ece=ece,
+        ece=float(ece),
         lower=tuple(place.lower for place in places),
         upper=tuple(place.upper for place in places),
         low=tuple(place.low for place in places),
         high=tuple(place.high for place in places),
         level=level,
+        ece_interval=None if interval is None else (interval.low, interval.high),
     )
 
 
@@ -133,7 +144,7 @@ def _draw_bars(panel: Any, below: Any, data: Reliability) -> None:
         below.bar(height=data.share[place], facecolor=PALE, **box)
     ticks = (0, 0.5, 1)
     panel.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks)
-    panel.set_title(f"{fitted(data.title, title_room(panel))}\nECE {100 * data.ece:.1f} %", fontsize=8)
+    panel.set_title(f"{fitted(data.title, title_room(panel))}\nECE {data.ece_text}", fontsize=8)
 
 
 def _wide(data: Reliability) -> Iterator[tuple[float, float]]:
@@ -151,7 +162,7 @@ def reliability_lines_figure(models: Sequence[Reliability]) -> Any:
     with _panels(len(models)) as (figure, panel, below):
         for number, data in enumerate(models):
             look = stroke(number)
-            name = f"{fitted(data.title, 1.5, 7)}, ECE {100 * data.ece:.1f} %"
+            name = f"{fitted(data.title, 1.5, 7)}, ECE {data.ece_text}"
             if len(models) <= BANDS:
                 panel.fill_between(data.confidence, data.low, data.high, color=look.colour, alpha=0.12, linewidth=0)
             if len(models) <= BANDS and len(data.confidence) == 1:  # a band needs two places
@@ -220,7 +231,7 @@ def smooth_reliability_data(given: Given, title: str, level: float = 0.95) -> Sm
     """Slide a window over the confidences of predictions."""
     found = pairs(given)
     held = smooth_data(found, level)
-    confidence, accuracy, low, high, density, samples = (
+    confidence, accuracy, low, high, density, samples, _ = (
         tuple(map(float, column)) for column in zip(*held["points"], strict=True)
     )
     return SmoothReliability(
@@ -246,7 +257,7 @@ def smooth_reliability_figure(models: Sequence[SmoothReliability]) -> Any:
                 x, y, low, high, density = (
                     values[part] for values in (data.confidence, data.accuracy, data.low, data.high, data.density)
                 )
-                name = None if piece else f"{fitted(data.title, 1.3, 7)}, smooth ECE {100 * data.smooth_ece:.1f} %"
+                name = None if piece else f"{fitted(data.title, 1.3, 7)}, smooth ECE {percent(data.smooth_ece)}"
                 if len(models) <= BANDS:
                     panel.fill_between(x, low, high, color=look.colour, alpha=0.12, linewidth=0)
                 panel.plot(x, y, label=name, clip_on=False, **look.marked(len(x)))

@@ -97,7 +97,7 @@ def _states(reports: "Mapping[str, Report]") -> "list[tuple[str, State]]":
 def _reliability(state: "State", title: str, level: float) -> "Reliability":
     from fedlas.report.figures import reliability  # noqa: PLC0415
 
-    return reliability.reliability_data(state.bins["width"], float(state["ece"]), title, level)
+    return reliability.reliability_data(state.bins["width"], state["ece"], title, level)
 
 
 def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[Drawn]:

@@ -8,6 +8,7 @@ from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.selective import aurc
 from fedlas.report import page_data
 from fedlas.report.figures.style import COLUMN, PALE, fitted, legend_below, paper, stroke
+from fedlas.report.formatting import percent
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,10 @@ def risk_figure(models: Sequence[RiskCurve]) -> Any:
         panel = figure.subplots()
         for number, data in enumerate(models):
             look = stroke(number)
-            percent = [[100 * value for value in values] for values in (data.coverage, data.risk, data.best)]
-            name = f"{fitted(data.title, 1.5, 7)}, AURC {100 * data.aurc:.2f} %"
-            panel.plot(percent[0], percent[2], linewidth=0.5, **look.line)
-            panel.plot(percent[0], percent[1], label=name, clip_on=False, **look.marked(len(data.risk)))
+            scaled = [[100 * value for value in values] for values in (data.coverage, data.risk, data.best)]
+            name = f"{fitted(data.title, 1.5, 7)}, AURC {percent(data.aurc)}"
+            panel.plot(scaled[0], scaled[2], linewidth=0.5, **look.line)
+            panel.plot(scaled[0], scaled[1], label=name, clip_on=False, **look.marked(len(data.risk)))
         panel.plot([], [], color=PALE, linewidth=0.5, label="thin: the best order")
         panel.set(xlim=(0, 100), ylim=(0, None), xlabel="coverage (%)", ylabel="selective risk (%)")
         if panel.get_ylim()[1] < 0.1:  # no errors: an axis has to have some length

@@ -10,6 +10,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from fedlas.predictions import Predictions
+from fedlas.report import formatting
 from fedlas.report.figures.features import correlation, features_of, norms_of, places_by_size
 from fedlas.report.figures.style import DARK, LIGHT, MIDDLE, PAGE, fitted, numbers_of, paper, shown, title_room
 
@@ -114,16 +115,17 @@ def _remarks(
     negative = float((features < 0).double().mean())
     if negative:
         yield (
-            f"{100 * negative:.1f} % of the features are below zero, so no rectifier made them: the bounds hold, "
-            "but units below zero raise the norm too"
+            f"{formatting.percent(negative)} of the features are below zero, so they are not ReLU outputs: the bounds "
+            "hold, but units below zero raise the norm too"
         )
     shift = torch.zeros(len(weight)).double() if bias is None else bias.double().cpu()
     if float(shift.abs().max()):
-        yield f"the last layer has a bias of up to {float(shift.abs().max()):.3g}, which the theorem leaves out"
+        largest = formatting.significant(float(shift.abs().max()))
+        yield f"the last layer has a bias of up to {largest}, which the theorem leaves out"
     logits = predictions.logits.double().cpu()
     off = (features @ weight.t() + shift - logits).abs().max() / logits.abs().max().clamp_min(1e-300)
     if not float(off) <= 1e-3:
-        yield f"the logits are not this layer's: they differ by up to {100 * float(off):.2g} % of the largest"
+        yield f"the logits are not this layer's: they differ by up to {formatting.percent(float(off))} of the largest"
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,9 @@ def theorem_figure(data: Theorems) -> Any:
             cloud.plot([0, top], [0, top], color=DARK, linestyle="--", label=r"$\|a\|_1 = \bar\psi_j$, the bound")
             cloud.set(xlim=(low, top), ylim=(0, top))
             cloud.set(xlabel=r"largest hidden logit, $\max_j \bar\psi_j$", ylabel=r"$\|a\|_1$")
-            numbers = f"correlation {one.correlation:.2f}, mean ratio {one.recovered:.2f}"
+            numbers = (
+                f"correlation {formatting.fixed(one.correlation, 2)}, mean ratio {formatting.fixed(one.recovered, 2)}"
+            )
             cloud.set_title(f"{fitted(one.title, title_room(cloud), 7)}\n{numbers}", fontsize=7)
             cloud.legend(loc="lower right")
         edges = [n / STEPS for n in range(STEPS + 1)]

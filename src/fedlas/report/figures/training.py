@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedlas.errors import UserError
-from fedlas.report import page_data
+from fedlas.report import formatting, page_data
 from fedlas.report.figures.style import DARK, PAGE, PALE, Stroke, fitted, legend_below, paper, shown, stroke
 
 Values = tuple[float | None, ...]
@@ -62,7 +62,7 @@ def training_figure(models: Sequence[LearningCurve]) -> Any:
             parts.plot(data.epoch, _scaled(data.over, 100), **look)
             parts.plot(data.epoch, _scaled(data.under, -100), **look)
         parts.axhline(0, color=DARK, linewidth=0.6)
-        parts.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+        parts.yaxis.set_major_formatter(lambda value, _: formatting.significant(abs(value)))
         titles = ("training loss", "accuracy (%)", "ECE (%)", "O-ECE ↑  U-ECE ↓ (%)")
         for panel, title in zip((loss, accuracy, error, parts), titles, strict=True):
             panel.set_title(title, fontsize=8)
@@ -166,8 +166,7 @@ def alpha_data(log: Sequence[Mapping[str, Any]], title: str, recipe: Mapping[str
     held = page_data.training_data(log, recipe)
     if held is None or "gate" not in held:
         return None
-    gate, spread = held["gate"], held["gate"]["gamma"] or {"ends": (), "counts": (), "curve": ()}
-    total = max(1.0, sum(spread["counts"]))
+    gate, spread = held["gate"], held["gate"]["gamma"] or {"ends": (), "fractions": (), "curve": ()}
     gamma, positive, negative = zip(*spread["curve"], strict=True) if spread["curve"] else ((), (), ())
     return Alphas(
         title=title,
@@ -175,7 +174,7 @@ def alpha_data(log: Sequence[Mapping[str, Any]], title: str, recipe: Mapping[str
         ratio=tuple(gate["alpha_ratio"]),
         beta=held["beta"],
         edges=tuple(map(float, spread["ends"])),
-        share=tuple(count / total for count in spread["counts"]),
+        share=tuple(map(float, spread["fractions"])),
         gamma=tuple(map(float, gamma)),
         positive=tuple(map(float, positive)),
         negative=tuple(map(float, negative)),

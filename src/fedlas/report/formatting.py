@@ -1,0 +1,99 @@
+"""Numbers as text: the only module of the report that rounds. `page/format.js` is its twin for the HTML page.
+
+A number with a confidence interval is shown up to the digit at which the half-width of the interval has its second
+significant digit; the ends of the interval get as many decimals. A number without an interval has a fixed number of
+decimals: 2 for percentages, 3 for anything else. Ties are rounded to even.
+
+The module imports nothing from the package.
+"""
+
+import math
+from decimal import Decimal
+
+PERCENT_DECIMALS, PLAIN_DECIMALS = 2, 3
+MOST_DECIMALS = 8
+LARGE = 1e6  # larger numbers are written with an exponent
+SMALLEST_P = 0.001
+
+
+def decimals(low: float | None = None, high: float | None = None, *, percent: bool = True) -> int:
+    """Return the number of decimals of a number from its confidence interval.
+
+    Args:
+        low: lower end of the interval, None without one.
+        high: upper end.
+        percent: whether the number is a fraction that is shown as a percentage.
+    """
+    half_width = 0.0 if low is None or high is None else (high - low) / 2 * (100 if percent else 1)
+    if not 0 < half_width < math.inf:
+        return PERCENT_DECIMALS if percent else PLAIN_DECIMALS
+    exponent = int(f"{half_width:.1e}".partition("e")[2])
+    return min(MOST_DECIMALS, max(0, 1 - exponent))
+
+
+def fixed(value: float, digits: int, sign: str = "") -> str:
+    """Round to a number of decimals, without minus zero; `sign="+"` also writes the plus."""
+    return f"{float(value):{sign}z.{digits}f}"
+
+
+def number(value: float, low: float | None = None, high: float | None = None, *, percent: bool = True) -> str:
+    """Write a number without its unit, with as many decimals as its confidence interval allows."""
+    return _write(value, decimals(low, high, percent=percent), percent)
+
+
+def cell(value: float, low: float | None = None, high: float | None = None, *, percent: bool = True) -> str:
+    """Write a number and its confidence interval for a table whose heading has the unit, such as 1.9 [1.6, 2.3]."""
+    digits = decimals(low, high, percent=percent)
+    around = (
+        "" if low is None or high is None else f" [{_write(low, digits, percent)}, {_write(high, digits, percent)}]"
+    )
+    return _write(value, digits, percent) + around
+
+
+def percent(fraction: float, low: float | None = None, high: float | None = None) -> str:
+    """Write a fraction as a percentage, rounded by its confidence interval."""
+    return f"{number(fraction, low, high)} %"
+
+
+def interval(low: float, high: float) -> str:
+    """Write a confidence interval of a fraction, such as 1.6 to 2.3 %."""
+    return f"{number(low, low, high)} to {percent(high, low, high)}"
+
+
+def probability(fraction: float) -> str:
+    """Write a probability of a model; it is never shown as 0 or 1."""
+    if fraction > 0.9999:
+        return "> 99.99 %"
+    if fraction < 0.0001:
+        return "< 0.01 %"
+    return f"{fixed(100 * fraction, 2 if fraction > 0.99 or fraction < 0.01 else 1)} %"
+
+
+def count(value: float) -> str:
+    """Write a number of samples or classes, with commas; sums of soft labels have one decimal."""
+    return f"{float(value):,.{0 if float(f'{value:.1f}').is_integer() else 1}f}"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """Write a number with some significant digits, without trailing zeros and without an exponent."""
+    return f"{Decimal(f'{float(value):.{digits}g}') + 0:f}"
+
+
+def edge(value: float) -> str:
+    """Write the edge of a bin of confidence; edges near 1 need more digits."""
+    return significant(value, 5 if value > 0.99 else 3)
+
+
+def p_value(value: float) -> str:
+    """Write a p-value with its sign of relation, such as p = 0.012 or p < 0.001."""
+    return f"p < {SMALLEST_P}" if value < SMALLEST_P else f"p = {fixed(value, 3)}"
+
+
+def level(value: float) -> str:
+    """Write a confidence level, such as 95 %."""
+    return f"{significant(100 * value, 4)} %"
+
+
+def _write(value: float, digits: int, percent: bool) -> str:
+    scaled = 100 * value if percent else value
+    return fixed(scaled, digits) if abs(scaled) < LARGE else f"{float(scaled):.4g}"

@@ -1,0 +1,52 @@
+// Paired tests between models, and their reliability diagrams side by side.
+import { element, find, isolate, note, replaceContent, scrollRegion } from "./dom.js";
+import { decimalsOf, formatLevel, formatPValue, formatSigned } from "./format.js";
+import { data } from "./page_state.js";
+import { errorCaption, showReliability } from "./reliability.js";
+
+const HEAD = [["Metric", "words"], ["First", "words"], ["Second", "words"], ["First minus second", null], ["p", null], ["Better model", "words"]];
+
+const modelName = (index) => isolate(data.models[index].name);
+
+const textCell = (...children) => element("td", { class: "words" }, ...children);
+
+function testRow({ first, second, name, why, percent, difference, low, high, p, better }) {
+  const models = [textCell(modelName(first)), textCell(modelName(second))];
+  if (why) {
+    return element("tr", {}, element("th", { scope: "row" }, "–"), ...models, element("td", { class: "words", colspan: 3 }, `no paired test: ${why}`));
+  }
+  const digits = decimalsOf(low, high, percent);
+  const [value, ...ends] = [difference, low, high].map((number) => formatSigned(percent ? 100 * number : number, digits));
+  return element(
+    "tr",
+    {},
+    element("th", { scope: "row" }, percent ? `${name}, points` : name),
+    ...models,
+    element("td", {}, value, element("span", { class: "interval" }, `[${ends.join(", ")}]`)),
+    element("td", {}, formatPValue(p).replace(/^p (= )?/, "")),
+    textCell(better === null ? "no significant difference" : modelName(better ? second : first)),
+  );
+}
+
+function testTable(tests) {
+  return element(
+    "table",
+    {},
+    element("caption", {}, `Paired bootstrap, ${formatLevel(data.level)} intervals`),
+    element("thead", {}, element("tr", {}, ...HEAD.map(([text, kind]) => element("th", { scope: "col", class: kind }, text)))),
+    element("tbody", {}, ...tests.map(testRow)),
+  );
+}
+
+export function drawComparison() {
+  const { comparison, models } = data;
+  const content = comparison
+    ? scrollRegion("Paired tests, can be scrolled sideways", testTable(comparison.tests))
+    : note("Paired tests need the predictions of every model.");
+  replaceContent(find("comparison-tests"), content);
+  const hosts = models.map(() => element("div"));
+  replaceContent(find("comparison-diagrams"), ...hosts);
+  models.forEach(({ name, states: [asGiven] }, index) => {
+    showReliability(hosts[index], name, asGiven.diagrams.width.bins, { caption: errorCaption(asGiven, "width"), isSmall: true });
+  });
+}

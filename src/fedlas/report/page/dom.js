@@ -1,0 +1,74 @@
+// HTML elements. Text from the data is only ever set as text.
+
+export const find = (id) => document.getElementById(id);
+
+export function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null));
+  return node;
+}
+
+export function element(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+// A text from the data; its writing direction does not affect the text around it.
+export function isolate(text) {
+  return element("bdi", { class: "cut", title: text.length > 40 ? text : null }, text);
+}
+
+export function replaceContent(host, ...children) {
+  host.replaceChildren(...children);
+  return host;
+}
+
+export const note = (text) => element("p", { class: "note" }, text);
+
+export function table(head, rows) {
+  const cell = (value, column) => (column ? element("td", {}, String(value)) : element("th", { scope: "row" }, isolate(String(value))));
+  return element(
+    "table",
+    {},
+    element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col" }, text)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map(cell)))),
+  );
+}
+
+export function scrollRegion(label, ...children) {
+  return element("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": label }, ...children);
+}
+
+export function setOptions(select, names) {
+  replaceContent(select, ...names.map((name, index) => element("option", { value: index }, name)));
+}
+
+// Show the content of a section, or a note where the selected model has no data for it.
+export function showSection(section, isAvailable, text) {
+  for (const part of section.querySelectorAll(":scope > :not(h2):not(.missing)")) part.hidden = !isAvailable;
+  section.querySelector(".missing")?.remove();
+  if (!isAvailable) section.append(element("p", { class: "note missing" }, text));
+}
+
+export function onEvent(id, event, action) {
+  const node = find(id);
+  if (node) node.addEventListener(event, () => action(node));
+}
+
+export function onRadio(id, action) {
+  const node = find(id);
+  if (node) node.addEventListener("change", (event) => action(event.target.value));
+}
+
+// Previous and next buttons of a list in pages; `turn` gets -1 or 1.
+export function onPager(prefix, turn) {
+  onEvent(`${prefix}-before`, "click", () => turn(-1));
+  onEvent(`${prefix}-after`, "click", () => turn(1));
+}
+
+export function setPager(prefix, page, pages) {
+  find(`${prefix}-before`).disabled = page === 0;
+  find(`${prefix}-after`).disabled = page === pages - 1;
+  find(`${prefix}-after`).parentElement.hidden = pages === 1;
+}
