@@ -16,9 +16,9 @@ import torch
 
 import fedlas
 from fedlas import evaluation, metrics, ood, posthoc
+from fedlas.alignment import samples_in_both
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Result
-from fedlas.posthoc.leakage import samples_in_both
 from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.html import report_page
 

@@ -26,11 +26,14 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from fedlas.alignment import samples_in_both
 from fedlas.catalog import nearest
-from fedlas.column_names import ColumnOptions
 from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
-from fedlas.files import as_predictions
+from fedlas.io import as_predictions
+from fedlas.io.atomic import write_atomic as write_whole
+from fedlas.io.columns import ColumnOptions
+from fedlas.io.untrusted import file_errors as readable
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.comparison import Comparison
 from fedlas.metrics.digest import Digest, Intervals
@@ -40,9 +43,7 @@ from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import checked_number, checked_text, with_logits
-from fedlas.posthoc.leakage import samples_in_both
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of, with_every_class
-from fedlas.storage import readable, write_whole
 
 FORMAT = "fedlas.report/1"
 AS_GIVEN = "as given"

@@ -24,7 +24,7 @@ from fedlas.cli import app, main
 from fedlas.cli.endings import one_line_errors
 from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
-from fedlas.files import read_predictions, write_predictions
+from fedlas.io import read_predictions, write_predictions
 from fedlas.metrics import nll
 from fedlas.ood import detect
 from fedlas.posthoc import build_calibrator, load_calibrator

@@ -23,7 +23,7 @@ from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import _Clock, drawn, reproduce
 from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
-from fedlas.files import write_predictions
+from fedlas.io import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration import ece

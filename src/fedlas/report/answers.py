@@ -21,10 +21,11 @@ from typing import Any, Unpack
 
 import torch
 
-from fedlas.column_names import ReadOptions
 from fedlas.errors import UserError
 from fedlas.evaluation import AS_GIVEN, FOLDS, SHOWN, Report, State, evaluate
-from fedlas.files import labelled, read_predictions
+from fedlas.io import read_predictions
+from fedlas.io import require_labels as labelled
+from fedlas.io.columns import ReadOptions
 from fedlas.metrics.digest import TOP, Digest
 from fedlas.metrics.result import Result, html_table
 from fedlas.ood.detection import Detection

@@ -25,6 +25,7 @@ from typing import Any
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import SHOWN, Report, evaluate
 from fedlas.extras import optional_module
+from fedlas.io.atomic import write_atomic
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
 from fedlas.report.duels import duels
@@ -43,7 +44,6 @@ from fedlas.report.page_data import (
 from fedlas.report.subjects import Model
 from fedlas.report.thumbnails import picture_of
 from fedlas.report.words import direction, in_words, sentences
-from fedlas.storage import write_whole
 
 FOLDER = Path(__file__).parent / "page"
 CLASS_DIAGRAMS = 3_000  # of all models together
@@ -229,7 +229,7 @@ def _samples(
 def save_page(path: str | Path, models: Given | Mapping[str, Given], **options: Any) -> Path:
     """Write a page to a file, whole or not at all; options are those of `report_page`."""
     path = Path(path)
-    write_whole(path, report_page(models, **options).encode())
+    write_atomic(path, report_page(models, **options).encode())
     return path
 
 
