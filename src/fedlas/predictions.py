@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,7 +22,17 @@ from torch import Tensor
 
 from fedlas.errors import RowError, UserError, UserTypeError, choose_advice, short_list
 
-Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
+
+@runtime_checkable
+class SupportsArray(Protocol):
+    """An array of another library, such as JAX, pandas or polars."""
+
+    def __array__(self) -> NDArray[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any] | SupportsArray
 Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
 
 # Largest difference of the sum of a row of probabilities from one.

@@ -139,7 +139,8 @@ def test_a_run_folder_is_judged_with_all_that_lies_in_it(run, tmp_path):
     copy = tmp_path / "again-0.5"
     shutil.copytree(run, copy)
     held = Run(copy).predictions("best-test")
-    fedlas.Predictions(-held.logits[:50], features=held.features[:50]).save(Run(copy).predictions_file("best-ood-far"))
+    ood = fedlas.Predictions(-held.logits[:50], features=held.features[:50])
+    fedlas.write_predictions(ood, Run(copy).predictions_file("best-ood-far"))
     words = ["evaluate", str(copy), f"file={Run(run).predictions_file('best-test')}", "--resamples", "50"]
     done = call(*words, "--html", str(page), "--json", str(kept))
     assert done.exit_code == 0, done.output

@@ -118,7 +118,7 @@ def test_nothing_is_admitted_that_is_not_there(where, name, monkeypatch):
         "import multiprocessing.connection as c\nc.Client(x).recv()",
         "thing.load(x)",
         "from fedlas.data.base.formats import _PlainUnpickler as U\nU(x)",
-        "from fedlas import files\nfiles.torch.load(x)",
+        "from fedlas import predictions\npredictions.torch.load(x)",
     ],
 )
 def test_the_search_finds_what_it_looks_for(text):

@@ -204,11 +204,15 @@ def test_folders_missing_files_and_other_encodings(tmp_path):
         read_predictions(tmp_path / "p.csv")
 
 
-def test_the_folder_of_a_run_says_which_files_it_has(tmp_path):
+def test_a_run_folder_is_read_by_split(tmp_path):
     (tmp_path / "predictions").mkdir()
     write_predictions(some(), tmp_path / "predictions" / "best-val.safetensors")
-    with pytest.raises(IsADirectoryError, match=r"predictions/best-val\.safetensors"):
-        read_predictions(tmp_path)
+    for split in (None, "test"):
+        with pytest.raises(IsADirectoryError, match=r"predictions/best-val\.safetensors"):
+            read_predictions(tmp_path, split)
+    assert torch.equal(read_predictions(tmp_path, "val").logits, some().logits)
+    with pytest.raises(ValueError, match="outside"):
+        read_predictions(tmp_path, "x/../../best-val")
 
 
 def test_what_cannot_be_written_is_named(tmp_path):

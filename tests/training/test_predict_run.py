@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedlas
-from fedlas.io import read_predictions
+from fedlas.io import read_predictions, write_predictions
 from fedlas.io.safetensors import CHECKSUM
 from fedlas.training import Run, RunError, StoppedError, fit
 from fedlas.training.predict_run import predict_with
@@ -177,7 +177,7 @@ def test_predictions_of_other_samples_raise_before_the_forward_pass(digits, tmp_
         "other classes": fedlas.Predictions(held.logits, held.labels, **about | {"class_names": list("abcdefghij")}),
         "no labels": fedlas.Predictions(held.logits, **about),
     }
-    others[fault].save(tmp_path / "held.safetensors")
+    write_predictions(others[fault], tmp_path / "held.safetensors")
     monkeypatch.setattr("fedlas.training.predict_run._network", None)
     with pytest.raises(RunError, match=r"held\.safetensors.*predictions"):
         predict_with(digits.folder, "digits", out=tmp_path / "held.safetensors")
