@@ -637,6 +637,6 @@ def test_a_file_of_top_predictions_is_refused_where_every_class_is_needed(files,
 def test_an_interval_that_needs_an_explanation_has_a_footnote(tmp_path):
     """The upper end of the NLL of a hundred certain predictions is that of losses never seen."""
     probs, labels = torch.tensor([[0.9, 0.1]]).repeat(100, 1), torch.zeros(100, dtype=torch.long)
-    Predictions.from_probs(probs, labels).save(tmp_path / "given.safetensors")
+    write_predictions(Predictions.from_probs(probs, labels), tmp_path / "given.safetensors")
     shown = call("evaluate", tmp_path / "given.safetensors", "--posthoc", "").stdout
     assert re.search(r"^NLL \(as given\): .*3\.6 %", shown, re.MULTILINE)
