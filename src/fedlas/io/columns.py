@@ -93,7 +93,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-class Family(NamedTuple):
+class ScoreColumns(NamedTuple):
     """Columns that hold scores: one for each class, or one table.
 
     Attributes:
@@ -125,15 +125,15 @@ def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -
         path: the file, for errors.
     """
     if not options.get("header", True):
-        return _by_position(columns, options, path)
+        return _roles_by_position(columns, options, path)
     names = label_names(columns, options, path)
     if any(_ndim(values) == 2 for values in columns.values()):
         names |= {name: "class_names" for name in columns if name.casefold() in CLASS_NAMES}
     roles = set(names.values())
     if "confidence" in roles and not roles & {"prediction", "correct"}:
-        names |= _top_label({name: one for name, one in columns.items() if name not in names}, names, path)
+        names |= _find_top_label({name: one for name, one in columns.items() if name not in names}, names, path)
     if not _has_scores(names):
-        names |= _scores(columns, names, options, path)
+        names |= _find_scores(columns, names, options, path)
     exact = {name for name in columns if name in OTHERS or name.startswith(("feature_", "label_"))}
     unread = [name for name in columns if name not in names and name not in exact and name.casefold() not in ROW_NAMES]
     return ColumnRoles({name: role for name, role in names.items() if name in columns}, unread)
@@ -145,9 +145,9 @@ def _has_scores(names: Mapping[str, str]) -> bool:
 
 def label_names(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
     """Return the roles of labels and of the columns that the caller names; these do not depend on values."""
-    names = _chosen(columns, options, path)
+    names = _chosen_roles(columns, options, path)
     if "label" not in names.values() and options.get("labels") is None:
-        names |= _label(columns, names, path)
+        names |= _find_labels(columns, names, path)
     return names
 
 
@@ -170,7 +170,7 @@ def header_advice(names: Iterable[str], options: ReadOptions) -> str:
     return "; if this is the first row of a text file without a header, add --no-header (in Python header=False)"
 
 
-def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
+def _chosen_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
     """Return the roles of the columns that the caller names."""
     names: dict[str, str] = {}
     for role in ("label", "confidence", "prediction", "correct"):
@@ -197,7 +197,7 @@ def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> d
         classes |= {column: "".join(match.groups()) or column for column, match in matches.items()}
     if len(classes) == 1:  # a table, or the probability of class 1
         classes = dict.fromkeys(classes, "")
-    return names | Family(None, classes).roles(options, path)
+    return names | ScoreColumns(None, classes).roles(options, path)
 
 
 def _has_prefix(name: str, prefix: str) -> bool:
@@ -217,30 +217,32 @@ def _check_column(name: str, columns: Mapping[str, Any], chosen: str, options: R
     return name
 
 
-def _by_position(columns: Mapping[str, Any], options: ReadOptions, path: object) -> ColumnRoles:
+def _roles_by_position(columns: Mapping[str, Any], options: ReadOptions, path: object) -> ColumnRoles:
     """Return the roles in a file without header: all columns but the chosen ones are classes, in order."""
-    names = _chosen(columns, options, path)
+    names = _chosen_roles(columns, options, path)
     rest = [name for name in columns if name not in names]
     if _has_scores(names):
         scores = [name for name, role in names.items() if role.startswith(("prob_", "probs", "logit"))]
     else:
         scores, rest = rest, []
     classes = {name: str(place) if len(scores) > 1 else "" for place, name in enumerate(scores)}
-    return ColumnRoles(names | Family(None, classes).roles(options, path), rest)
+    return ColumnRoles(names | ScoreColumns(None, classes).roles(options, path), rest)
 
 
-def _label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
+def _find_labels(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
+    """Find the column of labels: by its exact name, or by names of other tools."""
     exact = [name for name in LABELS if name in columns and name not in taken]
-    others = [name for name in columns if name.casefold() in LABEL_NAMES and name not in taken]
-    found = exact or others
-    if len(found) > 1:
+    names = exact or [name for name in columns if name.casefold() in LABEL_NAMES and name not in taken]
+    if len(names) > 1:
         raise UserError(
-            f"{path}: several columns may hold the labels: {', '.join(found)}; choose one with {option('label_column')}"
+            f"{path}: several columns may hold the labels: {', '.join(names)}; choose one with {option('label_column')}"
         )
-    return dict.fromkeys(found, "label")
+    return dict.fromkeys(names, "label")
 
 
-def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions, path: object) -> dict[str, str]:
+def _find_scores(
+    columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions, path: object
+) -> dict[str, str]:
     """Find the scores: by exact names, by names of other tools, or by class names."""
     free = {name: values for name, values in columns.items() if name not in taken}
 
@@ -249,30 +251,31 @@ def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadO
         soft = {name.removeprefix("label_") for name in columns if name.startswith("label_")}
         return soft | _label_values(columns, taken, options)
 
-    for find in (_exact, _families, _bare):
-        if find is _families and {"confidence", "prediction"} <= {*free, *taken.values()}:
-            return _top_label(free, taken, path)
-        candidates = find(free, labels)
-        if len(candidates) > 1:
-            listed = "; ".join(short_list(one.names, 6) for one in candidates)
-            raise UserError(
-                f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
-                f"--logits (logits=True) for logits"
-            )
-        if candidates:
-            _check_ranks(candidates[0], columns, path)
-            hugging_face = "label_ids" in columns and set(candidates[0].names) == {"predictions"}
-            return (candidates[0]._replace(logits=True) if hugging_face else candidates[0]).roles(options, path)
-    return _top_label(free, taken, path)
+    candidates = _find_exact(free)
+    if not candidates and not {"confidence", "prediction"} <= {*free, *taken.values()}:
+        candidates = _find_families(free, labels) or _find_by_class_name(free, labels)
+    if not candidates:
+        return _find_top_label(free, taken, path)
+    if len(candidates) > 1:
+        listed = "; ".join(short_list(candidate.names, 6) for candidate in candidates)
+        raise UserError(
+            f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
+            f"--logits (logits=True) for logits"
+        )
+    scores = candidates[0]
+    _check_ranks(scores, columns, path)
+    if "label_ids" in columns and set(scores.names) == {"predictions"}:  # Hugging Face
+        scores = scores._replace(logits=True)
+    return scores.roles(options, path)
 
 
-def _check_ranks(family: Family, columns: Mapping[str, Any], path: object) -> None:
+def _check_ranks(ranked: ScoreColumns, columns: Mapping[str, Any], path: object) -> None:
     """Raise if scores are those of the k most likely classes, whose numbers are in other columns (timm)."""
-    ranks = list(family.names.values())
+    ranks = list(ranked.names.values())
     for prefix in RANKED_CLASSES if _are_consecutive(ranks) else ():
         others = [f"{prefix}{rank}" for rank in ranks]
         if all(name in columns for name in others):
-            scores = list(family.names)
+            scores = list(ranked.names)
             raise UserError(
                 f"{path}: {short_list(scores, 6)} are scores of the most likely classes, which are in "
                 f"{short_list(others, 6)}, not of class 0, 1, ...; evaluate the most likely one with "
@@ -280,23 +283,23 @@ def _check_ranks(family: Family, columns: Mapping[str, Any], path: object) -> No
             )
 
 
-def _exact(columns: Mapping[str, Any], _: Callable[[], set[str]]) -> list[Family]:
+def _find_exact(columns: Mapping[str, Any]) -> list[ScoreColumns]:
     """Find scores under the names that fedlas writes."""
-    found = [Family(name == "logits", {name: ""}) for name in ("logits", "probs") if name in columns]
+    groups = [ScoreColumns(name == "logits", {name: ""}) for name in ("logits", "probs") if name in columns]
     for prefix in ("logit_", "prob_"):
         members = {name: name.removeprefix(prefix) for name in columns if name.startswith(prefix)}
         if members:
-            found.append(Family(prefix == "logit_", members))
-    return found
+            groups.append(ScoreColumns(prefix == "logit_", members))
+    return groups
 
 
-def _families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[Family]:
+def _find_families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[ScoreColumns]:
     """Find scores under the names of other tools."""
-    found = []
+    groups = []
     for name, values in columns.items():
         bare = name.casefold()
         if bare in LOGIT_TABLES | PROB_TABLES and (_ndim(values) == 2 or (bare in BINARY and is_number(values))):
-            found.append(Family(None if bare in UNDECLARED else bare in LOGIT_TABLES, {name: ""}))
+            groups.append(ScoreColumns(None if bare in UNDECLARED else bare in LOGIT_TABLES, {name: ""}))
     for prefix in LOGIT_PREFIXES + PROB_PREFIXES:
         members = {
             name: name[len(prefix) :]
@@ -310,52 +313,53 @@ def _families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> lis
         # p_value is not a class: this prefix needs class numbers, or names that occur among the labels.
         named = prefix != "p_" or not labels().isdisjoint(words)
         if len(members) > 1 and (named or _are_consecutive(words)):
-            found.append(Family(prefix in LOGIT_PREFIXES, members))
-    return found
+            groups.append(ScoreColumns(prefix in LOGIT_PREFIXES, members))
+    return groups
 
 
-def _bare(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[Family]:
+def _find_by_class_name(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[ScoreColumns]:
     """Find columns that are called by class numbers, or by names that occur among the labels.
 
     Columns of numbers between two of the latter are classes without samples.
     """
     numbers = {name: name for name in columns if name.isdecimal() and is_number(columns[name])}
     if _are_consecutive(list(numbers)):
-        return [Family(None, numbers)]
+        return [ScoreColumns(None, numbers)]
     order = [name for name, values in columns.items() if is_number(values)]
     places = [place for place, name in enumerate(order) if name.strip() in labels()] if len(order) > 1 else []
     if len(places) < 2:
         return []
     run = order[places[0] : places[-1] + 1]
-    return [Family(None, {name: name for name in run if not name.startswith("label_")})]
+    return [ScoreColumns(None, {name: name for name in run if not name.startswith("label_")})]
 
 
-def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
+def _find_top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
     """Find confidences, with predictions or correctness."""
-    found: dict[str, str] = {}
+    top: dict[str, str] = {}
     for role, known in (("confidence", CONFIDENCES), ("prediction", PREDICTIONS), ("correct", CORRECT)):
         if role in taken.values():
             continue
         names = [role] if role in columns else [name for name in columns if name.casefold() in known]
-        names = [name for name in names if name not in found]
+        names = [name for name in names if name not in top]
         if len(names) > 1:
             raise UserError(
                 f"{path}: several columns may hold the {role}: {', '.join(names)}; choose with "
                 f"{option(f'{role}_column')}"
             )
-        found |= dict.fromkeys(names, role)
-    roles = {*found.values(), *taken.values()}
+        top |= dict.fromkeys(names, role)
+    roles = {*top.values(), *taken.values()}
     if "confidence" in roles and not roles & {"prediction", "correct"}:
-        column = next(name for name, role in {**taken, **found}.items() if role == "confidence")
+        column = next(name for name, role in {**taken, **top}.items() if role == "confidence")
         raise UserError(
             f"{path}: {column!r} is read as the confidence, and the predicted class is missing: name its column with "
             f"{option('prediction_column')}, or that of correctness with {option('correct_column')}; if {column!r} is "
             f"the probability of the second of two classes, use {option('prob_columns')} {column}"
         )
-    return found if "confidence" in roles else {}
+    return top if "confidence" in roles else {}
 
 
 def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions) -> set[str]:
+    """Return the distinct labels as texts."""
     given = options.get("labels")
     column = next((name for name, role in taken.items() if role == "label"), None)
     values = given.values if isinstance(given, LabelFile) else columns[column] if column is not None else given
