@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fedlas.files import WRITERS, write_predictions
+from fedlas.io import WRITERS, write_predictions
 from fedlas.predictions import Predictions
 
 WIDE = {".csv", ".jsonl"}  # text becomes float64

@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import pickle
-import tracemalloc
 import warnings
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,6 @@ import fedlas
 from fedlas import evaluation, metrics, ood, posthoc
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Result
-from fedlas.posthoc.leakage import samples_in_both
 from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.html import report_page
 
@@ -225,65 +223,6 @@ def test_names_tell_which_samples_are_judged_too(word):
     assert judged_after(judged, unnamed(predictions(100, seed=2), **{word: names[200:]})).leaked == 0
 
 
-@pytest.mark.parametrize("word", ["ids", "index"])
-def test_names_and_labels_that_agree_are_not_yet_the_same_samples(word):
-    """Two splits of equal size, sorted by class, whose files are called alike, raised a false alarm."""
-    labels = torch.arange(600) // 200
-    names = [f"img_{i:04}.png" for i in range(600)] if word == "ids" else torch.arange(600)
-    for scale in (1.0, 5.0, 30.0):  # at the last one most confidences are one, and agree
-        make = torch.Generator().manual_seed(0)
-        noise = torch.randn(2, 600, 3, generator=make) + torch.eye(3)[labels]
-        judged, other = (Predictions(scale * logits, labels, **{word: names}) for logits in noise)
-        assert samples_in_both(judged, other) == 0
-        rounded = judged.probs.double().round(decimals=4)
-        copied = Predictions.from_probs(rounded, labels, **{word: names})
-        assert samples_in_both(judged, copied) == 600
-        assert samples_in_both(copied, judged) == 600
-
-
-@pytest.mark.parametrize("word", ["ids", "index", None])
-def test_samples_that_differ_do_not_hide_those_that_are_judged_too(word):
-    """One corrected label, or other samples among the judged ones, and none was noticed."""
-    given, more = predictions(200), predictions(100, seed=1)
-    names = [f"image {i}" for i in range(200)] if word == "ids" else torch.arange(200)
-    rest = {} if word is None else {word: names}
-    labels = given.labels.clone()
-    labels[7] = (labels[7] + 1) % given.num_classes
-    judged = unnamed(given, **rest)
-    assert samples_in_both(judged, Predictions(given.logits, labels, **rest)) == 199
-    logits, labels = torch.cat([given.logits[:100], more.logits]), torch.cat([given.labels[:100], more.labels])
-    assert samples_in_both(judged, Predictions(logits, labels, **rest)) == 100
-
-
-@pytest.mark.parametrize("word", ["ids", "index"])
-def test_the_same_rows_under_other_names_are_judged_too(word):
-    given = predictions(200)
-    judged = unnamed(given, **{word: range(200)})
-    assert samples_in_both(judged, unnamed(given[:100], **{word: range(200, 300)})) == 100
-    assert samples_in_both(judged, unnamed(given[:100], **{word: range(199, 99, -1)})) == 100
-
-
-def test_soft_labels_are_compared_too():
-    given = predictions(200)
-    soft = torch.nn.functional.one_hot(given.labels, given.num_classes) * 0.9 + 0.1 / given.num_classes
-    judged, same = (Predictions(given.logits, soft, index=range(200)) for _ in range(2))
-    assert samples_in_both(judged, same[torch.arange(49, -1, -1)]) == 50
-    assert samples_in_both(judged, unnamed(given, index=range(200))) == 0
-
-
-def test_many_positions_are_compared_without_lists_of_them():
-    """A million took 3.7 seconds and 445 MiB."""
-    make = torch.Generator().manual_seed(0)
-    given = Predictions(torch.randn(200_000, 3, generator=make), torch.arange(200_000) % 3, index=range(200_000))
-    other = given[torch.randperm(200_000, generator=make)]
-    tracemalloc.start()
-    found = samples_in_both(given, other)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert found == 200_000
-    assert most < 2**22  # lists, dicts and NumPy arrays; tensors are not among it
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -324,17 +263,6 @@ def test_rows_that_are_equal_by_chance_are_other_samples():
     labels = [(torch.rand(400, generator=make) < 0.8 * share + 0.1).long() for share in shares]
     judged, other = (Predictions.from_probs(share, label) for share, label in zip(shares, labels, strict=True))
     assert judged_after(judged, other).leaked == 0
-
-
-def test_few_rows_of_two_digits_that_are_equal_by_chance_are_other_samples():
-    """Two equal rows of sixty were more than expected."""
-    labels = torch.arange(60) // 20
-    for seed in range(20):
-        make = torch.Generator().manual_seed(seed)
-        probs = (0.3 * torch.randn(2, 60, 3, generator=make, dtype=torch.float64)).softmax(2).round(decimals=2)
-        judged, other = (Predictions.from_probs(one, labels) for one in probs)
-        assert samples_in_both(judged, other) == 0
-        assert samples_in_both(judged, judged[torch.randperm(60, generator=make)]) == 60
 
 
 @pytest.mark.usefixtures("in_small_parts")

@@ -9,7 +9,7 @@ import torch
 
 import fedlas
 from fedlas import metrics
-from fedlas.files import read_predictions, same_predictions
+from fedlas.io import read_predictions, same_predictions, write_predictions
 from fedlas.ood.scores import score_of
 from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.answers import judge_files
@@ -72,7 +72,7 @@ def test_they_are_saved_loaded_and_cut(tmp_path):
         split="val",
         ids=["x", "y", "z"],
     )
-    top.save(tmp_path / "p.safetensors")
+    write_predictions(top, tmp_path / "p.safetensors")
     back = read_predictions(tmp_path / "p.safetensors")
     assert same_predictions(top, back)
     some = back[[2, 0]]
@@ -119,6 +119,6 @@ def test_class_numbers_of_every_type(kind):
 
 def test_predictions_with_correctness_alone_are_saved_and_loaded(tmp_path):
     given = TopLabelPredictions([0.5, 0.6], [True, False], prediction=[1, 0])
-    given.save(tmp_path / "p.safetensors")
+    write_predictions(given, tmp_path / "p.safetensors")
     found = read_predictions(tmp_path / "p.safetensors")
     assert (found.correct.tolist(), found.prediction.tolist()) == ([True, False], [1, 0])

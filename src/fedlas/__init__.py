@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fedlas.data import list_data as list_data
     from fedlas.evaluation import Report as Report
     from fedlas.evaluation import evaluate as evaluate
-    from fedlas.files import read_predictions as read_predictions
-    from fedlas.files import write_predictions as write_predictions
+    from fedlas.io import read_predictions as read_predictions
+    from fedlas.io import write_predictions as write_predictions
     from fedlas.losses import AdaptiveSmoothing as AdaptiveSmoothing
     from fedlas.losses import GateHistory as GateHistory
     from fedlas.losses import build_loss as build_loss
@@ -84,14 +84,14 @@ _HOMES = {
     "ood": None,
     "parameters": "fedlas.models.base",
     "posthoc": None,
-    "read_predictions": "fedlas.files",
+    "read_predictions": "fedlas.io",
     "recipe_for": "fedlas.training",
     "report": None,
     "save_figures": "fedlas.report.figures",
     "save_page": "fedlas.report.html",
     "smoothed_cross_entropy": "fedlas.losses",
     "training": None,
-    "write_predictions": "fedlas.files",
+    "write_predictions": "fedlas.io",
 }
 __all__ = list(_HOMES)
 

@@ -26,11 +26,14 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from fedlas.alignment import samples_in_both
 from fedlas.catalog import nearest
-from fedlas.column_names import ColumnOptions
 from fedlas.errors import UserError, UserTypeError
 from fedlas.extras import optional_module
-from fedlas.files import as_predictions
+from fedlas.io import as_predictions
+from fedlas.io.atomic import write_atomic
+from fedlas.io.columns import ColumnOptions
+from fedlas.io.untrusted import file_errors
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.catalogue import summary_metrics
@@ -41,9 +44,7 @@ from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import checked_number, checked_text, with_logits
-from fedlas.posthoc.leakage import samples_in_both
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of, with_every_class
-from fedlas.storage import readable, write_whole
 
 FORMAT = "fedlas.report/1"
 AS_GIVEN = "as given"
@@ -212,12 +213,12 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, whole or not at all."""
-        write_whole(Path(path), self.to_json().encode())
+        write_atomic(Path(path), self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":
         """Read a file that `save` wrote."""
-        with readable(path):
+        with file_errors(path):
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
     @property

@@ -1,34 +1,18 @@
-"""Predictions are the hinge of the house: what a model said about one split, and what was true.
+"""Predictions of a model for the samples of one split: logits or probabilities, labels, optional further fields.
 
 Everything after training (metrics, post-hoc calibration, OOD scores, tables, pages) reads `Predictions` and nothing
-else. They come from a training run, or from anywhere: arrays, or files of many kinds.
-
-Nothing is guessed from values: logits enter by `Predictions(logits=...)`, probabilities by `Predictions.from_probs`,
-and the columns of a file are recognised by their names:
-
-    logits or probs           one array (npz), one list column (parquet)
-    logit_NAME or prob_NAME   one column per class (csv, parquet); NAME becomes the class name
-    label                     class name, or number where no class is called so; `label_NAME` hold soft labels
-    confidence, prediction    instead of probabilities, when only the top class is known; `correct` (0 or 1) may replace
-                              `label`, `prediction` or both
-    index, feature_NAME       optional; `features`, `class_names`, `split` in npz
-    id, path                  optional: the name of each sample, and its image file
-
-If these names are missing, those of other tools are found (`fedlas.column_names`). `fedlas.files` reads and writes
-further kinds of files, and finds the kind by the file's ending.
+else. They come from a training run, from arrays, or from files (`fedlas.io`). Nothing is guessed from values: logits
+enter by `Predictions(logits=...)`, probabilities by `Predictions.from_probs`.
 """
 
-import json
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,36 +20,44 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlas.column_names import SCORES, LabelFile, ReadOptions, Roles, find_roles, is_number, option, short_list
-from fedlas.errors import UserError, UserTypeError
+from fedlas.errors import RowError, UserError, UserTypeError, choose_advice, short_list
 
-Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any]
+
+@runtime_checkable
+class SupportsArray(Protocol):
+    """An array of another library, such as JAX, pandas or polars."""
+
+    def __array__(self) -> NDArray[Any]: ...
+
+    def __len__(self) -> int: ...
+
+
+Array: TypeAlias = Tensor | NDArray[Any] | Sequence[Any] | SupportsArray
 Labels: TypeAlias = Int[Tensor, " n"] | Float[Tensor, "n classes"]
 
-FORMAT = "fedlas.predictions/1"
+# Largest difference of the sum of a row of probabilities from one.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-# How many logits are made probabilities at a time: on a CPU 16 MiB, elsewhere a gigabyte. Smaller parts would fit a
-# cache, but all threads wait for each other after each, which takes far longer where other programs run.
+# Number of logits whose softmax is computed at a time: 16 MiB on a CPU, a gigabyte on other devices. Smaller parts
+# would fit a cache, but all threads wait for each other after each part, which is slow on a busy machine.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**22, 2**28
-CLASS_LIMIT = 2**31 - 1  # class numbers are below this where classes have no names
-ENOUGH = 20  # rows that are not all distributions by chance
-INCOMPLETE = 2e-2  # a row of rounded probabilities whose sum is further from one is normalized
-# What rows of logits sum to that are none, and what to do then.
-LOOK_ALIKES = {
+CLASS_LIMIT = 2**31 - 1  # of class numbers, if classes have no names
+ENOUGH = 20  # number of rows that are not all distributions by chance
+MAX_MISSING = 2e-2  # a row of rounded probabilities whose sum is further from one is normalized
+# Advice about logits whose rows all have this sum.
+SUSPICIOUS_SUMS = {
     1: "If these are probabilities, their softmax says nothing: give them as such, ",
     100: "If these are percentages, their softmax says nothing: divide them by 100, and give them as probabilities, ",
 }
-CALLED = "as an array called {} or columns called {}..."  # in a file
 PERCENTAGES = "these look like percentages: divide them by 100"
-WORDS = ("ids", "paths")  # words for each sample
 NO_FLOAT64 = {"mps"}  # devices
+SCORE_ROLES = ("logit_", "prob_", "logits", "probs", "confidence")  # prefixes of the roles of columns with scores
 
 
 class RowLimits(NamedTuple):
     """How far the sums of rows of rounded probabilities may lie below and above one.
 
     Attributes:
-        below: limit of each row below one. Small probabilities are rounded to zero, so it is the larger one.
+        below: limit of each row below one; the larger one, because small probabilities are rounded to zero.
         above: limit of each row above one.
         unit: unit of the last digit of each row.
     """
@@ -75,8 +67,43 @@ class RowLimits(NamedTuple):
     unit: Float[Tensor, " n"]
 
 
-class Rest(TypedDict, total=False):
-    """What may come with logits and labels."""
+class ColumnRoles(NamedTuple):
+    """Which columns of a table predictions were read from.
+
+    Attributes:
+        names: for each column that was read, the name that fedlas uses for it, such as `prob_cat` or `label`.
+        unread: columns without a known role.
+    """
+
+    names: Mapping[str, str]
+    unread: Sequence[str]
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether scores of all classes, or confidences, were found."""
+        return any(role.startswith(SCORE_ROLES) for role in self.names.values())
+
+    def __str__(self) -> str:
+        kinds = {
+            "probabilities": ("prob_", "probs"),
+            "logits": ("logit_", "logits"),
+            "confidence": ("confidence",),
+            "prediction": ("prediction",),
+            "correctness": ("correct",),
+            "labels": ("label",),
+        }
+        parts = []
+        for kind, prefixes in kinds.items():
+            columns = [column for column, role in self.names.items() if role.startswith(prefixes)]
+            if columns:
+                parts.append(f"{kind} from {short_list(columns, 6)}")
+        if self.unread:
+            parts.append(f"not read: {short_list(self.unread, 6)}")
+        return "; ".join(parts)
+
+
+class OptionalFields(TypedDict, total=False):
+    """Optional fields of predictions."""
 
     features: Array | None
     index: Array | None
@@ -84,26 +111,28 @@ class Rest(TypedDict, total=False):
     split: str | None
     ids: Sequence[object] | None
     paths: Sequence[object] | None
+    metadata: Mapping[str, Sequence[object]] | None
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class Predictions:
-    """What a model said about the samples of one split, and the truth beside it.
+    """Predictions of a model for the samples of one split, with labels if they are known.
 
     Args:
-        logits: one row of raw scores per sample. A single column, or a vector, is a binary head and becomes the two
+        logits: one row of logits per sample. A single column, or a vector, is a binary classifier and becomes the two
             columns `[0, z]`, which have the same probabilities.
         labels: one class number per sample, or one row of class probabilities per sample (several annotators); one-hot
-            rows become class numbers. None where the truth is unknown, or none of the classes: OOD predictions.
+            rows become class numbers. None if labels are unknown, or none of the classes: OOD data.
         features: the input of the last linear layer.
-        index: position of each sample in the data set's own order.
+        index: position of each sample in the data set.
         class_names: one name per class.
-        split: where the samples come from, such as "test".
+        split: the split that the samples belong to, such as "test".
         ids: the name of each sample.
         paths: the image file of each sample.
+        metadata: further columns by name, with one value per sample.
 
     Attributes:
-        columns: which columns of a file were read as what; None where predictions were made of arrays.
+        columns: the columns of the file that predictions were read from; None if they were made of arrays.
     """
 
     given_logits: Float[Tensor, "n classes"] | None
@@ -114,23 +143,16 @@ class Predictions:
     split: str | None
     ids: tuple[str, ...] | None
     paths: tuple[str, ...] | None
+    metadata: Mapping[str, tuple[object, ...]] | None
     given_probs: Float[Tensor, "n classes"] | None
     decimals: int | None
-    columns: Roles | None
+    columns: ColumnRoles | None
 
-    def __init__(self, logits: Array, labels: Array | None = None, **rest: Unpack[Rest]) -> None:
+    def __init__(self, logits: Array, labels: Array | None = None, **fields: Unpack[OptionalFields]) -> None:
         scores = two_columns(as_floats(logits, "logits"), "logits")
         check_finite(scores)
-        for total, advice in LOOK_ALIKES.items():
-            # The first rows tell nearly all tables.
-            if _look_like_shares(scores[:ENOUGH], total) and _look_like_shares(scores, total):
-                about = f"{total}" if total == 1 else f"about {total}"  # percentages are rounded
-                way = _advice("by Predictions.from_probs or as probs in a file", CALLED.format("probs", "prob_"))
-                warnings.warn(
-                    f"every row of the logits lies between 0 and {total} and sums to {about}. {advice}{way}",
-                    stacklevel=2,
-                )
-        self._fill(scores, labels, rest)
+        _warn_of_suspicious_sums(scores)
+        self._fill(scores, labels, fields)
 
     @classmethod
     def from_probs(
@@ -140,27 +162,27 @@ class Predictions:
         *,
         normalize: bool = False,
         limits: RowLimits | None = None,
-        **rest: Unpack[Rest],
+        **fields: Unpack[OptionalFields],
     ) -> "Predictions":
-        """Start from probabilities; the logits are their logarithms.
+        """Build predictions from probabilities; the logits are their logarithms.
 
-        The sum of a row may differ from one by what rounding explains: the precision of the type, or the decimals that
-        the table is rounded to. Rounding to few decimals turns small probabilities into zeros. Where a row then
-        misses one by more than 0.02, it is normalized with a warning: the missing probability is spread over its zeros.
+        The sum of a row may differ from one by rounding: the precision of the type, or the decimals that the table is
+        rounded to. Rounding to few decimals turns small probabilities into zeros. If the sum of a row then differs from
+        one by more than 0.02, it is normalized with a warning: the missing probability is spread over its zeros.
 
-        A probability of zero is legal. Its logit, and the NLL of such a label, are those of half of the last decimal if
-        probabilities are rounded, which is detected (`decimals`), else of the smallest number of its type.
+        A probability of zero is allowed. Its logit, and the NLL of such a label, are those of half of the last decimal
+        if probabilities are rounded, which is detected (`decimals`), else of the smallest number of the type.
 
         Args:
             probs: rows that sum to one; a vector or single column is the probability of class 1.
             labels: as in the constructor.
             normalize: divide every row by its sum, whatever it is.
-            limits: how far the sums of rows may be from one, where text shows it better than numbers.
-            rest: features, index, class_names, split, ids and paths, as in the constructor.
+            limits: how far the sums of rows may be from one, if text shows it better than numbers.
+            fields: features, index, class_names, split, ids, paths and metadata, as in the constructor.
         """
         table = as_floats(probs, "probs")
-        _check_turned(table, labels)
-        given = _normalized(table) if normalize else two_columns(table, "probs")
+        _check_transposed(table, labels)
+        given = _normalize(table) if normalize else two_columns(table, "probs")
         decimals = decimals_of(given)
         try:
             top = top_of_probs(given)
@@ -169,10 +191,10 @@ class Predictions:
             if limits is None:
                 raise
             check_probs(given, limits)
-            given = _completed(given, limits)
+            given = _complete(given, limits)
             top = largest(given)
         made = cls.__new__(cls)
-        made._fill(None, labels, rest, given, decimals=decimals)
+        made._fill(None, labels, fields, given, decimals=decimals)
         made.__dict__["_top"] = top  # found while the table was checked
         return made
 
@@ -180,52 +202,58 @@ class Predictions:
         self,
         logits: Tensor | None,
         labels: Array | None,
-        rest: Rest,
+        fields: OptionalFields,
         given_probs: Tensor | None = None,
         *,
         decimals: int | None = None,
     ) -> None:
-        for name in rest:
-            if name not in Rest.__annotations__:
-                raise UserTypeError(f"Predictions takes no {name!r}; it takes {', '.join(Rest.__annotations__)}")
+        """Check and set all fields."""
+        for name in fields:
+            if name not in OptionalFields.__annotations__:
+                raise UserTypeError(
+                    f"Predictions takes no {name!r}; it takes {', '.join(OptionalFields.__annotations__)}"
+                )
         table = given_probs if logits is None else logits
         assert table is not None
         n, classes = table.shape
         # Labels come first: of a transposed table, nothing else fits either.
         truth = None if labels is None else check_labels(as_tensor(labels, "labels").to(table.device), n, classes)
-        names, features, index = rest.get("class_names"), rest.get("features"), rest.get("index")
+        names = check_class_names(fields.get("class_names"))
         if names is not None and len(names) != classes:
             raise UserError(f"class_names has {len(names)} names for {classes} classes")
-        called = None if names is None else tuple(map(str, names))
-        check_distinct(called)
-        width = None if features is None else as_floats(features, "features")
-        if width is not None and width.numel():
-            check_finite(width, "features")
-        order = None if index is None else as_tensor(index, "index").long()
-        ids, paths = (
-            None if words is None else tuple(map(str, words)) for words in (rest.get("ids"), rest.get("paths"))
+        given_features = fields.get("features")
+        features = None if given_features is None else as_floats(given_features, "features")
+        if features is not None and features.numel():
+            check_finite(features, "features")
+        if features is not None and len(features) != n:
+            raise UserError(f"features has {len(features)} rows, logits have {n}")
+        samples = _check_samples(fields, n, "logits have")
+        _set_fields(
+            self,
+            given_logits=logits,
+            given_labels=truth,
+            features=features,
+            class_names=names,
+            split=fields.get("split"),
+            given_probs=given_probs,
+            decimals=decimals,
+            columns=None,
+            **samples,
         )
-        for name, rows in {"features": width, "index": order, "ids": ids, "paths": paths}.items():
-            if rows is not None and len(rows) != n:
-                raise UserError(f"{name} has {len(rows)} rows, logits have {n}")
-        given: tuple[Any, ...] = (logits, truth, width, order, called, rest.get("split"), ids, paths, given_probs)
-        values = (*given, decimals, None)
-        for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
-            object.__setattr__(self, field, value)
 
     def __len__(self) -> int:
         return len(self.scores)
 
     @property
     def scores(self) -> Float[Tensor, "n classes"]:
-        """The table as it was given: logits, or probabilities."""
+        """The given table: logits, or probabilities."""
         table = self.given_probs if self.given_logits is None else self.given_logits
         assert table is not None
         return table
 
     @cached_property
     def logits(self) -> Float[Tensor, "n classes"]:
-        """The logits, or the logarithms of the probabilities where those were given."""
+        """The logits, or the logarithms of the given probabilities."""
         if self.given_logits is not None:
             return self.given_logits
         probs = self.scores
@@ -235,21 +263,12 @@ class Predictions:
         return logs.masked_fill_(logs == -math.inf, math.log(0.5 * 10.0**-self.decimals))
 
     def __getitem__(self, rows: slice | Tensor | NDArray[Any] | list[Any]) -> "Predictions":
-        """Take some of the samples, by a slice, their numbers or a mask."""
-        place = _selection(rows, len(self))
-        made = type(self).__new__(type(self))
-        for field in type(self).__dataclass_fields__:
-            value = getattr(self, field)
-            where = place.to(value.device) if isinstance(value, Tensor) and isinstance(place, Tensor) else place
-            taken = value[where] if isinstance(value, Tensor) else value
-            if field in WORDS and value is not None:
-                taken = tuple(value[row] for row in torch.arange(len(self))[place].tolist())
-            object.__setattr__(made, field, taken)
+        """Return some of the samples, by a slice, their numbers or a mask."""
+        selection = _selection(rows, len(self))
+        taken = _take_samples(self, selection)
         if self.given_logits is None and "logits" in self.__dict__:
-            made.__dict__["logits"] = self.logits[place.to(self.logits.device) if isinstance(place, Tensor) else place]
-        if not len(made):
-            raise UserError("no sample is left")
-        return made
+            taken.__dict__["logits"] = _take(self.logits, selection)
+        return taken
 
     def __repr__(self) -> str:
         split = f"split={self.split!r}, " if self.split else ""
@@ -258,34 +277,31 @@ class Predictions:
 
     @property
     def num_classes(self) -> int:
-        """How many classes the model knows."""
+        """Number of classes."""
         return self.scores.shape[1]
 
     @property
     def labels(self) -> Labels:
-        """The truth: one class number, or one row of class probabilities, per sample."""
+        """One class number, or one row of class probabilities, per sample."""
         if self.given_labels is None:
             raise UserError("these predictions have no labels (in a file: a column `label` or `labels`)")
         return self.given_labels
 
     @property
     def probs(self) -> Float[Tensor, "n classes"]:
-        """Probability of each class: the ones given, or the softmax of the logits in float32 or better."""
+        """Probability of each class: the given ones, or the softmax of the logits in float32 or better."""
         return self.given_probs if self.given_probs is not None else softmax(self.logits)
 
     @property
     def zeros(self) -> Bool[Tensor, "n classes"] | None:
-        """Which probabilities were given as zero, so that their logarithms are unknown; None where there are none."""
+        """Which probabilities were given as zero, so that their logarithms are unknown; None if there are none."""
         if self.given_probs is None or bool((self.given_probs > 0).all()):
             return None
         return self.given_probs <= 0
 
     def scores_only(self) -> "Predictions":
-        """Return the same scores and labels without features, names and split."""
-        made = self[:]
-        for field in Rest.__annotations__:
-            object.__setattr__(made, field, None)
-        return made
+        """Return the same scores and labels without optional fields."""
+        return replace_fields(self[:], **dict.fromkeys(OptionalFields.__annotations__))
 
     @cached_property
     def _top(self) -> tuple[Tensor, Tensor]:
@@ -305,7 +321,7 @@ class Predictions:
 
     @cached_property
     def log_uncertainty(self) -> Float[Tensor, " n"] | None:
-        """Logarithm of 1 - confidence in float64, computed from the logits; None where only probabilities are known.
+        """Logarithm of 1 - confidence in float64, computed from the logits; None if only probabilities are known.
 
         Near a confidence of 1, float32 confidences of different samples are equal; these values are not.
         """
@@ -313,168 +329,18 @@ class Predictions:
 
     @property
     def correct(self) -> Bool[Tensor, " n"] | Float[Tensor, " n"]:
-        """Whether the predicted class is the label; with soft labels, the share of the label on that class."""
+        """Whether the predicted class is the label; with soft labels, the probability of that class."""
         hard = self.labels.ndim == 1
         return self.prediction == self.labels if hard else self.labels.gather(1, self.prediction[:, None])[:, 0]
 
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file, whole or not at all."""
-        from fedlas.storage import write_whole
-
-        write_whole(Path(path), self.to_bytes())
-
-    def to_bytes(self, *, probs: bool = False) -> bytes:
-        """Give the content of a safetensors file; with probabilities where only those are known, or asked for."""
-        from fedlas.storage import to_safetensors
-
-        scores = {"probs": self.probs} if probs or self.given_probs is not None else {"logits": self.logits}
-        optional = {"labels": self.given_labels, "features": self.features, "index": self.index}
-        tensors = scores | {k: v for k, v in optional.items() if v is not None}
-        return to_safetensors(_about(self), tensors)
-
     def with_split(self, split: str | None) -> "Predictions":
-        """Make the same predictions of a split that has a name."""
-        made = self[:]
-        object.__setattr__(made, "split", split)
-        return made
-
-    @classmethod
-    def load(cls, path: str | Path, **options: Unpack[ReadOptions]) -> "AnyPredictions":
-        """Read a file that `save` wrote."""
-        from fedlas.storage import read_safetensors, readable
-
-        words, tensors = read_safetensors(path)
-        columns: dict[str, Any] = dict(tensors)
-        kind = words.get("format", "")
-        if kind.startswith('"fedlas.') and kind != json.dumps(FORMAT):
-            raise UserError(f"{path} holds no predictions: it is a file of another kind ({kind[:80]})")
-        with readable(path):
-            about = {k: json.loads(v) for k, v in words.items()} if kind == json.dumps(FORMAT) else {}
-        columns |= {name: about[name] for name in ("class_names", *WORDS) if about.get(name) is not None}
-        return cls.from_columns(columns, path, about.get("split"), **options)
-
-    @classmethod
-    def from_npz(cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]) -> "AnyPredictions":
-        """Read `logits` or `probs`, `labels`, and optionally `features`, `index`, `class_names` from an npz file."""
-        from fedlas.columns import read_npz
-
-        columns = read_npz(path)
-        split = split or (str(columns["split"]) if "split" in columns else None)
-        return cls.from_columns(columns, path, split, **options)
-
-    @classmethod
-    def from_csv(
-        cls,
-        path: str | Path,
-        split: str | None = None,
-        *,
-        watch: Callable[[float], None] | None = None,
-        **options: Unpack[ReadOptions],
-    ) -> "AnyPredictions":
-        """Read a table with a header; see the module's text for the names of its columns.
-
-        Args:
-            path: the file.
-            split: where the samples come from.
-            watch: called now and then with the share of the file that has been read.
-            options: which columns hold what, as in `ReadOptions`.
-        """
-        from fedlas.columns import read_csv, with_labels
-
-        options = with_labels(options)
-        table = read_csv(path, watch, options)
-        limits = RowLimits(*torch.from_numpy(table.rounding).T) if len(table.rounding) else None
-        return cls.from_columns(table.columns, path, split, limits=limits, lines=table.lines, **options)
-
-    @classmethod
-    def from_parquet(
-        cls, path: str | Path, split: str | None = None, **options: Unpack[ReadOptions]
-    ) -> "AnyPredictions":
-        """Read a parquet table; list columns `logits` or `probs`, or one column per class as in `from_csv`."""
-        from fedlas.columns import read_parquet, with_labels
-
-        options = with_labels(options)
-        return cls.from_columns(read_parquet(path, options), path, split, **options)
-
-    @classmethod
-    def from_columns(
-        cls,
-        columns: Mapping[str, Any],
-        path: str | Path,
-        split: str | None = None,
-        limits: RowLimits | None = None,
-        *,
-        lines: Sequence[int] | None = None,
-        **options: Unpack[ReadOptions],
-    ) -> "AnyPredictions":
-        """Make predictions of named columns; the module's text lists the names that are known.
-
-        Columns that hold the confidence of the predicted class alone make `TopLabelPredictions`.
-
-        Args:
-            columns: an array, or a list of words, for each name.
-            path: the file that they come from, for errors.
-            split: where the samples come from.
-            limits: how far the sum of each row of probabilities may be from one.
-            lines: of a text file, the line of each row, for errors.
-            options: which columns hold what, as in `ReadOptions`.
-        """
-        from fedlas.columns import labels_for, no_labels, no_scores, renamed, understood, with_labels
-        from fedlas.storage import named
-
-        options = with_labels(options)
-        labels, source = options.get("labels"), None
-        with named(path, lines):
-            roles = find_roles(columns, options, path)
-            if not roles.has_scores:
-                raise no_scores(columns, roles, options, path)
-            held = renamed(columns, roles)
-            if "confidence" in held and labels is None and not held.keys() & {"label", "labels", "correct"}:
-                raise no_labels(roles, path)
-            if isinstance(labels, LabelFile):
-                n = len(held[next(role for role in roles.names.values() if role.startswith(SCORES))])
-                source = f"{labels.path} (labels of {path})"
-                held["label"] = labels_for(labels, n, source)
-                roles = roles._replace(names={**roles.names, labels.path.name: "label"})
-            elif labels is not None:
-                held["label"] = labels
-            found = understood(held, path, source)
-            if source is not None and found.top is None:
-                with named(source):
-                    check_labels(as_tensor(found.labels, "labels"), n, max(2, *np.shape(found.scores)[1:], 0))
-            rest = {**found.rest, "split": split}
-            if found.are_logits:
-                made: AnyPredictions = cls(found.scores, found.labels, **rest)
-            elif found.top is not None:
-                made = TopLabelPredictions(found.scores, labels=found.labels, **found.top, **rest)
-            else:
-                how: dict[str, Any] = {"normalize": options.get("normalize", False), "limits": limits}
-                with _naming_unread(columns, roles.unread, found.scores):
-                    made = cls.from_probs(found.scores, found.labels, **how, **rest)
-            object.__setattr__(made, "columns", roles)
-            return made
-
-
-@contextmanager
-def _naming_unread(columns: Mapping[str, Any], unread: Sequence[str], scores: Any) -> Iterator[None]:
-    """Name the columns of numbers that were not read, where the sum of a row is too small: they may be classes."""
-    from fedlas.storage import RowError
-
-    try:
-        yield
-    except RowError as error:
-        numbers = [name for name in unread if is_number(columns[name])]
-        total = float(scores[error.row].sum()) if np.ndim(scores) == 2 else 1.0
-        if error.before != "probs: " or not numbers or not total < 1:
-            raise
-        way = f"if they are classes, name the columns of all classes with {option('prob_columns')}"
-        after = f" sums to {total:.6g}, and columns of numbers were not read: {short_list(numbers)}; {way}"
-        raise RowError(error.before, error.row, after) from error
+        """Return the same predictions under another name of the split."""
+        return replace_fields(self[:], split=split)
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
 class TopLabelPredictions:
-    """Confidence and correctness of the predicted class of each sample, where nothing is known of other classes.
+    """Confidence and correctness of the predicted class of each sample, if nothing is known of other classes.
 
     Args:
         confidence: probability of the predicted class.
@@ -482,10 +348,11 @@ class TopLabelPredictions:
         labels: class numbers, if they are known.
         prediction: predicted class numbers, if they are known.
         class_names: one name per class.
-        split: where the samples come from, such as "test".
-        index: position of each sample in the data set's own order.
+        split: the split that the samples belong to, such as "test".
+        index: position of each sample in the data set.
         ids: the name of each sample.
         paths: the image file of each sample.
+        metadata: further columns by name, with one value per sample.
     """
 
     confidence: Float[Tensor, " n"]
@@ -497,7 +364,8 @@ class TopLabelPredictions:
     split: str | None
     ids: tuple[str, ...] | None
     paths: tuple[str, ...] | None
-    columns: Roles | None
+    metadata: Mapping[str, tuple[object, ...]] | None
+    columns: ColumnRoles | None
 
     def __init__(
         self,
@@ -511,52 +379,46 @@ class TopLabelPredictions:
         index: Array | None = None,
         ids: Sequence[object] | None = None,
         paths: Sequence[object] | None = None,
+        metadata: Mapping[str, Sequence[object]] | None = None,
     ) -> None:
         scores = as_floats(confidence, "confidence")
         if scores.ndim != 1:
             raise UserError(f"confidence has shape {tuple(scores.shape)}; one number per sample is expected")
         percent = "; percentages are divided by 100 before" if scores.numel() and bool(scores.amax() > 1) else ""
         check_rows("confidence", scores, (scores > 0) & (scores <= 1), f"is not above 0 and at most 1{percent}")
-        n, called = len(scores), None if class_names is None else tuple(map(str, class_names))
-        check_distinct(called)
-        truth, said = (
-            None if given is None else _check_numbers(name, as_tensor(given, name), n, called)
+        n, names = len(scores), check_class_names(class_names)
+        truth, predicted = (
+            None if given is None else _check_class_numbers(name, as_tensor(given, name), n, names)
             for name, given in (("labels", labels), ("prediction", prediction))
         )
-        right = None if correct is None else _check_flags(as_tensor(correct, "correct"), n)
-        if truth is not None and said is not None:
-            equal = truth == said
-            if right is not None and not torch.equal(right, equal):
-                row = int((right != equal).nonzero()[0])
+        flags = None if correct is None else _check_correctness(as_tensor(correct, "correct"), n)
+        if truth is not None and predicted is not None:
+            equal = truth == predicted
+            if flags is not None and not torch.equal(flags, equal):
+                row = int((flags != equal).nonzero()[0])
                 raise UserError(f"correct: row {row} contradicts its label and prediction; leave one of them out")
-            right = equal
-        if right is None:
+            flags = equal
+        if flags is None:
             raise UserError("correct is missing, or labels and prediction: nothing says which predictions are correct")
-        order = None if index is None else as_tensor(index, "index").long()
-        samples, files = (None if given is None else tuple(map(str, given)) for given in (ids, paths))
-        for name, rows in {"index": order, "ids": samples, "paths": files}.items():
-            if rows is not None and len(rows) != n:
-                raise UserError(f"{name} has {len(rows)} rows, confidence has {n}")
-        values = (scores, right, truth, said, order, called, split, samples, files, None)
-        for field, value in zip(type(self).__dataclass_fields__, values, strict=True):
-            object.__setattr__(self, field, value)
+        fields: OptionalFields = {"index": index, "ids": ids, "paths": paths, "metadata": metadata}
+        _set_fields(
+            self,
+            confidence=scores,
+            correct=flags,
+            given_labels=truth,
+            prediction=predicted,
+            class_names=names,
+            split=split,
+            columns=None,
+            **_check_samples(fields, n, "confidence has"),
+        )
 
     def __len__(self) -> int:
         return len(self.confidence)
 
     def __getitem__(self, rows: slice | Tensor | NDArray[Any] | list[Any]) -> "TopLabelPredictions":
-        """Take some of the samples, by a slice, their numbers or a mask."""
-        place = _selection(rows, len(self))
-        made = type(self).__new__(type(self))
-        for field in type(self).__dataclass_fields__:
-            value = getattr(self, field)
-            taken = value[place] if isinstance(value, Tensor) else value
-            if field in WORDS and value is not None:
-                taken = tuple(value[row] for row in torch.arange(len(self))[place].tolist())
-            object.__setattr__(made, field, taken)
-        if not len(made):
-            raise UserError("no sample is left")
-        return made
+        """Return some of the samples, by a slice, their numbers or a mask."""
+        return _take_samples(self, _selection(rows, len(self)))
 
     def __repr__(self) -> str:
         split = f"split={self.split!r}, " if self.split else ""
@@ -569,7 +431,7 @@ class TopLabelPredictions:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes that labels or predictions name; 0 where both are unknown."""
+        """Number of classes that labels or predictions name; 0 if both are unknown."""
         if self.class_names is not None:
             return len(self.class_names)
         return max(
@@ -588,38 +450,67 @@ class TopLabelPredictions:
         """None: top-label predictions have no features."""
 
     def with_split(self, split: str | None) -> "TopLabelPredictions":
-        """Make the same predictions of a split that has a name."""
-        made = copy(self)
-        object.__setattr__(made, "split", split)
-        return made
-
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file atomically."""
-        from fedlas.storage import write_whole
-
-        write_whole(Path(path), self.to_bytes())
-
-    def to_bytes(self) -> bytes:
-        """Return the content of a safetensors file."""
-        from fedlas.storage import to_safetensors
-
-        optional = {"labels": self.given_labels, "prediction": self.prediction, "index": self.index}
-        tensors = {"confidence": self.confidence, "correct": self.correct}
-        return to_safetensors(_about(self), tensors | {k: v for k, v in optional.items() if v is not None})
+        """Return the same predictions under another name of the split."""
+        return replace_fields(copy(self), split=split)
 
 
 AnyPredictions: TypeAlias = Predictions | TopLabelPredictions
 
 
-def _about(predictions: AnyPredictions) -> dict[str, str]:
-    """Return the texts of predictions as they stand in a safetensors file."""
-    about = {"format": FORMAT, "class_names": predictions.class_names, "split": predictions.split}
-    about |= {name: getattr(predictions, name) for name in WORDS if getattr(predictions, name) is not None}
-    return {name: json.dumps(value) for name, value in about.items()}
+AnyOne = TypeVar("AnyOne", bound=AnyPredictions)
+
+
+def _set_fields(made: AnyPredictions, **values: Any) -> None:
+    """Set all fields of predictions, which are frozen."""
+    assert values.keys() == type(made).__dataclass_fields__.keys()
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+
+
+def replace_fields(made: AnyOne, **values: Any) -> AnyOne:
+    """Set some fields of new predictions, which are frozen for everybody else."""
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def check_class_names(names: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return class names; raise if two are equal."""
+    if names is None:
+        return None
+    listed = tuple(map(str, names))
+    name, count = next(iter(Counter(listed).most_common(1)), ("", 0))
+    if count > 1:
+        raise UserError(f"two classes have the same name, {name!r}; each needs a different one")
+    return listed
+
+
+def _check_samples(fields: OptionalFields, n: int, other: str) -> dict[str, Any]:
+    """Return the fields that have one value per sample; raise if there are not n of them.
+
+    Args:
+        fields: optional fields of predictions.
+        n: number of samples.
+        other: what has n rows, for errors.
+    """
+    index, ids, paths = fields.get("index"), fields.get("ids"), fields.get("paths")
+    samples = {
+        "index": None if index is None else as_tensor(index, "index").long(),
+        "ids": None if ids is None else tuple(map(str, ids)),
+        "paths": None if paths is None else tuple(map(str, paths)),
+    }
+    metadata = fields.get("metadata")
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise UserTypeError(f"metadata is {type(metadata).__name__}; a column for each name is expected")
+    columns = None if metadata is None else {str(name): tuple(values) for name, values in metadata.items()}
+    for name, rows in {**samples, **(columns or {})}.items():
+        if rows is not None and len(rows) != n:
+            raise UserError(f"{name} has {len(rows)} rows, {other} {n}")
+    return {**samples, "metadata": columns}
 
 
 def _selection(rows: Any, n: int) -> slice | Tensor:
-    """Return a selection of samples as torch takes it; it knows no slices with a negative step."""
+    """Return a selection of samples that torch supports: slices with a positive step, numbers or a mask."""
     if isinstance(rows, slice):
         return rows if (rows.step or 1) > 0 else torch.tensor(range(*rows.indices(n)), dtype=torch.long)
     if isinstance(rows, Tensor | np.ndarray | list):
@@ -627,8 +518,35 @@ def _selection(rows: Any, n: int) -> slice | Tensor:
     raise UserTypeError(f"samples are taken by a slice, their numbers or a mask, not by {type(rows).__name__}")
 
 
-def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None) -> Int[Tensor, " n"]:
-    """Raise an error unless there is one class number per sample."""
+def _take(values: Tensor, selection: slice | Tensor) -> Tensor:
+    return values[selection.to(values.device) if isinstance(selection, Tensor) else selection]
+
+
+def _take_samples(predictions: AnyOne, selection: slice | Tensor) -> AnyOne:
+    """Return some of the samples."""
+
+    def take_texts(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        if isinstance(selection, slice):
+            return values[selection]
+        return tuple(values[row] for row in torch.arange(len(predictions))[selection].tolist())
+
+    made = type(predictions).__new__(type(predictions))
+    for name in type(predictions).__dataclass_fields__:
+        value = getattr(predictions, name)
+        if isinstance(value, Tensor):
+            value = _take(value, selection)
+        elif name in {"ids", "paths"} and value is not None:
+            value = take_texts(value)
+        elif name == "metadata" and value is not None:
+            value = {column: take_texts(values) for column, values in value.items()}
+        object.__setattr__(made, name, value)
+    if not len(made):
+        raise UserError("no sample is left")
+    return made
+
+
+def _check_class_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None) -> Int[Tensor, " n"]:
+    """Return one class number per sample; raise if there are others."""
     given = _class_numbers(given)
     if given.is_floating_point() or given.shape != (n,):
         raise UserError(f"{name} is {given.dtype} of shape {tuple(given.shape)}; expected {n} integers")
@@ -637,8 +555,8 @@ def _check_numbers(name: str, given: Tensor, n: int, names: Sequence[str] | None
     return given.long()
 
 
-def _check_flags(given: Tensor, n: int) -> Bool[Tensor, " n"]:
-    """Raise an error unless each sample is correct (1, true) or incorrect (0, false)."""
+def _check_correctness(given: Tensor, n: int) -> Bool[Tensor, " n"]:
+    """Return whether each sample is correct; raise if a value is neither 0 nor 1."""
     if given.shape != (n,):
         raise UserError(f"correct has shape {tuple(given.shape)}; expected {n} values of 0 or 1")
     if given.dtype != torch.bool:
@@ -647,11 +565,11 @@ def _check_flags(given: Tensor, n: int) -> Bool[Tensor, " n"]:
 
 
 def with_every_class(given: AnyPredictions, what: str) -> Predictions:
-    """Return predictions that know every class; raise an error if only the top class of each sample is known.
+    """Return predictions for all classes; raise if only the top class of each sample is known.
 
     Args:
         given: predictions.
-        what: what needs every class, for the error.
+        what: what needs all classes, for the error.
     """
     if isinstance(given, TopLabelPredictions):
         needed = "the logits or probabilities of every class"
@@ -660,22 +578,22 @@ def with_every_class(given: AnyPredictions, what: str) -> Predictions:
 
 
 def check_every_class(given: AnyPredictions, name: str, other: AnyPredictions, others: str) -> None:
-    """Raise an error if one of two predictions that do not fit each other has top labels only.
+    """Raise if one of two predictions that do not fit each other has top labels only.
 
     Args:
-        given: some predictions.
-        name: how they are called.
-        other: those that they do not fit to.
-        others: how those are called.
+        given: predictions.
+        name: their name, for the error.
+        other: predictions that do not fit.
+        others: the name of these.
     """
-    for one, called in ((given, name), (other, others)):
-        if isinstance(one, TopLabelPredictions):
+    for predictions, label in ((given, name), (other, others)):
+        if isinstance(predictions, TopLabelPredictions):
             needed = "the logits or probabilities of every class are needed"
-            raise UserError(f"{called}: only the top confidence of each sample is known; {needed}")
+            raise UserError(f"{label}: only the top confidence of each sample is known; {needed}")
 
 
 def as_tensor(values: Array, name: str) -> Tensor:
-    """Take a torch, numpy or other array as a tensor, without a copy where that is possible."""
+    """Return an array of torch, NumPy or another library as a tensor, without a copy if possible."""
     if isinstance(values, Tensor):
         if values.is_meta or values.layout != torch.strided:
             kind = "on the device meta, which holds no numbers" if values.is_meta else f"of layout {values.layout}"
@@ -684,7 +602,7 @@ def as_tensor(values: Array, name: str) -> Tensor:
             raise UserTypeError(f"{name} holds {values.dtype}; real numbers are expected")
         return values.detach()
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-        raise UserTypeError(f"{name} is a masked array; leave out what is masked before, or it would count")
+        raise UserTypeError(f"{name} is a masked array; remove the masked values first, or they would count")
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -695,14 +613,14 @@ def as_tensor(values: Array, name: str) -> Tensor:
         names = "; names of classes go with a table that has a column for each class, or with class_names, such as "
         names += '{"probs": ..., "labels": ..., "class_names": [...]}'
         raise UserTypeError(f"{name} holds {array.dtype}, not numbers{names if name == 'labels' else ''}")
-    plain = array.dtype.isnative and all(stride >= 0 for stride in array.strides)  # what torch can share
-    # Not ascontiguousarray: one number that is read backwards counts as contiguous and would stay as it is.
+    plain = array.dtype.isnative and all(stride >= 0 for stride in array.strides)  # torch can share it
+    # Not ascontiguousarray: one number with a negative stride counts as contiguous and would stay as it is.
     array = array if plain else array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
-    """Take an array as a tensor of floating-point numbers; other numbers are no logits, probabilities or features."""
+    """Return an array as a tensor of floating-point numbers; raise if it holds other numbers."""
     tensor = as_tensor(values, name)
     if not tensor.is_floating_point():
         advice = f"; {PERCENTAGES}" if name in {"probs", "logits"} and _are_percentages(tensor) else ""
@@ -716,10 +634,10 @@ def as_floats(values: Array, name: str) -> Float[Tensor, "..."]:
 
 
 def two_columns(values: Float[Tensor, "..."], name: str) -> Float[Tensor, "n classes"]:
-    """Give the single column of a binary classifier its second one: z becomes logits [0, z], p becomes [1 - p, p]."""
+    """Return two columns for the single one of a binary classifier: logits [0, z] for z, [1 - p, p] for p."""
     if values.ndim == 1 or values.shape[1:] == (1,):
-        one = values.reshape(-1)
-        return torch.stack([1 - one if name == "probs" else torch.zeros_like(one), one], dim=1)
+        second = values.reshape(-1)
+        return torch.stack([1 - second if name == "probs" else torch.zeros_like(second), second], dim=1)
     if values.ndim != 2:
         raise UserError(f"{name} have shape {tuple(values.shape)}; one row of classes per sample is expected")
     if not values.shape[1]:
@@ -728,22 +646,22 @@ def two_columns(values: Float[Tensor, "..."], name: str) -> Float[Tensor, "n cla
 
 
 def softmax(logits: Float[Tensor, "n classes *space"]) -> Float[Tensor, "n classes *space"]:
-    """Turn logits into probabilities, in float32 or better."""
+    """Return the probabilities of logits, in float32 or better."""
     return logits.softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def least_prob(dtype: torch.dtype) -> float:
-    """Give the smallest positive number of a type: the one floor of probabilities that a logarithm is taken of."""
+    """Return the smallest positive number of a type: the floor of probabilities whose logarithm is taken."""
     return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 def least_log_prob(dtype: torch.dtype) -> float:
-    """Give the logarithm of that number, also where numbers as small are taken for zero (`set_flush_denormal`)."""
+    """Return the logarithm of `least_prob`, also if such small numbers are flushed to zero (`set_flush_denormal`)."""
     return math.log(torch.finfo(dtype).tiny) + math.log(torch.finfo(dtype).eps)
 
 
 def decimals_of(probs: Float[Tensor, "n classes"]) -> int | None:
-    """Return the number of decimals that probabilities are rounded to; None where they are not, or too few to tell.
+    """Return the number of decimals that probabilities are rounded to; None if they are not, or too few.
 
     Rounded numbers are multiples of one unit, and none lies between zero and half a unit, as small probabilities of a
     softmax do. The first rows rule out nearly all tables that are not rounded.
@@ -754,7 +672,7 @@ def decimals_of(probs: Float[Tensor, "n classes"]) -> int | None:
     digits = [count for count in range(1, 13) if precision * 10**count <= 0.2]
     between = 0
     for part in (probs[:ENOUGH], *parts_of(probs)):
-        # Multiples of a unit are multiples of a tenth of it as well: only the largest unit has to be looked at.
+        # Multiples of a unit are multiples of a tenth of it as well: only the largest unit has to be checked.
         while digits and not _are_multiples(part, 10.0 ** digits[0], precision):
             del digits[0]
         if not digits:
@@ -764,75 +682,75 @@ def decimals_of(probs: Float[Tensor, "n classes"]) -> int | None:
 
 
 def _are_multiples(part: Tensor, scale: float, precision: float) -> bool:
-    part = part.cpu() if part.device.type == "mps" else part  # which has no float64
+    part = part.cpu() if part.device.type in NO_FLOAT64 else part
     scaled = part.double() * scale
     whole = scaled.round()
     return bool(((scaled - whole).abs() <= precision * scale).all() & ((part <= 0) | (whole >= 1)).all())
 
 
 def slices_of(table: Tensor) -> list[slice]:
-    """Cut the rows of a table into parts that are small enough for a copy of each in another type."""
+    """Return slices of the rows of a table, each small enough for a copy in another type."""
     at_once = AT_ONCE if table.device.type == "cpu" else AT_ONCE_ON_DEVICE
     size = max(1, at_once // max(1, table[:1].numel()))
     return [slice(start, min(start + size, len(table))) for start in range(0, max(1, len(table)), size)]
 
 
 def parts_of(table: Tensor) -> list[Tensor]:
-    """Give a table in parts that are small enough for a copy of each in another type."""
+    """Return the parts of a table, each small enough for a copy in another type."""
     return [table[rows] for rows in slices_of(table)]
 
 
 def largest(table: Float[Tensor, "n classes *space"]) -> tuple[Float[Tensor, "n *space"], Int[Tensor, "n *space"]]:
     """Return the largest value of every row and its column; of equal values the first."""
     if table.device.type == "cpu" and table.ndim == 2 and table.dtype in {torch.float32, torch.float64} and len(table):
-        place = torch.from_numpy(table.numpy().argmax(1))  # five times as fast as torch
-        return table.gather(1, place[:, None])[:, 0], place
-    found = table.max(dim=1)
-    return found.values, found.indices
+        column = torch.from_numpy(table.numpy().argmax(1))  # five times as fast as torch
+        return table.gather(1, column[:, None])[:, 0], column
+    largest_values = table.max(dim=1)
+    return largest_values.values, largest_values.indices
 
 
 def top_of_logits(logits: Float[Tensor, "n classes *space"]) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."]]:
-    """Find the largest probability of every row and its class, without making the probabilities of all rows at once."""
+    """Return confidence and predicted class of every row, without the probabilities of all rows at once."""
     confidence, prediction, lowest = [], [], []
     for part in parts_of(logits):
-        value, place = largest(softmax(part))
+        value, column = largest(softmax(part))
         confidence.append(value)
-        prediction.append(place)
+        prediction.append(column)
         lowest.append(part.amin() if part.numel() else part.new_zeros(()))
-    found = torch.cat(confidence)
+    largest_probs = torch.cat(confidence)
     # NaN and plus infinity make a confidence NaN; minus infinity shows in the lowest logit alone.
-    if not bool(torch.isfinite(found).all() & torch.isfinite(torch.stack(lowest)).all()):
+    if not bool(torch.isfinite(largest_probs).all() & torch.isfinite(torch.stack(lowest)).all()):
         check_finite(logits)
-    return found, torch.cat(prediction)
+    return largest_probs, torch.cat(prediction)
 
 
 def log_uncertainty(
     logits: Float[Tensor, "n classes *space"], prediction: Int[Tensor, "n *space"]
 ) -> Float[Tensor, "n *space"]:
-    """Return the logarithm of the probability of all classes but the predicted one, in float64 where there is any."""
-    found = []
+    """Return the log-probability of all classes but the predicted one, in float64 if the device has it."""
+    parts = []
     for rows in slices_of(logits):
         part = logits[rows]
         part = part.float() if part.device.type in NO_FLOAT64 else part.double()
-        place = prediction[rows].unsqueeze(1)
-        lead = part - part.gather(1, place)
-        others = lead.scatter_(1, place, -math.inf).logsumexp(1)
-        found.append(others - torch.logaddexp(others, torch.zeros_like(others)))
-    return torch.cat(found)
+        column = prediction[rows].unsqueeze(1)
+        margins = part - part.gather(1, column)
+        others = margins.scatter_(1, column, -math.inf).logsumexp(1)
+        parts.append(others - torch.logaddexp(others, torch.zeros_like(others)))
+    return torch.cat(parts)
 
 
 def top_of_probs(
     probs: Float[Tensor, "n classes *space"], ignored: Bool[Tensor, "n *space"] | None = None
 ) -> tuple[Float[Tensor, "..."], Int[Tensor, "..."]]:
-    """Find the largest probability of every row and its class, and check that rows are distributions while at it."""
+    """Return confidence and predicted class of every row; raise if a row is not a distribution."""
     confidence, prediction, sums, lowest = [], [], [], []
     for part in parts_of(probs):
-        value, place = largest(part)
+        value, column = largest(part)
         confidence.append(value)
-        prediction.append(place)
+        prediction.append(column)
         sums.append(_row_sums(part))
         lowest.append(part.amin() if part.numel() else part.new_zeros(()))
-    # The reason of a failure is looked for in a second reading; most tables are right.
+    # Only a failure takes a second pass, which finds the reason.
     near_one = ((torch.cat(sums) - 1).abs() <= TOLERANCE[probs.dtype]).all()
     if not len(probs) or not bool(near_one & (torch.stack(lowest) >= 0).all()):
         check_probs(probs, ignored=ignored)
@@ -840,21 +758,19 @@ def top_of_probs(
 
 
 def check_finite(logits: Float[Tensor, "..."], name: str = "logits") -> None:
-    """Raise an error that names the first row that holds NaN or infinity."""
-    # The extremes are NaN or infinite if any number is: one reading, where a mask would be written as well.
+    """Raise if a row holds NaN or infinity."""
+    # The extremes are NaN or infinite if any number is; this takes one pass and no mask.
     if logits.numel() == 0 or not bool(torch.isfinite(torch.stack(torch.aminmax(logits))).all()):
         good = torch.isfinite(logits)
         check_rows(name, logits, good if good.ndim == 1 else good.flatten(1).all(dim=1), "holds NaN or infinity")
 
 
 def check_rows(name: str, values: Tensor, good: Bool[Tensor, "n *space"], fault: str) -> None:
-    """Raise an error that names the first row that is not good."""
+    """Raise if a row is not good, with the first such row."""
     if good.numel() == 0:
         raise UserError(f"{name} has no rows; at least one sample is needed")
     if bool(good.all()):
         return
-    from fedlas.storage import RowError
-
     row, *place = [int(i) for i in (~good).nonzero()[0]]
     shown = values[row].movedim(0, -1)[tuple(place)] if place and values.ndim > good.ndim else values[(row, *place)]
     raise RowError(f"{name}: ", row, f"{f' at {tuple(place)}' if place else ''} {fault}: {_shown(shown)}")
@@ -866,7 +782,7 @@ def check_probs(
     ignored: Bool[Tensor, "n *space"] | None = None,
     name: str = "probs",
 ) -> None:
-    """Raise an error unless every row is a probability distribution, up to rounding."""
+    """Raise unless every row is a probability distribution, up to rounding."""
     sums, precision = _row_sums(probs), TOLERANCE[probs.dtype]
     below, above = (limits.below, limits.above) if limits is not None else (precision, precision)
     good = (sums >= 1 - below) & (sums <= 1 + above)
@@ -879,7 +795,7 @@ def check_probs(
     found = float(sums[place]) if place else 1.0
     advice = ""
     if name == "probs":
-        advice = "; " + _advice(
+        advice = "; " + choose_advice(
             "logits are given as logits=..., probabilities with other sums with normalize=True",
             "logits are given with --logits (logits=True), probabilities with other sums with --normalize "
             "(normalize=True)",
@@ -892,15 +808,8 @@ def check_probs(
     check_rows(name, probs, good, f"{rule}: it sums to {found:.6g}{spread}{advice}")
 
 
-def _advice(in_python: str, in_file: str) -> str:
-    """Choose what to do by where numbers come from: who gives a file need not know Python."""
-    from fedlas.storage import FROM_FILE
-
-    return in_file if FROM_FILE.get() else in_python
-
-
 def _are_percentages(table: Tensor) -> bool:
-    """Say whether rows are percentages, some above 1; whole ones of many classes miss 100 by their rounding."""
+    """Return whether rows are percentages, some above 1; rounding moves the sums of many classes from 100."""
     if table.ndim != 2 or not table.numel() or table.is_complex():
         return False
     numbers = table.double()
@@ -910,15 +819,15 @@ def _are_percentages(table: Tensor) -> bool:
 
 
 def _is_percentage(probs: Tensor, place: tuple[int, ...]) -> bool:
-    """Say whether a row was made of one percentage of a binary classifier."""
+    """Return whether a row was made of one percentage of a binary classifier."""
     if probs.ndim != 2 or probs.shape[1] != 2 or not place:
         return False
-    rest, own = probs[place].tolist()
-    return bool(1 < own <= 100 and rest == 1 - own)
+    other, given = probs[place].tolist()
+    return bool(1 < given <= 100 and other == 1 - given)
 
 
-def _check_turned(probs: Tensor, labels: Array | None) -> None:
-    """Ask whether a table of probabilities is transposed, where it has a column and not a row for each label."""
+def _check_transposed(probs: Tensor, labels: Array | None) -> None:
+    """Raise if probabilities have a column and not a row for each label: the table may be transposed."""
     shape = getattr(labels, "shape", None)
     count = shape[0] if shape else len(labels) if isinstance(labels, Sequence) else 0
     if probs.ndim == 2 and count == probs.shape[1] != probs.shape[0]:
@@ -927,7 +836,7 @@ def _check_turned(probs: Tensor, labels: Array | None) -> None:
 
 
 def rounding_limits(probs: Float[Tensor, "n classes"]) -> RowLimits | None:
-    """Return how far rounding to decimals can move the sums of rows; None where a table is not rounded to decimals.
+    """Return how far rounding to decimals can move the sums of rows; None if a table is not rounded to decimals.
 
     The errors of the entries above zero add up as independent ones do: four standard deviations, and at most half a
     unit each. Entries that were rounded to zero have all lost something, at most half a unit each.
@@ -936,8 +845,8 @@ def rounding_limits(probs: Float[Tensor, "n classes"]) -> RowLimits | None:
         return None
     precision = torch.finfo(probs.dtype).eps
     digits = (d for d in range(1, 7) if precision * 10.0**d <= 0.01)
-    found = (d for d in digits if all(_are_multiples(part, 10.0**d, precision) for part in parts_of(probs)))
-    decimals = next(found, None)
+    fitting = (d for d in digits if all(_are_multiples(part, 10.0**d, precision) for part in parts_of(probs)))
+    decimals = next(fitting, None)
     if decimals is None:
         return None
     positive = (probs > 0).sum(dim=1).to(torch.promote_types(probs.dtype, torch.float32))
@@ -946,24 +855,24 @@ def rounding_limits(probs: Float[Tensor, "n classes"]) -> RowLimits | None:
     return RowLimits(above + unit / 2 * (probs.shape[1] - positive), above, unit)
 
 
-def _completed(probs: Float[Tensor, "n classes"], limits: RowLimits) -> Float[Tensor, "n classes"]:
-    """Make those rows of rounded probabilities sum to one that miss it by more than 0.02.
+def _complete(probs: Float[Tensor, "n classes"], limits: RowLimits) -> Float[Tensor, "n classes"]:
+    """Normalize the rows of rounded probabilities whose sum differs from one by more than 0.02.
 
     The missing probability is spread over the zeros, at most half a unit each: dividing by the sum would raise every
     confidence. The rest is divided out.
     """
     sums = _row_sums(probs)
-    off = (sums - 1).abs() > INCOMPLETE
+    off = (sums - 1).abs() > MAX_MISSING
     if not bool(off.any()):
         return probs
-    rows, own, unit = probs[off], sums[off], limits.unit.to(sums)[off]
+    rows, totals, unit = probs[off], sums[off], limits.unit.to(sums)[off]
     zero = rows <= 0
-    share = torch.minimum((1 - own).clamp_min(0) / zero.sum(dim=1).clamp_min(1), unit / 2)
-    rows = torch.where(zero, share[:, None].to(rows.dtype), rows)
+    missing = torch.minimum((1 - totals).clamp_min(0) / zero.sum(dim=1).clamp_min(1), unit / 2)
+    rows = torch.where(zero, missing[:, None].to(rows.dtype), rows)
     warnings.warn(
-        f"{len(rows):,} of {len(probs):,} rows of rounded probabilities sum to {float(own.min()):.4g} to "
-        f"{float(own.max()):.4g} and were normalized: below one, the zeros of a row take up the rest; above one, it is "
-        "divided by its sum",
+        f"{len(rows):,} of {len(probs):,} rows of rounded probabilities sum to {float(totals.min()):.4g} to "
+        f"{float(totals.max()):.4g} and were normalized: below one, the zeros of a row take up the rest; above one, it "
+        "is divided by its sum",
         stacklevel=3,
     )
     completed = probs.clone()
@@ -971,7 +880,7 @@ def _completed(probs: Float[Tensor, "n classes"], limits: RowLimits) -> Float[Te
     return completed
 
 
-def _normalized(table: Tensor) -> Float[Tensor, "n classes"]:
+def _normalize(table: Tensor) -> Float[Tensor, "n classes"]:
     """Divide every row by its sum."""
     if table.ndim != 2 or table.shape[1] < 2:
         raise UserError(f"normalize needs a column for each class, not a table of shape {tuple(table.shape)}")
@@ -981,38 +890,45 @@ def _normalized(table: Tensor) -> Float[Tensor, "n classes"]:
     return table / sums[:, None].to(table.dtype)
 
 
-def _look_like_shares(logits: Tensor, total: int) -> bool:
-    """Say whether so many rows as cannot be chance are shares of a total; a table of ones and zeros may be made so."""
+def _warn_of_suspicious_sums(logits: Tensor) -> None:
+    """Warn of logits that are probabilities or percentages."""
+    for total, remedy in SUSPICIOUS_SUMS.items():
+        # The first rows rule out nearly all tables.
+        if _have_sum(logits[:ENOUGH], total) and _have_sum(logits, total):
+            about = f"{total}" if total == 1 else f"about {total}"  # percentages are rounded
+            way = choose_advice(
+                "by Predictions.from_probs or as probs in a file",
+                "as an array called probs or columns called prob_...",
+            )
+            warnings.warn(
+                f"every row of the logits lies between 0 and {total} and sums to {about}. {remedy}{way}",
+                stacklevel=3,
+            )
+
+
+def _have_sum(logits: Tensor, total: int) -> bool:
+    """Return whether rows are not negative and have one sum, and are too many for chance."""
     fewest = ENOUGH if total == 1 else 3
     if len(logits) < fewest or bool((logits.amin() < 0) | (logits.amax() > total)):
         return False
     if total > 1 and bool(logits.amax() <= 1):  # many small numbers
         return False
     near = TOLERANCE[logits.dtype] if total == 1 else 0.01 * total
-    return bool(((_row_sums(logits) - total).abs() <= near).all()) and (total == 1 or bool(_is_shared(logits, total)))
-
-
-def _is_shared(logits: Tensor, total: int) -> Bool[Tensor, ""]:
-    """Say whether most rows give something to more than one class."""
-    return (logits.amax(1) < 0.999 * total).double().mean() > 0.5
+    if not bool(((_row_sums(logits) - total).abs() <= near).all()):
+        return False
+    # One-hot rows may be logits; most rows of percentages have several classes.
+    return total == 1 or bool((logits.amax(1) < 0.999 * total).double().mean() > 0.5)
 
 
 def _row_sums(probs: Tensor) -> Tensor:
     return probs.sum(dim=1, dtype=torch.float64 if probs.dtype == torch.float64 else torch.float32)
 
 
-def check_distinct(names: Sequence[str] | None) -> None:
-    """Refuse two classes of one name."""
-    name, count = next(iter(Counter(names or ()).most_common(1)), ("", 0))
-    if count > 1:
-        raise UserError(f"two classes have the same name, {name!r}; each needs one of its own")
-
-
 def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
-    """Raise an error unless there is one valid label per sample; hard labels come back as int64."""
+    """Return one label per sample, hard ones as int64; raise if they are not valid."""
     if len(labels) != n:
-        turned = "; is the table transposed?" if len(labels) == classes else ""
-        raise UserError(f"labels has {len(labels)} rows for {n} samples{turned}")
+        question = "; is the table transposed?" if len(labels) == classes else ""
+        raise UserError(f"labels has {len(labels)} rows for {n} samples{question}")
     # One-hot labels of a wrong width are an error below, not class numbers.
     labels = _class_numbers(labels) if labels.ndim != 2 or labels.shape[1] in {1, classes} else labels
     if labels.ndim == 1 and not labels.is_floating_point():
@@ -1028,7 +944,7 @@ def check_labels(labels: Tensor, n: int, classes: int) -> Labels:
 
 
 def _class_numbers(labels: Tensor) -> Tensor:
-    """Return class numbers where labels hold them as unsigned or whole floating-point numbers, a column, or one-hot."""
+    """Return class numbers of labels that are unsigned, whole floating-point numbers, a column, or one-hot."""
     if labels.dtype in {torch.uint16, torch.uint32, torch.uint64, torch.bool}:
         labels = labels.long()  # few operations know these types
     if labels.ndim == 2 and labels.shape[1] == 1:

@@ -125,7 +125,7 @@ def test_missing_data_says_what_to_put_where(tmp_path):
 def test_predictions_on_any_data(run, tmp_path):
     done = call("predict", str(run), "--data", "digits", "--split", "train")
     assert done.exit_code == 0, done.output
-    made = fedlas.Predictions.load(done.stdout.strip())
+    made = fedlas.read_predictions(done.stdout.strip())
     assert len(made) == 200
     again = call(
         "predict", str(run), "--data", "digits", "--split", "test", "--out", str(tmp_path / "test.safetensors")
@@ -139,7 +139,8 @@ def test_a_run_folder_is_judged_with_all_that_lies_in_it(run, tmp_path):
     copy = tmp_path / "again-0.5"
     shutil.copytree(run, copy)
     held = Run(copy).predictions("best-test")
-    fedlas.Predictions(-held.logits[:50], features=held.features[:50]).save(Run(copy).predictions_file("best-ood-far"))
+    ood = fedlas.Predictions(-held.logits[:50], features=held.features[:50])
+    fedlas.write_predictions(ood, Run(copy).predictions_file("best-ood-far"))
     words = ["evaluate", str(copy), f"file={Run(run).predictions_file('best-test')}", "--resamples", "50"]
     done = call(*words, "--html", str(page), "--json", str(kept))
     assert done.exit_code == 0, done.output
@@ -169,7 +170,7 @@ def test_predictions_on_images_of_ones_own(run, tmp_path):
     words = ["--data", "folder", "--set", f"path={tmp_path / 'images'}", "--out", str(out)]
     done = call("predict", str(run), *words, "--set", 'class_names=["0","1","2","3","4","5","6","7","8","9"]')
     assert done.exit_code == 0, done.output
-    made, known = fedlas.Predictions.load(out), Run(run).predictions("best-test")
+    made, known = fedlas.read_predictions(out), Run(run).predictions("best-test")
     assert len(made) == 20  # all of them, although nobody said so
     expected = sorted(known.logits[:20].amax(1).tolist())
     assert sorted(made.logits.amax(1).tolist()) == pytest.approx(expected, abs=1e-4)

@@ -16,7 +16,7 @@ from fedlas.cli.places import beginning
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import experiment_named, list_experiments
-from fedlas.files import read_predictions, write_predictions
+from fedlas.io import read_predictions, write_predictions
 from fedlas.posthoc import build_calibrator, load_calibrator
 from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions

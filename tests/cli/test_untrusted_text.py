@@ -15,9 +15,9 @@ import fedlas
 from fedlas.cli import app
 from fedlas.cli.endings import plain_warning
 from fedlas.cli.terminal import progress
-from fedlas.files import read_predictions, write_predictions
+from fedlas.io import read_predictions, write_predictions
+from fedlas.io.atomic import write_atomic
 from fedlas.posthoc import build_calibrator, load_calibrator
-from fedlas.storage import write_whole
 
 ESCAPE = "\x1b]0;title\x07"
 
@@ -48,17 +48,17 @@ def test_outputs_respect_the_umask(tmp_path, umask):
     """They were 0644 whatever the umask."""
     before = os.umask(umask)
     try:
-        write_whole(tmp_path / "new", b"content")
+        write_atomic(tmp_path / "new", b"content")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o666 & ~umask
     (tmp_path / "new").chmod(0o640)
-    write_whole(tmp_path / "new", b"other content")
+    write_atomic(tmp_path / "new", b"other content")
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
 
 
 def test_a_file_name_may_be_as_long_as_the_file_system_allows(tmp_path):
-    write_whole(tmp_path / ("n" * 255), b"content")
+    write_atomic(tmp_path / ("n" * 255), b"content")
     assert [path.name for path in tmp_path.iterdir()] == ["n" * 255]
 
 

@@ -16,6 +16,7 @@ from fedlas.experiments.base import Choice, Drawing
 from fedlas.experiments.indicator import Indicator
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.reproduce import drawn
+from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
 from fedlas.training import Run, RunError, fit, recipe_for
 from fedlas.training.checkpoint import load
@@ -225,7 +226,7 @@ def test_the_theorem_holds_on_every_test_sample_of_a_trained_network(trained, fi
 def test_norms_that_a_run_wrote_down_wrongly_are_found(run, kept, tmp_path):
     written = run.predictions("best-test")
     wrong = Predictions(written.logits, written.labels, features=written.features / 5, index=written.index)
-    wrong.save(run.predictions_file("best-test"))
+    write_predictions(wrong, run.predictions_file("best-test"))
     Indicator().draw(drawing(run, tmp_path))
     found = kept["indicator-theorem-digits"]
     assert found.trained.violations > 0
@@ -236,7 +237,7 @@ def test_norms_that_a_run_wrote_down_wrongly_are_found(run, kept, tmp_path):
 def test_another_test_split_is_refused(run, tmp_path):
     written = run.predictions("best-test")
     wrong = Predictions(written.logits, written.labels, features=written.features, index=written.index.flip(0))
-    wrong.save(run.predictions_file("best-test"))
+    write_predictions(wrong, run.predictions_file("best-test"))
     with pytest.raises(RunError, match="digits"):
         Indicator().draw(drawing(run, tmp_path / "figures"))
     assert not (tmp_path / "figures").exists()

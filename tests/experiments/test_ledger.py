@@ -18,6 +18,7 @@ from fedlas.evaluation import evaluate
 from fedlas.experiments.kept import Kept, kept_of, problems, record
 from fedlas.experiments.ledger import Ledger, Line, line_id
 from fedlas.experiments.planning import experiment_named, planned
+from fedlas.io import write_predictions
 from fedlas.metrics import accuracy, ece, nll
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
 from fedlas.posthoc import build_calibrator
@@ -360,7 +361,8 @@ def test_a_run_whose_temperature_has_no_optimum_has_no_line_after_scaling(copy):
     """Every validation sample is classified correctly, so that confidences would become 1, and metrics infinite."""
     run = Run(min((copy / "runs").iterdir()))
     validation = run.predictions("best-val")
-    Predictions(validation.logits, validation.logits.argmax(1), split="val").save(run.predictions_file("best-val"))
+    correct = Predictions(validation.logits, validation.logits.argmax(1), split="val")
+    write_predictions(correct, run.predictions_file("best-val"))
     book = Ledger(copy / "new")
     with pytest.warns(DoubtfulFit, match="every one is classified correctly"):
         record(run, "small", book)

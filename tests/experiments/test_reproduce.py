@@ -23,7 +23,7 @@ from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import _Clock, drawn, reproduce
 from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
-from fedlas.files import write_predictions
+from fedlas.io import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
 from fedlas.metrics.calibration_error import ece
@@ -545,8 +545,8 @@ def test_pairing_by_row_number_is_noted():
 def test_classes_that_differ_are_refused_by_the_command(tmp_path, monkeypatch, ours, names, message):
     monkeypatch.chdir(tmp_path)
     logits, labels = torch.randn(50, 3), torch.arange(50) % 3
-    Predictions(logits, labels, class_names=list(ours)).save("one.safetensors")
-    Predictions(-logits, labels, class_names=list(names)).save("two.safetensors")
+    write_predictions(Predictions(logits, labels, class_names=list(ours)), "one.safetensors")
+    write_predictions(Predictions(-logits, labels, class_names=list(names)), "two.safetensors")
     shown = CliRunner().invoke(app, ["compare", "one.safetensors", "two.safetensors"])
     assert (shown.exit_code, shown.stdout) == (1, "")
     assert re.search(f"^fedlas: .*classes.*{message}", shown.stderr)

@@ -56,7 +56,7 @@ ADMITTED = {
     "integrations/export.py": {"torch.export.load", "optional_module(package, 'integrations')"},
     # an unpickler that looks names up in a table and imports nothing, and stand-ins for two functions of numpy;
     # tests/faults/test_hostile_files.py attacks it
-    "storage.py": {
+    "io/torch.py": {
         "import pickle",
         "pickle._Unpickler",
         "pickle._Unpickler.dispatch",  # to leave out BUILD, which could set attributes of classes
@@ -68,7 +68,7 @@ ADMITTED = {
         "torch.serialization.safe_globals",
     },
     # a type
-    "columns.py": {"numpy.lib.npyio.NpzFile"},
+    "io/npz.py": {"numpy.lib.npyio.NpzFile"},
     # what our own processes tell each other
     "experiments/crews.py": {
         "import multiprocessing.connection.Connection",

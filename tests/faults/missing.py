@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import fedlas
+from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,7 @@ def digits() -> Any:
 
 
 def command_line(folder: Path) -> None:
-    some().save(folder / "p.safetensors")
+    write_predictions(some(), folder / "p.safetensors")
     sys.argv = ["fedlas", "evaluate", str(folder / "p.safetensors")]
     try:
         import_module("fedlas.__main__").main()
@@ -143,7 +144,7 @@ DEEDS: dict[str, Callable[[Path], Any]] = {
     "timm": lambda _: fedlas.build_model("timm:test_vit", 10),
     "scikit-learn": lambda _: fedlas.build_data("digits").split("test"),
     "scipy": lambda _: fedlas.build_calibrator("isotonic").fit(some()),
-    "safetensors": lambda folder: some().save(folder / "p.safetensors"),
+    "safetensors": lambda folder: write_predictions(some(), folder / "p.safetensors"),
     "typer": command_line,
     "rich": progress_bar,
     "matplotlib": lambda folder: fedlas.save_figures({"mine": some()}, folder, ("svg",), resamples=20),

@@ -618,9 +618,9 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     from fedlas.evaluation import Report
     from fedlas.experiments.kept import kept_of
     from fedlas.experiments.ledger import Ledger
-    from fedlas.files import READERS
     from fedlas.integrations.export import load_program
     from fedlas.integrations.official import read_official
+    from fedlas.io import READERS
     from fedlas.models.pretrained import read_weights
     from fedlas.training import checkpoint
     from fedlas.training.predict_run import predict_with

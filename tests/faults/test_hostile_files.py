@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fedlas
-from fedlas.files import read_predictions, write_predictions
 from fedlas.integrations.official import read_official
+from fedlas.io import read_predictions, write_predictions
 from fedlas.models.pretrained import read_weights
 from fedlas.training import RunError, checkpoint
 
@@ -300,7 +300,7 @@ def test_one_low_confidence_needs_no_table(tmp_path):
 LIMITED = """
 import resource, sys
 import fedlas, fedlas.report.answers, fedlas.integrations.official
-from fedlas.files import read_predictions
+from fedlas.io import read_predictions
 held = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize"))) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (held + 2**29, held + 2**29))
 for path in sys.argv[1:]:

@@ -31,9 +31,9 @@ from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
 from fedlas.integrations.export import load_program
 from fedlas.integrations.official import read_official
+from fedlas.io.untrusted import content_errors, file_errors
 from fedlas.models.pretrained import Source as Weights
 from fedlas.models.pretrained import read_weights
-from fedlas.storage import named, readable
 from fedlas.training import checkpoint
 from fedlas.training.predict_run import predict_with
 from fedlas.training.run_folder import Run, RunError
@@ -118,7 +118,7 @@ def test_nothing_is_admitted_that_is_not_there(where, name, monkeypatch):
         "import multiprocessing.connection as c\nc.Client(x).recv()",
         "thing.load(x)",
         "from fedlas.data.base.formats import _PlainUnpickler as U\nU(x)",
-        "from fedlas import files\nfiles.torch.load(x)",
+        "from fedlas import predictions\npredictions.torch.load(x)",
     ],
 )
 def test_the_search_finds_what_it_looks_for(text):
@@ -255,7 +255,7 @@ OTHER_WORDS = RuntimeError(
 @pytest.mark.parametrize("error", [MemoryError(), no_memory_of_torch(), OTHER_WORDS], ids=["python", "torch", "other"])
 def test_memory_that_runs_out_is_no_damaged_file(tmp_path, error):
     """Also where torch reports it in a RuntimeError."""
-    for guard in (readable, named):
+    for guard in (file_errors, content_errors):
         with pytest.raises(MemoryError), guard(tmp_path / "p.npz"):
             raise error
     torch.save({"a": torch.ones(1)}, tmp_path / "p.pt")

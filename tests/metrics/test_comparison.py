@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedlas.io import read_predictions
 from fedlas.metrics import (
     Result,
     accuracy,
@@ -344,7 +345,7 @@ def test_no_model_is_better_where_the_p_value_shows_nothing(metric, seeds):
 def tops(tmp_path, name, rows):
     path = tmp_path / f"{name}.csv"
     path.write_text("confidence,prediction,label\n" + "".join(f"0.9,{said},{true}\n" for said, true in rows))
-    return Predictions.from_csv(path)
+    return read_predictions(path)
 
 
 def test_top_classes_are_compared_by_name_and_no_class_is_asked_for(tmp_path):

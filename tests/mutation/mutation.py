@@ -30,12 +30,12 @@ STRATA = {
     "metrics": ["metrics"],
     "posthoc": ["posthoc"],
     "ood": ["ood"],
-    "files": ["predictions.py", "files.py", "columns.py", "storage.py"],
+    "io": ["predictions.py", "alignment.py", "io"],
     "train": ["train"],
     "experiments": ["experiments"],
     "report": ["report"],
 }
-TESTS = {"files": ["tests/test_predictions.py", "tests/test_files.py"]}  # where it is not the folder of the same name
+TESTS = {"io": ["tests/test_predictions.py", "tests/io"]}  # where it is not the folder of the same name
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
     ast.GtE: ast.Lt,

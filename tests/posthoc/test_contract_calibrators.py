@@ -12,6 +12,7 @@ from calibrator_cases import binary_problem, problem
 from torch.nn import functional
 
 from fedlas import posthoc
+from fedlas.io import read_predictions, write_predictions
 from fedlas.posthoc import AbstractCalibrator
 from fedlas.posthoc.base import read
 from fedlas.predictions import Predictions, TopLabelPredictions
@@ -169,9 +170,9 @@ def test_a_file_of_another_calibrator_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"'temperature'.*'platt'"):
         posthoc.Platt.load(tmp_path / "one")
     logits, labels = problem(10)
-    Predictions(logits, labels).save(tmp_path / "two")
+    write_predictions(Predictions(logits, labels), tmp_path / "two.safetensors")
     with pytest.raises(ValueError, match=r"two.*predictions.*fedlas calibrate fit"):
-        posthoc.load_calibrator(tmp_path / "two")
+        posthoc.load_calibrator(tmp_path / "two.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_file_of_another_kind_is_told_from_a_calibrator(tmp_path: Path, conten
 def test_a_calibrator_is_told_from_predictions(tmp_path: Path):
     fitted("temperature").save(tmp_path / "one.safetensors")
     with pytest.raises(ValueError, match=r"one\.safetensors.*fedlas\.calibrator/1"):
-        Predictions.load(tmp_path / "one.safetensors")
+        read_predictions(tmp_path / "one.safetensors")
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -15,15 +15,14 @@ from PIL import Image
 import fedlas
 from fedlas.cli.answers import evaluate_files
 from fedlas.evaluation import FOLDS, Report, evaluate
-from fedlas.files import write_predictions
 from fedlas.integrations.base import Numbers
 from fedlas.integrations.sklearn import CalibratedClassifier
 from fedlas.integrations.torchmetrics import calibration_metrics
+from fedlas.io import write_predictions
 from fedlas.metrics import ece
 from fedlas.metrics.paired import paired_bootstrap
 from fedlas.predictions import Predictions
 from fedlas.report.answers import Condition, judge_files
-from fedlas.report.duels import paired_with
 from fedlas.report.figures import reliability_data, reliability_figure, save_figures
 from fedlas.report.html import report_of
 from fedlas.report.subjects import Model
@@ -142,32 +141,6 @@ def test_samples_are_paired_by_their_names(tmp_path, word):
         (duel,) = judge_files(files, posthoc=(), resamples=50).compared
         assert duel.found is None
         assert re.search(why, duel.why)
-
-
-@pytest.mark.parametrize("word", ["ids", "index"])
-def test_the_same_samples_may_be_a_split_of_another_name(word):
-    """`fedlas predict` names splits by a hash of the data's keywords."""
-    given, order = drawn(0, n=200), torch.randperm(200)
-    names = torch.arange(200)
-    first = Predictions(given.logits, given.labels, split="folder-all-9d7cc918", **{word: names})
-    for split in ("folder-all-ef0f4e8f", "test", None):
-        second = Predictions(given.logits[order], given.labels[order], split=split, **{word: names[order]})
-        assert torch.equal(paired_with(first, second).logits, given.logits)
-
-
-def test_splits_are_refused_by_name_where_samples_have_none():
-    def of(split, **rest):
-        return Predictions(drawn(0).logits, drawn(0).labels, split=split, **rest)
-
-    rows = torch.arange(len(drawn(0)))
-    for first, second in (("val", "test"), ("folder-val-9d7cc918", "folder-test"), ("train", "validation")):
-        # Both may be counted from zero and sorted by class, so only words can tell that they are the same.
-        for rest in ({}, {"index": rows}):
-            with pytest.raises(ValueError, match=f"split '{first}'.*'{second}'"):
-                paired_with(of(first, **rest), of(second, **rest))
-        assert len(paired_with(of(first, ids=rows), of(second, ids=rows))) == len(rows)
-    with pytest.raises(ValueError, match="split 'folder-all-9d7cc918'"):
-        paired_with(of("folder-all-9d7cc918"), of("folder-all-ef0f4e8f"))
 
 
 def test_ood_data(sure, tmp_path):

@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from fedlas.evaluation import Report, evaluate
+from fedlas.io import read_predictions
 from fedlas.predictions import Predictions
 from fedlas.report import figures
 from fedlas.report.figures import confidence, foreign, gate, indicator, reliability, saving, selective, style, training
@@ -308,7 +309,7 @@ def test_few_and_odd_samples_have_figures_too(given):
 def test_top_confidences_alone_have_figures(tmp_path):
     path = tmp_path / "top.csv"
     path.write_text("confidence,prediction,label\n0.9,cat,cat\n0.4,dog,cat\n0.8,dog,dog\n")
-    found = drawn(Model(predictions=Predictions.from_csv(path), posthoc=()), ("class_map_figure",), resamples=20)
+    found = drawn(Model(predictions=read_predictions(path), posthoc=()), ("class_map_figure",), resamples=20)
     assert found["class_map"][1].names == ("cat", "dog")
 
 

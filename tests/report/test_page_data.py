@@ -7,6 +7,7 @@ import torch
 
 from fedlas import metrics, ood
 from fedlas.evaluation import evaluate
+from fedlas.io import read_predictions
 from fedlas.metrics.inputs import Pairs, pairs
 from fedlas.ood.detection import ranking
 from fedlas.ood.scores import QUANTITIES
@@ -144,7 +145,7 @@ def test_soft_labels_and_top_confidences_have_a_class_table(tmp_path):
     page_data.sample_data(Predictions(given.logits, soft))
     path = tmp_path / "top.csv"
     path.write_text("confidence,prediction,label\n0.9,cat,cat\n0.4,dog,cat\n0.8,dog,dog\n")
-    top = Predictions.from_csv(path)
+    top = read_predictions(path)
     data = page_data.class_data(top, evaluate(top, intervals=False))
     assert data["class"] == [0, 1]
     assert data["of_probability"] is None

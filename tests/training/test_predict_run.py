@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedlas
-from fedlas.predictions import Predictions
-from fedlas.storage import CHECKSUM
+from fedlas.io import read_predictions, write_predictions
+from fedlas.io.safetensors import CHECKSUM
 from fedlas.training import Run, RunError, StoppedError, fit
 from fedlas.training.predict_run import predict_with
 from fedlas.training.run_folder import locked
@@ -101,10 +101,10 @@ def test_changed_images_raise(tmp_path):
 def test_a_run_without_its_training_data_can_predict(folder, tmp_path):
     home, away = folder.folder.parent / "home", folder.folder.parent / "away"
     asked = {"data": "folder", "options": {"path": str(folder.folder.parent / "other")}, "split": "all"}
-    there = Predictions.load(predict_with(folder.folder, **asked, out=tmp_path / "there.safetensors"))
+    there = read_predictions(predict_with(folder.folder, **asked, out=tmp_path / "there.safetensors"))
     home.rename(away)
     try:
-        gone = Predictions.load(predict_with(folder.folder, **asked, out=tmp_path / "gone.safetensors"))
+        gone = read_predictions(predict_with(folder.folder, **asked, out=tmp_path / "gone.safetensors"))
         assert gone.class_names == there.class_names == ("cat", "dog", "owl")
         assert torch.equal(gone.logits, there.logits)
         bare = Run(tmp_path / "bare")
@@ -140,7 +140,7 @@ def test_predictions_on_other_images_never_replace_those_of_the_run(folder):
     other = folder.folder.parent / "other"
     path = predict_with(folder.folder, "folder", options={"path": other})
     assert path.stem.startswith("best-folder-all-")
-    assert len(fedlas.Predictions.load(path)) == 12  # all images, not a tenth of them
+    assert len(fedlas.read_predictions(path)) == 12  # all images, not a tenth of them
     assert {name: prediction_bytes(folder)[name] for name in before} == before
     assert predict_with(folder.folder, "folder").stem == "best-test"  # those it was trained beside
     path.write_bytes(folder.predictions_file("last-val").read_bytes())
@@ -177,7 +177,7 @@ def test_predictions_of_other_samples_raise_before_the_forward_pass(digits, tmp_
         "other classes": fedlas.Predictions(held.logits, held.labels, **about | {"class_names": list("abcdefghij")}),
         "no labels": fedlas.Predictions(held.logits, **about),
     }
-    others[fault].save(tmp_path / "held.safetensors")
+    write_predictions(others[fault], tmp_path / "held.safetensors")
     monkeypatch.setattr("fedlas.training.predict_run._network", None)
     with pytest.raises(RunError, match=r"held\.safetensors.*predictions"):
         predict_with(digits.folder, "digits", out=tmp_path / "held.safetensors")
@@ -201,7 +201,7 @@ def test_a_file_without_predictions_raises_before_the_forward_pass(digits, monke
 def test_options_are_values_and_not_text(folder, tmp_path):
     options = {"path": folder.folder.parent / "other", "class_names": ["cat", "dog", "owl"], "antialias": False}
     path = predict_with(folder.folder, "folder", options=options, out=tmp_path / "made.safetensors")
-    assert fedlas.Predictions.load(path).given_labels is not None
+    assert fedlas.read_predictions(path).given_labels is not None
     with pytest.raises(ValueError, match="seed="):
         predict_with(folder.folder, "folder", options={"seed": 3})
 

@@ -14,7 +14,7 @@ from runs_of import large, photographs, short
 
 import fedlas
 from fedlas.experiments.launch import launched
-from fedlas.storage import write_whole
+from fedlas.io.atomic import write_atomic
 from fedlas.training import AbstractCallback, Recipe, Run, RunError, checkpoint, fit, fit_many
 from fedlas.training.callbacks import HOOKS
 from fedlas.training.predict_run import predict_with
@@ -72,7 +72,7 @@ def test_head_selects_one_of_two_heads(tmp_path):
         Session(recipe, CPU)
     run = fit(recipe.with_settings({"head": "head"}), out=tmp_path / "run")
     made = predict_with(run.folder, "digits", out=tmp_path / "test.safetensors")
-    assert torch.equal(fedlas.Predictions.load(made).logits, run.predictions("best-test").logits)
+    assert torch.equal(fedlas.read_predictions(made).logits, run.predictions("best-test").logits)
 
 
 def test_the_dry_run_changes_nothing():
@@ -264,9 +264,9 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("fedlas.storage.os.fsync", full)
+    monkeypatch.setattr("fedlas.io.atomic.os.fsync", full)
     with pytest.raises(OSError, match=r"No space left on device.*log\.jsonl"):
-        write_whole(tmp_path / "log.jsonl", b"line")
+        write_atomic(tmp_path / "log.jsonl", b"line")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -281,7 +281,7 @@ def test_ignored_labels_warn(finished, tmp_path):
     folder, out = photographs(tmp_path / "images", 2), tmp_path / "own.safetensors"
     with pytest.warns(UserWarning, match=r"labels.*cat, dog, owl"):
         predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
-    assert fedlas.Predictions.load(out).given_labels is None
+    assert fedlas.read_predictions(out).given_labels is None
     cats = tmp_path / "cats.safetensors"
     predict_with(finished.folder, "folder", options={"path": str(folder / "cat")}, out=cats)  # nobody expects labels
 
@@ -294,7 +294,7 @@ def test_predictions_do_not_overwrite_other_files(finished, tmp_path):
         predict_with(finished.folder, "digits", out=out)
     with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
         predict_with(finished.folder, "digits", split="val", out=out)
-    fedlas.build_calibrator("temperature").fit(fedlas.Predictions.load(out).with_split("val")).save(out)
+    fedlas.build_calibrator("temperature").fit(fedlas.read_predictions(out).with_split("val")).save(out)
     kept = out.read_bytes()
     with pytest.raises(RunError, match=r"p\.safetensors.*predictions"):
         predict_with(finished.folder, "digits", out=out)

@@ -61,10 +61,10 @@ def _memory_words(error: Exception) -> str | None:
     """Give what is said about memory that ran out, of the machine or of a GPU; None where it did not."""
     if not isinstance(error, RuntimeError):
         return str(error) if isinstance(error, MemoryError) else None
-    from fedlas.storage import no_memory
+    from fedlas.io.untrusted import memory_message
 
     of_gpu = type(error).__name__ == "OutOfMemoryError"
-    return str(error).partition(". ")[0] if of_gpu else no_memory(error)  # what follows is advice for programmers
+    return str(error).partition(". ")[0] if of_gpu else memory_message(error)  # what follows is advice for programmers
 
 
 def _said(error: Exception) -> str:

@@ -18,7 +18,7 @@ Kind = Callable[[Path], bool]  # says whether a file is of some kind
 
 def read_file(path: Path, watch: Callable[[str, float], None], columns: Any) -> Any:
     """Read predictions, and tell how far that is; `columns` are the options of `read_predictions`."""
-    from fedlas.files import read_predictions
+    from fedlas.io import read_predictions
 
     stage = partial(watch, f"reading {path.name}")
     stage(0.0)
@@ -32,9 +32,9 @@ def write_text(place: str, text: str) -> None:
     if place == "-":
         typer.echo(text)
     else:
-        from fedlas.storage import write_whole
+        from fedlas.io.atomic import write_atomic
 
-        write_whole(Path(place), text.encode())
+        write_atomic(Path(place), text.encode())
 
 
 def refuse_own_input(given: Iterable[Path], made: Iterable[Path | None]) -> None:

@@ -28,7 +28,7 @@ def calibrate_fit(
 ) -> None:
     """Learn a calibrator, and save it."""
     with one_line_errors():
-        from fedlas.files import labelled
+        from fedlas.io import require_labels
         from fedlas.metrics import nll as loss_of
         from fedlas.posthoc import build_calibrator, load_calibrator
         from fedlas.posthoc.base import DoubtfulFit
@@ -45,7 +45,7 @@ def calibrate_fit(
         if held is not None and (held.name, held.options) != (calibrator.name, calibrator.options):
             raise _calibrator_exists(out)
         with progress() as watch:
-            given = labelled(read_file(file, watch, columns), file)
+            given = require_labels(read_file(file, watch, columns), file)
             watch(f"fitting {method}", 0.0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DoubtfulFit)  # said below, where it cannot be overlooked
@@ -90,19 +90,19 @@ def calibrate_apply(
 ) -> None:
     """Repair predictions with a saved calibrator."""
     with one_line_errors():
-        from fedlas.files import check_ending, held_at, write_again
+        from fedlas.io import check_suffix, read_existing, write_if_same
         from fedlas.posthoc import load_calibrator
 
-        check_ending(out)
+        check_suffix(out)
         check_places([out])
         refuse_own_input([calibrator, file], [out])
-        refuse_other_kind(out, "file of predictions", held_at)
+        refuse_other_kind(out, "file of predictions", read_existing)
         with progress() as watch:
             learned = load_calibrator(calibrator)
             given = read_file(file, watch, columns)
             repaired = learned.transform(given)
             # A table of probabilities becomes another one.
-            write_again(repaired, out, held_at(out), probs=probs or given.given_probs is not None)
+            write_if_same(repaired, out, read_existing(out), probs=probs or given.given_probs is not None)
         if learned.fitted is not None and learned.fitted.doubt:
             show(f"warning: do not rely on what {calibrator} repairs: {learned.fitted.doubt}", err=True)
         show(out)

@@ -38,6 +38,8 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.experiments.ledger import TEMPERATURE, TEST, V2, Ledger, Line, Measure, line_id
+from fedlas.io.npz import check_array
+from fedlas.io.untrusted import file_errors
 from fedlas.metrics.base import Resampling
 from fedlas.metrics.calibration_error import aece, ece
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
@@ -48,7 +50,6 @@ from fedlas.ood.detection import auroc
 from fedlas.ood.scores import score_of
 from fedlas.posthoc import AbstractCalibrator, build_calibrator
 from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
-from fedlas.storage import check_array, readable
 from fedlas.training.run_folder import MACHINE, Run
 from fedlas.training.validation import second_half, tuning_predictions
 
@@ -216,7 +217,7 @@ class Kept:
     @classmethod
     def unpack(cls, content: bytes, name: str = "a file of kept predictions") -> "Kept":
         """Read what `pack` wrote; nothing in it is unpickled."""
-        with readable(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
+        with file_errors(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
             size = sum(entry.file_size for entry in folder.infolist())
             if size > LARGEST_FILE:
                 raise UserError(f"it would unpack to {size:,} bytes; kept predictions are small")

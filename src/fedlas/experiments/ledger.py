@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fedlas.errors import UserError
-from fedlas.storage import check_file, clear_parts, own_file, write_whole
+from fedlas.io.atomic import remove_partial_files, write_atomic
+from fedlas.io.untrusted import check_file, path_inside
 from fedlas.training.recipe import Recipe
 
 FORMAT = "fedlas.ledger/1"
@@ -162,10 +163,10 @@ class Ledger:
             if all(line.id in there and set(line.ood) <= set(there[line.id].ood) for line in lines):
                 return
             file = self.own(f"{lines[0].recipe.data}-{lines[0].protocol}.jsonl")
-            write_whole(self.file_of(lines[0]), content)
+            write_atomic(self.file_of(lines[0]), content)
             held = _text_of(file).splitlines() if file.exists() else []
             before = [text for text in held if Line.from_json(text, str(file)).id not in there]
-            write_whole(file, "".join(f"{text}\n" for text in [*before, *(one.to_json() for one in lines)]).encode())
+            write_atomic(file, "".join(f"{text}\n" for text in [*before, *(one.to_json() for one in lines)]).encode())
             for path in {self.file_of(line) for line in there.values()} - {self.file_of(lines[0])}:
                 path.unlink(missing_ok=True)
             self.__dict__.pop("lines", None)
@@ -197,7 +198,7 @@ class Ledger:
 
     def own(self, name: str | Path) -> Path:
         """Give the path of one of the ledger's files; one that is a link, a pipe or a device is refused."""
-        path = own_file(self.folder, name, "a ledger")
+        path = path_inside(self.folder, name, "a ledger")
         check_file(path)
         return path
 
@@ -208,7 +209,7 @@ class Ledger:
         with os.fdopen(descriptor, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             for folder in (self.folder, self.own("predictions/any").parent):
-                clear_parts(folder)
+                remove_partial_files(folder)
             yield
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
+from fedlas.io.atomic import write_atomic
+from fedlas.io.untrusted import path_inside
 from fedlas.metrics.catalogue import all_metrics
-from fedlas.storage import own_file, write_whole
 from fedlas.training import DivergedError, fit
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import run_in
@@ -184,8 +185,9 @@ def search(
             study.tell(asked, trial.mean)
         versions = {"optuna": optuna.__version__}
         found = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(done), versions)
-        write_whole(
-            own_file(folder, KEPT, "a search"), (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode()
+        write_atomic(
+            path_inside(folder, KEPT, "a search"),
+            (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode(),
         )
         words = " ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()

@@ -16,20 +16,21 @@ from typing import Any
 
 import torch
 
+from fedlas.alignment import SAMPLE_NAMES, align_samples, check_same_samples
 from fedlas.errors import UserError
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.experiments.planning import CATALOG
-from fedlas.files import labelled, read_predictions
+from fedlas.io import read_predictions, require_labels
+from fedlas.io.untrusted import content_errors
 from fedlas.metrics.base import AbstractMetric, Resampling
 from fedlas.metrics.catalogue import all_metrics
 from fedlas.metrics.paired import (
     RESAMPLES,
     EachSample,
     check_draws,
-    check_same_samples,
     of_each_sample,
     paired_bootstrap,
     paired_method,
@@ -37,8 +38,6 @@ from fedlas.metrics.paired import (
 from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import SeedComparison, over_seeds
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
-from fedlas.report.duels import NAMES, paired_with
-from fedlas.storage import named
 from fedlas.training import recipe_for
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import Run
@@ -166,7 +165,7 @@ def side(text: str, ledger: Ledger, **columns: Any) -> Side:
         seed = run.recipe.seed
         return Side(text, {seed: run.predictions(f"{run.recipe.evaluated}-test")}, recipes={seed: run.recipe})
     if path.is_file():
-        return Side(text, {None: labelled(read_predictions(path, **columns), path)})
+        return Side(text, {None: require_labels(read_predictions(path, **columns), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else lines_of(text, ledger)
     if not lines:
         held = ", ".join(_known(ledger)) or "it is empty, or not there: --ledger says where it lies"
@@ -180,7 +179,7 @@ def side(text: str, ledger: Ledger, **columns: Any) -> Side:
         if line.seed in found:
             several = ", ".join(one.id for one in lines if one.seed == line.seed)
             raise UserError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
-        with named(ledger.file_of(line)):
+        with content_errors(ledger.file_of(line)):
             kept = kept_of(line, ledger)
             found[line.seed], each[line.seed] = kept.tops(), kept.of_each_sample()
     return Side(text, found, each, {line.seed: line.recipe for line in lines})
@@ -274,7 +273,7 @@ def _otherwise(first: Side, second: Side, seeds: Mapping[int | None, int | None]
 
 
 def _name_nothing(ours: AnyPredictions, theirs: AnyPredictions) -> bool:
-    return all(None in (getattr(ours, word), getattr(theirs, word)) for word in NAMES)
+    return all(None in (getattr(ours, word), getattr(theirs, word)) for word in SAMPLE_NAMES)
 
 
 def _are_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -298,7 +297,7 @@ def versus(first: Side, second: Side, metrics: Sequence[str] | None = None, **op
             )
     seeds = _paired_seeds(first, second)
     pairs = {
-        seed: (first.runs[seed], paired_with(first.runs[seed], second.runs[other])) for seed, other in seeds.items()
+        seed: (first.runs[seed], align_samples(first.runs[seed], second.runs[other])) for seed, other in seeds.items()
     }
 
     how = Resampling(**{"resamples": RESAMPLES, **options})

@@ -29,11 +29,12 @@ from torch.nn import functional
 
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
+from fedlas.io.atomic import write_atomic
+from fedlas.io.untrusted import file_errors
 from fedlas.models.base import WithFeatures
 from fedlas.posthoc import AbstractCalibrator, FeatureClipping
 from fedlas.posthoc.base import wide
 from fedlas.predictions import two_columns
-from fedlas.storage import readable, write_whole
 
 FORMAT = "fedlas.exported/1"
 ABOUT = "fedlas"
@@ -134,7 +135,7 @@ def save_program(model: CalibratedModel, example: Inputs, path: str | Path) -> P
     """Write a calibrated network for `torch.export.load`; by habit such a file ends in .pt2."""
     content = io.BytesIO()
     torch.export.save(program(model, example), content, extra_files={ABOUT: json.dumps(model.about)})
-    write_whole(Path(path), content.getvalue())
+    write_atomic(Path(path), content.getvalue())
     return Path(path)
 
 
@@ -144,7 +145,7 @@ def load_program(path: str | Path) -> Exported:
     Nothing in it is unpickled but tensors. What it holds is a program all the same: run none that you do not trust.
     """
     words = {ABOUT: ""}
-    with readable(path), _tensors_only():
+    with file_errors(path), _tensors_only():
         content = Path(path).read_bytes()
         _check_constants(content)
         found = torch.export.load(io.BytesIO(content), extra_files=words)
@@ -210,7 +211,7 @@ def save_onnx(
         raise UserError("a single ONNX file holds up to 2 GiB; this network is larger, take save_program") from error
     if tolerance is not None:
         _compare(model, inputs, content, names, tolerance)
-    write_whole(Path(path), content)
+    write_atomic(Path(path), content)
     return Path(path)
 
 

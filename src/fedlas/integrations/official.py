@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from fedlas.errors import UserError
+from fedlas.io.torch import read_torch
+from fedlas.io.untrusted import file_errors
 from fedlas.models.base import WithFeatures
-from fedlas.storage import read_torch, readable
 
 PLACE = "state_dict"
 SHOWN = 4
@@ -57,7 +58,7 @@ def read_official(path: str | Path) -> OfficialCheckpoint:
     """Read a checkpoint of the published code, and give the weights our names."""
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
-    with readable(path):
+    with file_errors(path):
         content = read_torch(path, stand_ins=_STAND_INS)
     outer = content if isinstance(content, Mapping) else {}
     weights, depth = content, 0

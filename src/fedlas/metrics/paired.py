@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from fedlas.column_names import short_list
+from fedlas.alignment import check_same_samples
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling, check_level
 from fedlas.metrics.bins import exact
@@ -33,7 +33,7 @@ from fedlas.metrics.intervals.resampling import (
     signed_range,
 )
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
-from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions, as_tensor
+from fedlas.predictions import AnyPredictions, Array
 
 RESAMPLES = 2_000
 METHOD = "paired bootstrap"
@@ -203,98 +203,6 @@ def check_draws(level: float, resamples: int) -> None:
             f"{resamples:,} resamples show no difference at a level of {level:g}, however large it is; "
             f"take at least {math.floor(needed):,} for a comparison"
         )
-
-
-def check_same_samples(first: AnyPredictions | Array, second: AnyPredictions | Array) -> None:
-    """Refuse models that were judged on other samples, as far as that can be seen."""
-    if len(first) != len(second):
-        raise UserError(f"the first model has {len(first)} samples, the second {len(second)}")
-    if isinstance(first, AnyPredictions) and isinstance(second, AnyPredictions):
-        for name in ("ids", "index"):
-            held = (getattr(first, name), getattr(second, name))
-            names = [one.tolist() if isinstance(one, Tensor) else one for one in held]
-            if None not in names and names[0] != names[1]:
-                raise UserError(f"the names of the samples ({name}) differ: other samples, or in another order")
-        _check_classes(first, second)
-        _check_labels(first, second)
-
-
-def _check_classes(first: AnyPredictions, second: AnyPredictions) -> None:
-    """Refuse models that know other classes, and say which."""
-    if isinstance(first, TopLabelPredictions) or isinstance(second, TopLabelPredictions):
-        return  # such a file knows the classes that it mentions, and nothing of others
-    ours, theirs = first.class_names, second.class_names
-    if ours is not None and theirs is not None and ours != theirs and sorted(ours) == sorted(theirs):
-        raise UserError("both models have the same classes in another order; give both the same order")
-    ours, theirs = _class_names(first), _class_names(second)
-    if ours is not None and theirs is not None and ours != theirs:
-        alone = {"first": sorted(set(ours) - set(theirs)), "second": sorted(set(theirs) - set(ours))}
-        said = [f"{short_list(map(repr, names), 5)} in the {which} alone" for which, names in alone.items() if names]
-        raise UserError(f"the models know other classes: {'; '.join(said)}")
-    if first.num_classes != second.num_classes:
-        raise UserError(f"the first model has {first.num_classes} classes, the second {second.num_classes}")
-
-
-def _class_names(given: AnyPredictions) -> tuple[str, ...] | None:
-    """Give the names of classes; those that only number the columns of a table are none."""
-    return None if given.class_names == tuple(map(str, range(given.num_classes))) else given.class_names
-
-
-def _check_labels(first: AnyPredictions, second: AnyPredictions) -> None:
-    """Refuse models that were judged by other labels, and say where they begin to differ."""
-    if first.given_labels is None or second.given_labels is None:
-        return  # top-label predictions may know only which of them are correct
-    labels = as_tensor(first.labels, "labels"), as_tensor(second.labels, "labels").to(first.labels.device)
-    if labels[0].ndim != labels[1].ndim:
-        raise UserError("one model has hard labels and the other soft ones")
-    if labels[0].shape != labels[1].shape:
-        raise UserError(f"soft labels have {labels[0].shape[1]} classes and {labels[1].shape[1]}")
-    hard = labels[0].ndim == 1
-    names = _names_of_labels(first, second)
-    ours, theirs = _numbered(labels, names) if hard and names is not None else labels
-    same = ours == theirs if hard else (ours == theirs).all(1)
-    if bool(same.all()):
-        return
-    row, count = int((~same).nonzero()[0]), int((~same).sum())
-    called = names or (first.class_names or second.class_names,) * 2
-    shown = [
-        repr(words[int(one[row])]) if words is not None and hard else str(one[row].tolist())
-        for words, one in zip(called, labels, strict=True)
-    ]
-    which = f" ({first.ids[row]!r})" if first.ids is not None else ""
-    raise UserError(
-        f"labels: row {row}{which} is {shown[0]} in the first model and {shown[1]} in the second; {count:,} of "
-        f"{len(same):,} differ, so these are other samples, or in another order"
-    )
-
-
-def _names_of_labels(first: AnyPredictions, second: AnyPredictions) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Give the names by which labels are compared; None where both sides number the same classes alike.
-
-    A file of which only the top class is known numbers the words that it mentions. Words that are numbers stand for
-    places, where the other side has all classes and calls none of them so.
-    """
-    tops = isinstance(first, TopLabelPredictions), isinstance(second, TopLabelPredictions)
-    if not any(tops):
-        return None
-    sides = first, second
-    ours, theirs = (one.class_names or tuple(map(str, range(one.num_classes))) for one in sides)
-    if tops == (True, False) and _are_places(ours, theirs):
-        theirs = tuple(map(str, range(len(theirs))))
-    if tops == (False, True) and _are_places(theirs, ours):
-        ours = tuple(map(str, range(len(ours))))
-    return ours, theirs
-
-
-def _are_places(words: Sequence[str], names: Sequence[str]) -> bool:
-    return all(word.isdecimal() for word in words) and set(words).isdisjoint(names)
-
-
-def _numbered(labels: Sequence[Tensor], names: Sequence[Sequence[str]]) -> list[Tensor]:
-    """Give labels of the same name the same number."""
-    number: dict[str, int] = {}
-    tables = [torch.tensor([number.setdefault(word, len(number)) for word in words]) for words in names]
-    return [table.to(one.device)[one] for table, one in zip(tables, labels, strict=True)]
 
 
 def across_seeds(results: Sequence[float]) -> Result:

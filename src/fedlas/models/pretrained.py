@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from fedlas.errors import UserError
 from fedlas.extras import optional_module
-from fedlas.storage import check_file, memory_errors, read_torch
-from fedlas.web import staying_secure
+from fedlas.https import require_https_redirects
+from fedlas.io.torch import read_torch
+from fedlas.io.untrusted import check_file, memory_errors
 
 # Where people put the weights in a checkpoint that holds more than them.
 _PLACES = ("state_dict", "model_state_dict", "model")
@@ -106,7 +107,7 @@ class Source:
     def _download(self) -> Path:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with staying_secure():
+            with require_https_redirects():
                 torch.hub.download_url_to_file(self.url, str(self.path), self.checksum, progress=sys.stderr.isatty())
         except (OSError, HTTPException, RuntimeError) as error:  # the last of them for a wrong checksum
             raise OSError(

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from fedlas.catalog import Catalog, keywords, summary
+from fedlas.io.untrusted import file_errors
 from fedlas.posthoc.base import AbstractCalibrator, Fit, read
 from fedlas.posthoc.feature_clipping import FeatureClipping
-from fedlas.storage import readable
 
 __all__ = [
     "AbstractCalibrator",
@@ -55,7 +55,7 @@ def list_calibrators() -> list[CalibratorRecord]:
 def load_calibrator(path: str | Path) -> AbstractCalibrator:
     """Read any calibrator that was saved."""
     about, tensors = read(path)
-    with readable(path):
+    with file_errors(path):
         return CATALOG.find(about["name"]).restore(about, tensors)
 
 

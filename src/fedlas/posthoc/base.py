@@ -31,11 +31,14 @@ from torch.nn import functional
 
 from fedlas.catalog import keywords
 from fedlas.errors import UserError, UserTypeError
+from fedlas.io.atomic import write_atomic
+from fedlas.io.safetensors import read_safetensors, to_safetensors
+from fedlas.io.untrusted import check_file, file_errors
 from fedlas.predictions import (
     AnyPredictions,
     Array,
+    OptionalFields,
     Predictions,
-    Rest,
     as_floats,
     as_tensor,
     check_labels,
@@ -44,7 +47,6 @@ from fedlas.predictions import (
     two_columns,
     with_every_class,
 )
-from fedlas.storage import check_file, read_safetensors, readable, to_safetensors, write_whole
 
 FORMAT = "fedlas.calibrator/1"
 # What is not finite in a calibrator where samples did not determine it: a standard error, the value of an empty bin.
@@ -279,7 +281,7 @@ class AbstractCalibrator(ABC):
         about = {"format": FORMAT, "name": self.name, "options": self.options, "fitted": asdict(self.fitted)}
         tensors = {key: value.cpu().contiguous() for key, value in self.learned.items()}
         words = {key: json.dumps(value) for key, value in (about | {CHECKSUM: _checksum(tensors)}).items()}
-        write_whole(Path(path), to_safetensors(words, tensors))
+        write_atomic(Path(path), to_safetensors(words, tensors))
 
     @classmethod
     def load(cls: type[Kind], path: str | Path) -> Kind:
@@ -287,7 +289,7 @@ class AbstractCalibrator(ABC):
         about, tensors = read(path)
         if about.get("name") != cls.name:
             raise UserError(f"{path} holds a {about.get('name')!r} calibrator, not {cls.name!r}")
-        with readable(path):
+        with file_errors(path):
             return cls.restore(about, tensors)
 
     @classmethod
@@ -325,7 +327,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if words.get("format") != json.dumps(FORMAT):
         what = " but holds predictions" if {"logits", "probs"} & set(tensors) else ""
         raise UserError(f"{path} is no calibrator{what}; {KIND}")
-    with readable(path):
+    with file_errors(path):
         about = {key: json.loads(value) for key, value in words.items()}
     if about.get(CHECKSUM, _checksum(tensors)) != _checksum(tensors):  # older files have none
         raise UserError(f"{path} is damaged: its numbers do not have the checksum that was written with them")
@@ -341,9 +343,9 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def with_logits(predictions: Predictions, logits: Float[Tensor, "n classes"]) -> Predictions:
-    """Give predictions other logits and leave the rest as it is."""
-    rest = Rest(**{name: getattr(predictions, name) for name in Rest.__annotations__})  # type: ignore[typeddict-item]
-    return Predictions(logits, predictions.given_labels, **rest)
+    """Return predictions with other logits and all other fields as they are."""
+    fields: Any = {name: getattr(predictions, name) for name in OptionalFields.__annotations__}
+    return Predictions(logits, predictions.given_labels, **fields)
 
 
 def wide(logits: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from fedlas.column_names import ReadOptions
 from fedlas.errors import UserError
 from fedlas.evaluation import AS_GIVEN, FOLDS, Report, State, evaluate
-from fedlas.files import labelled, read_predictions
+from fedlas.io import read_predictions, require_labels
+from fedlas.io.columns import ReadOptions
 from fedlas.metrics.catalogue import all_metrics, summary_metrics
 from fedlas.metrics.result import html_table
 from fedlas.ood.detection import Detection
@@ -358,7 +358,9 @@ def _completed(
     other = (
         held.calibration
         if calibration is None
-        else _like(labelled(_read(calibration, watch, others), calibration, "calibrate_labels"), given, calibration)
+        else _like(
+            require_labels(_read(calibration, watch, others), calibration, "calibrate_labels"), given, calibration
+        )
     )
     return replace(held, calibration=other, ood={**held.ood, **read})
 
@@ -395,7 +397,7 @@ def _read(path: Path, watch: Watch | None, columns: ReadOptions) -> AnyPredictio
 
 
 def _truth(path: Path, watch: Watch | None, columns: ReadOptions) -> AnyPredictions:
-    return labelled(_read(path, watch, columns), path)
+    return require_labels(_read(path, watch, columns), path)
 
 
 def _stage(watch: Watch | None, word: str) -> Callable[[float], None] | None:

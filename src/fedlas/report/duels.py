@@ -5,14 +5,12 @@ samples (`ids`, else `index`), the names decide which samples belong together.
 """
 
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from fedlas.errors import UserError
+from fedlas.alignment import align_samples
 from fedlas.metrics.calibration_error import ece
 from fedlas.metrics.catalogue import compared_metrics
 from fedlas.metrics.paired import RESAMPLES, check_draws, paired_bootstrap
@@ -21,8 +19,6 @@ from fedlas.metrics.seeds import holm
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
 
 ALL_PAIRS = 8  # up to so many models are compared with each other, more with the first and the best
-NAMES = ("ids", "index")  # what samples are called by, the better first
-KINDS = ("train", "val", "test")  # begin the words for splits
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def _tests(
 ) -> Iterator[PairedTest]:
     try:
         check_draws(options["level"], options["resamples"])
-        held = (models[first], paired_with(models[first], models[second]))
+        held = (models[first], align_samples(models[first], models[second]))
     except ValueError as error:
         yield PairedTest(first, second, next(iter(compared_metrics())), why=str(error))
         return
@@ -131,53 +127,3 @@ def _corrected(found: Sequence[PairedTest], level: float) -> list[PairedTest]:
             better = test.better if p_value <= 1 - level or len(tests) == 1 else None
             adjusted[place] = replace(found[place], found=replace(test, p_value=p_value, better=better))
     return adjusted
-
-
-def paired_with(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions:
-    """Give the samples of the second model in the order of the first; refuse samples of another split.
-
-    The same images may be a split of another name: `fedlas predict` calls them by a hash of the data's keywords. So
-    `ids` decide without the split. `index` does where the names do not say, as "val" and "test" do, that these are two
-    splits: both may be counted from zero, and sorted by class.
-    """
-    word = next((word for word in NAMES if None not in (getattr(first, word), getattr(second, word))), None)
-    ours, theirs = first.split, second.split
-    if word != "ids" and ours is not None and theirs is not None and ours != theirs:
-        kinds = _kinds(ours), _kinds(theirs)
-        if word is None or (all(kinds) and kinds[0].isdisjoint(kinds[1])):
-            raise UserError(f"the first model was evaluated on the split {ours!r}, the second on {theirs!r}")
-    return in_order_of(first, second)
-
-
-def _kinds(split: str) -> set[str]:
-    """Find the words in a split's name that say what it is for."""
-    words = re.split("[^a-z]+", split.lower())
-    return {kind for kind in KINDS for word in words if word.startswith(kind)}
-
-
-def in_order_of(first: AnyPredictions, second: AnyPredictions) -> AnyPredictions:
-    """Bring the samples of the second model into the order of the first, where both name their samples."""
-    for word in NAMES:
-        ours, theirs = _names(first, word), _names(second, word)
-        if ours is None or theirs is None:
-            continue
-        if ours == theirs:
-            return second
-        for which, names in {"first": ours, "second": theirs}.items():
-            twice, count = Counter(names).most_common(1)[0]
-            if count > 1:
-                raise UserError(f"samples differ in order, and {word} of the {which} model has {twice!r} {count} times")
-        alone = len(set(ours) - set(theirs)), len(set(theirs) - set(ours))
-        if any(alone):
-            raise UserError(
-                f"by their {word} these are not the same samples: {alone[0]:,} are in the first alone, {alone[1]:,} in "
-                "the second alone"
-            )
-        place = {name: row for row, name in enumerate(theirs)}
-        return second[[place[name] for name in ours]]
-    return second
-
-
-def _names(given: AnyPredictions, word: str) -> list[Any] | None:
-    found = getattr(given, word)
-    return None if found is None else list(found if isinstance(found, tuple) else found.tolist())

@@ -25,6 +25,7 @@ from typing import Any
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
+from fedlas.io.atomic import write_atomic
 from fedlas.metrics.catalogue import summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
@@ -46,7 +47,6 @@ from fedlas.report.page_script import FOLDER, join_modules
 from fedlas.report.subjects import Model
 from fedlas.report.thumbnails import picture_of
 from fedlas.report.words import direction, in_words, sentences
-from fedlas.storage import write_whole
 
 CLASS_DIAGRAMS = 3_000  # of all models together
 MOST_SAMPLES = 50
@@ -231,7 +231,7 @@ def _samples(
 def save_page(path: str | Path, models: Given | Mapping[str, Given], **options: Any) -> Path:
     """Write a page to a file, whole or not at all; options are those of `report_page`."""
     path = Path(path)
-    write_whole(path, report_page(models, **options).encode())
+    write_atomic(path, report_page(models, **options).encode())
     return path
 
 

@@ -24,10 +24,10 @@ from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 from fedlas.errors import UserError
+from fedlas.io.atomic import write_atomic
 from fedlas.metrics.mean_rank import mean_ranks
 from fedlas.metrics.result import aligned
 from fedlas.report.formatting import PERCENT_DECIMALS, fixed
-from fedlas.storage import write_whole
 
 Detail = Literal["ours", "both", "full"]
 
@@ -334,7 +334,7 @@ class Table:
             raise UserError(f"a table cannot be written as {', '.join(unknown)}, only as {', '.join(made)}")
         paths = {wanted: Path(folder) / f"{self.name}.{wanted}" for wanted in formats}
         for wanted in sorted(paths, key=lambda one: one != "csv"):  # numbers first: by them a table is known
-            write_whole(paths[wanted], made[wanted].encode())
+            write_atomic(paths[wanted], made[wanted].encode())
         return list(paths.values())
 
     def _filled(self, detail: Detail, style: _Style) -> tuple[list[list[tuple[str, int]]], list[list[str]], list[str]]:

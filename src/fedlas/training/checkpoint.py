@@ -22,7 +22,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedlas.storage import also_called, check_file, memory_errors, read_torch, write_whole
+from fedlas.io.atomic import link_atomic, write_atomic
+from fedlas.io.torch import read_torch
+from fedlas.io.untrusted import check_file, memory_errors
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import Run, RunError
 
@@ -113,7 +115,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     with buffer.getbuffer() as view:  # no copy: the checkpoint may be large
-        write_whole(path, *with_checksum(view), before=Run(path.parent).checkpoint_before)
+        write_atomic(path, *with_checksum(view), backup=Run(path.parent).checkpoint_before)
 
 
 def with_checksum(content: memoryview) -> tuple[memoryview, bytes]:
@@ -273,7 +275,7 @@ def recover_checkpoint(run: Run) -> bool:
     if not is_intact(previous.read_bytes()):
         raise RunError(f"{path} is damaged, and so is {previous}; remove both to start again")
     renamed = path.with_name("checkpoint-damaged.pt")
-    also_called(path, renamed)
+    link_atomic(path, renamed)
     previous.replace(path)
     warnings.warn(
         f"{path} is damaged: its checksum is wrong. The run resumes from the previous checkpoint; the damaged file "

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedlas import ranks
 from fedlas.errors import UserError, UserTypeError
+from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
 from fedlas.training import checkpoint
 from fedlas.training.backend_flags import backend_flags, enable_cudnn_benchmark, on_training_stream, raise_compile_limit
@@ -408,7 +409,7 @@ class _Training:
             for split, source in sources.items():
                 predictions = self._predict(source, split, labelled=labelled)
                 if is_rank_zero():
-                    predictions.save(self.run.predictions_file(f"{state}-{split}"))
+                    write_predictions(predictions, self.run.predictions_file(f"{state}-{split}"))
             self._stop(any_signal(self.signals.caught, 0, self.session.device), "after training")
 
 

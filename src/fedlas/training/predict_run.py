@@ -17,7 +17,7 @@ import torch
 from fedlas.catalog import keywords, nearest
 from fedlas.data import AbstractDataset, MissingFileError, Split, build_data
 from fedlas.errors import UserError
-from fedlas.files import held_at, same_predictions
+from fedlas.io import read_existing, read_predictions, same_predictions, write_predictions
 from fedlas.models import WithFeatures, build_model
 from fedlas.predictions import AnyPredictions, Predictions
 from fedlas.training import checkpoint
@@ -103,7 +103,7 @@ def predict_with(
         )
         if existing is not None and not same_predictions(predictions, existing):
             raise _conflict(path)
-        predictions.save(path)
+        write_predictions(predictions, path)
     return path
 
 
@@ -114,7 +114,7 @@ def _training_data(run: Run, recipe: Recipe, common: dict[str, Any]) -> Abstract
         _ = training_data.class_names
     except MissingFileError as error:
         files = (run.predictions_file(f"{state}-{split}") for state in STATES for split in recipe.splits)
-        names = next((Predictions.load(file).class_names for file in files if file.exists()), None)
+        names = next((read_predictions(file).class_names for file in files if file.exists()), None)
         if names is None or "class_names" not in keywords(type(training_data)):
             raise MissingFileError(
                 f"{run.folder} needs its training data for the names of the classes: {error}"
@@ -184,7 +184,7 @@ def _predictions(
 def _existing_predictions(path: Path) -> AnyPredictions | None:
     """Read the predictions at a path, if it exists; raise if the file is something else."""
     try:
-        return held_at(path)
+        return read_existing(path)
     except ValueError as error:
         raise RunError(f"{path} exists and holds no predictions; remove it, or choose another output file") from error
 

@@ -27,8 +27,10 @@ from typing import Any
 import torch
 
 from fedlas.errors import UserError
+from fedlas.io import read_predictions
+from fedlas.io.atomic import remove_partial_files, write_atomic
+from fedlas.io.untrusted import check_file, path_inside
 from fedlas.predictions import Predictions
-from fedlas.storage import check_file, clear_parts, own_file, write_whole
 from fedlas.training.recipe import Recipe, differences
 
 STATES = ("best", "last")
@@ -57,7 +59,7 @@ class Run:
     def path_of(self, name: str) -> Path:
         """Return the path of one of the run's files; raise if it is a link, a pipe or a device."""
         try:
-            path = own_file(self.folder, name, "a run")
+            path = path_inside(self.folder, name, "a run")
             check_file(path)
         except ValueError as error:
             raise RunError(str(error)) from error
@@ -134,7 +136,7 @@ class Run:
         if not path.exists():
             available = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors"))) or "none"
             raise RunError(f"{path} does not exist; predictions of this run: {available}")
-        predictions = Predictions.load(path)
+        predictions = read_predictions(path)
         if not isinstance(predictions, Predictions):
             raise RunError(f"{path} holds no predictions of a run: it has only the top class of each sample")
         return predictions
@@ -188,14 +190,14 @@ class Run:
         elif self.recipe_file.exists():
             _ = self.recipe  # raises if the file is not a recipe, so that it is not overwritten
         for folder in (self.folder, self.predictions_file("any").parent):
-            clear_parts(folder)
-        write_whole(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
+            remove_partial_files(folder)
+        write_atomic(self.recipe_file, (json.dumps(recipe.to_dict(), indent=1) + "\n").encode())
         self._record_environment(environment(device, processes))
         return "continue" if self.checkpoint.exists() else "start"
 
     def update_environment(self, details: Mapping[str, Any]) -> None:
         """Add entries to the environment file."""
-        write_whole(self.environment_file, (json.dumps(self.environment | dict(details), indent=1) + "\n").encode())
+        write_atomic(self.environment_file, (json.dumps(self.environment | dict(details), indent=1) + "\n").encode())
 
     def _record_environment(self, current: Mapping[str, Any]) -> None:
         """Write the current environment, and keep that of earlier epochs under "earlier"."""
@@ -203,7 +205,7 @@ class Run:
         previous = {name: recorded[name] for name in current if name in recorded}
         if previous and previous != current:
             recorded["earlier"] = [*recorded.get("earlier", []), previous]
-        write_whole(self.environment_file, (json.dumps(recorded | dict(current), indent=1) + "\n").encode())
+        write_atomic(self.environment_file, (json.dumps(recorded | dict(current), indent=1) + "\n").encode())
 
     def truncate_log(self, epochs: int) -> None:
         """Keep the records of the first epochs; later epochs will be trained again."""
@@ -214,7 +216,7 @@ class Run:
                 "remove both to start again"
             )
         lines = [json.dumps(record) + "\n" for record in records]
-        write_whole(self.log_file, "".join(lines).encode())
+        write_atomic(self.log_file, "".join(lines).encode())
 
     def append_log(self, record: dict[str, Any]) -> None:
         """Append the record of an epoch."""

@@ -17,7 +17,7 @@ from fedlas.data.base.fetching import Progress
 from fedlas.data.base.images import Transform
 from fedlas.data.base.keyed import order
 from fedlas.models import WithFeatures
-from fedlas.predictions import check_distinct
+from fedlas.predictions import check_class_names
 from fedlas.training.build import (
     build_network,
     build_recipe_loss,
@@ -79,7 +79,7 @@ class Session:
         if self.data.num_classes < 2:
             raise RunError(f"{self.data.title} has one class, {self.data.class_names[0]!r}; a classifier needs two")
         try:
-            check_distinct(self.data.class_names)
+            check_class_names(self.data.class_names)
         except ValueError as error:  # predictions would be refused after the training
             raise RunError(f"{self.data.title}: {error}") from error
 

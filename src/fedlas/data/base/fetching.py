@@ -166,7 +166,7 @@ def _fetch_from_any(source: Source, path: Path, progress: Progress | None) -> No
 
 def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
     """Fetch what is still missing of a file, and return the complete `NAME.part`."""
-    from fedlas.web import StaySecure  # noqa: PLC0415  needed by those alone who fetch something
+    from fedlas.https import HTTPSRedirectHandler  # noqa: PLC0415  only downloads need it
 
     if not url.startswith(("https://", "http://")):
         raise UserError(f"{url} is no web address")
@@ -174,7 +174,7 @@ def _fetch_part(url: str, path: Path, progress: Progress | None) -> Path:
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310
     try:
-        reply = urllib.request.build_opener(StaySecure).open(request, timeout=PATIENCE)
+        reply = urllib.request.build_opener(HTTPSRedirectHandler).open(request, timeout=PATIENCE)
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             error.close()

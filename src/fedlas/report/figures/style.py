@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedlas.extras import optional_module
-from fedlas.storage import write_whole
+from fedlas.io.atomic import write_atomic
 
 COLUMN, PAGE = 3.3, 6.9  # inches
 FONT = "DejaVu Sans"  # comes with matplotlib, so it is there on every machine
@@ -198,7 +198,7 @@ def grid(
 def save_figure(figure: Any, path: str | Path, *, dpi: int = 150) -> Path:
     """Write a figure, whole or not at all; the file's ending says as what. No clock time goes into it."""
     path = Path(path)
-    write_whole(path, content_of(figure, path.suffix[1:], dpi))
+    write_atomic(path, content_of(figure, path.suffix[1:], dpi))
     return path
 
 
@@ -234,9 +234,9 @@ def save_with_data(
     numbers = {"format": FORMAT, "figure": name, **(found if is_dataclass(data) else {"data": found})}
     text = Path(folder) / f"{name}.json"
     # First: whoever is interrupted here finds no picture without numbers, which nobody would dare to write over.
-    write_whole(text, (json.dumps(numbers, allow_nan=False) + "\n").encode())
+    write_atomic(text, (json.dumps(numbers, allow_nan=False) + "\n").encode())
     for path, content in made.items():
-        write_whole(path, content)
+        write_atomic(path, content)
     return [*made, text]
 
 

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from fedlas.cli.commands import app
-from fedlas.column_names import LABEL_NAMES, UNDECLARED
-from fedlas.files import labelled, read_predictions
+from fedlas.io import read_predictions, require_labels
+from fedlas.io.columns import LABEL_NAMES, UNDECLARED
 from fedlas.predictions import Predictions, TopLabelPredictions
 
 NAMES = ("cat", "dog", "eel")
@@ -197,7 +197,7 @@ def test_columns_that_are_not_understood_are_named(tmp_path):
     path = write_table(tmp_path / "p.csv", family("prob_") | {"species": WORDS})
     found = read_predictions(path)
     with pytest.raises(ValueError, match=r"p\.csv.*species.*--label-column"):
-        labelled(found, path)
+        require_labels(found, path)
     nothing = write_table(tmp_path / "q.csv", {"age": LABELS, "weight": LABELS, "label": WORDS})
     with pytest.raises(ValueError, match=r"q\.csv.*--prob-columns.*age, weight"):
         read_predictions(nothing)
@@ -242,7 +242,7 @@ def test_arrays_and_labels_in_files_of_their_own(tmp_path):
     is_read(read_predictions(tmp_path / "logits.npy", labels=LABELS, logits=True), logits=True)
     is_read(read_predictions(tmp_path / "probs.txt", labels=tmp_path / "labels.txt", header=False))
     with pytest.raises(ValueError, match=r"probs\.npy.*--labels"):
-        labelled(read_predictions(tmp_path / "probs.npy"), tmp_path / "probs.npy")
+        require_labels(read_predictions(tmp_path / "probs.npy"), tmp_path / "probs.npy")
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object))
     with pytest.raises(ValueError, match=r"objects\.npy.*Python objects"):
         read_predictions(tmp_path / "objects.npy")

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from fedlas.evaluation import evaluate
-from fedlas.files import READERS, WRITERS, read_predictions, write_predictions
-from fedlas.predictions import FORMAT, Predictions, TopLabelPredictions
+from fedlas.io import READERS, WRITERS, read_predictions, write_predictions
+from fedlas.io.safetensors import FORMAT
+from fedlas.predictions import Predictions, TopLabelPredictions
 from fedlas.report.answers import judge_files
 
 NAMES = ("cat", 'd"o,g', "ω\nemu")
@@ -203,11 +204,15 @@ def test_folders_missing_files_and_other_encodings(tmp_path):
         read_predictions(tmp_path / "p.csv")
 
 
-def test_the_folder_of_a_run_says_which_files_it_has(tmp_path):
+def test_a_run_folder_is_read_by_split(tmp_path):
     (tmp_path / "predictions").mkdir()
-    some().save(tmp_path / "predictions" / "best-val.safetensors")
-    with pytest.raises(IsADirectoryError, match=r"predictions/best-val\.safetensors"):
-        read_predictions(tmp_path)
+    write_predictions(some(), tmp_path / "predictions" / "best-val.safetensors")
+    for split in (None, "test"):
+        with pytest.raises(IsADirectoryError, match=r"predictions/best-val\.safetensors"):
+            read_predictions(tmp_path, split)
+    assert torch.equal(read_predictions(tmp_path, "val").logits, some().logits)
+    with pytest.raises(ValueError, match="outside"):
+        read_predictions(tmp_path, "x/../../best-val")
 
 
 def test_what_cannot_be_written_is_named(tmp_path):
@@ -236,8 +241,8 @@ def test_words_of_samples_follow_their_samples():
 
 
 def test_a_name_of_a_split_is_given_where_there_is_none(tmp_path):
-    some(split="val").save(tmp_path / "p.safetensors")
-    some().save(tmp_path / "q.safetensors")
+    write_predictions(some(split="val"), tmp_path / "p.safetensors")
+    write_predictions(some(), tmp_path / "q.safetensors")
     assert read_predictions(tmp_path / "p.safetensors", "test").split == "val"
     assert read_predictions(tmp_path / "q.safetensors", "test").split == "test"
 

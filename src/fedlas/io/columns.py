@@ -1,20 +1,29 @@
-"""Find the scores and labels of a table of predictions by the names of its columns.
+"""Column conventions: which columns of a table hold scores, labels, confidences and predictions.
 
-Names that fedlas writes are matched exactly; if there are none, common names of other tools are matched without regard
-to case. Names are all that counts: whether scores are probabilities or logits is never guessed from values. Scores
-whose name does not say it (`predictions`, `outputs`, class names alone) are probabilities, which are checked, unless
-the caller says that they are logits. `predictions` with `label_ids` are logits: a `PredictionOutput` of Hugging Face.
+    logits or probs           one array (npz), one list column (parquet)
+    logit_NAME or prob_NAME   one column for each class (csv, parquet); NAME becomes the class name
+    label                     class name, or class number if no class has that name; `label_NAME` hold soft labels
+    confidence, prediction    instead of probabilities, if only the top class is known; `correct` (0 or 1) may replace
+                              `label`, `prediction` or both
+    index, feature_NAME       optional; `features`, `class_names`, `split` in npz
+    id, path                  optional: the name of each sample, and its image file
+
+These names are matched exactly; if none are found, common names of other tools are matched without regard to case.
+Whether scores are probabilities or logits is never guessed from values. Scores whose name does not say it
+(`predictions`, `outputs`, class names alone) are probabilities, which are checked, unless the caller says that they are
+logits. `predictions` with `label_ids` are logits: a `PredictionOutput` of Hugging Face.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from fedlas.errors import UserError, UserTypeError
+from fedlas.errors import UserError, UserTypeError, short_list
+from fedlas.io.labels import LabelFile, is_number_text
+from fedlas.predictions import SCORE_ROLES, ColumnRoles
 
 LABELS = ("label", "labels")
 LABEL_NAMES = {
@@ -24,9 +33,9 @@ LABEL_NAMES = {
 PROB_PREFIXES = ("prob_", "probs_", "proba_", "probability_", "p_", ".pred_")
 LOGIT_PREFIXES = ("logit_", "logits_")
 LOGIT_TABLES = {"logits", "logit"}
-BINARY = {"probs", "proba", "probabilities", "probability", "y_prob", "y_proba", "y_score"}  # one number a sample
+BINARY = {"probs", "proba", "probabilities", "probability", "y_prob", "y_proba", "y_score"}  # or one number a sample
 PROB_TABLES = BINARY | {"prob", "softmax", "predictions", "prediction", "preds", "y_pred", "outputs", "output"}
-# Tables that hold probabilities or logits; the names of all others decide.
+# Tables whose names do not say whether they hold probabilities or logits.
 UNDECLARED = {"predictions", "prediction", "preds", "y_pred", "outputs", "output", "y_score"}
 CONFIDENCES = {"confidence", "confidences", "conf", "max_prob", "prob"}
 PREDICTIONS = {
@@ -35,16 +44,15 @@ PREDICTIONS = {
 }  # fmt: skip
 CORRECT = {"correct", "hit", "is_correct"}
 CLASS_NAMES = {"class_names", "classes", "classes_"}
-# Columns that are read by their exact names, or that say nothing about predictions.
+# Columns that are matched exactly, and neither scores nor labels.
 OTHERS = {"index", "id", "ids", "path", "paths", "class_names", "features", "split", "format"}
-UNUSED = {"metrics"}  # of a PredictionOutput of Hugging Face: a dictionary, which is not read
-SCORES = ("logit_", "prob_", "logits", "probs", "confidence")  # roles of columns that hold scores
+NUMERIC_PREFIXES = ("logit_", "prob_", "feature_", "label_")  # of columns that hold numbers
 ROW_NAMES = {"", "unnamed: 0"}  # the row numbers that pandas and R write
-RANKED_CLASSES = ("index_", "class_", "pred_", "prediction_")  # with a rank behind them: the most likely classes (timm)
+RANKED_CLASSES = ("index_", "class_", "pred_", "prediction_")  # prefixes before a rank: the most likely classes (timm)
 
 
 class ColumnOptions(TypedDict, total=False):
-    """Which columns hold what, where their names do not say it.
+    """Roles of columns whose names do not show them.
 
     Attributes:
         label_column: column of the labels.
@@ -69,7 +77,7 @@ class ReadOptions(ColumnOptions, total=False):
     """How a table of predictions is read.
 
     Attributes:
-        logits: whether the scores are logits, where their names do not say it.
+        logits: whether the scores are logits, if their names do not show it.
         labels: labels that are not in the table: an array or a file.
     """
 
@@ -78,68 +86,19 @@ class ReadOptions(ColumnOptions, total=False):
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise an error about a keyword that does not exist."""
+    """Raise if a keyword does not exist."""
     for name in options.keys() - ReadOptions.__annotations__.keys():
         raise UserTypeError(
             f"unknown keyword {name!r}; those about columns are {', '.join(ReadOptions.__annotations__)}"
         )
 
 
-class LabelFile(NamedTuple):
-    """Labels from a file of their own.
-
-    Attributes:
-        path: the file.
-        values: the labels, in the order of the samples.
-        may_have_header: whether the first value may be a header: the only column of a text file.
-    """
-
-    path: Path
-    values: Any
-    may_have_header: bool = False
-
-
-class Roles(NamedTuple):
-    """Meaning of the columns of a table.
-
-    Attributes:
-        names: for each column that is read, the name that fedlas uses for it.
-        unread: columns that are not understood.
-    """
-
-    names: Mapping[str, str]
-    unread: Sequence[str]
-
-    @property
-    def has_scores(self) -> bool:
-        """Whether scores of all classes, or confidences, were found."""
-        return any(name.startswith(SCORES) for name in self.names.values())
-
-    def __str__(self) -> str:
-        words = {
-            "probabilities": ("prob_", "probs"),
-            "logits": ("logit_", "logits"),
-            "confidence": ("confidence",),
-            "prediction": ("prediction",),
-            "correctness": ("correct",),
-            "labels": ("label",),
-        }
-        parts = []
-        for word, kinds in words.items():
-            columns = [column for column, name in self.names.items() if name.startswith(kinds)]
-            if columns:
-                parts.append(f"{word} from {short_list(columns, 6)}")
-        if self.unread:
-            parts.append(f"not read: {short_list(self.unread, 6)}")
-        return "; ".join(parts)
-
-
-class Family(NamedTuple):
+class ScoreColumns(NamedTuple):
     """Columns that hold scores: one for each class, or one table.
 
     Attributes:
-        logits: whether the names say that they are logits (True) or probabilities (False); None where they do not.
-        names: class names by column; of a table an empty one.
+        logits: whether the names mean logits (True) or probabilities (False); None if they do not show it.
+        names: class name of each column; empty for a table.
     """
 
     logits: bool | None
@@ -157,71 +116,67 @@ class Family(NamedTuple):
         return {column: f"{kind}_{name}" if name else f"{kind}s" for column, name in self.names.items()}
 
 
-def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -> Roles:
-    """Find out which columns hold scores, labels, confidences and predictions.
+def find_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -> ColumnRoles:
+    """Find the columns that hold scores, labels, confidences and predictions.
 
     Args:
-        columns: values by name; of a text file the first row is enough for all but columns named by class names alone.
+        columns: values by name; the first row is enough, unless columns are named by class names alone.
         options: the columns that the caller names.
         path: the file, for errors.
     """
     if not options.get("header", True):
-        return _by_position(columns, options, path)
+        return _roles_by_position(columns, options, path)
     names = label_names(columns, options, path)
     if any(_ndim(values) == 2 for values in columns.values()):
         names |= {name: "class_names" for name in columns if name.casefold() in CLASS_NAMES}
     roles = set(names.values())
     if "confidence" in roles and not roles & {"prediction", "correct"}:
-        names |= _top_label({name: one for name, one in columns.items() if name not in names}, names, path)
-    if not Roles(names, ()).has_scores:
-        names |= _scores(columns, names, options, path)
+        names |= _find_top_label({name: one for name, one in columns.items() if name not in names}, names, path)
+    if not _has_scores(names):
+        names |= _find_scores(columns, names, options, path)
     exact = {name for name in columns if name in OTHERS or name.startswith(("feature_", "label_"))}
     unread = [name for name in columns if name not in names and name not in exact and name.casefold() not in ROW_NAMES]
-    return Roles({name: role for name, role in names.items() if name in columns}, unread)
+    return ColumnRoles({name: role for name, role in names.items() if name in columns}, unread)
+
+
+def _has_scores(names: Mapping[str, str]) -> bool:
+    return any(role.startswith(SCORE_ROLES) for role in names.values())
 
 
 def label_names(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
-    """Return the roles of the columns that the caller names, and of the labels; values are not needed for these."""
-    names = _chosen(columns, options, path)
+    """Return the roles of labels and of the columns that the caller names; these do not depend on values."""
+    names = _chosen_roles(columns, options, path)
     if "label" not in names.values() and options.get("labels") is None:
-        names |= _label(columns, names, path)
+        names |= _find_labels(columns, names, path)
     return names
 
 
-def short_list(names: Iterable[str], most: int = 20) -> str:
-    """List names; of many the first ones, the last and their number."""
-    listed = list(names)
-    if len(listed) <= most:
-        return ", ".join(listed)
-    return f"{', '.join(listed[: most - 1])}, ..., {listed[-1]} ({len(listed):,} in all)"
-
-
 def table_kind(name: str) -> str | None:
-    """Return whether a table of this name holds "prob" or "logit"; None for other names."""
+    """Return "prob" or "logit" if a table of this name holds scores, else None."""
     bare = name.casefold()
     return "logit" if bare in LOGIT_TABLES else "prob" if bare in PROB_TABLES else None
 
 
 def option(name: str) -> str:
-    """Name an option of the command line and of Python."""
+    """Return the name of an option, for the command line and for Python."""
     return f"--{name.replace('_', '-')} (in Python {name}=)"
 
 
 def header_advice(names: Iterable[str], options: ReadOptions) -> str:
-    """Return the advice about a file whose header is a row of numbers: it may have none."""
+    """Return advice if the header of a file is a row of numbers: the file may have no header."""
     cells = [cell for name in names if name.casefold() not in ROW_NAMES for cell in name.split(";")]  # 0,7;0,3
-    if not cells or not options.get("header", True) or not all(map(parses, cells)):
+    if not cells or not options.get("header", True) or not all(map(is_number_text, cells)):
         return ""
     return "; if this is the first row of a text file without a header, add --no-header (in Python header=False)"
 
 
-def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
-    """Take the columns that the caller names."""
+def _chosen_roles(columns: Mapping[str, Any], options: ReadOptions, path: object) -> dict[str, str]:
+    """Return the roles of the columns that the caller names."""
     names: dict[str, str] = {}
     for role in ("label", "confidence", "prediction", "correct"):
         column = options.get(f"{role}_column")
         if column is not None and (role != "label" or options.get("labels") is None):
-            names[_there(str(column), columns, f"{role}_column", options, path)] = role
+            names[_check_column(str(column), columns, f"{role}_column", options, path)] = role
     wanted = options.get("prob_columns")
     if wanted is None:
         return names
@@ -233,23 +188,24 @@ def _chosen(columns: Mapping[str, Any], options: ReadOptions, path: object) -> d
     classes: dict[str, str] = {}
     for name in given:
         if name in columns or "*" not in name:
-            classes[_there(name, columns, "prob_columns", options, path)] = name[shared:]
+            classes[_check_column(name, columns, "prob_columns", options, path)] = name[shared:]
             continue
         pattern = re.compile("(.*)".join(map(re.escape, name.split("*"))))
-        found = {column: match for column in columns if column not in names and (match := pattern.fullmatch(column))}
-        if not found:
-            _there(name, columns, "prob_columns", options, path)
-        classes |= {column: "".join(match.groups()) or column for column, match in found.items()}
+        matches = {column: match for column in columns if column not in names and (match := pattern.fullmatch(column))}
+        if not matches:
+            _check_column(name, columns, "prob_columns", options, path)
+        classes |= {column: "".join(match.groups()) or column for column, match in matches.items()}
     if len(classes) == 1:  # a table, or the probability of class 1
         classes = dict.fromkeys(classes, "")
-    return names | Family(None, classes).roles(options, path)
+    return names | ScoreColumns(None, classes).roles(options, path)
 
 
 def _has_prefix(name: str, prefix: str) -> bool:
     return name.casefold().startswith(prefix) and len(name) > len(prefix)
 
 
-def _there(name: str, columns: Mapping[str, Any], chosen: str, options: ReadOptions, path: object) -> str:
+def _check_column(name: str, columns: Mapping[str, Any], chosen: str, options: ReadOptions, path: object) -> str:
+    """Return the name of a column; raise if there is no such column."""
     if name not in columns:
         advice = header_advice(columns, options)
         if chosen == "label_column":
@@ -261,31 +217,33 @@ def _there(name: str, columns: Mapping[str, Any], chosen: str, options: ReadOpti
     return name
 
 
-def _by_position(columns: Mapping[str, Any], options: ReadOptions, path: object) -> Roles:
-    """Take the columns of a file without header: all but the chosen ones are classes, in order."""
-    names = _chosen(columns, options, path)
+def _roles_by_position(columns: Mapping[str, Any], options: ReadOptions, path: object) -> ColumnRoles:
+    """Return the roles in a file without header: all columns but the chosen ones are classes, in order."""
+    names = _chosen_roles(columns, options, path)
     rest = [name for name in columns if name not in names]
-    if Roles(names, ()).has_scores:
+    if _has_scores(names):
         scores = [name for name, role in names.items() if role.startswith(("prob_", "probs", "logit"))]
     else:
         scores, rest = rest, []
     classes = {name: str(place) if len(scores) > 1 else "" for place, name in enumerate(scores)}
-    return Roles(names | Family(None, classes).roles(options, path), rest)
+    return ColumnRoles(names | ScoreColumns(None, classes).roles(options, path), rest)
 
 
-def _label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
+def _find_labels(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
+    """Find the column of labels: by its exact name, or by names of other tools."""
     exact = [name for name in LABELS if name in columns and name not in taken]
-    others = [name for name in columns if name.casefold() in LABEL_NAMES and name not in taken]
-    found = exact or others
-    if len(found) > 1:
+    names = exact or [name for name in columns if name.casefold() in LABEL_NAMES and name not in taken]
+    if len(names) > 1:
         raise UserError(
-            f"{path}: several columns may hold the labels: {', '.join(found)}; choose one with {option('label_column')}"
+            f"{path}: several columns may hold the labels: {', '.join(names)}; choose one with {option('label_column')}"
         )
-    return dict.fromkeys(found, "label")
+    return dict.fromkeys(names, "label")
 
 
-def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions, path: object) -> dict[str, str]:
-    """Find the scores by exact names, then by names of other tools, then by the names of classes."""
+def _find_scores(
+    columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions, path: object
+) -> dict[str, str]:
+    """Find the scores: by exact names, by names of other tools, or by class names."""
     free = {name: values for name, values in columns.items() if name not in taken}
 
     @cache
@@ -293,30 +251,31 @@ def _scores(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadO
         soft = {name.removeprefix("label_") for name in columns if name.startswith("label_")}
         return soft | _label_values(columns, taken, options)
 
-    for find in (_exact, _families, _bare):
-        if find is _families and {"confidence", "prediction"} <= {*free, *taken.values()}:
-            return _top_label(free, taken, path)
-        candidates = find(free, labels)
-        if len(candidates) > 1:
-            listed = "; ".join(short_list(one.names, 6) for one in candidates)
-            raise UserError(
-                f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
-                f"--logits (logits=True) for logits"
-            )
-        if candidates:
-            _check_ranks(candidates[0], columns, path)
-            hugging_face = "label_ids" in columns and set(candidates[0].names) == {"predictions"}
-            return (candidates[0]._replace(logits=True) if hugging_face else candidates[0]).roles(options, path)
-    return _top_label(free, taken, path)
+    candidates = _find_exact(free)
+    if not candidates and not {"confidence", "prediction"} <= {*free, *taken.values()}:
+        candidates = _find_families(free, labels) or _find_by_class_name(free, labels)
+    if not candidates:
+        return _find_top_label(free, taken, path)
+    if len(candidates) > 1:
+        listed = "; ".join(short_list(candidate.names, 6) for candidate in candidates)
+        raise UserError(
+            f"{path}: several columns may hold the scores: {listed}; choose with {option('prob_columns')}, and add "
+            f"--logits (logits=True) for logits"
+        )
+    scores = candidates[0]
+    _check_ranks(scores, columns, path)
+    if "label_ids" in columns and set(scores.names) == {"predictions"}:  # Hugging Face
+        scores = scores._replace(logits=True)
+    return scores.roles(options, path)
 
 
-def _check_ranks(family: Family, columns: Mapping[str, Any], path: object) -> None:
+def _check_ranks(ranked: ScoreColumns, columns: Mapping[str, Any], path: object) -> None:
     """Raise if scores are those of the k most likely classes, whose numbers are in other columns (timm)."""
-    ranks = list(family.names.values())
+    ranks = list(ranked.names.values())
     for prefix in RANKED_CLASSES if _are_consecutive(ranks) else ():
         others = [f"{prefix}{rank}" for rank in ranks]
         if all(name in columns for name in others):
-            scores = list(family.names)
+            scores = list(ranked.names)
             raise UserError(
                 f"{path}: {short_list(scores, 6)} are scores of the most likely classes, which are in "
                 f"{short_list(others, 6)}, not of class 0, 1, ...; evaluate the most likely one with "
@@ -324,23 +283,23 @@ def _check_ranks(family: Family, columns: Mapping[str, Any], path: object) -> No
             )
 
 
-def _exact(columns: Mapping[str, Any], _: Callable[[], set[str]]) -> list[Family]:
-    """Find the names that fedlas writes."""
-    found = [Family(name == "logits", {name: ""}) for name in ("logits", "probs") if name in columns]
+def _find_exact(columns: Mapping[str, Any]) -> list[ScoreColumns]:
+    """Find scores under the names that fedlas writes."""
+    groups = [ScoreColumns(name == "logits", {name: ""}) for name in ("logits", "probs") if name in columns]
     for prefix in ("logit_", "prob_"):
         members = {name: name.removeprefix(prefix) for name in columns if name.startswith(prefix)}
         if members:
-            found.append(Family(prefix == "logit_", members))
-    return found
+            groups.append(ScoreColumns(prefix == "logit_", members))
+    return groups
 
 
-def _families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[Family]:
-    """Find tables and groups of columns under the names of other tools."""
-    found = []
+def _find_families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[ScoreColumns]:
+    """Find scores under the names of other tools."""
+    groups = []
     for name, values in columns.items():
         bare = name.casefold()
         if bare in LOGIT_TABLES | PROB_TABLES and (_ndim(values) == 2 or (bare in BINARY and is_number(values))):
-            found.append(Family(None if bare in UNDECLARED else bare in LOGIT_TABLES, {name: ""}))
+            groups.append(ScoreColumns(None if bare in UNDECLARED else bare in LOGIT_TABLES, {name: ""}))
     for prefix in LOGIT_PREFIXES + PROB_PREFIXES:
         members = {
             name: name[len(prefix) :]
@@ -351,55 +310,56 @@ def _families(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> lis
         if _are_consecutive(list(numbers.values())):
             members = numbers
         words = list(members.values())
-        # p_value is no class: a short prefix needs numbers, or the names that the labels have.
+        # p_value is not a class: this prefix needs class numbers, or names that occur among the labels.
         named = prefix != "p_" or not labels().isdisjoint(words)
         if len(members) > 1 and (named or _are_consecutive(words)):
-            found.append(Family(prefix in LOGIT_PREFIXES, members))
-    return found
+            groups.append(ScoreColumns(prefix in LOGIT_PREFIXES, members))
+    return groups
 
 
-def _bare(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[Family]:
-    """Find columns that are called by class numbers, or by the names that the labels have.
+def _find_by_class_name(columns: Mapping[str, Any], labels: Callable[[], set[str]]) -> list[ScoreColumns]:
+    """Find columns that are called by class numbers, or by names that occur among the labels.
 
-    Between two of the latter, columns of other names are classes without samples.
+    Columns of numbers between two of the latter are classes without samples.
     """
     numbers = {name: name for name in columns if name.isdecimal() and is_number(columns[name])}
     if _are_consecutive(list(numbers)):
-        return [Family(None, numbers)]
+        return [ScoreColumns(None, numbers)]
     order = [name for name, values in columns.items() if is_number(values)]
     places = [place for place, name in enumerate(order) if name.strip() in labels()] if len(order) > 1 else []
     if len(places) < 2:
         return []
     run = order[places[0] : places[-1] + 1]
-    return [Family(None, {name: name for name in run if not name.startswith("label_")})]
+    return [ScoreColumns(None, {name: name for name in run if not name.startswith("label_")})]
 
 
-def _top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
-    """Find confidences with predictions or correctness."""
-    found: dict[str, str] = {}
+def _find_top_label(columns: Mapping[str, Any], taken: Mapping[str, str], path: object) -> dict[str, str]:
+    """Find confidences, with predictions or correctness."""
+    top: dict[str, str] = {}
     for role, known in (("confidence", CONFIDENCES), ("prediction", PREDICTIONS), ("correct", CORRECT)):
         if role in taken.values():
             continue
         names = [role] if role in columns else [name for name in columns if name.casefold() in known]
-        names = [name for name in names if name not in found]
+        names = [name for name in names if name not in top]
         if len(names) > 1:
             raise UserError(
                 f"{path}: several columns may hold the {role}: {', '.join(names)}; choose with "
                 f"{option(f'{role}_column')}"
             )
-        found |= dict.fromkeys(names, role)
-    roles = {*found.values(), *taken.values()}
+        top |= dict.fromkeys(names, role)
+    roles = {*top.values(), *taken.values()}
     if "confidence" in roles and not roles & {"prediction", "correct"}:
-        column = next(name for name, role in {**taken, **found}.items() if role == "confidence")
+        column = next(name for name, role in {**taken, **top}.items() if role == "confidence")
         raise UserError(
             f"{path}: {column!r} is read as the confidence, and the predicted class is missing: name its column with "
             f"{option('prediction_column')}, or that of correctness with {option('correct_column')}; if {column!r} is "
             f"the probability of the second of two classes, use {option('prob_columns')} {column}"
         )
-    return found if "confidence" in roles else {}
+    return top if "confidence" in roles else {}
 
 
 def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str], options: ReadOptions) -> set[str]:
+    """Return the distinct labels as texts."""
     given = options.get("labels")
     column = next((name for name, role in taken.items() if role == "label"), None)
     values = given.values if isinstance(given, LabelFile) else columns[column] if column is not None else given
@@ -409,17 +369,17 @@ def _label_values(columns: Mapping[str, Any], taken: Mapping[str, str], options:
 
 
 def _ndim(values: Any) -> int:
-    """Return the number of dimensions; numpy would copy a list of words into fixed widths to tell."""
-    found = getattr(values, "ndim", None)
-    if found is not None:
-        return int(found)
+    """Return the number of dimensions; NumPy would copy a list of texts into entries of one width."""
+    ndim = getattr(values, "ndim", None)
+    if ndim is not None:
+        return int(ndim)
     if isinstance(values, Mapping | str) or not hasattr(values, "__len__"):
         return 0  # not an array: a number of epochs, or settings
     return 2 if len(values) and isinstance(values[0], list | tuple) else 1
 
 
 def _are_consecutive(words: Sequence[str]) -> bool:
-    """Return whether words are the numbers from 0 or 1 on, in any order."""
+    """Return whether texts are the numbers from 0 or 1 on, in any order."""
     if len(words) < 2 or not all(word.isdecimal() and len(word) < 10 for word in words):
         return False
     numbers = sorted(map(int, words))
@@ -427,7 +387,7 @@ def _are_consecutive(words: Sequence[str]) -> bool:
 
 
 def is_number(values: Any) -> bool:
-    """Return whether a column holds one number a sample, by its type or by its first value."""
+    """Return whether a column holds one number per sample, by its type or its first value."""
     if _ndim(values) != 1 or not len(values):
         return False
     if isinstance(values, Tensor):
@@ -435,13 +395,4 @@ def is_number(values: Any) -> bool:
     kind = getattr(getattr(values, "dtype", None), "kind", "O")
     if kind != "O":
         return kind in "fiu"
-    return parses(str(next(iter(values))).replace(",", "."))
-
-
-def parses(word: str) -> bool:
-    """Return whether a text is a number."""
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+    return is_number_text(str(next(iter(values))).replace(",", "."))

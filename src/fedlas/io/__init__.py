@@ -1,0 +1,249 @@
+"""Read and write predictions; the suffix of a file names its format.
+
+| suffix | read | written | content |
+|---|---|---|---|
+| .safetensors | yes | yes | all fields of predictions |
+| .npz | yes | yes | arrays `logits` or `probs`, `labels`, and optionally the others |
+| .npy | yes | | an array of probabilities, or of logits with `logits=True`; labels are in another file |
+| .csv, .tsv, .txt | yes | .csv | a column for each class, `logit_NAME` or `prob_NAME`, and `label`; .gz may follow |
+| .parquet | yes | yes | the same columns, or a column of lists |
+| .json | yes | | an object of columns, or a list of records |
+| .jsonl | yes | yes | a record in each line: `logits` or `probs` as a list or as an object by class, `label` |
+| .pt, .pth | yes | | a dictionary of tensors; nothing else is unpickled |
+| run folder | yes | | predictions of the best weights for a split, such as `split="test"` |
+
+`fedlas.io.columns` lists the names of columns; nothing is guessed from values.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+from torch import Tensor
+
+from fedlas.errors import UserError, UserTypeError, short_list
+from fedlas.io import csv, json, npz, parquet, safetensors, torch
+from fedlas.io.atomic import write_atomic
+from fedlas.io.columns import ColumnOptions, ReadOptions, check_options
+from fedlas.io.label_file import read_labels
+from fedlas.io.table import Table, build_predictions, no_labels
+from fedlas.io.untrusted import check_file, content_errors, format_suffix, path_inside
+from fedlas.predictions import AnyPredictions, Predictions, TopLabelPredictions
+
+Watch = Callable[[float], None]
+Reader = Callable[[Path, ReadOptions, Watch | None], Table]
+
+READERS: Mapping[str, Reader] = {
+    ".safetensors": safetensors.read,
+    ".npz": npz.read,
+    ".npy": npz.read_npy,
+    ".csv": csv.read,
+    ".tsv": csv.read,
+    ".txt": csv.read,
+    ".parquet": parquet.read,
+    ".json": json.read,
+    ".jsonl": json.read_jsonl,
+    ".pt": torch.read,
+    ".pth": torch.read,
+}
+COMPRESSED = (".csv", ".tsv", ".txt", ".json", ".jsonl")  # formats that may be compressed with gzip
+WRITERS: Mapping[str, Callable[[Predictions, bool], bytes]] = {
+    ".safetensors": safetensors.encode,
+    ".npz": npz.encode,
+    ".csv": csv.encode,
+    ".parquet": parquet.encode,
+    ".jsonl": json.encode_jsonl,
+}
+
+
+def read_predictions(
+    path: str | Path, split: str | None = None, *, watch: Watch | None = None, **options: Unpack[ReadOptions]
+) -> AnyPredictions:
+    """Read predictions from a file of any format, or from a run folder.
+
+    Args:
+        path: the file; its suffix names the format.
+        split: the split that the samples belong to, if the file does not name it; in a run folder, the split to read.
+        watch: called with the fraction of a text file that has been read.
+        options: roles of columns whose names do not show them, and labels from another file; see
+            `fedlas.io.columns.ReadOptions`.
+    """
+    check_options(options)
+    path = Path(path)
+    if path.is_dir():
+        path = _file_of_run(path, split)
+    check_file(path)
+    suffix, compressed = format_suffix(path), path.suffix.lower() == ".gz"
+    if suffix not in READERS or (compressed and suffix not in COMPRESSED):
+        known = ", ".join([*READERS, *(f"{text}.gz" for text in COMPRESSED)])
+        raise UserError(f"{path}: predictions are read from {known}, not from {path.suffix or 'this'}")
+    options = _read_label_option(options)
+    with content_errors(path):
+        return build_predictions(READERS[suffix](path, options, watch), path, options, split)
+
+
+def _file_of_run(folder: Path, split: str | None) -> Path:
+    """Return the predictions of a run for a split; raise with the files of the folder if there are none."""
+    if split is not None:
+        path = path_inside(folder, f"predictions/best-{split}.safetensors", "a run")
+        if path.is_file():
+            return path
+    files = sorted(file for inside in (folder, folder / "predictions") for file in inside.glob("*.safetensors"))
+    listed = f"such as {short_list(map(str, files), 4)}" if files else ", ".join(READERS)
+    raise IsADirectoryError(f"{folder} is a folder; a file of predictions is needed ({listed})")
+
+
+def _read_label_option(options: ReadOptions) -> ReadOptions:
+    """Replace a file of labels by its content."""
+    labels = options.get("labels")
+    return {**options, "labels": read_labels(labels, options)} if isinstance(labels, str | Path) else options
+
+
+def as_predictions(
+    given: Any, labels: Any = None, *, logits: Any = None, **columns: Unpack[ColumnOptions]
+) -> AnyPredictions:
+    """Return predictions of arrays, a file, a DataFrame, a mapping of arrays or a Hugging Face `PredictionOutput`.
+
+    Args:
+        given: one of these. An array (NumPy, torch, JAX, ...) holds probabilities, a `PredictionOutput` logits.
+        labels: the labels of arrays, or those of a file or table without labels.
+        logits: logits instead of `given`, or True if `given` holds logits.
+        columns: roles of the columns of a file or table, as in `read_predictions`.
+    """
+    if given is None and logits is not None:
+        given, logits = logits, True
+    if given is None or isinstance(given, bool):
+        raise UserTypeError("give probabilities, logits=..., a file, a DataFrame or Predictions")
+    if logits is not None and not isinstance(logits, bool):
+        raise UserTypeError("give probabilities or logits=..., not both")
+    if isinstance(given, AnyPredictions):
+        if labels is not None or logits is not None or columns:
+            raise UserTypeError("Predictions have their own labels and columns; give nothing else with them")
+        return given
+    options: Any = dict(columns, labels=labels, logits=bool(logits))
+    check_options(options)
+    if isinstance(given, str | Path):
+        return require_labels(read_predictions(given, **options), given)
+    if isinstance(given, Mapping) or hasattr(given, "columns"):
+        table = Table(
+            {str(name): values for name, values in dict(given).items()}
+            if isinstance(given, Mapping)
+            else frame_columns(given)
+        )
+        kind = type(given).__name__
+        return require_labels(build_predictions(table, kind, _read_label_option(options)), kind)
+    return _from_array(given, labels, bool(logits), columns)
+
+
+def _from_array(given: Any, labels: Any, logits: bool, columns: ColumnOptions) -> Predictions:
+    """Return predictions of an array or of a `PredictionOutput`."""
+    is_output = hasattr(given, "predictions") and hasattr(given, "label_ids")
+    used = [name for name, value in columns.items() if value]
+    if set(used) - ({"normalize"} if not logits and not is_output else set()):
+        kind = "a PredictionOutput of logits" if is_output else "an array of logits" if logits else "an array"
+        raise UserTypeError(f"{', '.join(used)} cannot be used with {kind}")
+    if is_output:
+        labels = given.label_ids if labels is None else labels
+        outputs, logits = given.predictions, True
+        given = outputs[0] if isinstance(outputs, tuple | list) else outputs  # hidden states follow the logits
+    if isinstance(labels, str | Path):
+        labels = read_labels(labels, {}).for_samples(len(given), str(labels))
+    if logits:
+        return Predictions(given, labels)
+    return Predictions.from_probs(given, labels, normalize=columns.get("normalize", False))
+
+
+def frame_columns(frame: Any) -> dict[str, Any]:
+    """Return the columns of a DataFrame of pandas or polars; columns of lists become arrays of two dimensions."""
+    columns = {str(name): frame[name].to_numpy() for name in frame.columns}
+    for name, values in columns.items():
+        if values.dtype.kind == "O" and len(values) and isinstance(values[0], list | tuple | np.ndarray):
+            columns[name] = np.stack([np.asarray(row) for row in values])
+    return columns
+
+
+def require_labels(predictions: AnyPredictions, path: str | Path, labels: str = "labels") -> AnyPredictions:
+    """Return predictions; raise if they have no labels, with the option that provides them."""
+    if isinstance(predictions, Predictions) and predictions.given_labels is None:
+        raise no_labels(predictions.columns, path, labels)
+    return predictions
+
+
+def write_predictions(predictions: AnyPredictions, path: str | Path, *, probs: bool = False) -> Path:
+    """Write predictions to a file atomically; its suffix names the format.
+
+    Only .safetensors files store all fields: metadata columns, and top-label predictions.
+
+    Args:
+        predictions: what is written.
+        path: the file.
+        probs: write probabilities instead of logits.
+    """
+    path = Path(path)
+    check_suffix(path)
+    if isinstance(predictions, TopLabelPredictions):
+        if path.suffix.lower() != ".safetensors":
+            raise UserError(f"{path}: of these predictions only the top class is known; write them to .safetensors")
+        write_atomic(path, safetensors.encode(predictions, probs))
+    else:
+        encode = WRITERS[path.suffix.lower()]
+        write_atomic(path, encode(predictions, probs or predictions.given_probs is not None))
+    return path
+
+
+def check_suffix(path: str | Path) -> None:
+    """Raise if predictions cannot be written to a file of this name."""
+    path = Path(path)
+    if path.suffix.lower() not in WRITERS:
+        raise UserError(f"{path}: predictions are written to {', '.join(WRITERS)}, not to {path.suffix or 'this'}")
+
+
+def read_existing(path: str | Path) -> AnyPredictions | None:
+    """Read the predictions that a new file would replace; None if there is no file, or an empty one."""
+    path = Path(path)
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are only compared
+        return read_predictions(path)
+
+
+def same_predictions(first: AnyPredictions, second: AnyPredictions) -> bool:
+    """Return whether two predictions have the same type and equal fields."""
+    if type(first) is not type(second):
+        return False
+    for field in fields(first):
+        if field.name == "columns":
+            continue
+        ours, theirs = getattr(first, field.name), getattr(second, field.name)
+        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+            if ours.dtype != theirs.dtype or not ours.cpu().equal(theirs.cpu()):
+                return False
+        elif ours is not theirs and (isinstance(ours, Tensor) or ours != theirs):
+            return False
+    return True
+
+
+def write_if_same(
+    predictions: AnyPredictions, path: str | Path, existing: AnyPredictions | None, *, probs: bool = False
+) -> Path:
+    """Write predictions; raise if other predictions would be overwritten.
+
+    Args:
+        predictions: what is written.
+        path: the file; its suffix names the format.
+        existing: its present content, from `read_existing`.
+        probs: write probabilities instead of logits.
+    """
+    path = Path(path)
+    if existing is not None:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about values that are as the user gave them
+            written = write_predictions(predictions, Path(folder) / path.name, probs=probs)
+            if not same_predictions(read_predictions(written), existing):
+                raise FileExistsError(f"{path} is there and holds other predictions; remove it, or name another file")
+    return write_predictions(predictions, path, probs=probs)

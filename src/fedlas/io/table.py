@@ -1,0 +1,369 @@
+"""From the named columns of a table to predictions, and back."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedlas.errors import RowError, UserError, short_list
+from fedlas.io.columns import LABELS, ReadOptions, find_roles, header_advice, is_number, option
+from fedlas.io.labels import (
+    INTEGER,
+    LabelFile,
+    are_integers,
+    as_integers,
+    class_numbers,
+    normalize_label,
+    number_duplicates,
+    parse_correctness,
+    warn_of_similar_names,
+)
+from fedlas.io.texts import find_distinct, text_array
+from fedlas.io.untrusted import content_errors
+from fedlas.predictions import (
+    SCORE_ROLES,
+    AnyPredictions,
+    ColumnRoles,
+    Predictions,
+    RowLimits,
+    TopLabelPredictions,
+    as_tensor,
+    check_labels,
+    replace_fields,
+)
+
+MAX_CLASSES = 2**20  # of a file: the metrics of each take a kilobyte, and a small file can claim any number
+# Names of columns that hold one value, or one class, in a row.
+SINGULAR = {
+    "logits": "logit", "probs": "prob", "labels": "label", "features": "feature", "ids": "id", "paths": "path",
+}  # fmt: skip
+MIN_CONFIDENCES = 20  # that a warning about low confidences of two classes needs
+
+
+class Table(NamedTuple):
+    """The content of a file.
+
+    Attributes:
+        columns: an array, or a column of texts, for each name.
+        split: the split that the samples belong to, if the file names it.
+        lines: of a text file, the line of each row, for errors.
+        limits: how far the sum of each row of probabilities may be from one, if its digits show it.
+        metadata: further columns, one value for each sample.
+    """
+
+    columns: Mapping[str, Any]
+    split: str | None = None
+    lines: Sequence[int] | None = None
+    limits: RowLimits | None = None
+    metadata: Mapping[str, Any] | None = None
+
+
+class Content(NamedTuple):
+    """Scores and labels of a table.
+
+    Attributes:
+        kind: what the scores are.
+        scores: one row, or one confidence, for each sample.
+        labels: class numbers or soft labels, if there are any.
+        fields: further arguments of `Predictions` or `TopLabelPredictions`.
+    """
+
+    kind: Literal["logits", "probs", "confidence"]
+    scores: Any
+    labels: Any
+    fields: dict[str, Any]
+
+
+def build_predictions(table: Table, path: str | Path, options: ReadOptions, split: str | None = None) -> AnyPredictions:
+    """Build predictions of the columns of a table.
+
+    Columns that hold only the confidence of the predicted class become `TopLabelPredictions`.
+
+    Args:
+        table: the columns.
+        path: the file that they come from, for errors.
+        options: roles of columns, and labels from elsewhere.
+        split: the split that the samples belong to, if the table does not name it.
+    """
+    labels, source = options.get("labels"), None
+    with content_errors(path, table.lines):
+        roles = find_roles(table.columns, options, path)
+        if not roles.has_scores:
+            raise _no_scores(table.columns, roles, options, path)
+        columns = _rename_columns(table.columns, roles)
+        if "confidence" in columns and labels is None and not columns.keys() & {*LABELS, "correct"}:
+            raise no_labels(roles, path)
+        if isinstance(labels, LabelFile):
+            n = len(columns[next(role for role in roles.names.values() if role.startswith(SCORE_ROLES))])
+            source = f"{labels.path} (labels of {path})"
+            columns["label"] = labels.for_samples(n, source)
+            roles = roles._replace(names={**roles.names, labels.path.name: "label"})
+        elif labels is not None:
+            columns["label"] = labels
+        content = _interpret(columns, path, source)
+        if source is not None and content.kind != "confidence":
+            with content_errors(source):
+                check_labels(as_tensor(content.labels, "labels"), n, max(2, *np.shape(content.scores)[1:], 0))
+        fields = {**content.fields, "split": table.split or split, "metadata": table.metadata}
+        if content.kind == "logits":
+            made: AnyPredictions = Predictions(content.scores, content.labels, **fields)
+        elif content.kind == "confidence":
+            made = TopLabelPredictions(content.scores, labels=content.labels, **fields)
+        else:
+            fields |= {"normalize": options.get("normalize", False), "limits": table.limits}
+            with _mention_unread(table.columns, roles.unread, content.scores):
+                made = Predictions.from_probs(content.scores, content.labels, **fields)
+        return replace_fields(made, columns=roles)
+
+
+def _rename_columns(columns: Mapping[str, Any], roles: ColumnRoles) -> dict[str, Any]:
+    """Return columns under the names that fedlas uses, without those that have no role."""
+    others = {name: values for name, values in columns.items() if name not in roles.names and name not in roles.unread}
+    return {role: columns[name] for name, role in roles.names.items()} | others
+
+
+def _no_scores(columns: Mapping[str, Any], roles: ColumnRoles, options: ReadOptions, path: str | Path) -> UserError:
+    """Return the error about a table in which no scores were found."""
+    wanted = "logits, probs, logit_NAME, prob_NAME, or confidence and prediction"
+    advice = f"name the columns of the classes with {option('prob_columns')}"
+    if "label" not in roles.names.values() and options.get("labels") is None:
+        advice += f", or, if these are called by class names alone, that of the labels with {option('label_column')}"
+    listed = f"its columns are {short_list(columns)}{header_advice(columns, options)}" if columns else "it is empty"
+    return UserError(f"{path}: expected one of {wanted}; {advice}; {listed}")
+
+
+def no_labels(roles: ColumnRoles | None, path: object, labels: str = "labels") -> UserError:
+    """Return the error about a table in which no labels were found; `labels` is the option that provides them."""
+    unread = () if roles is None else roles.unread
+    listed = f"; these columns are not understood: {short_list(unread)}" if unread else ""
+    advice = f"name their column with {option('label_column')}, or give them with {option(labels)}"
+    return UserError(f"{path}: no labels were found{listed}; {advice}")
+
+
+@contextmanager
+def _mention_unread(columns: Mapping[str, Any], unread: Sequence[str], scores: Any) -> Iterator[None]:
+    """List the numeric columns that were not read if the sum of a row is too small: they may be classes."""
+    try:
+        yield
+    except RowError as error:
+        numbers = [name for name in unread if is_number(columns[name])]
+        total = float(scores[error.row].sum()) if np.ndim(scores) == 2 else 1.0
+        if error.before != "probs: " or not numbers or not total < 1:
+            raise
+        advice = f"if they are classes, name the columns of all classes with {option('prob_columns')}"
+        after = f" sums to {total:.6g}, and columns of numbers were not read: {short_list(numbers)}; {advice}"
+        raise RowError(error.before, error.row, after) from error
+
+
+def _interpret(columns: Mapping[str, Any], path: str | Path, source: str | None) -> Content:
+    """Find scores, labels and the other fields of predictions.
+
+    Args:
+        columns: values by the names that fedlas uses.
+        path: the file, for errors.
+        source: origin of the labels, if they are from another file.
+    """
+    prefixes = [kind for kind in ("logits", "probs") if kind in columns]
+    prefixes += [kind for kind in ("logit_", "prob_") if any(name.startswith(kind) for name in columns)]
+    if not prefixes and "confidence" in columns and columns.keys() & {"prediction", "correct"}:
+        return _interpret_top_label(columns, path)
+    prefix = prefixes[0]
+    by_column = prefix.endswith("_")
+    names, scores = _class_names(columns), columns.get(prefix)
+    if scores is None:
+        names = [name.removeprefix(prefix) for name in columns if name.startswith(prefix)]
+        scores = _stack(columns, prefix, names, path)
+        if len(names) == 1:  # the second class of a binary classifier
+            names = ["0" if names[0] == "1" else f"not {names[0]}", names[0]]
+    classes = np.shape(scores)[-1] if np.ndim(scores) > 1 else 0
+    if classes > MAX_CLASSES:
+        raise UserError(f"{path}: it has {classes:,} classes; from a file at most {MAX_CLASSES:,} are read")
+    if names is not None and _has_numeric_labels(columns):
+        names = number_duplicates(names)
+    warn_of_similar_names(names)
+    soft = names is not None and all(f"label_{name}" in columns for name in names)
+    if soft and any(name in columns for name in LABELS):
+        raise UserError(f"{path}: it has both a column of labels and label_NAME; leave one of them out")
+    labels = None
+    if soft:
+        labels = _stack(columns, "label_", names or (), path)
+    elif any(name.startswith("label") for name in columns):
+        try:
+            column = columns[_label_column(columns, source or path)]
+            labels = class_numbers(column, names, source or path, by_column=by_column, classes=classes)
+        except RowError as error:
+            if source is None:
+                raise
+            raise UserError(str(error)) from error  # the lines of the predictions are not those of the labels
+    wide = [name.removeprefix("feature_") for name in columns if name.startswith("feature_")]
+    features = _stack(columns, "feature_", wide, path) if wide else columns.get("features")
+    fields = {"features": features, "class_names": names, **_sample_fields(columns, path)}
+    return Content("logits" if prefix.startswith("logit") else "probs", scores, labels, fields)
+
+
+def _interpret_top_label(columns: Mapping[str, Any], path: str | Path) -> Content:
+    """Find confidence and correctness of the predicted class, if nothing is known of other classes."""
+    confidence = _stack(columns, "", ["confidence"], path)[:, 0]
+    if not len(confidence):
+        raise UserError(f"{path}: confidence has no rows; at least one sample is needed")
+    names = _class_names(columns)
+    used = {} if "correct" in columns and not set(LABELS) & columns.keys() else {"label": _label_column(columns, path)}
+    used |= {"prediction": "prediction"} if "prediction" in columns else {}
+    classes: dict[str, Any]
+    if names is not None and all(are_integers(columns[name]) for name in used.values()):
+        classes = {role: as_integers(columns[name], role) for role, name in used.items()}
+    else:
+        names, classes = _number_words({role: columns[name] for role, name in used.items()}, names, path)
+    _warn_of_low_confidence(confidence, names or (), path)
+    correct = parse_correctness(columns["correct"], path) if "correct" in columns else None
+    fields = {"prediction": classes.get("prediction"), "correct": correct, "class_names": names}
+    return Content("confidence", confidence, classes.get("label"), fields | _sample_fields(columns, path))
+
+
+def _number_words(
+    columns: Mapping[str, Any], names: list[str] | None, path: str | Path
+) -> tuple[list[str] | None, dict[str, Any]]:
+    """Return the class names that occur among labels and predictions, and the class numbers of these columns."""
+    distinct = {role: find_distinct(column) for role, column in columns.items()}
+    words = {role: [normalize_label(value) for value in one.values] for role, one in distinct.items()}
+    if len(words) == 2 and _mixes_numbers_and_names(*words.values()):
+        shown = ", ".join(some[0] for some in words.values())
+        raise UserError(f"{path}: one of label and prediction holds numbers, the other names: {shown}")
+    occurring = sorted({word for some in words.values() for word in some}, key=_by_number)
+    if names is None and occurring:
+        names = occurring
+        warn_of_similar_names(names)
+    number = {name: i for i, name in enumerate(names or ())}
+    for word in occurring:
+        if word not in number:
+            raise UserError(f"{path}: {word!r} is none of class_names: {short_list(number)}")
+    return names, {
+        role: np.array([number[word] for word in some])[distinct[role].codes] for role, some in words.items()
+    }
+
+
+def _by_number(name: str) -> tuple[bool, str, str]:
+    """Return a key that sorts numbers by their value, before all other names."""
+    return not name.isdecimal(), name.zfill(20), name
+
+
+def _mixes_numbers_and_names(labels: Sequence[str], predictions: Sequence[str]) -> bool:
+    """Return whether all texts of one column are numbers and none of the other."""
+    kinds = [{INTEGER.fullmatch(word) is not None for word in words} for words in (labels, predictions)]
+    return kinds in ([{True}, {False}], [{False}, {True}])
+
+
+def _warn_of_low_confidence(confidence: NDArray[Any], names: Sequence[str], path: str | Path) -> None:
+    if len(names) == 2 and len(confidence) >= MIN_CONFIDENCES and bool((confidence < 0.5).any()):
+        warnings.warn(
+            f"{path}: the larger of two probabilities is never below 0.5, and some confidences are; if they are "
+            f"probabilities of one class, call their column prob_NAME after it, such as prob_{names[1]}",
+            stacklevel=2,
+        )
+
+
+def _class_names(columns: Mapping[str, Any]) -> list[str] | None:
+    names = columns.get("class_names")
+    return None if names is None else [str(name) for name in names]
+
+
+def _label_column(columns: Mapping[str, Any], path: str | Path) -> str:
+    names = [name for name in LABELS if name in columns]
+    if len(names) != 1:
+        raise UserError(f"{path}: expected one column `label` or `labels`; its columns are {short_list(columns)}")
+    return names[0]
+
+
+def _has_numeric_labels(columns: Mapping[str, Any]) -> bool:
+    """Return whether labels, if there are any, are class numbers and not names."""
+    labels = [columns[name] for name in LABELS if name in columns]
+    return all(are_integers(column) or np.ndim(column) == 2 for column in labels)
+
+
+def _sample_fields(columns: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """Return what identifies the samples."""
+    return {
+        "index": as_integers(columns["index"], "index") if "index" in columns else None,
+        "ids": _one_of(columns, ("id", "ids"), path),
+        "paths": _one_of(columns, ("path", "paths"), path),
+    }
+
+
+def _one_of(columns: Mapping[str, Any], names: Sequence[str], path: str | Path) -> Any:
+    """Return the column that has one of several names, or None."""
+    present = [name for name in names if columns.get(name) is not None]
+    if len(present) > 1:
+        raise UserError(f"{path}: {' and '.join(present)} mean the same; leave one of them out")
+    return columns[present[0]] if present else None
+
+
+def _stack(columns: Mapping[str, Any], prefix: str, names: Sequence[str], path: str | Path) -> NDArray[Any]:
+    """Return columns of numbers as one array."""
+    arrays = [np.asarray(columns[f"{prefix}{name}"]) for name in names]
+    view = _shared_view(arrays)
+    if view is not None:
+        return view
+    # Columns of one floating-point type keep it: how far the sum of a row may be from one depends on it.
+    dtypes = {array.dtype for array in arrays}
+    dtype = dtypes.pop() if len(dtypes) == 1 and arrays[0].dtype.kind == "f" else np.float64
+    try:
+        return np.stack(arrays, axis=1).astype(dtype, copy=False)
+    except ValueError as error:
+        raise UserError(f"{path}: a {prefix}... column holds something that is not a number ({error})") from error
+
+
+def _shared_view(arrays: Sequence[NDArray[Any]]) -> NDArray[Any] | None:
+    """Return a view of the array that arrays are neighbouring columns of, without a copy; None if they are not."""
+    first, step = arrays[0], arrays[0].itemsize
+    for place, one in enumerate(arrays):
+        same = one.base is first.base and one.dtype == first.dtype and one.strides == first.strides
+        if first.base is None or not same or one.ctypes.data != first.ctypes.data + place * step:
+            return None
+    shape, strides = (len(first), len(arrays)), (*first.strides, step)
+    return np.lib.stride_tricks.as_strided(first, shape, strides) if first.dtype.kind == "f" else None
+
+
+def to_arrays(predictions: Predictions, probs: bool) -> dict[str, NDArray[Any]]:
+    """Return the fields of predictions as arrays."""
+    tensors = {"probs": predictions.probs} if probs else {"logits": predictions.logits}
+    optional = {
+        "labels": predictions.given_labels,
+        "features": predictions.features,
+        "index": predictions.index,
+    }
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    texts = {"ids": predictions.ids, "paths": predictions.paths}
+    # numpy has no bfloat16.
+    arrays = {
+        name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+        for name, tensor in tensors.items()
+    }
+    return arrays | {name: text_array(value) for name, value in texts.items() if value is not None}
+
+
+def to_columns(predictions: Predictions, probs: bool) -> dict[str, NDArray[Any]]:
+    """Return the fields of predictions as columns, one for each class, under the names that are read again."""
+    names, columns = class_columns(predictions), dict[str, NDArray[Any]]()
+    for name, array in to_arrays(predictions, probs).items():
+        singular = SINGULAR.get(name, name)
+        if array.ndim == 1:
+            columns[singular] = array
+        else:
+            suffixes = names if name != "features" else tuple(map(str, range(array.shape[1])))
+            columns |= {f"{singular}_{suffix}": array[:, i] for i, suffix in enumerate(suffixes)}
+    if predictions.class_names is not None and "label" in columns:
+        columns["label"] = text_array([names[i] for i in columns["label"].tolist()])
+    return columns
+
+
+def class_columns(predictions: Predictions) -> tuple[str, ...]:
+    """Return a column name for each class; raise if two could not be read again."""
+    names = predictions.class_names or tuple(map(str, range(predictions.num_classes)))
+    if len({name.strip() for name in names}) < len(names):
+        raise UserError("two classes have the same name; a table with a column for each class needs different ones")
+    return names

@@ -1,0 +1,346 @@
+"""Tables of predictions (csv, parquet, npz): columns, rounded probabilities, and errors that name the row."""
+
+import builtins
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedlas.extras import optional_module
+from fedlas.io import read_predictions, write_predictions
+from fedlas.metrics import ece
+from fedlas.predictions import Predictions, TopLabelPredictions
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 3.0]])
+LABELS = torch.tensor([0, 1])
+
+
+def test_npz(tmp_path):
+    np.savez(tmp_path / "a.npz", logits=LOGITS, labels=LABELS, class_names=["x", "y", "z"], split="test")
+    known = read_predictions(tmp_path / "a.npz")
+    assert (known.class_names, known.split) == (("x", "y", "z"), "test")
+    np.savez(tmp_path / "b.npz", probs=LOGITS.softmax(1), labels=LABELS, features=np.ones((2, 5)), index=[4, 2])
+    known = read_predictions(tmp_path / "b.npz", split="val")
+    assert (known.split, known.features.shape, known.index.tolist()) == ("val", (2, 5), [4, 2])
+    assert known.given_probs is not None
+
+
+@pytest.mark.parametrize(
+    ("arrays", "named"),
+    [
+        ({"labels": LABELS}, r"a\.npz.*logits, probs.*labels$"),
+        ({"logits": LOGITS, "probs": LOGITS.softmax(1), "labels": LABELS}, r"a\.npz.*logits; probs.*--prob-columns"),
+        ({"logits": LOGITS, "label": LABELS, "labels": LABELS}, r"a\.npz.*label, labels.*--label-column"),
+    ],
+)
+def test_what_is_missing_or_ambiguous_is_asked_for_with_the_columns(tmp_path, arrays, named):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(ValueError, match=named):
+        read_predictions(tmp_path / "a.npz")
+
+
+def table(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "t.csv"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_csv_with_probabilities_and_names(tmp_path):
+    text = "\ufeffprob_cat,prob_dog,label,index\n0.7,0.3,dog,10\n0.25,0.75,dog,11\n"
+    known = read_predictions(table(tmp_path, text), split="test")
+    assert known.class_names == ("cat", "dog")
+    assert known.labels.tolist() == [1, 1]
+    assert known.index.tolist() == [10, 11]
+    assert known.probs.tolist() == [[0.7, 0.3], [0.25, 0.75]]
+    assert known.split == "test"
+
+
+def test_csv_with_logits_numbers_and_features(tmp_path):
+    text = "label,logit_a,logit_b,feature_0,feature_1\n0,1.5,-2,1,2\n1,0,3e1,3,4\n"
+    known = read_predictions(table(tmp_path, text))
+    assert known.labels.tolist() == [0, 1]
+    assert known.logits.tolist() == [[1.5, -2.0], [0.0, 30.0]]
+    assert known.features.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_csv_with_soft_labels(tmp_path):
+    text = "prob_a,prob_b,label_b,label_a\n0.5,0.5,0.25,0.75\n"
+    assert read_predictions(table(tmp_path, text)).labels.tolist() == [[0.75, 0.25]]
+
+
+def test_class_names_that_are_numbers_are_names(tmp_path):
+    text = "prob_1,prob_2\u002clabel\n0.9,0.1,1\n0.2,0.8,2\n"
+    assert read_predictions(table(tmp_path, text)).labels.tolist() == [0, 1]
+
+
+def test_columns_are_recognised_by_name_never_by_value(tmp_path):
+    """Logits that look like probabilities stay logits."""
+    text = "logit_a,logit_b,label\n0.9,0.1,0\n"
+    assert read_predictions(table(tmp_path, text)).given_probs is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a,b,label\n1,2,0\n", r"t\.csv.*prob_NAME.*a, b, label$"),
+        ("prob_a,logit_a,label\n1,2,0\n", r"t\.csv.*logit_a; prob_a.*--prob-columns"),
+        ("prob_a,prob_b,label_a\n0.5,0.5,1\n", r"t\.csv.*`label`.*prob_a, prob_b, label_a$"),
+        ("prob_a,prob_b,label\n0.5,0.5\n", "line 2.*2.*3"),
+        ("prob_a,prob_b,label\n0.5,x,a\n", "line 2.*prob_b.*'x'"),
+        ("prob_a,prob_b,label\n0.5,0.5,a\n0.5,0.5,7\n", "line 3.*label.*'7'.*a, b"),
+        ("prob_a,prob_b,label\n0.5,0.5,emu\n", "line 2.*label.*'emu'.*a, b"),
+        ("prob_a,prob_b,label\n0.5,0.5,2\n", "labels.*line 2.*2"),
+        ("prob_a,prob_b,label\n0.5,0.6,a\n0.50,0.57,a\n", "line 3.*distribution"),
+        ("prob_a,prob_b,label\n", "rows"),
+        ("", r"t\.csv.*empty"),
+    ],
+)
+def test_csv_errors(tmp_path, text, named):
+    with pytest.raises(ValueError, match=named):
+        read_predictions(table(tmp_path, text))
+
+
+def test_a_small_file_cannot_claim_any_number_of_classes(tmp_path):
+    wide = np.zeros((1, 2**20 + 1), np.float16)
+    np.savez_compressed(tmp_path / "wide.npz", logits=wide, labels=np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match=r"wide\.npz.*1,048,577.*1,048,576"):
+        read_predictions(tmp_path / "wide.npz")
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_rounded_numbers_of_other_files_may_miss_one_as_those_of_text_may(tmp_path, kind):
+    rounded = np.array([[0.33, 0.33, 0.33], [0.5, 0.25, 0.25]], dtype=kind)
+    finer = np.array([[0.331, 0.331, 0.331], [0.5, 0.25, 0.25]], dtype=kind)
+    for name, probs in {"rounded": rounded, "finer": finer, "no number": rounded * np.nan}.items():
+        np.savez(tmp_path / f"{name}.npz", probs=probs, labels=[0, 1])
+    assert read_predictions(tmp_path / "rounded.npz").probs.tolist() == rounded.tolist()
+    for name in ("finer", "no number"):
+        with pytest.raises(ValueError, match="distribution"):
+            read_predictions(tmp_path / f"{name}.npz")
+    assert Predictions.from_probs(rounded, [0, 1]).probs.tolist() == rounded.tolist()
+
+
+def rounded_softmax(classes: int, decimals: int, n: int = 40) -> np.ndarray:
+    make = np.random.default_rng(0)
+    exact = np.exp(2 * make.standard_normal((n, classes)))
+    return np.round(exact / exact.sum(1, keepdims=True), decimals)
+
+
+def write_kind(folder: Path, kind: str, probs: np.ndarray) -> Path:
+    labels = np.zeros(len(probs), dtype=np.int64)
+    path = folder / f"p.{kind}"
+    if kind == "npz":
+        np.savez(path, probs=probs, labels=labels)
+    else:
+        head = ",".join(f"prob_{k}" for k in range(probs.shape[1]))
+        rows = (",".join(map(str, [*row, 0])) for row in probs)
+        path.write_text("\n".join([f"{head},label", *rows]))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [([1.5, *[0.0] * 9], r"sums to 1\.5"), ([0.2] * 10, r"sums to 2"), ([0.251, 0.149, *[0.0] * 8], r"sums to 0\.4")],
+)
+def test_a_row_is_no_distribution_however_many_classes_there_are(tmp_path, kind, row, shown):
+    """The allowance was half a unit for each class without a limit, and an entry of 1.5 was a confidence of 150 %."""
+    filler = np.zeros((3, 990))
+    probs = np.hstack([np.array([[*[0.1] * 10], row, [0.5, 0.5, *[0.0] * 8]]), filler])
+    with pytest.raises(ValueError, match=rf"(row 1|line 3).*{shown}.*--normalize"):
+        read_predictions(write_kind(tmp_path, kind, probs))
+
+
+@pytest.mark.parametrize("kind", ["npz", "csv", "array"])
+def test_many_classes_with_few_decimals_are_completed_with_a_warning(tmp_path, kind):
+    """A softmax of 1,000 classes with 3 decimals sums to about 0.93: its small probabilities are zeros."""
+    probs = rounded_softmax(1000, 3)
+    assert probs.sum(1).max() < 0.98
+    path = None if kind == "array" else write_kind(tmp_path, kind, probs)
+    with pytest.warns(UserWarning, match=r"40 of 40 .*0\.9"):
+        found = Predictions.from_probs(probs, [0] * 40) if path is None else read_predictions(path)
+    assert torch.allclose(found.probs.sum(1), torch.ones(40, dtype=torch.float64))
+    # The missing probability is spread over zeros: no confidence changes by more than rounding explains.
+    assert torch.allclose(found.confidence, torch.from_numpy(probs.max(1)), rtol=1e-2, atol=1e-3)
+    assert found.zeros is None
+
+
+def test_sums_beyond_rounding_are_an_error_that_names_the_remedy():
+    """Sums of 1.2 and more of 1,000 classes with 3 decimals passed."""
+    probs = rounded_softmax(1000, 3)
+    probs[1] = np.round(1.3 * probs[1], 3)
+    with pytest.raises(ValueError, match=r"row 1.*sums of all rows.*1\.1.*normalize"):
+        Predictions.from_probs(probs, [0] * 40)
+    found = Predictions.from_probs(probs, [0] * 40, normalize=True)
+    assert torch.allclose(found.probs[1], torch.from_numpy(probs[1] / probs[1].sum()))
+    with pytest.raises(ValueError, match="row 0"):
+        Predictions.from_probs([[1.5, -0.5]], [0], normalize=True)
+
+
+def test_rounded_columns_of_a_parquet_file_are_taken(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    columns = {"prob_a": [0.3333, 0.5], "prob_b": [0.3333, 0.25], "prob_c": [0.3333, 0.25], "label": ["a", "b"]}
+    pytest.importorskip("pyarrow.parquet").write_table(pa.table(columns), tmp_path / "p.parquet")
+    assert read_predictions(tmp_path / "p.parquet").probs[0].tolist() == [0.3333] * 3
+
+
+@pytest.mark.parametrize(("cell", "named"), {"x": "'x'", " ": "empty", "50%": r"'50%'.*0\.7"}.items())
+def test_a_cell_that_is_no_number_is_named_with_its_line(tmp_path, cell, named):
+    with pytest.raises(ValueError, match=f"line 4.*prob_b.*{named}"):
+        read_predictions(table(tmp_path, f"prob_a,prob_b,label\n0.5,0.5,a\n\n0.5,{cell},a\n"))
+
+
+@pytest.mark.parametrize(
+    ("row", "allowed"),
+    [
+        ("0.33,0.33,0.33", True),
+        ("0.330,0.330,0.33", False),
+        ("0.330,0.330,0.330", False),
+        ("1,0.,0.015", False),
+        ("1,.0,0.015", False),
+        (" 0.33 ,0.33,0.33", True),
+        ("3.3e-1,0.33,0.33", True),
+        ("3.30e-1,0.330,0.330", False),
+        ("33e-2,0.330,0.330", False),
+    ],
+)
+def test_each_number_of_a_row_adds_half_of_its_last_digit(tmp_path, row, allowed):
+    path = table(
+        tmp_path,
+        f"label,prob_a,feature_0,prob_b,prob_c\na,{','.join([row.split(',')[0], '7.5', *row.split(',')[1:]])}\n",
+    )
+    if allowed:
+        assert len(read_predictions(path)) == 1
+    else:
+        with pytest.raises(ValueError, match=r"line 2.*distribution"):
+            read_predictions(path)
+
+
+def test_a_large_csv_takes_little_more_than_its_numbers(tmp_path):
+    """Cells kept as text took 300 bytes each; a number takes 8, and a copy or two of it on the way."""
+    rows = "\n".join(["0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,0.1250,3"] * 5_000)
+    path = table(tmp_path, ",".join(f"prob_{i}" for i in range(8)) + f",label\n{rows}\n")
+    tracemalloc.start()
+    known = read_predictions(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert known.probs.shape == (5_000, 8)
+    assert most < 60 * 8 * 5_000
+
+
+def test_csv_with_the_top_class_alone(tmp_path):
+    text = "confidence,prediction,label\n0.5,dog,dog\n0.9,cat,dog\n0.12,7,cat\n"
+    known = read_predictions(table(tmp_path, text))
+    assert isinstance(known, TopLabelPredictions)
+    assert known.confidence.tolist() == pytest.approx([0.5, 0.9, 0.12])
+    assert [known.class_names[i] for i in known.prediction] == ["dog", "cat", "7"]
+    assert known.correct.tolist() == [True, False, False]
+    write_predictions(known, tmp_path / "p.safetensors")
+    back = read_predictions(tmp_path / "p.safetensors")
+    assert isinstance(back, TopLabelPredictions)
+    for name in ("confidence", "correct", "prediction", "labels"):
+        assert torch.equal(getattr(back, name), getattr(known, name)), name
+    with pytest.raises(ValueError, match=r"confidence.*line 2.*0"):
+        read_predictions(table(tmp_path, "confidence,prediction,label\n0,a,b\n"))
+
+
+def test_a_binary_confidence_of_one_half_keeps_its_prediction(tmp_path):
+    """With two classes both halves tie, and the first class would win."""
+    known = read_predictions(table(tmp_path, "confidence,prediction,label\n0.5,1,1\n0.5,0,1\n"))
+    assert known.correct.tolist() == [True, False]
+
+
+def test_parquet(tmp_path):
+    lists = pa.table({"probs": LOGITS.softmax(1).double().tolist(), "label": [0, 1], "index": [3, 4]})
+    pq.write_table(lists, tmp_path / "a.parquet")
+    known = read_predictions(tmp_path / "a.parquet")
+    assert torch.allclose(known.probs, LOGITS.softmax(1).double())
+    assert known.index.tolist() == [3, 4]
+    columns = pa.table({"logit_x": [1.0, 2.0], "logit_y": [0.0, 5.0], "label": ["y", "x"]})
+    pq.write_table(columns, tmp_path / "b.parquet")
+    known = read_predictions(tmp_path / "b.parquet", split="s")
+    assert (known.class_names, known.labels.tolist(), known.split) == (("x", "y"), [1, 0], "s")
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 3)])
+def test_lists_of_parquet_keep_their_type(tmp_path, kind):
+    """As Python numbers float32 became float64, which allows less rounding than a softmax in float32 has."""
+    rows = LOGITS.softmax(1)
+    table = pa.table({"probs": pa.array(rows.tolist(), kind), "label": ["1", "2"]})
+    pq.write_table(pa.concat_tables([table, table]), tmp_path / "a.parquet", row_group_size=1)
+    known = read_predictions(tmp_path / "a.parquet")
+    assert torch.equal(known.probs, rows.repeat(2, 1))
+    assert known.labels.tolist() == [1, 2, 1, 2]
+    columns = pa.table({"prob_a": rows[:, 0].numpy(), "prob_b": (1 - rows[:, 0]).numpy(), "label": ["a", "b"]})
+    pq.write_table(columns, tmp_path / "b.parquet")
+    assert read_predictions(tmp_path / "b.parquet").probs.dtype == torch.float32
+
+
+def test_lists_of_parquet_that_are_not_rows(tmp_path):
+    pq.write_table(pa.table({"logits": [[1.0, 2.0], [1.0]], "label": [0, 1]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"row 1.*logits.*1.*row 0.*2"):
+        read_predictions(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"logits": [[1.0, 2.0], [1.0, None]], "label": [0, 1]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"logits.*row 1"):
+        read_predictions(tmp_path / "b.parquet")
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    original = builtins.__import__
+
+    def without(name: str, *args: object) -> object:
+        if name.startswith("safetensors"):
+            raise ImportError(name)
+        return original(name, *args)
+
+    monkeypatch.setattr("importlib.import_module", without)
+    with pytest.raises(ImportError, match=r"safetensors.*pip install 'fedlas\[report\]'"):
+        write_predictions(Predictions(LOGITS, LABELS), tmp_path / "p.safetensors")
+    with pytest.raises(ImportError, match="fedlas"):
+        optional_module("safetensors.torch")
+
+
+def test_labels_may_be_unknown(tmp_path):
+    """Foreign data has none of the classes; asking for its labels is an error that says so."""
+    plain = Predictions(logits=LOGITS, split="svhn")
+    write_predictions(plain, tmp_path / "a.safetensors")
+    np.savez(tmp_path / "a.npz", logits=LOGITS.numpy())
+    given = [
+        plain,
+        read_predictions(tmp_path / "a.safetensors"),
+        read_predictions(tmp_path / "a.npz"),
+        read_predictions(table(tmp_path, "logit_a,logit_b\n1,2\n")),
+        Predictions.from_probs(LOGITS.softmax(1)),
+    ]
+    for predictions in given:
+        assert predictions.given_labels is None
+        assert len(predictions.confidence) == len(predictions)
+        for ask in (lambda p: p.labels, lambda p: p.correct, ece):
+            with pytest.raises(ValueError, match="label"):
+                ask(predictions)
+
+
+def test_two_columns_of_one_name_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"2.*'logit_a'"):
+        read_predictions(table(tmp_path, "logit_a,logit_b,logit_a,label\n1,2,3,0\n"))
+
+
+def test_one_column_is_a_binary_classifier(tmp_path):
+    found = read_predictions(table(tmp_path, "prob_cat,label\n0.25,cat\n0.75,not cat\n"))
+    assert found.class_names == ("not cat", "cat")
+    assert found.labels.tolist() == [1, 0]
+    assert found.probs.tolist() == [[0.75, 0.25], [0.25, 0.75]]
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.npz", "a.parquet"])
+def test_damaged_files_are_named(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"this is not what it seems to be")
+    with pytest.raises(ValueError, match=name):
+        read_predictions(path)
+    with pytest.raises(FileNotFoundError):
+        read_predictions(tmp_path / "nowhere" / name)
