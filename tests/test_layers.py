@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "https": set(),
     "records": {"extras"},
     "losses": {"predictions", "catalog", "ranks", "metrics.bins"},
-    "metrics": {"extras", "predictions", "alignment", "ranks"},
+    "metrics": {"extras", "catalog", "predictions", "alignment", "ranks"},
     "posthoc": {"extras", "predictions", "io", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
     "evaluation": {"extras", "predictions", "io", "alignment", "catalog", "metrics", "posthoc", "ood"},

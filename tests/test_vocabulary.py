@@ -11,20 +11,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TERMS = {
-    "foreign data": (r"foreign(?!Object)", 223),
+    "foreign data": (r"foreign(?!Object)", 222),
     "onlooker": (r"onlookers?", 0),
     "rehearsal": (r"rehears(?:als?|e[ds]?|ing)", 0),
-    "stranger": (r"strange(?:rs?|ly)?", 18),
-    "judge": (r"judg(?:e[ds]?|ing)", 75),
-    "duel": (r"duels?", 17),
+    "stranger": (r"strange(?:rs?|ly)?", 16),
+    "judge": (r"judg(?:e[ds]?|ing)", 73),
+    "duel": (r"duels?", 16),
     "crew": (r"crews?", 30),
     "dealt": (r"dealt", 6),
     "too sure": (r"too sure", 24),
     "sure enough": (r"sure enough", 12),
-    "say whether": (r"says? whether", 28),
+    "say whether": (r"says? whether", 27),
     "give that": (r"gives? that", 1),
     "refuse what": (r"refuses? what", 4),
-    "told": (r"told", 53),
+    "told": (r"told", 51),
     "tell apart": (r"tells? (?:\w+ ){0,3}apart", 19),
     "beyond chance": (r"beyond chance", 4),
     "by heart": (r"by heart", 8),
@@ -45,7 +45,7 @@ TERMS = {
     "sealed": (r"(?:un)?sealed", 0),
     "price": (r"price[sd]?", 7),
     "subjects": (r"subjects", 8),
-    "right answers": (r"(?:right|wrong) answers?", 25),
+    "right answers": (r"(?:right|wrong) answers?", 24),
     "share that is right": (r"shares? that (?:is|are) right", 0),
 }
 

@@ -23,8 +23,8 @@ from fedlas.metrics.calibration_error import (
 )
 from fedlas.metrics.calibration_tests import ks_test, kuiper_test, spiegelhalter_test
 from fedlas.metrics.intervals.binomial import clopper_pearson
-from fedlas.metrics.intervals.bootstrap import bootstrap
 from fedlas.metrics.intervals.gaps import noise_floor
+from fedlas.metrics.intervals.methods import bootstrap
 from fedlas.metrics.mean_rank import MeanRanks, mean_ranks
 from fedlas.metrics.paired import across_seeds, paired_bootstrap
 from fedlas.metrics.proper_scores import accuracy, brier, nll, top_5, top_k

@@ -30,7 +30,7 @@ from fedlas.metrics.base import AbstractBinned, AbstractFixedBinned, AbstractFre
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.inputs import Given
-from fedlas.metrics.intervals.bootstrap import GapInversion, MeanBootstrap
+from fedlas.metrics.intervals.methods import GapInversion, MeanBootstrap
 from fedlas.metrics.intervals.resampling import AbstractGaps, Bounds
 from fedlas.metrics.paired import PairedGaps
 from fedlas.metrics.result import Definition, Result

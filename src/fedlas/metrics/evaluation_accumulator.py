@@ -18,7 +18,7 @@ from fedlas.metrics.binning import Binning, histogram_of
 from fedlas.metrics.bins import Bins, exact
 from fedlas.metrics.catalogue import all_metrics, compared_metrics
 from fedlas.metrics.inputs import Pairs, pairs
-from fedlas.metrics.intervals.bootstrap import bootstrap
+from fedlas.metrics.intervals.methods import bootstrap
 from fedlas.metrics.paired import RESAMPLES, EachSample, check_draws, paired_method
 from fedlas.metrics.result import Comparison, Definition, Result
 from fedlas.predictions import AnyPredictions, Predictions

@@ -21,8 +21,8 @@ from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling, check_level
 from fedlas.metrics.bins import exact
 from fedlas.metrics.inputs import Given
-from fedlas.metrics.intervals.bootstrap import check_mean
 from fedlas.metrics.intervals.inversion import confidence_curve, difference_interval, unbiased_totals
+from fedlas.metrics.intervals.methods import check_mean
 from fedlas.metrics.intervals.resampling import (
     AbstractGaps,
     Bounds,

@@ -42,7 +42,7 @@ from fedlas.metrics.inputs import (
     logit_rows_of,
     rows,
 )
-from fedlas.metrics.intervals.bootstrap import LossBootstrap, MeanBootstrap, WilsonInterval
+from fedlas.metrics.intervals.methods import LossBootstrap, MeanBootstrap, WilsonInterval
 from fedlas.metrics.intervals.resampling import Bounds
 from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Definition, Result

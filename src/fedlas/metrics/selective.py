@@ -30,7 +30,7 @@ from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
 from fedlas.metrics.bins import add_up, count_up, exact
 from fedlas.metrics.inputs import Given, Pairs, Which, answers, pairs
-from fedlas.metrics.intervals.bootstrap import AreaBootstrap
+from fedlas.metrics.intervals.methods import AreaBootstrap
 from fedlas.metrics.paired import PairedMeans
 from fedlas.metrics.result import Result
 from fedlas.predictions import Array

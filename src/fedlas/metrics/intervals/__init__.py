@@ -1,5 +1,5 @@
 """Confidence intervals of metrics.
 
-`bootstrap.py` has the methods that metrics name as their `interval`, `inversion.py` and `classwise.py` the intervals of
+`methods.py` has the methods that metrics name as their `interval`, `inversion.py` and `classwise.py` the intervals of
 sums of absolute gaps, `resampling.py` the draws, `binomial.py` intervals of a share.
 """
