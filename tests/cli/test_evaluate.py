@@ -26,11 +26,11 @@ from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
 from fedlas.io import read_predictions, write_predictions
 from fedlas.metrics import nll
+from fedlas.metrics.catalogue import all_metrics
 from fedlas.ood import detect
 from fedlas.posthoc import build_calibrator, load_calibrator
 from fedlas.posthoc.base import DoubtfulFit
 from fedlas.predictions import Predictions
-from fedlas.report.answers import known_metrics
 
 
 def call(*words):
@@ -127,7 +127,7 @@ def test_conditions_are_checked_before_anything_is_read(tmp_path, condition, mes
 @pytest.mark.parametrize("n", [50, 400])
 def test_the_numbers_that_conditions_may_name(n):
     made = Predictions(torch.randn(n, 7), torch.arange(n) % 7)
-    assert set(known_metrics()) == set(evaluate(made, intervals=False).before.results)
+    assert set(all_metrics()) == set(evaluate(made, intervals=False).before.results)
 
 
 def unread(*words):

@@ -331,7 +331,7 @@ def test_the_rest_of_a_share_is_not_rounded(dtype):
 
 def test_pieces_of_one_sample_are_kept_together():
     """Fifty million predictions in pieces of any length were more tensors than a process may have open files."""
-    stream, probs, labels = metrics.AURC(), torch.randn(3000, 3).softmax(1), torch.arange(3000) % 3
+    stream, probs, labels = metrics.aurc.accumulator(), torch.randn(3000, 3).softmax(1), torch.arange(3000) % 3
     for row in range(3000):
         stream.update(probs[row : row + 1], labels[row : row + 1])
     assert len(stream.store.confidence) <= 13
@@ -340,7 +340,7 @@ def test_pieces_of_one_sample_are_kept_together():
 
 
 def test_pieces_of_any_type_stay_in_order():
-    stream, probs = metrics.AURC(), torch.rand(9, 3, dtype=torch.float64).softmax(1)
+    stream, probs = metrics.aurc.accumulator(), torch.rand(9, 3, dtype=torch.float64).softmax(1)
     truth = torch.eye(3, dtype=torch.float64)
     for row, label in enumerate([0, 1, 2, 0, 1, 2, 0, 1, 2]):
         kind = torch.float64 if row % 3 else torch.float32

@@ -107,7 +107,7 @@ def test_the_logged_numbers_are_ours(finished):
     with torch.no_grad():
         logits = made.model.eval()(x.reshape(-1, 1, 8, 8)).logits
     probs = logits.softmax(1)
-    over, under = metrics.over_under(probs, labels)
+    over, under = metrics.over_ece(probs, labels), metrics.under_ece(probs, labels)
     expected = {
         "accuracy": metrics.accuracy(probs, labels),
         "nll": metrics.nll(fedlas.Predictions(logits, labels)),

@@ -103,14 +103,13 @@ def logged(folder: Path, column: str) -> list[float]:
 
 def numbers(logits: Tensor, labels: Tensor) -> dict[str, float]:
     probs = logits.softmax(1)
-    over, under = metrics.over_under(probs, labels)
     return {
         "accuracy": metrics.accuracy(probs, labels),
         "nll": metrics.nll(fedlas.Predictions(logits, labels)),
         "ece": metrics.ece(probs, labels),
         "aece": metrics.aece(probs, labels),
-        "over_ece": over,
-        "under_ece": under,
+        "over_ece": metrics.over_ece(probs, labels),
+        "under_ece": metrics.under_ece(probs, labels),
     }
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 import fedlas
 from fedlas.cli.answers import evaluate_files
 from fedlas.evaluation import FOLDS, Report, evaluate
-from fedlas.integrations.base import Numbers
+from fedlas.integrations.base import ValidationMetrics
 from fedlas.integrations.sklearn import CalibratedClassifier
 from fedlas.integrations.torchmetrics import calibration_metrics
 from fedlas.io import write_predictions
@@ -331,7 +331,7 @@ def test_there_is_one_default_number_of_folds():
 
 def test_adapters_name_metrics_as_evaluate_does():
     given = drawn(0, n=40)
-    running = Numbers()
+    running = ValidationMetrics()
     running.add(given.logits, given.labels)
     found = evaluate(given, intervals=False)
     assert set(running.read()) | set(calibration_metrics("logits")) <= set(found.before.results)

@@ -239,7 +239,7 @@ def test_calibrators_are_compared_as_two_models_are(scale, n, seed):
     calibrator = build_calibrator("temperature").fit(other.with_split(None))
     report = evaluate(given, posthoc=calibrator, resamples=300)
     tests = report.after["temperature"].comparisons
-    assert set(tests) == {"accuracy", "ece", "nll"}
+    assert set(tests) == {"accuracy", "ece", "nll", "brier", "aurc"}
     for name in ("ece", "nll"):
         pair = metrics.paired_bootstrap(getattr(metrics, name), given, calibrator.transform(given), resamples=300)
         assert tests[name].better == pair.better

@@ -145,6 +145,12 @@ class AbstractMetric(ABC):
     def __repr__(self) -> str:
         return f"<metric {self.name}>"
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)  # a metric has no state
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def contributions(self, probs: Given, labels: Array | None = None, **options: Any) -> Tensor:
         """Return one value per sample, in the order of the samples; their mean is the metric."""
         del probs, labels, options
