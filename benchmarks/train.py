@@ -8,7 +8,7 @@
                  workers, one .item() in each step
     resident     images live on the device and are augmented there; no wait in the step; fused optimizer
     bf16         the same in bfloat16, channels last
-    compile      network and loss compiled
+    compile      network and loss compiled, or with custom kernels where they apply
     captured     the whole step captured as one CUDA graph, network and loss by torch.compile
     graph        the same with custom kernels: what `fit` does
 

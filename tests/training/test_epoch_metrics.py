@@ -1,7 +1,6 @@
 """Gate statistics against counts by hand."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +29,3 @@ def test_gate_statistics_are_counted_per_sample():
     loss.smoothing.psi = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0])
     watch.add(torch.tensor([7, 0, 2, 3, 5]))
     assert watch.read()["flip_rate"] == 0.5  # of the four that were seen before
-
-
-def test_reset_clears_finished_epochs():
-    watch = GateStatistics(build_loss("ce", num_classes=3), 3, torch.device("cpu"))
-    watch.history.epochs.append(SimpleNamespace())
-    watch.reset()
-    assert watch.history.epochs == []

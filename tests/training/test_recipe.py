@@ -275,3 +275,8 @@ def test_unknown_names_raise_with_a_suggestion():
 def test_an_unknown_option_of_a_loss_is_an_error_that_names_the_nearest():
     with pytest.raises(ValueError, match=r"'alhpa'.*'alpha'"):
         recipe_for("digits", loss="ls", loss_options={"alhpa": 0.1})
+
+
+def test_nesterov_needs_momentum():
+    with pytest.raises(ValueError, match=r"momentum.*nesterov=false"):
+        Recipe(data="digits", model="small_cnn", loss="ce", momentum=0.0, nesterov=True)

@@ -14,7 +14,7 @@ from fedlas.training.precision import autocast
 from fedlas.training.random_state import random_state, restore_random_state
 from fedlas.training.step import Inputs, TrainStep
 
-MEMORY_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of plain RuntimeErrors
+MEMORY_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # of torch, Triton and cuBLAS
 
 
 class CompiledCall:

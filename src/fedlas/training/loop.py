@@ -208,7 +208,8 @@ class _Training:
                     self._epoch()
                 self.writer.wait()
                 self._write_predictions()
-            self._stop(self.signals.caught, "at its end")  # fit_many must not start another run
+            late = any_signal(self.signals.caught, 0, self.session.device)
+            self._stop(late, "at its end")  # fit_many must not start another run
         except BaseException as error:
             for other in self._close():
                 error.add_note(f"while closing: {other!r}")
@@ -219,9 +220,7 @@ class _Training:
     def _close(self) -> list[Exception]:
         """Close all callbacks and the checkpoint writer; return the errors."""
         closing: list[Callable[[], object]] = [partial(callback.on_train_end, self.run) for callback in self.callbacks]
-        closing.append(self.writer.close)
-        if is_rank_zero() and self.run.finished_for(self.recipe):  # also if a signal came with the last file
-            closing.append(partial(self.run.checkpoint_before.unlink, missing_ok=True))
+        closing += [self.writer.close, self._remove_earlier_checkpoint]
         errors: list[Exception] = []
         for close in closing:
             try:
@@ -229,6 +228,11 @@ class _Training:
             except Exception as error:
                 errors.append(error)
         return errors
+
+    def _remove_earlier_checkpoint(self) -> None:
+        """Remove the checkpoint before the last one of a finished run."""
+        if is_rank_zero() and self.run.finished_for(self.recipe):  # also if a signal came with the last file
+            self.run.checkpoint_before.unlink(missing_ok=True)
 
     def _epoch(self) -> None:
         start_time, epoch, first_step = time.perf_counter(), self.session.epoch, self.session.position

@@ -213,6 +213,8 @@ class Recipe:
             check_field(value is None or value >= 0, name, value, "at least 0, or none")
         for name in ("momentum", "beta1", "beta2"):
             check_field(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        without = self.nesterov and not self.momentum
+        check_field(not without, "momentum", self.momentum, "above 0 with nesterov=true; set nesterov=false too")
         for name in ("peak_at", "start_factor", "end_factor", "decay"):
             check_field(0 <= getattr(self, name) <= 1, name, getattr(self, name), "between 0 and 1")
         check_field(self.clip is None or self.clip > 0, "clip", self.clip, "above 0, or none")

@@ -28,6 +28,7 @@ from fedlas.training.build import (
 )
 from fedlas.training.capture import StepExecutor
 from fedlas.training.checkpoint import RESTORE_ERRORS, restore_module
+from fedlas.training.compilation import ran_out_of_memory
 from fedlas.training.distributed import gather_objects
 from fedlas.training.optimizer import load_optimizer_state, optimizer_state
 from fedlas.training.prediction import Source, evaluation_source, images_dtype, rank
@@ -261,6 +262,8 @@ class Session:
             load_optimizer_state(self.step.parts.optimizer, state["optimizer"])
             self._load_step(state["step"])
         except RESTORE_ERRORS as error:
+            if ran_out_of_memory(error):
+                raise
             name, reason = path or "the checkpoint", " ".join(str(error).split())
             raise RunError(f"{name} does not match the network or data; has the data changed? ({reason})") from error
         self.epoch, self.position = state["epoch"], state["position"]

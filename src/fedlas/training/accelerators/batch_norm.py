@@ -36,7 +36,7 @@ LOW_PRECISION_TYPES = (torch.bfloat16, torch.float16)  # inputs of matrix units;
 class Tile(NamedTuple):
     """Tile of a program (rows, columns), its warps, the number of programs that share a sum, and pipeline stages.
 
-    Tuned on an H200 with 132 multiprocessors (benchmarks/norms.py).
+    Tuned on an H200 with 132 multiprocessors.
     """
 
     rows: int
