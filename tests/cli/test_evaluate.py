@@ -431,7 +431,7 @@ def test_the_example_that_was_written_by_hand_gives_what_the_page_says(tmp_path)
     (tmp_path / "birds.csv").write_text(rows[1])
     done = call("evaluate", tmp_path / "birds.csv", "--html", tmp_path / "birds.html")
     assert done.exit_code == 0
-    numbers = [set(re.findall(r"\d+\.\d+", text)) for text in (said[1], done.stdout)]
+    numbers = [set(re.findall(r"\d+(?:\.\d+)? %", text)) for text in (said[1], done.stdout)]
     assert len(numbers[0]) > 3
     assert numbers[0] <= numbers[1]
     assert (tmp_path / "birds.html").stat().st_size > 50_000

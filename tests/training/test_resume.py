@@ -14,6 +14,7 @@ import pytest
 import torch
 from runs_of import SignalAt, assert_same, log_without_times, prediction_bytes, short
 
+from fedlas.io import write_predictions
 from fedlas.predictions import Predictions
 from fedlas.training import AbstractCallback, Run, RunError, StoppedError, checkpoint, fit, fit_many
 from fedlas.training.signals import StopSignals
@@ -206,14 +207,13 @@ def test_a_signal_after_the_last_step_stops_the_run(unbroken, tmp_path):
 
 def test_a_signal_while_predicting_ends_fit_many(tmp_path, monkeypatch):
     recipes = [short("ce", epochs=2), short("ls", epochs=1)]
-    save = Predictions.save
 
-    def save_and_signal(made: Predictions, path: Path) -> None:
-        save(made, path)
+    def write_and_signal(made: Predictions, path: Path) -> None:
+        write_predictions(made, path)
         if path.stem == "best-test":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Predictions, "save", save_and_signal)
+    monkeypatch.setattr("fedlas.training.loop.write_predictions", write_and_signal)
     with pytest.raises(StoppedError) as caught:
         list(fit_many(recipes, folder=tmp_path))
     assert caught.value.signal_number == signal.SIGINT

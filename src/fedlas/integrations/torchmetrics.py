@@ -86,7 +86,7 @@ class CalibrationMetric(Metric):
         """Return the metric of all samples so far, as float64."""
         whole = self._accumulator()
         held = {word: getattr(self, word) for word in self.names}
-        whole.store.load_state({w: _parts(v) if isinstance(self._defaults[w], list) else v for w, v in held.items()})
+        whole.store.set_state({w: _parts(v) if isinstance(self._defaults[w], list) else v for w, v in held.items()})
         return torch.tensor(float(whole.compute()), dtype=torch.float64, device=self.device)
 
 

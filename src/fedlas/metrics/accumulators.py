@@ -64,7 +64,7 @@ class AbstractStore(ABC):
         """Return what is kept: tensors, which processes add up, and lists of tensors, which they join."""
 
     @abstractmethod
-    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         """Replace what is kept."""
 
     def empty_state(self, num_classes: int | None = None) -> State:
@@ -175,7 +175,7 @@ class BinStore(AbstractHistogram):
         """Return the sums of bins."""
         return {name: getattr(filled, name) for name in BIN_SUMS} | {"samples": _count(filled.n)}
 
-    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.filled, n = None, int(_one(state, "samples")) if state else 0
         self.about = replace(self.about, n=n)
         if n:
@@ -231,7 +231,7 @@ class PairStore(AbstractStore):
         found: State = {"confidence": self.confidence, "correct": self.correct}
         return found | ({"uncertainty": self.uncertainty} if self.ranked else {})
 
-    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         for name, parts in state.items():
             setattr(self, name, [parts] if isinstance(parts, Tensor) else list(parts))
         self.about = replace(self.about, n=sum(map(len, self.confidence)))
@@ -269,8 +269,8 @@ class MassStore(AbstractHistogram):
     def state(self) -> State:
         return self.kept.state()
 
-    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.kept.load_state(state)
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        self.kept.set_state(state)
 
     def histogram(self) -> Histogram:
         found = self.kept.pairs()
@@ -312,7 +312,7 @@ class MeanStore(AbstractStore):
     def state(self) -> State:
         return {"total": _scalar(self.total), "samples": _count(self.about.n)}
 
-    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.total, self.about = float(_one(state, "total")), replace(self.about, n=int(_one(state, "samples")))
 
 
@@ -439,5 +439,5 @@ class Accumulator:
         """Restore what `state_dict` returned."""
         if state["metric"] != self.metric.name:
             raise UserError(f"this is the state of {state['metric']}, not of {self.metric.name}")
-        self.store.load_state(state["state"])
+        self.store.set_state(state["state"])
         self.store.about = Definition(**state["about"])

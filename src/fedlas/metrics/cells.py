@@ -92,7 +92,7 @@ class CellStore(AbstractHistogram):
         found: State = {"counts": counts, "confidence_sum": sums, "correct_sum": sums.clone(), "low": [], "high": []}
         return found | {"samples": torch.tensor(0)}
 
-    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.cells = None
         if state and len(state["low"]):
             counts, confidence, correct = (cast("Tensor", state[name]) for name in BIN_SUMS)

@@ -347,7 +347,7 @@ class LossStore(AbstractStore):
         found: State = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         return found | {"samples": torch.tensor(self.about.n)}
 
-    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         names = ("total", "floored", "floor", "samples")
         self.total, floored, self.floor, n = (float(cast("Tensor", state[name])) for name in names)
         self.floored, self.about = int(floored), replace(self.about, n=int(n))
@@ -397,8 +397,8 @@ class BrierStore(AbstractStore):
     def empty_state(self, num_classes: int | None = None) -> State:
         return self.bins.empty_state(num_classes) | self._sums()
 
-    def load_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
-        self.bins.load_state({name: value for name, value in state.items() if "squares" not in name})
+    def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
+        self.bins.set_state({name: value for name, value in state.items() if "squares" not in name})
         if state:
             self.squares, self.label_squares = (float(cast("Tensor", state[n])) for n in ("squares", "label_squares"))
 
