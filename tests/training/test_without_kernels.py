@@ -7,6 +7,7 @@ import torch
 from runs_of import prediction_bytes, short
 
 from fedlas.training import fit
+from fedlas.training.build import load_accelerator
 
 
 @pytest.fixture
@@ -24,8 +25,18 @@ def test_cpu_training_does_not_need_the_kernels(tmp_path, no_kernels, request):
     assert prediction_bytes(fit(short(), out=tmp_path / "with")) == prediction_bytes(without)
 
 
+def test_missing_kernels_are_reported(no_kernels):
+    with pytest.warns(UserWarning, match="without custom kernels, which is slower: fedlas.training.accelerators"):
+        assert load_accelerator(short(compile=True), torch.device("cuda")) is None
+
+
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:\\nOnline softmax", "ignore:.*torch.jit:DeprecationWarning", "ignore:TensorFloat32")
+@pytest.mark.filterwarnings(
+    "ignore:training without custom kernels",
+    "ignore:\\nOnline softmax",
+    "ignore:.*torch.jit:DeprecationWarning",
+    "ignore:TensorFloat32",
+)
 def test_gpu_training_gives_the_same_without_the_kernels(tmp_path, no_kernels, request):
     recipe = short(model="resnet18_cifar", model_options={"in_channels": 1}, channels_last=True, precision="bf16")
     without = fit(recipe, out=tmp_path / "without")

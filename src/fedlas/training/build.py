@@ -1,6 +1,7 @@
 """How a session is built: network, loss, optimizer and step of a recipe."""
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,9 +57,10 @@ def load_accelerator(recipe: Recipe, device: torch.device) -> "Accelerator | Non
         from fedlas.training.accelerators.kernels import CustomKernels  # noqa: PLC0415
     except ModuleNotFoundError as error:
         name = error.name or ""
-        if name in ("triton", "torchvision") or name.startswith("fedlas.training.accelerators"):
-            return None
-        raise
+        if name not in ("triton", "torchvision") and not name.startswith("fedlas.training.accelerators"):
+            raise
+        warnings.warn(f"training without custom kernels, which is slower: {name} is missing", stacklevel=2)
+        return None
     return CustomKernels(device)
 
 

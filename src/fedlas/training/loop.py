@@ -33,7 +33,6 @@ from fedlas.training.distributed import (
     any_signal,
     broadcast_buffers,
     decide_on_rank_zero,
-    gather_objects,
     is_rank_zero,
     process_group,
 )
@@ -366,9 +365,8 @@ class _Training:
         index = self.session.batch_indices(epoch)[position].tolist()
         self.writer.wait()
         saved = str(self.run.checkpoint) if self.run.checkpoint.exists() else None
-        if is_rank_zero():
-            details = {"step": step + 1, "index": index, "checkpoint": saved}
-            self.run.append_log({"epoch": epoch + 1, "diverged": details})
+        details = {"step": step + 1, "index": index, "checkpoint": saved}
+        decide_on_rank_zero(lambda: self.run.append_log({"epoch": epoch + 1, "diverged": details}))
         location = f"step {step + 1} (epoch {epoch + 1}, batch {position + 1})"
         cause = f"the loss or its gradient is not finite, or too large, in {location}"
         samples = ", ".join(map(str, index[:8])) + (f" and {len(index) - 8} more" if len(index) > 8 else "")
@@ -389,21 +387,23 @@ class _Training:
 
     def _write_predictions(self) -> None:
         """Write the predictions of the last and the best weights, OOD data last, and the checksums of all data."""
-        if is_rank_zero():
-            split_names = dict.fromkeys(name.partition("-")[0] for name in self.recipe.splits)
-            ood = {data.name: data for data in map(self.session.ood_data, self.recipe.ood)}
-            checksums = dict(self.run.environment["data"])
-            checksums |= {
-                name: self.session.data.split(name).checksum() for name in split_names if name not in TRAINING_SPLITS
-            }
-            checksums |= {f"ood-{name}": data.split("test").checksum() for name, data in ood.items()}
-            self.run.update_environment({"data": checksums, "titles": {name: data.title for name, data in ood.items()}})
+        decide_on_rank_zero(self._record_checksums)
         states = {"last": {name: value.clone() for name, value in self.session.net.model.state_dict().items()}}
         states["best"] = self.session.best
         self._predict_all(states, {name: self.session.evaluation(name) for name in self.recipe.splits})
         sources = {f"ood-{name}": self.session.ood_source(name) for name in self.recipe.ood}
         self._predict_all(states, sources, labelled=False)
-        gather_objects(0)  # all ranks wait for rank 0 to write the files
+
+    def _record_checksums(self) -> None:
+        """Record the checksums of all data that is predicted."""
+        split_names = dict.fromkeys(name.partition("-")[0] for name in self.recipe.splits)
+        ood = {data.name: data for data in map(self.session.ood_data, self.recipe.ood)}
+        checksums = dict(self.run.environment["data"])
+        checksums |= {
+            name: self.session.data.split(name).checksum() for name in split_names if name not in TRAINING_SPLITS
+        }
+        checksums |= {f"ood-{name}": data.split("test").checksum() for name, data in ood.items()}
+        self.run.update_environment({"data": checksums, "titles": {name: data.title for name, data in ood.items()}})
 
     def _predict_all(
         self, states: dict[str, dict[str, Tensor]], sources: dict[str, Source], *, labelled: bool = True
@@ -412,8 +412,8 @@ class _Training:
             checkpoint.restore_module(self.session.net.model, weights)
             for split, source in sources.items():
                 predictions = self._predict(source, split, labelled=labelled)
-                if is_rank_zero():
-                    write_predictions(predictions, self.run.predictions_file(f"{state}-{split}"))
+                file = self.run.predictions_file(f"{state}-{split}")
+                decide_on_rank_zero(partial(write_predictions, predictions, file))
             self._stop(any_signal(self.signals.caught, 0, self.session.device), "after training")
 
 

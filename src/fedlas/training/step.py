@@ -91,12 +91,12 @@ class TrainStep:
         """Train on a batch, given the inputs of the batch assembly; nothing in here may wait for the device."""
         self.parts.optimizer.zero_grad(set_to_none=True)
         pieces = list(zip(*(value.chunk(self.recipe.accumulate) for value in inputs), strict=True))
-        finite = []
+        acceptable = []
         with self.parts.optimizer_step.gradient_slots():
             for number, piece in enumerate(pieces, start=1):
                 with self._reduction(last=number == len(pieces)):
-                    finite.append(self._forward_backward(piece, len(piece[0]) / len(inputs[0])))
-        self.parts.optimizer_step(reduce(torch.logical_and, finite), self.count, self.first_bad, self.metrics)
+                    acceptable.append(self._forward_backward(piece, len(piece[0]) / len(inputs[0])))
+        self.parts.optimizer_step(reduce(torch.logical_and, acceptable), self.count, self.first_bad, self.metrics)
 
     def _reduction(self, *, last: bool) -> AbstractContextManager[None]:
         """Reduce gradients across ranks only with the last part of an accumulated step."""
@@ -106,19 +106,19 @@ class TrainStep:
         deferred: AbstractContextManager[None] = task.no_sync()
         return deferred
 
-    def _forward_backward(self, inputs: Inputs, share: float) -> Bool[Tensor, ""]:
+    def _forward_backward(self, inputs: Inputs, fraction: float) -> Bool[Tensor, ""]:
         """Add the gradient of a batch, or of a part of one; return whether its loss is acceptable."""
         sample = self.parts.feed(*inputs)
         images, labels = self.parts.mixer(sample.images, sample.labels, self.count)
         with autocast(self.recipe.precision, self.device):
             value, output = self.parts.task(images, labels, sample.index)
         terms, summed = self.parts.loss.last_terms, self.parts.loss.reduction == "sum"
-        if share != 1 and summed:  # the sum over a part stands for that over the whole batch
-            value, terms = value / share, {name: term / share for name, term in terms.items()}
-        self.scaler.scale(value if share == 1 else value * share).backward()
+        if fraction != 1 and summed:  # the sum over a part stands for that over the whole batch
+            value, terms = value / fraction, {name: term / fraction for name, term in terms.items()}
+        self.scaler.scale(value if fraction == 1 else value * fraction).backward()
         self.metrics.add_batch(value, terms, output.logits.detach(), sample.labels)
         self.gate.add(sample.index)
-        limit = DIVERGED * math.log(output.logits.shape[1]) * (len(sample.labels) / share if summed else 1)
+        limit = DIVERGED * math.log(output.logits.shape[1]) * (len(sample.labels) / fraction if summed else 1)
         acceptable: Bool[Tensor, ""] = value.detach().abs() < limit  # False for NaN
         return acceptable
 
