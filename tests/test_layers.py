@@ -21,6 +21,7 @@ SOURCE = Path(__file__).parents[1] / "src" / HOUSE
 # anything; `__main__` only calls `cli`.
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "formatting": set(),
     "extras": set(),
     "predictions": set(),
     "io": {"extras", "predictions"},
@@ -30,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "https": set(),
     "records": {"extras"},
     "losses": {"predictions", "catalog", "ranks", "metrics.bins"},
-    "metrics": {"extras", "catalog", "predictions", "alignment", "ranks"},
+    "metrics": {"extras", "formatting", "catalog", "predictions", "alignment", "ranks"},
     "posthoc": {"extras", "predictions", "io", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
     "evaluation": {"extras", "predictions", "io", "alignment", "catalog", "metrics", "posthoc", "ood"},
@@ -40,10 +41,10 @@ ROOMS: dict[str, set[str]] = {
         "extras", "predictions", "io", "catalog", "ranks", "records", "losses", "metrics", "posthoc", "ood",
         "evaluation", "data", "models",
     },
-    "report": {"extras", "predictions", "io", "alignment", "metrics", "evaluation", "ood"},
+    "report": {"extras", "formatting", "predictions", "io", "alignment", "metrics", "evaluation", "ood"},
     "experiments": {
-        "extras", "catalog", "predictions", "io", "alignment", "metrics", "posthoc", "ood", "training", "evaluation",
-        "report",
+        "extras", "formatting", "catalog", "predictions", "io", "alignment", "metrics", "posthoc", "ood", "training",
+        "evaluation", "report",
     },
     "integrations": {
         "extras", "io", "predictions", "losses", "metrics", "posthoc", "models.base", "evaluation", "report",

@@ -88,7 +88,7 @@ def test_answers_for_programs(files, monkeypatch):
     assert done.exit_code == 0, done.output
     found = json.loads(kept.read_text())
     report = Report.from_dict(found["models"]["test"]["report"])
-    assert f"{100 * float(report['ece']):.2f}" in done.stdout
+    assert report["ece"].cell() in done.stdout
     assert page.read_text().startswith("<!doctype html>")
     assert "fedlas evaluate &#39;my file.csv&#39;" in page.read_text()
     piped = call(*words, "--json", "-")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedlas import formatting
 from fedlas.metrics import Definition, Interval, Result, accuracy, bootstrap, classwise_ece, ece, nll
 
 
@@ -55,7 +56,7 @@ def test_the_split_of_predictions_is_carried():
 
 def test_percent_appear_only_in_print(result):
     assert float(result) < 1
-    assert str(result).startswith("ECE 4.12 % [3.10, 5.20] at 95 %")
+    assert str(result).startswith("ECE 4.1 % [3.1, 5.2] at 95 %, 0.9 % by chance")
     for part in ("15 equal-width bins", "L1", "top-label", "test", "n=10,000", "float32"):
         assert part in str(result)
     assert repr(result) == f"<{result}>"
@@ -64,7 +65,8 @@ def test_percent_appear_only_in_print(result):
 
 def test_chance_is_printed_beside_the_value(cooled):
     found = bootstrap(ece, cooled, resamples=100)
-    assert f"{100 * found.details['noise_floor']:.2f} %" in str(found)
+    shown = formatting.percent(found.details["noise_floor"], found.interval.low, found.interval.high)
+    assert f"{shown} by chance" in str(found)
 
 
 def test_json_holds_everything_and_comes_back(result):
@@ -88,9 +90,9 @@ def test_json_knows_no_nan():
 
 
 def test_latex(result):
-    assert result.to_latex() == r"$4.12$ {\scriptsize $[3.10, 5.20]$}"
+    assert result.to_latex() == r"$4.1$ {\scriptsize $[3.1, 5.2]$}"
     plain = Result(1.6474, Definition("NLL", unit="nats"))
-    assert plain.to_latex(3) == "$1.647$"
+    assert plain.to_latex() == "$1.647$"
 
 
 def test_it_survives_pickle_and_copy(result):

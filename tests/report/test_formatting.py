@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from fedlas import formatting
 from fedlas.evaluation import evaluate
 from fedlas.metrics.result import Definition, Interval, Result
-from fedlas.report import formatting
 from fedlas.report.figures import reliability_data
 from fedlas.report.html import report_page
 from fedlas.report.tables import Cell, Column, Row, Table
@@ -138,13 +138,7 @@ def test_a_number_is_shown_equally_in_sentences_on_the_page_and_in_figures(name,
         assert text in table.text()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("with an interval", marks=pytest.mark.xfail(reason="Result.cell rounds on its own", strict=True)),
-        "without one",
-    ],
-)
+@pytest.mark.parametrize("name", ECE)
 def test_a_number_is_shown_equally_in_the_table_of_the_terminal(name):
     ece = ECE[name]
     ends = () if ece.interval is None else (ece.interval.low, ece.interval.high)

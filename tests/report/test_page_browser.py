@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from fedlas import formatting
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Interval, Result
 from fedlas.predictions import Predictions, TopLabelPredictions
-from fedlas.report import formatting
 from fedlas.report.html import save_page
 from fedlas.report.subjects import Model
 from report import pages

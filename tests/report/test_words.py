@@ -7,14 +7,13 @@ from functools import cache
 import pytest
 import torch
 
-from fedlas import metrics
+from fedlas import formatting, metrics
 from fedlas.evaluation import Report, State, evaluate
 from fedlas.metrics import bin_statistics, equal_width_edges
 from fedlas.metrics.bins import EdgeRule
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
-from fedlas.report import formatting
 from fedlas.report.places import filled_places
 from fedlas.report.words import at_confidence, direction, effect, in_words, sentences, worst_place
 

@@ -2,7 +2,7 @@
 
 `Result` is a float in every respect, and carries its definition: which estimator, how many bins, which edge rule, norm
 and scope, how many samples of which type and split, and an interval where one was computed. Values are fractions;
-percent appear only when a result is printed.
+they become percentages only when a result is printed, by the rule of `fedlas.formatting`.
 """
 
 import html
@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from fedlas import formatting
+
 ROUNDING = 1e-6  # a value that exceeds its interval by less lies at its end
-MANY_DIGITS = 1e6  # numbers from here on are written with an exponent in tables
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class Result(float):
         if chance is None or float(self) <= self.interval.high + ROUNDING:
             return self.interval.note
         return (
-            f"the value contains the error that finite samples show by chance ({self._shown(chance)} for a calibrated "
+            f"the value contains the error that finite samples show by chance ({self._number(chance)} for a calibrated "
             "model); the interval is of the true error, without it"
         )
 
@@ -156,11 +157,11 @@ class Result(float):
         return type(self)(float(self), replace(self.definition, split=split), self.interval, self.details)
 
     def __str__(self) -> str:
-        chance = self.details.get("noise_floor")
-        beside = "" if chance is None else f", {self._scaled(chance):.2f} % by chance"
-        spread = self.details.get("std")
-        around = "" if spread is None else f" ± {self._shown(spread)}"
-        return f"{self.definition.estimator} {self._shown(self)}{around}{self._range()}{beside} ({self.definition})"
+        noise_floor, std = self.details.get("noise_floor"), self.details.get("std")
+        beside = "" if noise_floor is None else f", {self._number(noise_floor)} by chance"
+        spread = "" if std is None else f" ± {self._number(std)}"
+        interval = "" if self.interval is None else f" {self._ends()} at {formatting.level(self.interval.level)}"
+        return f"{self.definition.estimator} {self._number(self)}{spread}{interval}{beside} ({self.definition})"
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -191,40 +192,34 @@ class Result(float):
         value = math.nan if fields["value"] is None else fields["value"]
         return cls(value, definition, interval, fields["details"])
 
-    def to_latex(self, digits: int = 2) -> str:
+    def to_latex(self) -> str:
         """Write the number for a LaTeX table, with its interval where there is one."""
-        if self.interval is None:
-            return f"${self._scaled(float(self)):.{digits}f}$"
-        low, high = self._scaled(self.interval.low), self._scaled(self.interval.high)
-        return f"${self._scaled(float(self)):.{digits}f}$ {{\\scriptsize $[{low:.{digits}f}, {high:.{digits}f}]$}}"
+        value, _, ends = self.cell().partition(" ")
+        return f"${value}$ {{\\scriptsize ${ends}$}}" if ends else f"${value}$"
 
     def cell(self) -> str:
-        """Write the number, a fraction in percent, and its interval, for a table whose heading says the rest."""
-        low_high = () if self.interval is None else (self.interval.low, self.interval.high)
-        around = ", ".join(self._in_cell(end) for end in low_high)
-        return self._in_cell(float(self)) + (f" [{around}]" if around else "")
+        """Write the number, a fraction as a percentage, and its interval, for a table whose heading has the unit."""
+        return formatting.cell(float(self), *self._limits, percent=self._is_percentage)
 
     def heading(self) -> str:
         """Write what stands above such a cell."""
-        return f"{self.definition.estimator} %" if self.definition.unit == "fraction" else self.definition.estimator
+        return f"{self.definition.estimator} %" if self._is_percentage else self.definition.estimator
 
-    def _in_cell(self, value: float) -> str:
-        if self.definition.unit == "fraction":
-            return f"{100 * value:.2f}"
-        return f"{value:.3f}" if abs(value) < MANY_DIGITS else f"{value:.4g}"
+    @property
+    def _is_percentage(self) -> bool:
+        return self.definition.unit == "fraction"
 
-    def _scaled(self, value: float) -> float:
-        return 100 * value if self.definition.unit == "fraction" else value
+    @property
+    def _limits(self) -> tuple[float, float] | tuple[None, None]:
+        return (None, None) if self.interval is None else (self.interval.low, self.interval.high)
 
-    def _shown(self, value: float) -> str:
-        return f"{100 * float(value):.2f} %" if self.definition.unit == "fraction" else f"{float(value):.4g}"
+    def _number(self, value: float) -> str:
+        """Write a number in the unit of this result, with as many decimals as the result itself."""
+        text = formatting.number(float(value), *self._limits, percent=self._is_percentage)
+        return f"{text} %" if self._is_percentage else text
 
-    def _range(self) -> str:
-        if self.interval is None:
-            return ""
-        digits = ".2f" if self.definition.unit == "fraction" else ".4g"
-        low, high = self._scaled(self.interval.low), self._scaled(self.interval.high)
-        return f" [{low:{digits}}, {high:{digits}}] at {100 * self.interval.level:g} %"
+    def _ends(self) -> str:
+        return self.cell().partition(" ")[2]
 
 
 @dataclass(frozen=True)
@@ -268,15 +263,18 @@ class Comparison:
 
     def __str__(self) -> str:
         """Say it in a sentence."""
-        unit = 100 if self.first.definition.unit == "fraction" else 1
-        points, digits = (" points", 2) if unit == 100 else ("", 4)
-        low, high, gap = (unit * v for v in (self.interval.low, self.interval.high, self.difference))
-        verdict = "no difference is shown" if self.better is None else f"the {self.better} model is better"
+        difference, ends = self.cells()
+        points = " points" if self.first.definition.unit == "fraction" else ""
+        verdict = "no significant difference" if self.better is None else f"the {self.better} model is better"
         return (
-            f"{self.first.definition.estimator} differs by {gap:+.{digits}f}{points} (first minus second), "
-            f"[{low:+.{digits}f}, {high:+.{digits}f}] at {100 * self.interval.level:g} %, "
-            f"p = {self.p_value:.3g}: {verdict}"
+            f"{self.first.definition.estimator} differs by {difference}{points} (first minus second), "
+            f"{ends} at {formatting.level(self.interval.level)}, {formatting.p_value(self.p_value)}: {verdict}"
         )
+
+    def cells(self) -> tuple[str, str]:
+        """Write the difference and its interval; differences of percentages in points."""
+        percent = self.first.definition.unit == "fraction"
+        return formatting.difference(self.difference, self.interval.low, self.interval.high, percent=percent)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

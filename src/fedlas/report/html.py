@@ -25,12 +25,12 @@ from typing import Any
 from fedlas.errors import UserError, UserTypeError
 from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
+from fedlas.formatting import cell, level
 from fedlas.io.atomic import write_atomic
 from fedlas.metrics.catalogue import summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
 from fedlas.report.duels import duels
-from fedlas.report.formatting import cell, level
 from fedlas.report.page_data import (
     Plain,
     class_data,

@@ -24,10 +24,10 @@ from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
 from fedlas.errors import UserError
+from fedlas.formatting import PERCENT_DECIMALS, fixed
 from fedlas.io.atomic import write_atomic
 from fedlas.metrics.mean_rank import mean_ranks
 from fedlas.metrics.result import aligned
-from fedlas.report.formatting import PERCENT_DECIMALS, fixed
 
 Detail = Literal["ours", "both", "full"]
 

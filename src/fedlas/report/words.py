@@ -8,9 +8,9 @@ known, the words say so, and what chance alone would show stands beside the erro
 import math
 from typing import TYPE_CHECKING, Literal
 
+from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.result import Result
-from fedlas.report.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
 from fedlas.report.places import Place, filled_places
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fedlas import formatting
 from fedlas.extras import optional_module
 from fedlas.metrics.bins import exact
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions, TopLabelPredictions
-from fedlas.report import formatting, page_data
+from fedlas.report import page_data
 from fedlas.report.figures.style import (
     COLUMN,
     DARK,

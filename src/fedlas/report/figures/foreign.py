@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedlas.errors import UserError
+from fedlas.formatting import number
 from fedlas.predictions import AnyPredictions, Array
 from fedlas.report import page_data
 from fedlas.report.figures.style import (
@@ -19,7 +20,6 @@ from fedlas.report.figures.style import (
     stroke,
     title_room,
 )
-from fedlas.report.formatting import number
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedlas.formatting import significant
 from fedlas.report.figures.style import (
     COLUMN,
     DARK,
@@ -22,7 +23,6 @@ from fedlas.report.figures.style import (
     stroke,
     title_room,
 )
-from fedlas.report.formatting import significant
 
 ACROSS = 4  # panels beside each other on a page
 

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float64, UInt8
 from torch import Tensor
 
+from fedlas import formatting
 from fedlas.errors import UserError
 from fedlas.predictions import Predictions
-from fedlas.report import formatting, page_data
+from fedlas.report import page_data
 from fedlas.report.figures.features import correlation, features_of, norms_of, places_by_size
 from fedlas.report.figures.style import (
     COLUMN,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedlas import formatting
 from fedlas.metrics.mean_rank import mean_ranks
-from fedlas.report import formatting
 from fedlas.report.figures.style import DARK, PAGE, fitted, paper, shown
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from fedlas.formatting import percent
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.result import Result
@@ -27,7 +28,6 @@ from fedlas.report.figures.style import (
     stroke,
     title_room,
 )
-from fedlas.report.formatting import percent
 from fedlas.report.page_data import smooth_data
 from fedlas.report.places import filled_places
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedlas.formatting import percent
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.selective import aurc
 from fedlas.report import page_data
 from fedlas.report.figures.style import COLUMN, PALE, fitted, legend_below, paper, stroke
-from fedlas.report.formatting import percent
 
 
 @dataclass(frozen=True)

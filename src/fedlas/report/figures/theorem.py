@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from fedlas import formatting
 from fedlas.predictions import Predictions
-from fedlas.report import formatting
 from fedlas.report.figures.features import correlation, features_of, norms_of, places_by_size
 from fedlas.report.figures.style import DARK, LIGHT, MIDDLE, PAGE, fitted, numbers_of, paper, shown, title_room
 

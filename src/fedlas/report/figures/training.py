@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedlas import formatting
 from fedlas.errors import UserError
-from fedlas.report import formatting, page_data
+from fedlas.report import page_data
 from fedlas.report.figures.style import DARK, PAGE, PALE, Stroke, fitted, legend_below, paper, shown, stroke
 
 Values = tuple[float | None, ...]

@@ -1,4 +1,4 @@
-// Numbers as text: the only module of the page that rounds. `report/formatting.py` is its twin and explains the rule.
+// Numbers as text: the only module of the page that rounds. `formatting.py` is its twin and explains the rule.
 
 const PERCENT_DECIMALS = 2;
 const PLAIN_DECIMALS = 3;

@@ -1,4 +1,4 @@
-"""Numbers as text: the only module of the report that rounds. `page/format.js` is its twin for the HTML page.
+"""Numbers as text: the only module that rounds results. `report/page/format.js` is its twin for the HTML page.
 
 A number with a confidence interval is shown up to the digit at which the half-width of the interval has its second
 significant digit; the ends of the interval get as many decimals. A number without an interval has a fixed number of
@@ -48,6 +48,13 @@ def cell(value: float, low: float | None = None, high: float | None = None, *, p
         "" if low is None or high is None else f" [{_write(low, digits, percent)}, {_write(high, digits, percent)}]"
     )
     return _write(value, digits, percent) + around
+
+
+def difference(value: float, low: float, high: float, *, percent: bool = True) -> tuple[str, str]:
+    """Write a difference and its confidence interval, with their signs; of percentages, in points."""
+    digits, unit = decimals(low, high, percent=percent), 100 if percent else 1
+    ends = ", ".join(fixed(unit * end, digits, "+") for end in (low, high))
+    return fixed(unit * value, digits, "+"), f"[{ends}]"
 
 
 def percent(fraction: float, low: float | None = None, high: float | None = None) -> str:
