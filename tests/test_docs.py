@@ -66,7 +66,7 @@ def test_every_link_leads_somewhere(document):
 def test_a_link_that_leads_nowhere_is_found():
     page = ROOT / "docs" / "made_up.md"
     text = """# A title, with `code` & more
-[a](metrics.md#files) [b](nowhere.md) [c](#a-title-with-code--more) [d](#nowhere) ![e](demo/nowhere.png)
+[a](metrics.md#scopes) [b](nowhere.md) [c](#a-title-with-code--more) [d](#nowhere) ![e](demo/nowhere.png)
 [f](../../outside.md) [g](metrics.md#nowhere) [h](https://example.org) `[i](nowhere.md)`
 
 ```text
