@@ -217,6 +217,21 @@ def test_every_page_is_on_the_site_and_in_its_menu(site):
         assert f'href="{page}"' in menu
 
 
+def test_every_public_name_is_in_the_reference(site):
+    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md")}
+    packages = {name: path for path, text in pages.items() for name in re.findall(r"<!-- api: ([\w.]+) -->", text)}
+    assert {"fedlas", "fedlas.losses", "fedlas.metrics", "fedlas.posthoc", "fedlas.ood"} <= set(packages)
+    for package, path in packages.items():
+        built_page = (site / "reference" / path.with_suffix(".html").name).read_text(encoding="utf-8")
+        names = loaded("docs_site.py").public_names(package)
+        assert [name for name in names if f'id="{package}.{name}"' not in built_page] == [], package
+
+
+def test_a_name_that_a_page_documents_by_itself_is_not_repeated():
+    text = "::: fedlas.ood.auroc\n\n<!-- api: fedlas.ood -->\n"
+    assert loaded("docs_site.py").with_api(text).count("::: fedlas.ood.auroc\n") == 1
+
+
 def test_nothing_is_fetched_from_elsewhere(site):
     for path in site.rglob("*.html"):
         fetched = Page(path.read_text(encoding="utf-8")).fetched
