@@ -80,7 +80,7 @@ def test_the_checksum_is_that_of_the_content(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", ["FashionMNIST/raw", "debian"])
 def test_other_places_are_searched(tmp_path, monkeypatch, folder):
     data = twins.build("fashion_mnist", tmp_path, monkeypatch)
-    monkeypatch.setattr(type(data), "debian", str(tmp_path / "debian"))
+    monkeypatch.setattr(type(data), "folders", ("fashion-mnist", "FashionMNIST/raw", str(tmp_path / "debian")))
     (tmp_path / folder).parent.mkdir(exist_ok=True)
     (tmp_path / "fashion-mnist").rename(tmp_path / folder)
     assert len(data.split("test")) == 10 * twins.TEST

@@ -174,9 +174,8 @@ def test_what_may_come_without_tls_has_a_sha256(tmp_path, monkeypatch):
         asked.append(wanted)
         raise MissingFileError("not here")
 
-    monkeypatch.setattr("fedlas.data.base.fetch", note)
+    monkeypatch.setattr("fedlas.data.base.dataset.fetch", note)
     monkeypatch.setattr(fetching, "fetch", note)
-    monkeypatch.setattr(fedlas.data.FashionMNIST, "debian", str(tmp_path))
     for record in fedlas.list_data():
         if record.name not in {"digits", "folder"}:
             for part in ("train", "test"):
@@ -360,7 +359,7 @@ def test_single_files_come_from_their_address(server, tmp_path, monkeypatch):
         sha256[name] = hashlib.sha256(packed).hexdigest()
     monkeypatch.setattr(cls, "files", files)
     monkeypatch.setattr(cls, "sha256", sha256)
-    monkeypatch.setattr("fedlas.data.mnist.ADDRESSES", (server.url,))
+    monkeypatch.setattr(cls, "addresses", (server.url,))
     data = fedlas.build_data("mnist", root=tmp_path / "root")
     assert len(data.split("test")) == 10 * twins.TEST
     assert left_in(tmp_path / "root" / "mnist") == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]

@@ -129,7 +129,7 @@ def test_data_is_at_hand_only_if_it_need_not_be_fetched(monkeypatch, tmp_path):
     from fedlas.data.fashion_mnist import FashionMNIST
 
     monkeypatch.setenv("FEDLAS_DATA", str(tmp_path / "empty"))
-    monkeypatch.setattr(FashionMNIST, "debian", str(tmp_path / "not installed"))
+    monkeypatch.setattr(FashionMNIST, "folders", ("fashion-mnist",))
     monkeypatch.setattr(fetching, "_fetch_from_any", lambda source, *_: pytest.fail(f"{source.name} is fetched"))
     state = torch.get_rng_state()
     (one,) = Indicator().plan(Choice(), Ledger("nowhere"))

@@ -6,7 +6,6 @@ import io
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,22 +59,6 @@ def read_idx(path: Path, md5: str | None = None) -> Bytes:
     if md5 is not None and found != md5:
         raise DamagedFileError(f"{path} is damaged: the MD5 of its content is {found}, the published one {md5}")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
-
-
-def read_idx_pair(
-    part: str, files: Mapping[str, tuple[str, str]], found: Callable[[str, str], Path]
-) -> tuple[Bytes, Bytes]:
-    """Read images and labels of a part of MNIST, or of data in its format.
-
-    Args:
-        part: "train" or "test".
-        files: of each file: MD5 as it is published, and of what it holds.
-        found: gives the path of a file, from its name and published MD5.
-    """
-    prefix = "train" if part == "train" else "t10k"
-    names = [f"{prefix}-{kind}-ubyte" for kind in ("images-idx3", "labels-idx1")]
-    images, labels = (read_idx(found(name, files[name][0]), files[name][1]) for name in names)
-    return images[:, None], labels
 
 
 def read_names(path: Path, count: int, what: str) -> tuple[str, ...]:
