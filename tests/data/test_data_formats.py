@@ -455,7 +455,7 @@ def test_selection_on_test_has_to_be_asked_for(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["cub200", "aircraft"])
-def test_photographs_are_cropped_as_published(name):
+def test_natural_images_are_cropped_as_in_the_paper(name):
     default = fedlas.build_data(name).transform
     assert (default.size, default.resize, default.pad, default.flip) == (384, 448, 0, True)
     assert default.mean == (0.485, 0.456, 0.406)

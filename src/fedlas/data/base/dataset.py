@@ -1,7 +1,7 @@
-"""What a data set is: images with labels in the order of their publisher, and the splits that a seed makes of them.
+"""The base class of data sets: images with labels in their official order, and the splits that a seed selects.
 
-A file of this folder writes `read(part)`, which returns the official training or test part, and a few facts. Splits,
-checks of the contents, and finding files are done here. Nothing is read before the first `split`.
+A data set implements `read(part)`, which returns the official training or test part, and declares a few facts. This
+module makes the splits, checks the contents and finds the files. Nothing is read before the first `split`.
 
     official train part ─► train, val      (the seed decides)
     official test part  ─► test            (the same for every seed)
@@ -31,22 +31,22 @@ from fedlas.errors import UserError
 NormalisationName: TypeAlias = Literal["imagenet", "half"]
 Images: TypeAlias = UInt8[Tensor, "n channels height width"] | tuple[Path, ...]
 Selection: TypeAlias = Literal["held_out", "official"]
-LOOKED_INTO = 1000  # image files of a split, at most, of which a checksum knows more than name and size
+LOOKED_INTO = 1000  # the checksum of a split includes the content of at most so many image files
 
 
 class Sample(NamedTuple):
-    """A batch: images as the network sees them, their labels, and which samples they are."""
+    """A batch: transformed images, their labels, and the index of each sample."""
 
     images: Tensor
     labels: Int[Tensor, " n"]
-    index: Int[Tensor, " n"]  # type: ignore[assignment] # a tuple's own `index` is of no use here
+    index: Int[Tensor, " n"]  # type: ignore[assignment] # hides tuple.index
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One official part of a data set, in its publisher's order.
+    """One official part of a data set, in its official order.
 
-    `index` is given where the parts share one order; otherwise each part is counted from 0.
+    `index` is set where both parts share one order; otherwise each part is counted from 0.
     """
 
     images: Images
@@ -65,8 +65,8 @@ class Split:
         index: position of each sample in the data set's own order.
         class_names: one name per class.
         dataset: catalogue name of the data set.
-        part: the image files that the split was picked from: what is kept of them on disk serves all of its splits.
-        places: where in it each sample of the split lies.
+        part: all image files of the part that the split was selected from; its splits share one cache file.
+        places: position of each sample of the split in that part.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Split:
         return f"Split({self.dataset} {self.name}, n={len(self):,}, classes={len(self.class_names)})"
 
     def checksum(self) -> str:
-        """Give the SHA-256 of labels and images; of image files names and sizes count, and of some the last bytes."""
+        """Return the SHA-256 of labels and images; for image files, of names, sizes and the last bytes of some."""
         found = hashlib.sha256(self.labels.numpy().tobytes())
         if isinstance(self.images, Tensor):
             found.update(self.images.contiguous().numpy().data)
@@ -102,11 +102,11 @@ class Split:
         return found.hexdigest()
 
     def decoded(self, transform: Transform, *, cache: str | Path | None = None, workers: int | None = None) -> "Split":
-        """Hold the images in memory, at the size and channels that a transform starts from.
+        """Load the images into memory, with the size and channels that a transform starts from.
 
         Args:
-            transform: of the data set that a network was trained on, which need not be this one.
-            cache: a folder that keeps decoded image files for the next time.
+            transform: that of the data set the network was trained on, which may be another one.
+            cache: a folder in which decoded images are cached.
             workers: threads that decode; by default one for each processor.
         """
         if isinstance(self.images, Tensor):
@@ -121,11 +121,11 @@ class Split:
     def kept(
         self, transform: Transform, cache: str | Path, *, workers: int | None = None
     ) -> tuple[UInt8[Tensor, "m channels stored stored"], Int[Tensor, " n"]]:
-        """Give the decoded images of the whole part, mapped into memory from a file, and where this split's lie in it.
+        """Return the decoded images of the whole part, memory-mapped, and the positions of this split in them.
 
         Args:
-            transform: of the data set that a network was trained on, which need not be this one.
-            cache: the folder that keeps them.
+            transform: that of the data set the network was trained on, which may be another one.
+            cache: the folder of the cache file.
             workers: threads that decode; by default one for each processor.
         """
         if isinstance(self.images, Tensor):
@@ -138,7 +138,7 @@ class Split:
         return self.part or self.images, torch.arange(len(self)) if self.places is None else self.places
 
     def picked(self, positions: Int[Tensor, " m"]) -> "Split":
-        """Keep only the samples at some positions of this split, in that order."""
+        """Select the samples at some positions of this split, in that order."""
         labels, index = self.labels[positions], self.index[positions]
         if isinstance(self.images, Tensor):
             return replace(self, images=self.images[positions], labels=labels, index=index)
@@ -159,7 +159,7 @@ class Split:
 
 
 class Common(TypedDict, total=False):
-    """What every data set may be built with."""
+    """Keyword arguments of every data set."""
 
     root: str | Path | None
     seed: int
@@ -179,23 +179,23 @@ class AbstractDataset(ABC):
     Args:
         root: the folder that holds data sets; by default `data_root()`.
         seed: decides which samples of the training part are held out for validation.
-        download: whether files that are missing may be fetched.
-        progress: called as progress(file name, bytes so far, bytes in all or None) while a file is fetched.
+        download: whether missing files may be downloaded.
+        progress: called as progress(file name, bytes so far, bytes in total or None) during downloads.
     """
 
     name: ClassVar[str]
     citation: ClassVar[str]
-    title: str  # what tables call it
+    title: str  # name in tables
     num_classes: int
-    transform: Transform  # of every split; `transform_for` knows the exception
-    # Keywords that repeat what the FeDLaS code released by its authors does, where the default does something better.
+    transform: Transform  # of every split; `transform_for` handles exceptions
+    # Keyword arguments that reproduce the official code where the default is another.
     published: ClassVar[Mapping[str, Any]] = {}
     splits: ClassVar[tuple[str, ...]] = ("train", "val", "test")
-    resident: ClassVar[bool] = True  # whether the images are small enough to live on the training device
-    stratified: ClassVar[bool] = False  # whether as large a share of each class is held out
+    resident: ClassVar[bool] = True  # whether the images are small enough to be kept on the training device
+    stratified: ClassVar[bool] = False  # whether the same fraction of each class is held out
     val_share: ClassVar[float] = 0.1
     selection: Selection = "held_out"
-    # What the official parts hold: samples in all, and either the number in each class or the range it lies in.
+    # Contents of the official parts: number of samples, and per class either the number or its range.
     sizes: ClassVar[Mapping[str, int]] = {}
     per_class: ClassVar[Mapping[str, Sequence[int] | range]] = {}
 
@@ -218,11 +218,11 @@ class AbstractDataset(ABC):
     @property
     @abstractmethod
     def class_names(self) -> tuple[str, ...]:
-        """One name per class; where the names come with the data, they are read now."""
+        """One name per class; if the names come with the data, they are read now."""
 
     @abstractmethod
     def read(self, part: str) -> Part:
-        """Read the official part "train" or "test"; what the bytes can tell about damage is checked here."""
+        """Read the official part "train" or "test", and verify the checksums of its files."""
 
     def split(self, name: str) -> Split:
         """Return the samples of "train", "val" or "test"."""
@@ -238,7 +238,7 @@ class AbstractDataset(ABC):
         return whole.picked(train if name == "train" else val)
 
     def part(self, name: str) -> Part:
-        """Return an official part whose contents were checked; it is read once."""
+        """Return an official part, read once and checked."""
         if name not in self._parts:
             part = self.read(name)
             self.check(name, part.labels)
@@ -246,41 +246,41 @@ class AbstractDataset(ABC):
         return self._parts[name]
 
     def halves(self, labels: Int[Tensor, " n"]) -> tuple[Int[Tensor, " train"], Int[Tensor, " val"]]:
-        """Divide the training part into the positions to train on and those held out."""
+        """Split the positions of the training part into those to train on and those held out."""
         split = held_out_of_each_class if self.stratified else held_out
         return split(labels, self.seed, self.val_share)
 
     def transform_for(self, split: str) -> Transform:
-        """Return what happens to the images of a split, which is the same for all of them unless asked otherwise."""
+        """Return the transform of a split; by default all splits have the same."""
         one_of("split", split, self.splits)
         return self.transform
 
     def check(self, part: str, labels: Int[Tensor, " n"]) -> None:
-        """Compare the number of samples, in all and in each class, with what was published."""
+        """Compare the number of samples, in total and per class, with the official numbers."""
         where = f"{self.title}, official {part} part, in {self.root}"
         if len(labels) and not (labels.min() >= 0 and labels.max() < self.num_classes):
             raise DamagedFileError(
                 f"{where}: labels from {labels.min()} to {labels.max()}, where 0 to {self.num_classes - 1} are expected"
             )
         if part in self.sizes and len(labels) != self.sizes[part]:
-            raise DamagedFileError(f"{where}: {len(labels)} samples, where {self.sizes[part]} were published")
+            raise DamagedFileError(f"{where}: {len(labels)} samples; the official part has {self.sizes[part]}")
         found = torch.bincount(labels, minlength=self.num_classes).tolist()
         expected = self.per_class.get(part, range(len(labels) + 1))
         for number, count in enumerate(found):
             right = count in expected if isinstance(expected, range) else count == expected[number]
             if not right:
                 wanted = f"{expected[0]} to {expected[-1]}" if isinstance(expected, range) else expected[number]
-                raise DamagedFileError(f"{where}: class {number} has {count} samples, where {wanted} were published")
+                raise DamagedFileError(f"{where}: class {number} has {count} samples; officially {wanted}")
 
     def first_file(self, names: Sequence[str], source: Source, folder: str) -> Path:
-        """Find a file under the first of several names below the root, or fetch it into a folder there."""
+        """Return the first of several paths below the root that exists, or download the file into a folder there."""
         for name in names:
-            if (self.root / name).exists():  # an absolute name stays as it is
+            if (self.root / name).exists():  # an absolute name is used as is
                 return self.root / name
         return fetch(source, self.root / folder, download=self.download, progress=self.progress)
 
     def unpacked(self, source: Source, inside: str) -> Path:
-        """Find a folder below the root, or make it from the published archive."""
+        """Return a folder below the root; if it does not exist, download and unpack the archive."""
         return unpack(source, self.root, inside, download=self.download, progress=self.progress)
 
     def __repr__(self) -> str:
@@ -288,7 +288,7 @@ class AbstractDataset(ABC):
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """Say where data lies: in the folder given, else in $FEDLAS_DATA, else in the user's cache."""
+    """Return the folder of data sets: the argument, else $FEDLAS_DATA, else a folder in the user's cache."""
     if root is None:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         root = os.environ.get("FEDLAS_DATA") or Path(cache) / "fedlas"
@@ -298,18 +298,18 @@ def data_root(root: str | Path | None = None) -> Path:
 def large_transform(
     image_size: int, resize: int | None, normalisation: str, antialias: bool, flip: bool = True
 ) -> Transform:
-    """Describe what happens to photographs: brought to a square, then cropped."""
+    """Return the transform of large natural images: resize to a square, then crop."""
     constants = {"imagenet": IMAGENET, "half": HALF}
     mean, std = constants[one_of("normalisation", normalisation, list(constants))]
     if image_size < 1:
         raise UserError(f"image_size must be at least 1, not {image_size}")
-    if resize is None:  # the published pairs are 448 and 384, 256 and 224
+    if resize is None:  # the paper resizes to 448 for 384, and to 256 for 224
         resize = round(image_size * (7 / 6 if image_size >= 384 else 8 / 7))
     return Transform(size=image_size, channels=3, mean=mean, std=std, resize=resize, flip=flip, antialias=antialias)
 
 
 def there(images: Sequence[Path], listed_in: Path) -> tuple[Path, ...]:
-    """Make sure that the image files which a list names exist."""
+    """Return the image files named in a list; raise if any does not exist."""
     missing = [path for path in images if not path.exists()]
     if missing:
         raise DamagedFileError(f"{len(missing)} images of {listed_in} are not there, such as {missing[0]}")
@@ -317,14 +317,14 @@ def there(images: Sequence[Path], listed_in: Path) -> tuple[Path, ...]:
 
 
 def held_out(labels: Int[Tensor, " n"], seed: int, share: float) -> tuple[Tensor, Tensor]:
-    """Shuffle all samples as the published code does, whatever their class; the first ones are held out."""
+    """Shuffle all samples regardless of class, as the official code does; hold out the first ones."""
     shuffled = torch.from_numpy(np.random.RandomState(seed).permutation(len(labels)))
     held = round(len(labels) * share)
     return shuffled[held:], shuffled[:held]
 
 
 def held_out_of_each_class(labels: Int[Tensor, " n"], seed: int, share: float) -> tuple[Tensor, Tensor]:
-    """Shuffle the samples of one class after the other; the last ones of each are held out."""
+    """Shuffle the samples of each class; hold out the last ones of each."""
     random = np.random.RandomState(seed)
     train, val = [], []
     for number in labels.unique():
@@ -338,9 +338,9 @@ def held_out_of_each_class(labels: Int[Tensor, " n"], seed: int, share: float) -
 
 
 def share_of_batch(places: Int[Tensor, " n"], rank: int, world: int) -> Int[Tensor, " m"]:
-    """Return what one rank works on: a contiguous part, one longer for the first ranks if it does not come out even.
+    """Return the contiguous part of one rank; if the division is uneven, the first ranks get one more.
 
-    Of fewer places than ranks, the last ranks get none.
+    With fewer places than ranks, the last ranks get none.
     """
     if not 0 <= rank < world:
         raise UserError(f"rank {rank} of {world}")
@@ -348,17 +348,17 @@ def share_of_batch(places: Int[Tensor, " n"], rank: int, world: int) -> Int[Tens
 
 
 def as_images(array: NDArray[np.uint8]) -> UInt8[Tensor, "n channels height width"]:
-    """Make a tensor of (N, C, H, W) bytes, copied so that it can be written to and the file's memory is let go."""
+    """Copy (N, C, H, W) bytes into a writable tensor that does not keep the file in memory."""
     return torch.from_numpy(np.array(array, np.uint8, order="C"))
 
 
 def as_labels(array: NDArray[Any] | Sequence[int]) -> Int[Tensor, " n"]:
-    """Make a tensor of class numbers."""
+    """Return a tensor of class numbers."""
     return torch.from_numpy(np.array(array, np.int64))
 
 
 def one_of(what: str, word: str, known: Sequence[str]) -> str:
-    """Return a word that is one of the known ones."""
+    """Return the word; raise if it is not one of the known ones."""
     if word not in known:
         raise UserError(f"no {what} is called {word!r}; {nearest(str(word), list(known))}")
     return word

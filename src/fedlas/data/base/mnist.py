@@ -14,7 +14,7 @@ class AbstractMNIST(AbstractDataset):
     num_classes = 10
     sizes: ClassVar = {"train": 60_000, "test": 10_000}
     addresses: ClassVar[tuple[str, ...]]  # of the folder that the files are downloaded from, best first
-    folders: ClassVar[tuple[str, ...]]  # searched below the root; downloads go to the first
+    folders: ClassVar[tuple[str, ...]]  # searched below the root; downloads are written to the first
     # MD5 of the published (compressed) file, and of its content, which is the same however the file was compressed.
     files: ClassVar[dict[str, tuple[str, str]]]
     # SHA-256 of the published file, as TensorFlow Datasets recorded it; the publishers give only an MD5.
