@@ -1,6 +1,6 @@
 """Custom images: a directory per class, or a CSV file with paths and labels.
 
-    PATH/cat/1.png, PATH/dog/2.png ...          a tenth of each class is held out by the seed, another fixed tenth is the test split
+    PATH/cat/1.png, PATH/dog/2.png ...          a fixed tenth of each class is for testing, another is held out
     PATH/train/cat/1.png, PATH/test/dog/2.png   given splits; without `val/` a tenth of `train/` is held out
     PATH/1.png, PATH/2.png ...                  one class with the name of the folder: for predictions only
     PATH.csv with columns path, label and perhaps split; paths are relative to the file

@@ -28,10 +28,7 @@ from fedlas.errors import UserError
 from fedlas.extras import optional_module
 
 _filters = threading.Lock()  # warning filters are global, and files are decoded in many threads
-MOST_UNPACKED, MOST_TIMES = (
-    2**28,
-    100,
-)  # limits of the decoded size: bytes, and multiples of the size of the file; beyond both a file is refused
+MOST_UNPACKED, MOST_TIMES = 2**28, 100  # limits of the decoded size, in bytes and in sizes of the file
 CHUNK = 512  # images resized at a time, to limit memory
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
