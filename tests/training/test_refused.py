@@ -169,13 +169,6 @@ def test_a_misnamed_hook_raises(tmp_path):
     with pytest.raises(TypeError, match=rf"Misnamed\.on_epoch_ended.*{', '.join(HOOKS)}"):
         fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
     assert HOOKS == ("on_train_start", "on_step_dispatched", "on_step_end", "on_epoch_end", "on_train_end")
-
-    class Blind(AbstractCallback):
-        def on_step_end(self, session, step):
-            pass
-
-    with pytest.raises(TypeError, match=r"Blind\.on_step_end.*sees_steps = True"):
-        fit(short(), out=tmp_path / "other", callbacks=[Blind()])
     watch = Whole()
     fit(short("ce", epochs=1, data_options={"train_samples": 50}), out=tmp_path, callbacks=[watch])
     assert watch.last == 1
