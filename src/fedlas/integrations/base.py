@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedlas.losses.base import AbstractLoss
 from fedlas.losses.fedlas import AbstractFeDLaS
-from fedlas.losses.gate_history import GateHistory
+from fedlas.losses.flip_rate import GateHistory
 from fedlas.metrics.catalogue import find_metric
 from fedlas.predictions import Predictions
 
