@@ -44,10 +44,10 @@ bench-train: $(READY) ## images per second of training, step by step from a plai
 bench-growth: $(READY) ## how cost grows with samples, classes and width, with fitted exponents
 	$(BIN)/python benchmarks/growth.py
 
-faults-numbers: $(READY) ## the long campaigns: numbers, streams and files from strangers
+faults-numbers: $(READY) ## the long campaigns: numbers, streams and untrusted files
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz_numbers.py --jobs 2 --seconds 1500 --resume
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/stream_numbers.py --n 50000000
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/strangers.py --copies 20
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/untrusted_files.py --copies 20
 
 licences: $(READY) ## write docs/licences.md from what is installed
 	@scripts/licences

@@ -19,7 +19,7 @@ NEW = '''
 from fedlas.losses.base import AbstractLoss
 
 class Evenness(AbstractLoss):
-    """Cross-entropy plus a price on uneven probabilities."""
+    """Cross-entropy plus a penalty on uneven probabilities."""
     name = "dropped_in"
     citation = "Nobody, On Evenness, 2026."
     def terms(self, batch):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.campaign
 
 
 def campaign(script: str, *words: str) -> Any:
-    """Run a campaign, and give what it wrote; its exit code says whether anything was wrong."""
+    """Run a campaign and return its results; its exit code is non-zero after a failure."""
     out = Path(os.environ["FAULTS_OUT"])
     command = [sys.executable, str(HERE / script), *words, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)

@@ -43,7 +43,7 @@ def unchecked():
 @pytest.mark.parametrize("target", ASKED, ids=lambda target: target.name)
 @given(content=st.binary(max_size=120))
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_number_is_right_or_refused_in_words(target: Target, content: bytes):
+def test_valid_input_gives_exact_values_and_invalid_input_an_error(target: Target, content: bytes):
     assert target(content) in {"right", "refused", "taken"}
 
 
@@ -70,9 +70,9 @@ def test_nothing_public_is_left_out():
 
 
 @pytest.mark.campaign
-def test_the_judge_notices_a_wrong_number():
-    """A judge that cannot fail would prove nothing."""
-    off = Target("ece", "metric", lambda draw: number_cases.judge_metric("ece", lambda *x, **_: _moved(*x), draw))
+def test_a_wrong_metric_value_is_detected():
+    """Guard against a check that always passes."""
+    off = Target("ece", "metric", lambda draw: number_cases.check_metric("ece", lambda *x, **_: _moved(*x), draw))
     with pytest.raises(number_cases.FindingError, match="instead of"):
         off(bytes(60))
 
@@ -84,38 +84,38 @@ def _moved(*given):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("call", [lambda *x: 0.1, lambda *x: 1 / 0], ids=["a number", "another error"])
-def test_the_judge_notices_what_is_not_refused(call):
+def test_accepted_invalid_input_is_detected(call):
     nothing = (torch.full((2, 2), torch.nan), torch.tensor([0, 1]))
     with pytest.raises(number_cases.FindingError):
-        number_cases.judged("x", lambda: call(*nothing), False, number_cases.Shown(*nothing))
+        number_cases.check_result("x", lambda: call(*nothing), False, number_cases.Shown(*nothing))
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["smooth_ece", "kde_ece", "noise_floor", "smooth_curve"])
-def test_the_judge_notices_a_wrong_kernel(name):
+def test_a_wrong_kernel_metric_is_detected(name):
     """These were once compared with themselves alone."""
 
     def off(*given, **options):
         return [value + 1e-6 for value in number_cases.numbers(getattr(metrics, name)(*given, **options))]
 
-    target = Target(name, "metric", lambda draw: number_cases.judge_metric(name, off, draw))
+    target = Target(name, "metric", lambda draw: number_cases.check_metric(name, off, draw))
     with pytest.raises(number_cases.FindingError, match="instead of"):
         target(bytes(60))
 
 
 @pytest.mark.campaign
 def test_what_nothing_was_compared_with_is_not_called_refused():
-    """One column of logits is a binary head: a number comes that the judge has no second answer for."""
+    """One column of logits is a binary head: the reference has no value to compare with."""
     column = (torch.tensor([[0.5], [1.0]]), torch.tensor([0, 1]))
     draw = number_cases.Draw(b"")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(number_cases, "logit_input", lambda _: column)
-        assert number_cases.judge_logits("ece", lambda s, y: ece(fedlas.Predictions(s, y)), {}, draw) == "taken"
+        assert number_cases.check_logits("ece", lambda s, y: ece(fedlas.Predictions(s, y)), {}, draw) == "taken"
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", ["auroc", "aupr", "fpr_at_tpr"])
-def test_the_judge_of_detection_notices_a_wrong_number(name, monkeypatch):
+def test_a_wrong_ood_metric_is_detected(name, monkeypatch):
     true = getattr(ood, name)
 
     def off(*given, **options):
@@ -124,7 +124,7 @@ def test_the_judge_of_detection_notices_a_wrong_number(name, monkeypatch):
 
     monkeypatch.setattr(ood, name, off)
     with pytest.raises(number_cases.FindingError, match="instead of"):
-        more_cases.judge_detection(name, number_cases.Draw(bytes([0, 0, 0, 1, 0, *range(40)])))
+        more_cases.check_detection(name, number_cases.Draw(bytes([0, 0, 0, 1, 0, *range(40)])))
 
 
 @pytest.mark.campaign
@@ -137,7 +137,7 @@ def test_the_judge_of_detection_notices_a_wrong_number(name, monkeypatch):
         ("nll", "ff0008000f64ff00000000ffffff0000646464646464677a"),  # losses of 1e308, which add up to infinity
     ],
 )
-def test_the_judge_is_right_where_it_once_was_not(name, content):
+def test_regressions_of_the_reference_implementation(name, content):
     target = next(target for target in more_cases.targets() if target.name == name)
     assert target(bytes.fromhex(content)) in {"right", "taken"}
 

@@ -23,7 +23,7 @@ def thinned(fast: set[str]) -> list:
 
 
 def fitted(name: str, classes: int = 3) -> AbstractCalibrator:
-    """A calibrator that has something to repair: logits three times too large."""
+    """A calibrator fitted on over-confident logits (scaled by three)."""
     logits = 1.5 * torch.randn(300, classes)
     labels = torch.multinomial(logits.softmax(1), 1)[:, 0]
     return build_calibrator(name).fit(3 * logits, labels, split="val")

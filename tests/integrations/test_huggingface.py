@@ -265,12 +265,12 @@ def test_a_forward_that_was_put_there_before_is_put_back():
     ("options", "message"),
     [({"reduction": "sum"}, 'reduction="mean".*sum'), ({"ignore_index": 3}, "-100.*ignore_index")],
 )
-def test_losses_that_do_not_fit_are_told(options, message):
+def test_unsupported_losses_raise(options, message):
     with pytest.raises(ValueError, match=message):
         calibrate(sentences(), loss_of("ce", **options))
 
 
-def test_missing_labels_and_another_model_are_told():
+def test_missing_labels_and_a_different_model_raise():
     model = sentences()
     calibration = calibrate(model, loss_of("ce"))
     with pytest.raises(ValueError, match=r"labels.*label_names"):

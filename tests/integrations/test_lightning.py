@@ -281,14 +281,14 @@ def test_without_validation_epochs_end_too(tmp_path, monkeypatch):
     assert ended == [None, None]
 
 
-def test_a_step_that_does_not_call_the_loss_is_told(tmp_path):
+def test_a_step_that_does_not_call_the_loss_warns(tmp_path):
     module = module_of()()
     module.validation_step = lambda batch, batch_idx: None
     with pytest.warns(UserWarning, match=r"validation_step.*loss"):
         trainer(tmp_path, calibration_callback(), logger=False, max_epochs=1).fit(module, *loaders())
 
 
-def test_a_module_without_a_loss_or_with_two_is_told(tmp_path):
+def test_a_module_without_a_loss_or_with_two_raises(tmp_path):
     module = module_of()()
     with pytest.raises(ValueError, match=r"'criterion'.*Classifier.*\bloss;"):
         trainer(tmp_path, calibration_callback("criterion"), logger=False).validate(module, loaders()[1])

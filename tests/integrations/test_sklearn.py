@@ -77,7 +77,7 @@ def nll(logits, labels):
     return -np.mean(np.log(softmax(logits)[np.arange(len(labels)), labels]))
 
 
-def test_over_confident_probabilities_of_words_are_repaired(digits):
+def test_overconfident_text_classifiers_are_calibrated(digits):
     train, known, test, truth = digits
     plain = GaussianNB().fit(train, known)
     model = CalibratedClassifier(GaussianNB()).fit(train, known)

@@ -28,8 +28,8 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def report(run):
     random = torch.Generator().manual_seed(0)
-    foreign = torch.randn(50, 10, generator=random)
-    return fedlas.evaluate(run.predictions("best-test"), posthoc="temperature", ood={"noise": foreign}, resamples=20)
+    ood = torch.randn(50, 10, generator=random)
+    return fedlas.evaluate(run.predictions("best-test"), posthoc="temperature", ood={"noise": ood}, resamples=20)
 
 
 def diagram(report):

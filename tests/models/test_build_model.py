@@ -56,9 +56,9 @@ def test_a_name_means_a_network(name, cls):
 @pytest.mark.parametrize("name", ["timm:test_vit", "torchvision:resnet18", "vit_base_patch16_384"])
 @pytest.mark.parametrize("word", ["checkpoint_path", "pretrained_cfg", "weights_backbone"])
 def test_a_library_loads_no_weights_by_itself(name, word):
-    """A recipe may come from a stranger, and a library may unpickle the file that it names."""
+    """A recipe is untrusted input, and a library may unpickle the file that it names."""
     with pytest.raises(ValueError, match=f"'{word}'"):
-        build_model(name, num_classes=5, settings={word: "stranger.pth"})
+        build_model(name, num_classes=5, settings={word: "untrusted.pth"})
 
 
 def test_what_we_do_not_know_goes_to_the_library():

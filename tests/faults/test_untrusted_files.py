@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import strangers
 import torch
+import untrusted_files
 from dangers import ADMITTED, dangers
 
 import fedlas
@@ -149,13 +149,13 @@ def test_the_search_lets_the_known_pass(text):
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("copies", "big", "many"),
-    [(1, 2**22, 5_000), (4, 2**29, strangers.MANY)],
+    [(1, 2**22, 5_000), (4, 2**29, untrusted_files.MANY)],
     ids=["small", "large"],
 )
 def test_no_hostile_file_does_anything(tmp_path, copies, big, many):
     """Every kind of file and every fault."""
-    records = strangers.campaign(tmp_path / "campaign", copies, big, many)
-    assert len({one["kind"] for one in records}) == len(strangers.readers())
+    records = untrusted_files.campaign(tmp_path / "campaign", copies, big, many)
+    assert len({one["kind"] for one in records}) == len(untrusted_files.readers())
     assert [one for one in records if one["outcome"] == "BAD"] == []
     assert [one for one in records if one["what"] == "sound" and one["outcome"] != "read"] == []
 
@@ -163,12 +163,16 @@ def test_no_hostile_file_does_anything(tmp_path, copies, big, many):
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"mib": 1600.0}, "took 1600 MiB"), ({"seconds": 61.0}, "took 61 s"), ({"what": strangers.LINK}, "was followed")],
+    [
+        ({"mib": 1600.0}, "took 1600 MiB"),
+        ({"seconds": 61.0}, "took 61 s"),
+        ({"what": untrusted_files.LINK}, "was followed"),
+    ],
 )
 def test_the_campaign_has_limits(changed, said):
     record = {"kind": "recipe", "what": "x", "outcome": "read", "message": "", "mib": 1.0, "seconds": 1.0}
-    assert strangers.judged(record) == {}
-    found = strangers.judged(record | changed)
+    assert untrusted_files.check_record(record) == {}
+    found = untrusted_files.check_record(record | changed)
     assert found["outcome"] == "BAD"
     assert said in found["message"]
 
@@ -176,7 +180,7 @@ def test_the_campaign_has_limits(changed, said):
 @pytest.mark.campaign
 def test_the_canary_sings(tmp_path):
     """A payload that is unpickled leaves its file; if it did not, the campaign would prove nothing."""
-    pickle.loads(pickle.dumps(strangers.Payload(tmp_path / "ran")))
+    pickle.loads(pickle.dumps(untrusted_files.Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
 
 
@@ -274,7 +278,7 @@ def test_an_array_that_announces_more_than_it_holds_takes_no_memory(tmp_path):
     """numpy took the memory first, and an error about that was called damage."""
     content = io.BytesIO()
     np.lib.format.write_array(content, np.zeros(3))
-    lying = strangers.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
+    lying = untrusted_files.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
     (tmp_path / "p.npz").write_bytes(lying)
     with pytest.raises(ValueError, match=r"p\.npz.*logits\.npy.*100000000000"):
         fedlas.read_predictions(tmp_path / "p.npz")
@@ -339,7 +343,7 @@ def test_kept_predictions_that_are_damaged_are_named():
 def test_a_link_does_not_lead_out_of_a_ledger(tmp_path):
     folder = tmp_path / "results"
     (folder / "predictions").mkdir(parents=True)
-    good = strangers.sound(tmp_path / "sound")["ledger"]
+    good = untrusted_files.sound(tmp_path / "sound")["ledger"]
     (folder / good.name).write_text(good.read_text())
     line = next(iter(Ledger(folder).lines.values()))
     assert Ledger(folder).file_of(line).is_relative_to(folder)
@@ -357,8 +361,8 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
 
 
 def test_a_program_is_not_unpickled(tmp_path):
-    held = {"f/data/constants/opaque_obj_0": pickle.dumps(strangers.Payload(tmp_path / "ran"))}
-    (tmp_path / "p.pt2").write_bytes(strangers.zip_of(held))
+    held = {"f/data/constants/opaque_obj_0": pickle.dumps(untrusted_files.Payload(tmp_path / "ran"))}
+    (tmp_path / "p.pt2").write_bytes(untrusted_files.zip_of(held))
     with pytest.raises(ValueError, match=r"p\.pt2.*tensor"):
         load_program(tmp_path / "p.pt2")
     assert not (tmp_path / "ran").exists()
@@ -367,7 +371,7 @@ def test_a_program_is_not_unpickled(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A small run that is finished."""
-    return Run(strangers.sound(tmp_path_factory.mktemp("campaign") / "sound")["checkpoint"].parent)
+    return Run(untrusted_files.sound(tmp_path_factory.mktemp("campaign") / "sound")["checkpoint"].parent)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +441,7 @@ def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
 def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "1.png").write_bytes(strangers.png_of(side))
+        (tmp_path / name / "1.png").write_bytes(untrusted_files.png_of(side))
     data = fedlas.build_data("folder", path=tmp_path, image_size=16)
     with pytest.raises(DamagedFileError, match=rf"cat/1\.png.*{reason}"):
         decode(tmp_path / "cat" / "1.png", data.transform)
@@ -450,7 +454,7 @@ def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
 
 
 class Leads(http.server.BaseHTTPRequestHandler):
-    """Leads to wherever it is told."""
+    """Redirects to a given address."""
 
     def do_GET(self):
         if self.path == "/a.bin":
@@ -536,10 +540,10 @@ def test_a_redirect_of_weights_does_not_leave_tls(secure, tmp_path, monkeypatch)
     plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
     secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
     with pytest.raises(OSError, match="TLS"):
-        Weights(f"{secure.url}/a.bin", "net.pth").fetched()
+        Weights(f"{secure.url}/a.bin", "net.pth").fetch()
     assert not list((tmp_path / "torch").rglob("*.pth"))
     secure.leads_to = f"{secure.url}/b.bin"
-    assert Weights(f"{secure.url}/a.bin", "net.pth").fetched().read_bytes() == b"content"
+    assert Weights(f"{secure.url}/a.bin", "net.pth").fetch().read_bytes() == b"content"
     plain.shutdown()
     plain.server_close()
 
