@@ -79,7 +79,7 @@ def test_every_number_is_that_of_the_metric_alone(name: str, dtype: torch.dtype)
     assert set(found.details) == set(wanted.details)
 
 
-def test_the_record_holds_every_metric_that_there_is():
+def test_a_report_contains_every_metric():
     assert set(evaluate(predictions(), intervals=False).before.results) == set(ALONE)
 
 
@@ -164,7 +164,7 @@ def test_cross_fitting_finds_the_right_temperature():
     assert state["ece"] < 0.03
 
 
-def test_several_calibrators_of_one_kind_keep_apart():
+def test_several_calibrators_of_one_class_have_separate_results():
     options = [posthoc.Temperature(), posthoc.Temperature(objective="ece", search="grid"), "vector_scaling"]
     report = evaluate(predictions(), posthoc=options, calibration=predictions(seed=1, split="other"), intervals=False)
     assert list(report.after) == ["temperature", "temperature 2", "vector_scaling"]
@@ -417,7 +417,7 @@ def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
         evaluate(given, intervals=False)["acuracy"]
 
 
-def test_samples_that_are_all_right_make_a_report_and_json():
+def test_all_correct_predictions_give_a_report_and_json():
     """A standard error of infinity stopped the JSON file and the page."""
     logits = torch.tensor([[2.0, 0.0], [0.0, 3.0]] * 20)
     with warnings.catch_warnings():
@@ -432,7 +432,7 @@ def test_samples_that_are_all_right_make_a_report_and_json():
 
 
 @pytest.mark.parametrize("options", [{"resamples": 1}, {"resamples": 0}, {"bins": 100_000}, {"bins": 0}, {"folds": 1}])
-def test_what_makes_no_sense_is_refused(options):
+def test_invalid_arguments_raise(options):
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"{name}.*{options[name]}"):
         evaluate(Predictions(torch.randn(40, 2), [0, 1] * 20), posthoc="temperature", **options)

@@ -49,14 +49,14 @@ def test_valid_input_gives_exact_values_and_invalid_input_an_error(target: Targe
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_slow_ones_too(name):
+def test_slow_metrics_are_correct(name):
     target = next(target for target in number_cases.targets() if target.name == name)
     for first in range(6):
         assert target(bytes([first] * 40)) in {"right", "refused", "taken"}
 
 
 @pytest.mark.campaign
-def test_nothing_public_is_left_out():
+def test_all_public_functions_are_fuzzed():
     """What `fedlas.metrics` exports is asked, is made of what is asked, or takes no probabilities."""
     asked = {target.name for target in more_cases.targets()}
     assert set(LOSSES) <= asked
@@ -104,7 +104,7 @@ def test_a_wrong_kernel_metric_is_detected(name):
 
 
 @pytest.mark.campaign
-def test_what_nothing_was_compared_with_is_not_called_refused():
+def test_unchecked_results_are_not_counted_as_errors():
     """One column of logits is a binary head: the reference has no value to compare with."""
     column = (torch.tensor([[0.5], [1.0]]), torch.tensor([0, 1]))
     draw = number_cases.Draw(b"")
@@ -187,14 +187,14 @@ def test_logits_in_any_memory_give_dual_focal_no_warning():
 
 @pytest.mark.parametrize("share", [6e-8, 1e-30, 1e-39, 5e-324])
 @pytest.mark.parametrize("double_normalise", [True, False])
-def test_mmce_is_a_number_where_almost_nothing_is_right(share, double_normalise):
+def test_mmce_is_finite_for_almost_no_correct_predictions(share, double_normalise):
     loss = fedlas.build_loss("mmce", variant="w", double_normalise=double_normalise)
     labels = torch.tensor([[1.0, share], [1.0, share]], dtype=torch.float64)
     assert loss(torch.tensor([[0.0, 3.0], [0.0, 5.0]]), labels).isfinite()
     assert loss(torch.tensor([[0.0, 3.0], [0.0, 5.0]], dtype=torch.float64), labels).isfinite()
 
 
-def test_shares_in_half_precision_are_added_up_exactly():
+def test_probabilities_in_half_precision_are_summed_exactly():
     labels = torch.tensor([[1 / 7, 6 / 7]]).half()
     assert float(top_k(torch.tensor([[0.5, 0.5]]), labels, 2)) == float(labels.double().sum())
 
@@ -223,14 +223,14 @@ def test_a_row_of_logits_is_no_table(labels):
 
 @pytest.mark.parametrize("size", [1e200, 1e-200, 1e308, 5e-324])
 @pytest.mark.parametrize(("p", "length"), [(1.0, 2.0), (2.0, 2**0.5), (3.0, 2 ** (1 / 3)), (float("inf"), 1.0)])
-def test_features_of_any_size_have_their_length(size, p, length):
+def test_features_of_any_scale_have_the_correct_norm(size, p, length):
     """Squares of numbers beyond 1e154 were infinite, those below 1e-162 nothing, and so was the norm."""
     norm = -float(ood.feature_norm(torch.tensor([[size, -size, 0.0]], dtype=torch.float64), p))
     assert norm == pytest.approx(size * length, rel=1e-14, abs=5e-324)
 
 
 @pytest.mark.parametrize("size", [1e200, 1e-200, 1e300, 2.3e-308, 5e-324])
-def test_features_of_any_size_have_their_direction(size):
+def test_features_of_any_scale_have_the_correct_direction(size):
     """A row whose square was infinite, or nothing, was at distance 1 from every other, as if it had no direction."""
     features = torch.tensor([[size, 0.0]], dtype=torch.float64)
     known = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)

@@ -51,7 +51,7 @@ def test_nothing_in_the_sources_unpickles_unchecked_data():
 
 
 @pytest.mark.parametrize(("where", "name"), [(where, name) for where in ADMITTED for name in sorted(ADMITTED[where])])
-def test_nothing_is_admitted_that_is_not_there(where, name, monkeypatch):
+def test_the_list_of_known_calls_has_no_unused_entries(where, name, monkeypatch):
     monkeypatch.setitem(ADMITTED, where, ADMITTED[where] - {name})
     assert dangers((SOURCE / where).read_text(encoding="utf-8"), where)
 
@@ -121,7 +121,7 @@ def test_nothing_is_admitted_that_is_not_there(where, name, monkeypatch):
         "from fedlas import predictions\npredictions.torch.load(x)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(text):
+def test_the_search_detects_unsafe_calls(text):
     assert dangers(text, "somewhere.py")
 
 
@@ -142,7 +142,7 @@ def test_the_search_finds_what_it_looks_for(text):
         "importlib.import_module(f'fedlas.{name}')",
     ],
 )
-def test_the_search_lets_the_known_pass(text):
+def test_the_search_accepts_known_calls(text):
     assert dangers(text, "somewhere.py") == []
 
 
@@ -152,7 +152,7 @@ def test_the_search_lets_the_known_pass(text):
     [(1, 2**22, 5_000), (4, 2**29, untrusted_files.MANY)],
     ids=["small", "large"],
 )
-def test_no_hostile_file_does_anything(tmp_path, copies, big, many):
+def test_untrusted_files_have_no_effect(tmp_path, copies, big, many):
     """Every kind of file and every fault."""
     records = untrusted_files.campaign(tmp_path / "campaign", copies, big, many)
     assert len({one["kind"] for one in records}) == len(untrusted_files.readers())
@@ -178,7 +178,7 @@ def test_the_campaign_has_limits(changed, said):
 
 
 @pytest.mark.campaign
-def test_the_canary_sings(tmp_path):
+def test_the_payload_is_detected_when_unpickled(tmp_path):
     """A payload that is unpickled leaves its file; if it did not, the campaign would prove nothing."""
     pickle.loads(pickle.dumps(untrusted_files.Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
@@ -187,13 +187,13 @@ def test_the_canary_sings(tmp_path):
 # What the campaign found
 
 
-def test_a_small_archive_that_would_fill_the_memory_is_refused(tmp_path):
+def test_a_zip_bomb_raises(tmp_path):
     np.savez_compressed(tmp_path / "p.npz", logits=np.zeros((40_000_000, 1)), labels=np.zeros(1, np.int64))
     with pytest.raises(ValueError, match=r"p\.npz.*320,000,\d+"):
         fedlas.read_predictions(tmp_path / "p.npz")
 
 
-def test_a_tensor_that_is_longer_than_its_file_is_refused(tmp_path):
+def test_a_tensor_that_is_longer_than_its_file_raises(tmp_path):
     torch.save({"logits": torch.zeros(1).expand(10**6, 10**6), "labels": torch.zeros(1)}, tmp_path / "p.pt")
     with pytest.raises(ValueError, match=r"p\.pt.*4,000,000,"):
         fedlas.read_predictions(tmp_path / "p.pt")
@@ -233,7 +233,7 @@ def test_a_device_is_no_file(tmp_path, ending):
      checkpoint.load, md5_of, lambda path: checked_bytes(path, None)],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "ending"), [("pipe", ".csv"), ("device", ".csv"), ("pipe", ".safetensors")])
-def test_pipes_and_devices_are_read_by_nobody(tmp_path, opened, kind, ending):
+def test_pipes_and_devices_are_not_read(tmp_path, opened, kind, ending):
     """Reading a pipe would block, and /dev/zero would fill the memory."""
     path = tmp_path / f"f{ending}"
     if kind == "pipe":
@@ -257,7 +257,7 @@ OTHER_WORDS = RuntimeError(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), no_memory_of_torch(), OTHER_WORDS], ids=["python", "torch", "other"])
-def test_memory_that_runs_out_is_no_damaged_file(tmp_path, error):
+def test_out_of_memory_is_not_reported_as_a_damaged_file(tmp_path, error):
     """Also where torch reports it in a RuntimeError."""
     for guard in (file_errors, content_errors):
         with pytest.raises(MemoryError), guard(tmp_path / "p.npz"):
@@ -318,7 +318,7 @@ def test_reports_recipes_and_ledgers_that_are_nested_are_named(tmp_path):
 @pytest.mark.parametrize(
     "words", [{"name": '"os.system"'}, {"name": '"temperature"', "options": "[1]"}, {"name": DEEP}]
 )
-def test_a_calibrator_with_other_words_is_named(tmp_path, words):
+def test_a_calibrator_with_invalid_metadata_raises(tmp_path, words):
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "c.safetensors"
     path.write_bytes(safetensors.save({"t": torch.ones(1)}, metadata={"format": '"fedlas.calibrator/1"', **words}))
@@ -326,7 +326,7 @@ def test_a_calibrator_with_other_words_is_named(tmp_path, words):
         fedlas.load_calibrator(path)
 
 
-def test_kept_predictions_that_are_damaged_are_named():
+def test_damaged_stored_predictions_raise():
     good = Kept({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
     said = []
     for place in range(0, len(good), 7):
@@ -403,7 +403,7 @@ def test_an_invalid_checkpoint_is_refused_by_predict_and_resume(trained, tmp_pat
         ({"random": [{"torch": 5}]}, "random"),
     ],
 )
-def test_a_checkpoint_with_an_impossible_position_is_refused(trained, tmp_path, change, reason):
+def test_a_checkpoint_with_an_impossible_position_raises(trained, tmp_path, change, reason):
     run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     torch.save(torch.load(run.checkpoint, weights_only=True) | change, run.checkpoint)
     with pytest.raises(RunError, match=rf"checkpoint\.pt.*{reason}"):

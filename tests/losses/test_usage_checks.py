@@ -83,7 +83,7 @@ def test_parameters_lists_each_parameter_of_network_and_loss_once():
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_a_gate_that_is_not_in_the_optimizer_is_warned_of_once(name):
+def test_a_gate_that_is_not_in_the_optimizer_warns_once(name):
     net, loss = network(), build(name)
     with pytest.warns(UserWarning, match=rf"{name}.*fedlas\.parameters\(net, loss\)") as caught:
         train(net, loss, optimizer_of(net), epochs=usage_checks.STEPS_WITHOUT_UPDATE)  # of two steps
@@ -158,7 +158,7 @@ def test_a_frozen_gate_and_updates_that_torch_does_not_see_are_not_warned_of(mon
 
 
 @pytest.mark.parametrize("name", ["crl", "adafocal", "closed_loop", "pskd"])
-def test_repeated_samples_without_the_end_of_an_epoch_are_warned_of_once(name):
+def test_repeated_samples_without_the_end_of_an_epoch_warn_once(name):
     net, loss = network(), build(name)
     optimizer = optimizer_of(net, loss)
     train(net, loss, optimizer, epochs=2)
@@ -167,7 +167,7 @@ def test_repeated_samples_without_the_end_of_an_epoch_are_warned_of_once(name):
     assert len(caught) == 1
 
 
-def test_evaluations_without_the_end_of_an_epoch_are_warned_of():
+def test_evaluations_without_the_end_of_an_epoch_warn():
     """Without indices, the switch from training to evaluation shows that epochs pass."""
     net, loss = network(), build("adafocal")
     optimizer = optimizer_of(net, loss)
@@ -190,7 +190,7 @@ def test_samples_drawn_with_replacement_are_not_taken_for_epochs():
     assert not loss._epoch_check.finished
 
 
-def test_samples_counted_more_often_than_there_were_epochs_are_warned_of():
+def test_samples_counted_more_often_than_there_were_epochs_warn():
     loss = build("crl")
     logits, labels, index = 5 * torch.eye(CLASSES), torch.arange(CLASSES), torch.arange(CLASSES)
     loss(logits, labels, index=index)

@@ -58,14 +58,14 @@ HEADS = {"vit_base_patch16_384": "head", "timm:test_vit": "head", "torchvision:m
 
 
 @pytest.mark.parametrize(("name", "kind"), [("small_cnn", "safetensors"), *((name, "pth") for name in CASES)])
-def test_a_file_makes_the_network_again(name, kind, tmp_path):
+def test_weights_round_trip_through_a_file(name, kind, tmp_path):
     model = build_model(name, 7, **CASES[name])
     path = saved(model, tmp_path / f"weights.{kind}")
     assert same(build_model(name, 7, pretrained=path, **CASES[name]), model.state_dict())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_other_classes_get_a_new_head_and_all_the_rest(name, tmp_path):
+def test_another_number_of_classes_keeps_the_initial_head(name, tmp_path):
     path = saved(build_model(name, 7, **CASES[name]), tmp_path / "weights.pth")
     torch.manual_seed(5)
     drawn = build_model(name, 9, **CASES[name])
@@ -84,7 +84,7 @@ def test_a_file_without_a_head_is_accepted(tmp_path):
     assert same(model, weights, but=["fc.weight", "fc.bias"])
 
 
-def test_files_of_old_versions_of_torch_is_accepted(tmp_path):
+def test_files_of_old_versions_of_torch_are_accepted(tmp_path):
     weights = build_model("small_cnn", 7).state_dict()
     old = {key: value for key, value in weights.items() if not key.endswith("num_batches_tracked")}
     torch.save(old, tmp_path / "old.pth")
@@ -180,7 +180,7 @@ def test_a_failed_download_raises_with_url_and_path(case, hub, monkeypatch):
     assert re.search(rf"{re.escape(url)} .*{re.escape(str(hub / file))}\b.*pretrained=", str(error.value))
 
 
-def test_a_file_that_was_put_there_is_found(hub):
+def test_an_existing_file_is_used(hub):
     hub.mkdir(parents=True)
     model = build_model("timm:test_vit", 1000)
     save_file(model.state_dict(), hub / "test_vit.r160_in1k.safetensors")
@@ -211,7 +211,7 @@ def test_weights_are_fetched_once_and_checked(hub, tmp_path, monkeypatch):
         source.fetch()
 
 
-def test_a_wrong_file_is_not_kept(hub, tmp_path, monkeypatch):
+def test_a_download_with_a_wrong_checksum_is_deleted(hub, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     (tmp_path / "there.pth").write_bytes(b"something else")

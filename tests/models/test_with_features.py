@@ -195,7 +195,7 @@ def test_an_ambiguous_head_raises_with_the_candidates(case):
     assert re.search(rf"\b{re.escape(candidates)}\b(?!,)", str(error.value))
 
 
-def test_the_user_may_say_which_of_two_heads():
+def test_one_of_two_heads_can_be_selected():
     x = torch.randn(4, 6)
     model = heads(lambda self, x: {"aux": self.head_b(2 * x), "logits": self.head_a(x)})
     torch.testing.assert_close(proven(WithFeatures(model, head="head_a"), x).features, x)
@@ -215,7 +215,7 @@ TWO_OUTPUTS = {
 
 
 @pytest.mark.parametrize("case", TWO_OUTPUTS)
-def test_logits_of_another_head_than_the_features_raises(case):
+def test_logits_of_another_head_raise(case):
     wiring, output = TWO_OUTPUTS[case]
     x, model = torch.randn(4, 6), heads(wiring)
     with pytest.raises(ValueError, match=r"'head_b'.*output="):
@@ -226,7 +226,7 @@ def test_logits_of_another_head_than_the_features_raises(case):
     assert f"output={output!r}" in repr(chosen)
 
 
-def test_logits_of_another_head_are_refused_without_gradients_and_compiled():
+def test_logits_of_another_head_raise_without_gradients_and_compiled():
     net = WithFeatures(heads(plain_pair), head="head_b")
     with torch.no_grad(), pytest.raises(ValueError, match="output="):
         net(torch.randn(4, 6))
@@ -243,7 +243,7 @@ def test_a_hidden_layer_as_wide_as_the_logits_is_no_head():
 
 
 @pytest.mark.parametrize(("output", "message"), [(2, "tuple.*2"), ("a", "tuple.*'a'")])
-def test_an_output_that_there_is_not_is_named(output, message):
+def test_an_unknown_output_raises(output, message):
     with pytest.raises(TypeError, match=message):
         WithFeatures(heads(), head="head_a", output=output)(torch.randn(4, 6))
 
@@ -287,7 +287,7 @@ class Cosine(nn.Module):
         return functional.normalize(x) @ functional.normalize(self.prototypes).T
 
 
-def test_a_head_that_is_no_linear_layer_can_be_given():
+def test_a_custom_head_can_be_given():
     model = nn.Sequential(nn.Linear(6, 8), Cosine())
     assert proven(WithFeatures(model, head="1"), torch.randn(4, 6)).features.shape == (4, 8)
     with pytest.raises(ValueError, match="'0'"):  # the linear layer is not the last one here
@@ -401,7 +401,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_logits_are_taken_out_of_what_networks_return(case):
+def test_logits_are_extracted_from_network_outputs(case):
     proven(WithFeatures(pair(lambda self, x: OUTPUTS[case](self.b(self.a(x))))), torch.randn(4, 6))
 
 
@@ -431,7 +431,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_rows_that_are_picked_after_the_head_are_picked_from_the_features(case):
+def test_rows_selected_after_the_head_are_selected_from_the_features(case):
     output = proven(WithFeatures(pair(lambda self, x: ROWS[case](self.b(self.a(x))))), torch.randn(4, 3, 6))
     assert output.features.shape == (*output.logits.shape[:-1], 8)
 
@@ -450,12 +450,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_features_that_may_not_belong_to_the_logits_raises(case):
+def test_mismatched_features_and_logits_raise(case):
     with pytest.raises(ValueError, match=r"'b'.*head="):
         WithFeatures(pair(WRONG[case]))(torch.randn(4, 6))
 
 
-def test_logits_of_another_layer_as_wide_are_refused_when_they_are_seen():
+def test_logits_of_another_layer_of_equal_width_raise():
     def wiring(self, x):
         return self.fc(x) + self.auxiliary(x)
 
@@ -528,7 +528,7 @@ def test_unwrap_removes_all_hooks():
         net(images())
 
 
-def test_the_wrapped_model_is_left_as_it_was():
+def test_the_wrapped_model_is_unchanged():
     model = Classifier().eval()
     names, x = list(model.state_dict()), images()
     before = model(x)
@@ -724,7 +724,7 @@ def test_exported():
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(dim=1), nn.LogSoftmax(dim=1), nn.Identity()])
-def test_a_network_that_returns_probabilities_is_warned_of(last):
+def test_a_network_that_returns_probabilities_warns(last):
     """It trained without a word, and hardly learned."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Softmax(dim=1), nn.Linear(8, 3), last)
     if not isinstance(last, nn.Softmax):
