@@ -50,7 +50,7 @@ bench-growth: $(READY) ## measure how time and memory grow with samples, classes
 faults-numbers: $(READY) ## run the long fuzzing campaigns: numerics, streaming metrics and untrusted files
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz_numbers.py --jobs 2 --seconds 1500 --resume
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/stream_numbers.py --n 50000000
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/strangers.py --copies 20
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/untrusted_files.py --copies 20
 
 licences: $(READY) $(TOOLS) ## write the licences of all installed packages to build/licences.md
 	$(TOOLS)/bin/pip-licenses --python $(BIN)/python --format markdown --output-file build/licences.md

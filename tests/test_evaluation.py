@@ -22,7 +22,7 @@ from fedlas.report.html import report_page
 
 
 def predictions(n: int = 900, classes: int = 7, seed: int = 0, scale: float = 3.0, split: str = "val") -> Predictions:
-    """What a model that is too sure says, and labels drawn from what it should say."""
+    """Logits of an over-confident model, and labels drawn from the calibrated probabilities."""
     random = torch.Generator().manual_seed(seed)
     logits = 1.5 * torch.randn(n, classes, generator=random)
     labels = torch.multinomial(logits.softmax(1), 1, generator=random)[:, 0]
@@ -79,7 +79,7 @@ def test_every_number_is_that_of_the_metric_alone(name: str, dtype: torch.dtype)
     assert set(found.details) == set(wanted.details)
 
 
-def test_the_record_holds_every_metric_that_there_is():
+def test_a_report_contains_every_metric():
     assert set(evaluate(predictions(), intervals=False).before.results) == set(ALONE)
 
 
@@ -145,7 +145,7 @@ def test_calibration_data_is_what_names_are_fitted_on():
 
 
 @pytest.mark.usefixtures("in_small_parts")
-def test_without_calibration_data_no_sample_is_judged_by_who_knew_its_label():
+def test_without_calibration_data_calibrators_are_cross_fitted():
     """Random labels cannot be predicted; a calibrator that saw them would seem to."""
     given = predictions(600)
     random = torch.Generator().manual_seed(5)
@@ -164,26 +164,26 @@ def test_cross_fitting_finds_the_right_temperature():
     assert state["ece"] < 0.03
 
 
-def test_several_calibrators_of_one_kind_keep_apart():
+def test_several_calibrators_of_one_class_have_separate_results():
     options = [posthoc.Temperature(), posthoc.Temperature(objective="ece", search="grid"), "vector_scaling"]
     report = evaluate(predictions(), posthoc=options, calibration=predictions(seed=1, split="other"), intervals=False)
     assert list(report.after) == ["temperature", "temperature 2", "vector_scaling"]
     assert options[0].fitted is None  # what is given is left alone
 
 
-def test_judging_where_it_was_fitted_warns():
+def test_evaluating_on_the_fitting_samples_warns():
     given = predictions()
     for options in (
         {"posthoc": [posthoc.Temperature().fit(given)]},
         {"posthoc": ["temperature"], "calibration": given},
         {"posthoc": ["temperature"], "calibration": predictions(seed=1)},
     ):
-        with pytest.warns(UserWarning, match=r"temperature.*fitted") as told:
+        with pytest.warns(UserWarning, match=r"temperature.*fitted") as warned:
             evaluate(given, intervals=False, **options)
-        assert "None" not in str(told[0].message)
+        assert "None" not in str(warned[0].message)
 
 
-def judged_after(given, other):
+def evaluate_after(given, other):
     return evaluate(given, posthoc=["temperature"], calibration=other, intervals=False).after["temperature"]
 
 
@@ -192,7 +192,7 @@ def unnamed(given, **rest):
 
 
 @pytest.mark.parametrize("what", ["copy", "other order", "part", "more"])
-def test_calibrating_on_copies_of_what_is_judged_warns(what):
+def test_calibrating_on_copies_of_evaluated_samples_warns(what):
     """Files of the same content under another name were not noticed."""
     given, more = unnamed(predictions(200)), predictions(100, seed=1)
     order = torch.randperm(200)
@@ -204,23 +204,23 @@ def test_calibrating_on_copies_of_what_is_judged_warns(what):
     }[what]
     leaked = {"copy": 200, "other order": 200, "part": 50, "more": 30}[what]
     with pytest.warns(UserWarning, match=f"temperature.*{'' if leaked == 200 else leaked}.*samples"):
-        state = judged_after(given, other)
+        state = evaluate_after(given, other)
     assert state.leaked == leaked
     assert type(state).from_dict(state.to_dict()).leaked == leaked
 
 
 @pytest.mark.parametrize("word", ["ids", "index"])
-def test_names_tell_which_samples_are_judged_too(word):
+def test_ids_detect_samples_that_are_evaluated_too(word):
     given = predictions(200)
     names = [f"image {i}" for i in range(300)] if word == "ids" else torch.arange(300)
     rounded = Predictions.from_probs(given.probs.double().round(decimals=4), given.labels)
-    judged = unnamed(given, **{word: names[:200]})
+    evaluated = unnamed(given, **{word: names[:200]})
     other = unnamed(rounded[150:], **{word: names[150:200]})
     with pytest.warns(UserWarning, match=r"temperature.*50.*samples"):
-        assert judged_after(judged, other).leaked == 50
+        assert evaluate_after(evaluated, other).leaked == 50
     # Two splits whose samples are both counted from zero have no sample in common.
-    assert judged_after(judged, unnamed(predictions(200, seed=1), **{word: names[:200]})).leaked == 0
-    assert judged_after(judged, unnamed(predictions(100, seed=2), **{word: names[200:]})).leaked == 0
+    assert evaluate_after(evaluated, unnamed(predictions(200, seed=1), **{word: names[:200]})).leaked == 0
+    assert evaluate_after(evaluated, unnamed(predictions(100, seed=2), **{word: names[200:]})).leaked == 0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_names_tell_which_samples_are_judged_too(word):
         ({"class_names": [1, 2, 3]}, "class_names.*1"),
     ],
 )
-def test_a_report_of_a_stranger_is_refused_when_it_is_read(tmp_path, change, message):
+def test_an_invalid_report_file_raises(tmp_path, change, message):
     """It was read, and failed where it should be put into words."""
     made = evaluate(predictions(), posthoc=["temperature"], intervals=False).to_dict()
     state = made["states"][1]
@@ -261,14 +261,14 @@ def test_rows_that_are_equal_by_chance_are_other_samples():
     make = torch.Generator().manual_seed(0)
     shares = [(torch.rand(400, generator=make) * 20).round() / 20 for _ in range(2)]
     labels = [(torch.rand(400, generator=make) < 0.8 * share + 0.1).long() for share in shares]
-    judged, other = (Predictions.from_probs(share, label) for share, label in zip(shares, labels, strict=True))
-    assert judged_after(judged, other).leaked == 0
+    evaluated, other = (Predictions.from_probs(share, label) for share, label in zip(shares, labels, strict=True))
+    assert evaluate_after(evaluated, other).leaked == 0
 
 
 @pytest.mark.usefixtures("in_small_parts")
-def test_foreign_data_is_told_apart_as_on_its_own():
-    given, foreign = predictions(), predictions(400, seed=2, scale=1.0)
-    unlabelled = Predictions(foreign.logits, features=foreign.features)
+def test_ood_detection_equals_detect():
+    given, shifted = predictions(), predictions(400, seed=2, scale=1.0)
+    unlabelled = Predictions(shifted.logits, features=shifted.features)
     train = torch.rand(50, 5)
     report = evaluate(given, ood={"a": unlabelled}, train_features=train, posthoc=["temperature"], resamples=100)
     wanted = ood.detect(given, {"a": unlabelled}, train_features=train)
@@ -278,7 +278,7 @@ def test_foreign_data_is_told_apart_as_on_its_own():
     assert scores["entropy"].auroc.n == 1300
 
 
-def test_logits_alone_are_enough_for_foreign_data():
+def test_ood_data_needs_logits_only():
     given = predictions()
     report = evaluate(given, ood={"noise": torch.randn(50, 7), "other": np.zeros((20, 7))}, intervals=False)
     assert set(report.before.detection.sets) == {"noise", "other"}
@@ -357,7 +357,7 @@ def test_bad_input_is_explained():
         evaluate(given[:9], posthoc=["temperature"])
 
 
-def test_the_front_door_has_it():
+def test_evaluate_is_part_of_the_public_api():
     assert fedlas.evaluate is evaluate
     assert fedlas.Report is Report
 
@@ -366,7 +366,7 @@ def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
     """Every part is taken from the table once, however many calibrators there are."""
     given, val = predictions(), predictions(seed=1)
     monkeypatch.setattr("fedlas.predictions.AT_ONCE", 700)
-    repairs = [posthoc.build_calibrator(n).fit(val.logits, val.labels) for n in ("temperature", "vector_scaling")]
+    calibrators = [posthoc.build_calibrator(n).fit(val.logits, val.labels) for n in ("temperature", "vector_scaling")]
     taken: list[slice] = []
     plain = Predictions.__getitem__
 
@@ -380,13 +380,13 @@ def test_the_logits_are_read_once(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Predictions, "__getitem__", watched)
     monkeypatch.setattr(Predictions, "probs", property(refuse_whole))
-    evaluate(given, posthoc=repairs, intervals=True, resamples=100)
+    evaluate(given, posthoc=calibrators, intervals=True, resamples=100)
     assert [(rows.start, rows.stop) for rows in taken] == [(100 * i, 100 * i + 100) for i in range(9)]
 
 
 @pytest.mark.parametrize("seeds", [8, pytest.param(30, marks=pytest.mark.campaign)])
-def test_cross_fitting_does_not_tell_foreign_data_apart_by_itself(seeds):
-    """Known and foreign samples of one kind: calibrators that differ between them would seem to separate them."""
+def test_cross_fitting_does_not_separate_ood_data_by_itself(seeds):
+    """ID and OOD samples from the same distribution: calibrators must not separate them."""
     held = []
     for seed in range(seeds):
         both = predictions(400, seed=seed)
@@ -417,7 +417,7 @@ def test_one_calibrator_needs_no_list_and_wrong_ones_are_explained():
         evaluate(given, intervals=False)["acuracy"]
 
 
-def test_samples_that_are_all_right_make_a_report_and_json():
+def test_all_correct_predictions_give_a_report_and_json():
     """A standard error of infinity stopped the JSON file and the page."""
     logits = torch.tensor([[2.0, 0.0], [0.0, 3.0]] * 20)
     with warnings.catch_warnings():
@@ -432,7 +432,7 @@ def test_samples_that_are_all_right_make_a_report_and_json():
 
 
 @pytest.mark.parametrize("options", [{"resamples": 1}, {"resamples": 0}, {"bins": 100_000}, {"bins": 0}, {"folds": 1}])
-def test_what_makes_no_sense_is_refused(options):
+def test_invalid_arguments_raise(options):
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"{name}.*{options[name]}"):
         evaluate(Predictions(torch.randn(40, 2), [0, 1] * 20), posthoc="temperature", **options)

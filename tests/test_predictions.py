@@ -179,7 +179,7 @@ def test_arrays_that_torch_cannot_share_are_copied():
         assert np.allclose(as_tensor(given, "a").numpy(), np.asarray(given, dtype=np.float64))
 
 
-def test_hidden_and_ragged_values_are_refused():
+def test_hidden_and_ragged_values_raise():
     with pytest.raises(TypeError, match=r"logits.*masked"):
         Predictions(np.ma.masked_array(LOGITS.numpy(), mask=LOGITS.numpy() > 2.5), LABELS)
     with pytest.raises(ValueError, match="logits"):

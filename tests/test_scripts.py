@@ -44,7 +44,7 @@ def test_fragments_become_a_release_above_the_older_ones(checkout):
 
 
 @pytest.mark.parametrize(("name", "text"), [("+words.nonsense.md", "Text."), ("+words.added.md", "\n")])
-def test_a_fragment_of_no_kind_or_without_words_is_refused(checkout, name, text):
+def test_a_fragment_of_no_kind_or_without_words_raises(checkout, name, text):
     (checkout / "changelog.d" / name).write_text(text)
     result = run([checkout / "scripts" / "changelog", "--check"])
     assert result.returncode == 1

@@ -54,7 +54,7 @@ def test_a_column_of_correctness_replaces_labels_and_predictions(tmp_path, given
         read_predictions(tmp_path / "p.csv")
 
 
-def test_what_contradicts_itself_is_refused():
+def test_what_contradicts_itself_raises():
     with pytest.raises(ValueError, match=r"correct.*row 1"):
         TopLabelPredictions([0.5, 0.6], [True, True], labels=[0, 1], prediction=[0, 0])
     with pytest.raises(ValueError, match="correct"):

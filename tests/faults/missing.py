@@ -79,7 +79,7 @@ def modules(package: str) -> list[str]:
 
 
 def brings(extra: str, package: str) -> bool:
-    """Say whether an extra installs a package, itself or as something that it needs."""
+    """Return whether an extra installs a package, itself or as something that it needs."""
     own = extras().get(extra, set())
     return package in own or any(package in {normal(word) for word in requires(one) or ()} for one in own)
 
@@ -217,7 +217,7 @@ def _attempt(deed: Callable[[Path], Any]) -> str:
 
 
 def named(said: str, package: str) -> bool:
-    """Say whether an error names a package, and a command that installs it."""
+    """Return whether an error names a package, and a command that installs it."""
     names = {package, *modules(package)}
     by_name = any(re.search(rf"\b{re.escape(name)}\b", said) for name in names)
     commands = re.findall(r"pip install (?:-U )?'fedlas\[([a-z,]+)\]'", said)

@@ -138,10 +138,12 @@ def cluster_campaign(kills: int, seed: int, epochs: int, folder: Path) -> dict[s
         finally:
             place.driver.kill()
             place.driver.wait()
-    return {"kills": killed, "seconds": round(time.monotonic() - began), "starts": place.starts} | judged(folder, code)
+    return {"kills": killed, "seconds": round(time.monotonic() - began), "starts": place.starts} | evaluate_run(
+        folder, code
+    )
 
 
-def judged(folder: Path, code: int | None) -> dict[str, Any]:
+def evaluate_run(folder: Path, code: int | None) -> dict[str, Any]:
     """Look at what the driver has left."""
     runs = runs_in(folder)
     wrong = [] if code == 0 else [f"the driver ended with {code}: {(folder / 'driver.txt').read_text()[-2000:]}"]
@@ -221,14 +223,14 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Lay out both campaigns."""
     made = []
     if "cluster" in found:
-        told = found["cluster"]
-        hit = Counter("driver" if kill["what"] == DRIVER else "node" for kill in told["kills"])
+        result = found["cluster"]
+        hit = Counter("driver" if kill["what"] == DRIVER else "node" for kill in result["kills"])
         made.append({
             "campaign": "Ray, two nodes, a table of 12 runs",
             "killed": f"{hit['node']} times a node, {hit['driver']} times the driver",
-            "runs": told["runs"],
-            "wrong": len(told["wrong"]),
-            "seconds": told["seconds"],
+            "runs": result["runs"],
+            "wrong": len(result["wrong"]),
+            "seconds": result["seconds"],
         })  # fmt: skip
     if found.get("torchrun"):
         held = found["torchrun"]

@@ -94,11 +94,11 @@ def figures(folder: Path) -> dict[str, Any]:
 
 def images(folder: Path) -> dict[str, Any]:
     """Read images with a process of their own, in folders whose names nobody foresaw."""
-    from runs_of import large, photographs
+    from runs_of import large, natural_images
 
     import fedlas
 
-    kept = photographs(folder / named("Fotos ü"), 10)
+    kept = natural_images(folder / named("Fotos ü"), 10)
     (kept / "owl").rename(kept / named("owl – 梟"))
     run = fedlas.fit(large(kept, "ce", epochs=1, workers=1), out=folder / "images")
     return {name: digest(run.predictions(name).logits.numpy().tobytes()) for name in ("best-test", "last-val")}

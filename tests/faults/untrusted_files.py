@@ -1,7 +1,7 @@
-"""The campaign on files from strangers: whatever a file holds, it is read or refused, and does nothing else.
+"""Campaign on untrusted files: each file is read or rejected, and has no other effect.
 
-    python tests/faults/strangers.py              every hostile file, and 40 damaged copies of each sound one
-    python tests/faults/strangers.py --copies 5   a short one
+    python tests/faults/untrusted_files.py        every hostile file, and 40 damaged copies of each sound one
+    python tests/faults/untrusted_files.py --copies 5   a short one
 
 Files are made from a seed and opened one after the other in a process of their own, which may not take more than
 `ROOM` beyond what the libraries need, nor more than `PATIENCE` seconds of a processor for one; memory that runs out is
@@ -187,7 +187,7 @@ def zip_of(files: dict[str, bytes], how: int = zipfile.ZIP_DEFLATED) -> bytes:
     return content.getvalue()
 
 
-# What strangers send
+# Untrusted content
 
 
 def hostile(folder: Path, canary: Path, big: int = BIG, many: int = MANY) -> list[tuple[str, str, Path]]:
@@ -664,7 +664,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
 
     def kept(path: Path) -> Any:
         line = _ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce"))
-        # The line of a stranger names the right checksum.
+        # An untrusted line with the correct checksum.
         checksum = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         held = {"file": path.name, "sha256": checksum}
         return kept_of(dataclasses.replace(line, predictions=held), Ledger(path.parent))
@@ -797,7 +797,7 @@ def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> lis
         died = f"the process died: {ran.stderr[-500:]}"
         records.append({"kind": kind, "what": what, "outcome": "BAD", "message": died, "seconds": 0.0, "mib": 0.0})
     for one in records:
-        one.update(judged(one))
+        one.update(check_record(one))
     strays = [str(path) for path in folder.parent.iterdir() if path not in before]
     strays += [str(path) for path in folder.rglob("climbed*")] + [str(path) for path in Path("/tmp").glob("climbed*")]
     strays += [str(path) for path, _ in mine ^ _content(folder / "victims")]
@@ -808,7 +808,7 @@ def campaign(folder: Path, copies: int, big: int = BIG, many: int = MANY) -> lis
     return records
 
 
-def judged(record: dict[str, Any]) -> dict[str, Any]:
+def check_record(record: dict[str, Any]) -> dict[str, Any]:
     """Say what is bad about a case besides its error: too much memory or time, or a link that was followed."""
     if record["mib"] >= MOST:
         return {"outcome": "BAD", "message": f"took {record['mib']:.0f} MiB; {record['message']}"}
@@ -838,7 +838,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run the campaign; the exit status says whether anything bad happened."""
+    """Run the campaign; return a non-zero exit status after a failure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--copies", type=int, default=40)
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""FeDLaS in loops of one's own: mixed precision with a scaler, accumulation, averaged weights, sharded parameters.
+"""FeDLaS in custom training loops: mixed precision with a scaler, accumulation, averaged weights, sharded parameters.
 
 Compiled steps and DistributedDataParallel are asked of every loss in `tests/contract`.
 """

@@ -15,7 +15,7 @@ def note(history: GateHistory, states: dict[int, float]) -> None:
     history.update(torch.tensor(list(states), dtype=torch.int64), torch.tensor(list(states.values())))
 
 
-def test_proportions_of_one_epoch() -> None:
+def test_fractions_of_one_epoch() -> None:
     history = GateHistory(10)
     note(history, {0: 1.0, 3: -1.0})
     note(history, {9: 1.0, 1: 1.0})
@@ -90,7 +90,7 @@ def test_random_epochs_equal_the_plain_count() -> None:
         previous = current
 
 
-def test_it_takes_what_the_loss_shows() -> None:
+def test_it_accepts_psi_of_the_loss() -> None:
     loss: Any = fedlas.build_loss("fedlas_ls", num_classes=3)
     history = GateHistory(8)
     loss(torch.randn(8, 3), torch.randint(3, (8,)), torch.randn(8, 4))
@@ -126,7 +126,7 @@ def test_errors() -> None:
         GateHistory(5).load_state_dict(history.state_dict())
 
 
-def test_ignored_samples_are_passed_over() -> None:
+def test_ignored_samples_are_skipped() -> None:
     loss = fedlas.build_loss("fedlas_ls", num_classes=3)
     labels = torch.tensor([0, -100, 2, -100])
     loss(torch.randn(4, 3), labels, torch.rand(4, 5))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs_of import SignalAt, large, log_without_times, photographs, prediction_bytes
+from runs_of import SignalAt, large, log_without_times, natural_images, prediction_bytes
 
 from fedlas.data.folder import Folder
 from fedlas.training import Run, RunError, StoppedError, fit, fit_many
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return photographs(tmp_path_factory.mktemp("images") / "all")
+    return natural_images(tmp_path_factory.mktemp("images") / "all")
 
 
 @pytest.fixture(scope="module")
 def finished(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fit(large(images, workers=0), out=tmp_path_factory.mktemp("run") / "photographs")
+    return fit(large(images, workers=0), out=tmp_path_factory.mktemp("run") / "natural_images")
 
 
 def assert_equal_runs(run: Run, expected: Run) -> None:
@@ -117,7 +117,7 @@ def test_resident_images_are_cached_and_give_the_same(images, finished, tmp_path
 
 
 def test_too_few_images_raise_before_training(tmp_path):
-    images = photographs(tmp_path / "few", count=3)
+    images = natural_images(tmp_path / "few", count=3)
     with pytest.raises(ValueError, match=r"val.*cat 3, dog 3, owl 3"):
         fit(large(images), out=tmp_path / "run")
     assert not Run(tmp_path / "run").log_file.exists()
@@ -138,7 +138,7 @@ def test_missing_evaluation_data_raises_before_training(images, tmp_path, monkey
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_damaged_image_is_named(tmp_path, workers):
-    images = photographs(tmp_path / "images")
+    images = natural_images(tmp_path / "images")
     broken = images / "dog" / "7.png"
     broken.write_bytes(broken.read_bytes()[:60])
     with pytest.raises(ValueError, match=str(broken)):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import strangers
 import torch
+import untrusted_files
 from dangers import ADMITTED, dangers
 
 import fedlas
@@ -51,7 +51,7 @@ def test_nothing_in_the_sources_unpickles_unchecked_data():
 
 
 @pytest.mark.parametrize(("where", "name"), [(where, name) for where in ADMITTED for name in sorted(ADMITTED[where])])
-def test_nothing_is_admitted_that_is_not_there(where, name, monkeypatch):
+def test_the_list_of_known_calls_has_no_unused_entries(where, name, monkeypatch):
     monkeypatch.setitem(ADMITTED, where, ADMITTED[where] - {name})
     assert dangers((SOURCE / where).read_text(encoding="utf-8"), where)
 
@@ -121,7 +121,7 @@ def test_nothing_is_admitted_that_is_not_there(where, name, monkeypatch):
         "from fedlas import predictions\npredictions.torch.load(x)",
     ],
 )
-def test_the_search_finds_what_it_looks_for(text):
+def test_the_search_detects_unsafe_calls(text):
     assert dangers(text, "somewhere.py")
 
 
@@ -142,20 +142,20 @@ def test_the_search_finds_what_it_looks_for(text):
         "importlib.import_module(f'fedlas.{name}')",
     ],
 )
-def test_the_search_lets_the_known_pass(text):
+def test_the_search_accepts_known_calls(text):
     assert dangers(text, "somewhere.py") == []
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("copies", "big", "many"),
-    [(1, 2**22, 5_000), (4, 2**29, strangers.MANY)],
+    [(1, 2**22, 5_000), (4, 2**29, untrusted_files.MANY)],
     ids=["small", "large"],
 )
-def test_no_hostile_file_does_anything(tmp_path, copies, big, many):
+def test_untrusted_files_have_no_effect(tmp_path, copies, big, many):
     """Every kind of file and every fault."""
-    records = strangers.campaign(tmp_path / "campaign", copies, big, many)
-    assert len({one["kind"] for one in records}) == len(strangers.readers())
+    records = untrusted_files.campaign(tmp_path / "campaign", copies, big, many)
+    assert len({one["kind"] for one in records}) == len(untrusted_files.readers())
     assert [one for one in records if one["outcome"] == "BAD"] == []
     assert [one for one in records if one["what"] == "sound" and one["outcome"] != "read"] == []
 
@@ -163,33 +163,37 @@ def test_no_hostile_file_does_anything(tmp_path, copies, big, many):
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"mib": 1600.0}, "took 1600 MiB"), ({"seconds": 61.0}, "took 61 s"), ({"what": strangers.LINK}, "was followed")],
+    [
+        ({"mib": 1600.0}, "took 1600 MiB"),
+        ({"seconds": 61.0}, "took 61 s"),
+        ({"what": untrusted_files.LINK}, "was followed"),
+    ],
 )
 def test_the_campaign_has_limits(changed, said):
     record = {"kind": "recipe", "what": "x", "outcome": "read", "message": "", "mib": 1.0, "seconds": 1.0}
-    assert strangers.judged(record) == {}
-    found = strangers.judged(record | changed)
+    assert untrusted_files.check_record(record) == {}
+    found = untrusted_files.check_record(record | changed)
     assert found["outcome"] == "BAD"
     assert said in found["message"]
 
 
 @pytest.mark.campaign
-def test_the_canary_sings(tmp_path):
+def test_the_payload_is_detected_when_unpickled(tmp_path):
     """A payload that is unpickled leaves its file; if it did not, the campaign would prove nothing."""
-    pickle.loads(pickle.dumps(strangers.Payload(tmp_path / "ran")))
+    pickle.loads(pickle.dumps(untrusted_files.Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
 
 
 # What the campaign found
 
 
-def test_a_small_archive_that_would_fill_the_memory_is_refused(tmp_path):
+def test_a_zip_bomb_raises(tmp_path):
     np.savez_compressed(tmp_path / "p.npz", logits=np.zeros((40_000_000, 1)), labels=np.zeros(1, np.int64))
     with pytest.raises(ValueError, match=r"p\.npz.*320,000,\d+"):
         fedlas.read_predictions(tmp_path / "p.npz")
 
 
-def test_a_tensor_that_is_longer_than_its_file_is_refused(tmp_path):
+def test_a_tensor_that_is_longer_than_its_file_raises(tmp_path):
     torch.save({"logits": torch.zeros(1).expand(10**6, 10**6), "labels": torch.zeros(1)}, tmp_path / "p.pt")
     with pytest.raises(ValueError, match=r"p\.pt.*4,000,000,"):
         fedlas.read_predictions(tmp_path / "p.pt")
@@ -229,7 +233,7 @@ def test_a_device_is_no_file(tmp_path, ending):
      checkpoint.load, md5_of, lambda path: checked_bytes(path, None)],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "ending"), [("pipe", ".csv"), ("device", ".csv"), ("pipe", ".safetensors")])
-def test_pipes_and_devices_are_read_by_nobody(tmp_path, opened, kind, ending):
+def test_pipes_and_devices_are_not_read(tmp_path, opened, kind, ending):
     """Reading a pipe would block, and /dev/zero would fill the memory."""
     path = tmp_path / f"f{ending}"
     if kind == "pipe":
@@ -253,7 +257,7 @@ OTHER_WORDS = RuntimeError(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), no_memory_of_torch(), OTHER_WORDS], ids=["python", "torch", "other"])
-def test_memory_that_runs_out_is_no_damaged_file(tmp_path, error):
+def test_out_of_memory_is_not_reported_as_a_damaged_file(tmp_path, error):
     """Also where torch reports it in a RuntimeError."""
     for guard in (file_errors, content_errors):
         with pytest.raises(MemoryError), guard(tmp_path / "p.npz"):
@@ -274,7 +278,7 @@ def test_an_array_that_announces_more_than_it_holds_takes_no_memory(tmp_path):
     """numpy took the memory first, and an error about that was called damage."""
     content = io.BytesIO()
     np.lib.format.write_array(content, np.zeros(3))
-    lying = strangers.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
+    lying = untrusted_files.zip_of({"logits.npy": content.getvalue().replace(b"(3,), ", b"(100000000000,), ")})
     (tmp_path / "p.npz").write_bytes(lying)
     with pytest.raises(ValueError, match=r"p\.npz.*logits\.npy.*100000000000"):
         fedlas.read_predictions(tmp_path / "p.npz")
@@ -314,7 +318,7 @@ def test_reports_recipes_and_ledgers_that_are_nested_are_named(tmp_path):
 @pytest.mark.parametrize(
     "words", [{"name": '"os.system"'}, {"name": '"temperature"', "options": "[1]"}, {"name": DEEP}]
 )
-def test_a_calibrator_with_other_words_is_named(tmp_path, words):
+def test_a_calibrator_with_invalid_metadata_raises(tmp_path, words):
     safetensors = pytest.importorskip("safetensors.torch")
     path = tmp_path / "c.safetensors"
     path.write_bytes(safetensors.save({"t": torch.ones(1)}, metadata={"format": '"fedlas.calibrator/1"', **words}))
@@ -322,7 +326,7 @@ def test_a_calibrator_with_other_words_is_named(tmp_path, words):
         fedlas.load_calibrator(path)
 
 
-def test_kept_predictions_that_are_damaged_are_named():
+def test_damaged_stored_predictions_raise():
     good = Kept({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
     said = []
     for place in range(0, len(good), 7):
@@ -339,7 +343,7 @@ def test_kept_predictions_that_are_damaged_are_named():
 def test_a_link_does_not_lead_out_of_a_ledger(tmp_path):
     folder = tmp_path / "results"
     (folder / "predictions").mkdir(parents=True)
-    good = strangers.sound(tmp_path / "sound")["ledger"]
+    good = untrusted_files.sound(tmp_path / "sound")["ledger"]
     (folder / good.name).write_text(good.read_text())
     line = next(iter(Ledger(folder).lines.values()))
     assert Ledger(folder).file_of(line).is_relative_to(folder)
@@ -357,8 +361,8 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path, monkeypatch):
 
 
 def test_a_program_is_not_unpickled(tmp_path):
-    held = {"f/data/constants/opaque_obj_0": pickle.dumps(strangers.Payload(tmp_path / "ran"))}
-    (tmp_path / "p.pt2").write_bytes(strangers.zip_of(held))
+    held = {"f/data/constants/opaque_obj_0": pickle.dumps(untrusted_files.Payload(tmp_path / "ran"))}
+    (tmp_path / "p.pt2").write_bytes(untrusted_files.zip_of(held))
     with pytest.raises(ValueError, match=r"p\.pt2.*tensor"):
         load_program(tmp_path / "p.pt2")
     assert not (tmp_path / "ran").exists()
@@ -367,7 +371,7 @@ def test_a_program_is_not_unpickled(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A small run that is finished."""
-    return Run(strangers.sound(tmp_path_factory.mktemp("campaign") / "sound")["checkpoint"].parent)
+    return Run(untrusted_files.sound(tmp_path_factory.mktemp("campaign") / "sound")["checkpoint"].parent)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +403,7 @@ def test_an_invalid_checkpoint_is_refused_by_predict_and_resume(trained, tmp_pat
         ({"random": [{"torch": 5}]}, "random"),
     ],
 )
-def test_a_checkpoint_with_an_impossible_position_is_refused(trained, tmp_path, change, reason):
+def test_a_checkpoint_with_an_impossible_position_raises(trained, tmp_path, change, reason):
     run = Run(shutil.copytree(trained.folder, tmp_path / "run", ignore=lambda *_: ["predictions"]))
     torch.save(torch.load(run.checkpoint, weights_only=True) | change, run.checkpoint)
     with pytest.raises(RunError, match=rf"checkpoint\.pt.*{reason}"):
@@ -437,7 +441,7 @@ def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
 def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "1.png").write_bytes(strangers.png_of(side))
+        (tmp_path / name / "1.png").write_bytes(untrusted_files.png_of(side))
     data = fedlas.build_data("folder", path=tmp_path, image_size=16)
     with pytest.raises(DamagedFileError, match=rf"cat/1\.png.*{reason}"):
         decode(tmp_path / "cat" / "1.png", data.transform)
@@ -450,7 +454,7 @@ def test_an_image_bomb_is_named_and_nothing_warns_of_it(tmp_path, side, reason):
 
 
 class Leads(http.server.BaseHTTPRequestHandler):
-    """Leads to wherever it is told."""
+    """Redirects to a given address."""
 
     def do_GET(self):
         if self.path == "/a.bin":
@@ -536,10 +540,10 @@ def test_a_redirect_of_weights_does_not_leave_tls(secure, tmp_path, monkeypatch)
     plain = serve(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Leads))
     secure.leads_to = f"http://127.0.0.1:{plain.server_port}/b.bin"
     with pytest.raises(OSError, match="TLS"):
-        Weights(f"{secure.url}/a.bin", "net.pth").fetched()
+        Weights(f"{secure.url}/a.bin", "net.pth").fetch()
     assert not list((tmp_path / "torch").rglob("*.pth"))
     secure.leads_to = f"{secure.url}/b.bin"
-    assert Weights(f"{secure.url}/a.bin", "net.pth").fetched().read_bytes() == b"content"
+    assert Weights(f"{secure.url}/a.bin", "net.pth").fetch().read_bytes() == b"content"
     plain.shutdown()
     plain.server_close()
 

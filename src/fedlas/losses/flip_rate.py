@@ -1,9 +1,8 @@
-"""The state of the gate per training sample and epoch: how many are in each mode, and how many change it.
+"""Gate statistics per epoch: fractions of samples in each mode, and flip rate.
 
-With psi_i^e the state of sample i in epoch e: the proportions are the shares of +1 and -1 among the samples seen in
-epoch e; the flip rate is the share of samples with psi_i^e != psi_i^(e-1) among those seen in both epochs. A loader
-that drops its last batch leaves some samples out of an epoch; they count in neither. A psi of exactly 0, which
-`preset="official"` allows, counts as -1.
+With psi_i^e the mode of sample i in epoch e: the fractions of +1 and -1 are relative to the samples seen in epoch e;
+the flip rate is the fraction with psi_i^e != psi_i^(e-1) of the samples seen in both epochs. A sample that an epoch
+omits (`drop_last`) is counted in neither. A psi of exactly 0, which `preset="official"` allows, counts as -1.
 """
 
 import math
@@ -20,7 +19,7 @@ from fedlas.errors import UserError
 
 @dataclass(frozen=True)
 class GateEpoch:
-    """What one epoch showed; a share of nothing is NaN."""
+    """Gate statistics of an epoch; fractions of zero samples are NaN."""
 
     positive: float
     negative: float
@@ -29,10 +28,10 @@ class GateEpoch:
 
 
 class GateHistory(nn.Module):
-    """Collects the gate's state by sample index; saved, moved and restored like any module.
+    """Collects the mode of the gate by sample index; a module, so that it can be saved, moved and restored.
 
     Args:
-        num_samples: size of the training split that `index` counts in.
+        num_samples: size of the training split that `index` refers to.
 
     """
 
@@ -48,10 +47,10 @@ class GateHistory(nn.Module):
 
     @torch.no_grad()
     def update(self, index: Int[Tensor, " n"], psi: Float[Tensor, " n"]) -> None:
-        """Note the state of a batch, on all ranks; samples whose psi is NaN, the ignored ones, are passed over."""
+        """Record the modes of a batch, on all ranks; skip ignored samples, whose psi is NaN."""
         if index.shape != psi.shape:
             raise UserError(f"index has shape {tuple(index.shape)}, psi {tuple(psi.shape)}")
-        # On a GPU a look at the numbers would make the host wait.
+        # On a GPU reading the values would synchronise the host.
         if index.device.type == "cpu" and len(index) and (index.min() < 0 or index.max() >= len(self.now)):
             span = f"from {index.min()} to {index.max()}"
             raise UserError(f"index reaches {span}, outside of the {len(self.now)} samples of the history")
@@ -61,7 +60,7 @@ class GateHistory(nn.Module):
 
     @torch.no_grad()
     def end_epoch(self) -> GateEpoch:
-        """Close the epoch and give its proportions and its flip rate against the one before."""
+        """End the epoch and return its fractions and its flip rate relative to the previous epoch."""
         seen = self.now != 0
         both = seen & (self.before != 0)
         flips = both & (self.now != self.before)
@@ -79,9 +78,9 @@ class GateHistory(nn.Module):
         return epoch
 
     def get_extra_state(self) -> list[dict[str, Any]]:
-        """Give the finished epochs to `state_dict`."""
+        """Return the finished epochs, for `state_dict`."""
         return [asdict(epoch) for epoch in self.epochs]
 
     def set_extra_state(self, state: list[dict[str, Any]]) -> None:
-        """Take the finished epochs from `state_dict`."""
+        """Restore the finished epochs from `state_dict`."""
         self.epochs = [GateEpoch(**epoch) for epoch in state]

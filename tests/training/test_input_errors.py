@@ -10,7 +10,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
-from runs_of import large, photographs, short
+from runs_of import large, natural_images, short
 
 import fedlas
 from fedlas.experiments.launch import launched
@@ -56,7 +56,7 @@ def test_duplicate_class_names_raise_before_training(monkeypatch):
 
 
 def test_the_image_size_option_is_suggested(tmp_path):
-    recipe = large(photographs(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
+    recipe = large(natural_images(tmp_path, 10)).replace(model="resnet18_tiny", model_options={})
     with pytest.raises(RunError, match=r"3 x 16 x 16.*data_options\.image_size"):
         Session(recipe, CPU)
 
@@ -86,7 +86,7 @@ def test_the_dry_run_changes_nothing():
 
 
 def test_a_single_class_raises(tmp_path):
-    folder = photographs(tmp_path, 20)
+    folder = natural_images(tmp_path, 20)
     with pytest.raises(RunError, match="'cat'"):
         Session(large(folder / "cat"), CPU)
 
@@ -169,13 +169,6 @@ def test_a_misnamed_hook_raises(tmp_path):
     with pytest.raises(TypeError, match=rf"Misnamed\.on_epoch_ended.*{', '.join(HOOKS)}"):
         fit(short("ce"), out=tmp_path, callbacks=[Misnamed()])
     assert HOOKS == ("on_train_start", "on_step_dispatched", "on_step_end", "on_epoch_end", "on_train_end")
-
-    class Blind(AbstractCallback):
-        def on_step_end(self, session, step):
-            pass
-
-    with pytest.raises(TypeError, match=r"Blind\.on_step_end.*sees_steps = True"):
-        fit(short(), out=tmp_path / "other", callbacks=[Blind()])
     watch = Whole()
     fit(short("ce", epochs=1, data_options={"train_samples": 50}), out=tmp_path, callbacks=[watch])
     assert watch.last == 1
@@ -205,7 +198,7 @@ def test_bf16_on_a_cpu_without_bf16_instructions_warns(tmp_path, monkeypatch, pr
 
 def test_a_broken_image_is_named_in_one_line(tmp_path):
     """With workers it used to come with their whole traceback, on one line."""
-    folder = photographs(tmp_path / "images")
+    folder = natural_images(tmp_path / "images")
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
     for workers in (0, 1):
@@ -278,7 +271,7 @@ def test_predictions_need_the_safetensors_suffix(finished, tmp_path):
 
 
 def test_ignored_labels_warn(finished, tmp_path):
-    folder, out = photographs(tmp_path / "images", 2), tmp_path / "own.safetensors"
+    folder, out = natural_images(tmp_path / "images", 2), tmp_path / "own.safetensors"
     with pytest.warns(UserWarning, match=r"labels.*cat, dog, owl"):
         predict_with(finished.folder, "folder", options={"path": str(folder)}, out=out)
     assert fedlas.read_predictions(out).given_labels is None
