@@ -40,7 +40,7 @@ from fedlas.metrics.catalogue import summary_metrics
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.result import Comparison, Result, aligned, html_table, latex_table
-from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
+from fedlas.ood.detection import Detection, detect_scores, ood_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
 from fedlas.posthoc.base import checked_number, checked_text, with_logits
@@ -336,7 +336,7 @@ def evaluate(
         fold_of = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
         fitted = [_repair(one, full, other, fold_of, steps, **about) for one in chosen]
     repairs = _named(fitted)
-    foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
+    foreign = {name: ood_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
     runs = [

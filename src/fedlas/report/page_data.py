@@ -31,7 +31,7 @@ from fedlas.metrics.intervals.binomial import clopper_pearson
 from fedlas.metrics.result import Result
 from fedlas.metrics.selective import RiskCoverage, curve
 from fedlas.metrics.smooth import smooth_curve
-from fedlas.ood.detection import Ranking, foreign_predictions, ranking
+from fedlas.ood.detection import Ranking, ood_predictions, ranking
 from fedlas.ood.scores import QUANTITIES, feature_norm, missing, score_of
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of
 from fedlas.report.places import filled_places
@@ -322,7 +322,7 @@ def ood_data(
         return None
     sets: list[Plain] = []
     for name, separations in detection.sets.items():
-        given = foreign_predictions(name, ood[name], predictions) if name in ood else None
+        given = ood_predictions(name, ood[name], predictions) if name in ood else None
         scores: list[Plain] = []
         for score, separation in separations.items():
             metrics = (separation.auroc, separation.aupr_out, separation.aupr_in, separation.fpr)
