@@ -269,8 +269,8 @@ def coverage(shift: float, spread: float, n: int, m: int, trials: int) -> dict[s
     hits = dict.fromkeys(true, 0)
     for _ in range(trials):
         ranked = ranking(random.standard_normal(n), shift + spread * random.standard_normal(m))
-        result = [auroc_of(ranked), aupr_of(ranked), aupr_of(ranked.reversed()), fpr_of(ranked)]
-        for name, result in zip(hits, result, strict=True):
+        results = [auroc_of(ranked), aupr_of(ranked), aupr_of(ranked.reversed()), fpr_of(ranked)]
+        for name, result in zip(hits, results, strict=True):
             hits[name] += true[name] in result.interval
     return {name: count / trials for name, count in hits.items()}
 
