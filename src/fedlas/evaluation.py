@@ -43,7 +43,7 @@ from fedlas.metrics.result import Comparison, Result, aligned, html_table, latex
 from fedlas.ood.detection import Detection, detect_scores, ood_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
-from fedlas.posthoc.base import checked_number, checked_text, with_logits
+from fedlas.posthoc.base import check_count, check_text, with_logits
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of, with_every_class
 
 FORMAT = "fedlas.report/1"
@@ -103,13 +103,13 @@ class State:
         """Read back what `to_dict` wrote."""
         found = fields["detection"]
         return cls(
-            name=checked_text(fields["name"], "name"),
+            name=check_text(fields["name"], "name"),
             results={name: Result.from_dict(one) for name, one in fields["results"].items()},
             bins={name: Bins.from_dict(one) for name, one in fields["bins"].items()},
             detection=None if found is None else Detection.from_dict(found),
             fits=tuple(Fit.from_dict(one) for one in fields["fits"]),
             parameters=fields["parameters"],
-            leaked=checked_number(fields.get("leaked", 0), "leaked"),  # older reports did not look
+            leaked=check_count(fields.get("leaked", 0), "leaked"),  # older reports did not look
             comparisons={name: Comparison.from_dict(one) for name, one in fields.get("comparisons", {}).items()},
         )
 
@@ -207,8 +207,8 @@ class Report:
         if fields.get("format") != FORMAT:
             raise UserError(f"this is not a report that fedlas wrote: its format is {fields.get('format')!r}")
         before, *after = (State.from_dict(one) for one in fields["states"])
-        n, classes = (checked_number(fields[name], name) for name in ("n", "classes"))
-        split = None if fields["split"] is None else checked_text(fields["split"], "split")
+        n, classes = (check_count(fields[name], name) for name in ("n", "classes"))
+        split = None if fields["split"] is None else check_text(fields["split"], "split")
         return cls(before, {one.name: one for one in after}, n, classes, split)
 
     def save(self, path: str | Path) -> None:

@@ -314,7 +314,7 @@ def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
     def told():
         yield lambda word, share: seen.append((word, share))
 
-    for commands in ("answers", "repairs"):
+    for commands in ("answers", "calibrate"):
         monkeypatch.setattr(f"fedlas.cli.{commands}.progress", told)
     assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
     kept = files / "c.safetensors"
