@@ -35,10 +35,10 @@ from fedlas.io.atomic import write_atomic
 from fedlas.io.columns import ColumnOptions
 from fedlas.io.untrusted import file_errors
 from fedlas.metrics.base import Resampling
-from fedlas.metrics.bins import Bins
-from fedlas.metrics.catalogue import summary_metrics
+from fedlas.metrics.bin_statistics import Bins
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
 from fedlas.metrics.inputs import Pairs
+from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Comparison, Result, aligned, html_table, latex_table
 from fedlas.ood.detection import Detection, detect_scores, ood_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import numpy as np
 import torch
@@ -134,6 +134,9 @@ class Predictions:
     Attributes:
         columns: the columns of the file that predictions were read from; None if they were made of arrays.
     """
+
+    has_all_classes: ClassVar[bool] = True
+    """Whether the probabilities of all classes are known."""
 
     given_logits: Float[Tensor, "n classes"] | None
     given_labels: Labels | None
@@ -354,6 +357,9 @@ class TopLabelPredictions:
         paths: the image file of each sample.
         metadata: further columns by name, with one value per sample.
     """
+
+    has_all_classes: ClassVar[bool] = False
+    """Whether the probabilities of all classes are known."""
 
     confidence: Float[Tensor, " n"]
     correct: Bool[Tensor, " n"]
@@ -587,7 +593,7 @@ def check_every_class(given: AnyPredictions, name: str, other: AnyPredictions, o
         others: the name of these.
     """
     for predictions, label in ((given, name), (other, others)):
-        if isinstance(predictions, TopLabelPredictions):
+        if not predictions.has_all_classes:
             needed = "the logits or probabilities of every class are needed"
             raise UserError(f"{label}: only the top confidence of each sample is known; {needed}")
 

@@ -26,7 +26,7 @@ from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
 from fedlas.io import read_predictions, write_predictions
 from fedlas.metrics import nll
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from fedlas.ood import detect
 from fedlas.posthoc import build_calibrator, load_calibrator
 from fedlas.posthoc.base import DoubtfulFit

@@ -15,23 +15,23 @@ from fedlas.predictions import Predictions, top_of_logits
 
 INTERPRETED = """
 import math, torch
-from fedlas.metrics.kernels.top_of_rows import top_of_rows
+from fedlas.metrics.kernels.top_label import top_label
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for rows, classes in ((7, 3), (70, 10), (5, 1000), (3, 1024), (2, 5000), (129, 1)):
         logits = (3 * torch.randn(rows, classes)).to(dtype)
-        total, place = top_of_rows(logits)
+        total, place = top_label(logits)
         confidence, prediction = logits.double().softmax(1).max(1)  # torch's own float32 differs by processor
         torch.testing.assert_close(1 / total.double(), confidence, rtol=1e-6, atol=0)
         assert torch.equal(place, prediction), (dtype, rows, classes)
         assert place.dtype == torch.int64
 across = torch.randn(4, 6).t()
-assert torch.equal(top_of_rows(across)[1], across.argmax(1))
+assert torch.equal(top_label(across)[1], across.argmax(1))
 ties = torch.tensor([[0.0, 0.0, 1e-9, -1.0], [-3.0, 2.0, 2.0, 2.0]])
-assert top_of_rows(ties)[1].tolist() == [0, 1]
+assert top_label(ties)[1].tolist() == [0, 1]
 bad = torch.zeros(4, 5)
 bad[0, 1], bad[1, 0], bad[2, 4] = math.nan, math.inf, -math.inf
-assert torch.isnan(top_of_rows(bad)[0]).tolist() == [True, True, True, False]
+assert torch.isnan(top_label(bad)[0]).tolist() == [True, True, True, False]
 """
 
 
@@ -52,7 +52,7 @@ def test_without_a_device_the_kernel_is_not_asked_for(monkeypatch):
 def test_where_the_kernel_cannot_be_built_torch_does_the_work(monkeypatch):
     """No triton, no compiler, no device: whatever it is, an exception must not reach the user."""
     inputs._kernel.cache_clear()
-    monkeypatch.setitem(sys.modules, "fedlas.metrics.kernels.top_of_rows", None)
+    monkeypatch.setitem(sys.modules, "fedlas.metrics.kernels.top_label", None)
     assert inputs._kernel() is None
     inputs._kernel.cache_clear()
 

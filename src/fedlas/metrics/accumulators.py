@@ -10,7 +10,7 @@ What it keeps is in a store:
     `MeanStore`    sum of a value per sample
     `PairStore`    confidence and correctness of every sample, 5 bytes each (9 for float64 input); 8 more if ranked
     `MassStore`    the same, sorted into equal-mass bins at the end
-    `CellStore`    sums in fine cells, for equal-mass bins in bounded memory (`cells.py`)
+    `SketchStore`    sums in fine cells, for equal-mass bins in bounded memory (`cells.py`)
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fedlas import ranks
 from fedlas.errors import UserError, UserTypeError
+from fedlas.metrics.bin_statistics import Bins, EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
-from fedlas.metrics.bins import Bins, EdgeRule, exact
 from fedlas.metrics.inputs import Pairs, Rows, Scope, answers, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.result import Definition, Result
 from fedlas.predictions import AnyPredictions, Array, as_tensor

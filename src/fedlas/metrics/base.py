@@ -2,7 +2,7 @@
 
 A metric is an object that is called like a function, `ece(probs, labels)`. It owns its definition, its value, the
 values per sample that it is a mean of (if it is one), what streaming has to keep, and the methods of its confidence
-interval and of paired comparisons. Everything that lists metrics asks `fedlas.metrics.catalogue`; a new metric is one
+interval and of paired comparisons. Everything that lists metrics asks `fedlas.metrics.registry`; a new metric is one
 class in one file of this folder.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, Accumulator, MeanStore, PairStore
+from fedlas.metrics.bin_statistics import Bins, exact
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
-from fedlas.metrics.bins import Bins, exact
-from fedlas.metrics.cells import Memory, histogram_store
 from fedlas.metrics.inputs import Given, Pairs, Rows, Scope, Which, answers, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of
 from fedlas.metrics.intervals.resampling import AbstractGaps
 from fedlas.metrics.result import Comparison, Definition, Result
+from fedlas.metrics.sketch import Memory, histogram_store
 from fedlas.predictions import AnyPredictions, Array, Predictions
 
 MIN_RESAMPLES = 20

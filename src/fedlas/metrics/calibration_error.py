@@ -27,8 +27,8 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram
 from fedlas.metrics.base import AbstractBinned, AbstractFixedBinned, AbstractFreelyBinned
+from fedlas.metrics.bin_statistics import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
-from fedlas.metrics.bins import Bins
 from fedlas.metrics.inputs import Given
 from fedlas.metrics.intervals.methods import GapInversion, MeanBootstrap
 from fedlas.metrics.intervals.resampling import AbstractGaps, Bounds

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.bins import exact
+from fedlas.metrics.bin_statistics import exact
 from fedlas.metrics.result import Definition
 from fedlas.predictions import (
     AnyPredictions,
@@ -284,12 +284,12 @@ def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # triton speaks of its own settings
-            from fedlas.metrics.kernels.top_of_rows import top_of_rows  # noqa: PLC0415
+            from fedlas.metrics.kernels.top_label import top_label  # noqa: PLC0415
 
-            top_of_rows(torch.zeros(2, 2, device="cuda"))
+            top_label(torch.zeros(2, 2, device="cuda"))
     except Exception:  # whatever is missing, torch alone gives the same numbers
         return None
-    return top_of_rows
+    return top_label
 
 
 def _table_of_logits(scores: Float[Tensor, "..."]) -> Float[Tensor, "n classes *space"]:

@@ -29,8 +29,8 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractStore, BinStore, MeanStore, State, as_rows, joined
 from fedlas.metrics.base import AbstractMetric, AbstractTopLabel
+from fedlas.metrics.bin_statistics import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.binning import Binning
-from fedlas.metrics.bins import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.inputs import (
     Given,
     Pairs,

@@ -42,7 +42,6 @@ from fedlas.predictions import (
     AnyPredictions,
     Array,
     Predictions,
-    TopLabelPredictions,
     as_tensor,
     check_every_class,
     check_rows,
@@ -337,7 +336,7 @@ def detect(
 def ood_predictions(name: str, given: AnyPredictions | Array, id_predictions: AnyPredictions) -> AnyPredictions:
     """Return predictions on an OOD data set, built from logits if need be, after a check of the number of classes."""
     ood = given if isinstance(given, AnyPredictions) else Predictions(given)
-    if isinstance(ood, TopLabelPredictions) and isinstance(id_predictions, TopLabelPredictions):
+    if not (ood.has_all_classes or id_predictions.has_all_classes):
         return ood  # each has only the classes that occur in it
     check_every_class(ood, name, id_predictions, "the in-distribution samples")
     expected = id_predictions.num_classes

@@ -30,7 +30,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas.errors import UserError
-from fedlas.predictions import AnyPredictions, Array, TopLabelPredictions, as_floats, check_rows, two_columns
+from fedlas.predictions import (
+    AnyPredictions,
+    Array,
+    Predictions,
+    TopLabelPredictions,
+    as_floats,
+    check_rows,
+    two_columns,
+)
 
 NO_FLOAT64 = {"mps"}
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**18, 2**26  # logits in one block of rows
@@ -171,10 +179,10 @@ def missing(predictions: AnyPredictions, name: str, train_features: Array | None
     if name not in score_names():
         raise UserError(f"there is no score {name!r}; there are {', '.join(score_names())}")
     if name in OF_LOGITS:
-        if isinstance(predictions, TopLabelPredictions):
+        if not predictions.has_all_classes:
             lack = "the probabilities of all classes, and these predictions hold only the top confidence"
             return None if name == "max_probability" else lack
-        if predictions.given_probs is not None and name not in OF_PROBS:
+        if isinstance(predictions, Predictions) and predictions.given_probs is not None and name not in OF_PROBS:
             return "logits, and these predictions hold probabilities, from which the scale of logits is lost"
         return None
     if predictions.features is None:

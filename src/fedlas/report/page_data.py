@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from fedlas.metrics.binning import histogram
-from fedlas.metrics.bins import (
+from fedlas.metrics.bin_statistics import (
     Bins,
     EdgeRule,
     add_up,
@@ -26,6 +25,7 @@ from fedlas.metrics.bins import (
     equal_width_edges,
     exact,
 )
+from fedlas.metrics.binning import histogram
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.intervals.binomial import clopper_pearson
 from fedlas.metrics.result import Result

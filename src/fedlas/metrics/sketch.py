@@ -26,8 +26,8 @@ from fedlas.metrics.accumulators import (
     as_pairs,
     joined,
 )
+from fedlas.metrics.bin_statistics import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
 from fedlas.metrics.binning import Binning, Histogram
-from fedlas.metrics.bins import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
 from fedlas.metrics.inputs import Pairs, Rows, Scope
 from fedlas.metrics.result import Definition
 
@@ -36,7 +36,7 @@ CELLS_PER_OCTAVE = 4096
 OCTAVES = 24
 
 
-class CellStore(AbstractHistogram):
+class SketchStore(AbstractHistogram):
     """Keeps sums in fine cells, and the smallest and largest confidence in each."""
 
     def __init__(self, bins: int, scope: Scope, ignore_index: int | None) -> None:
@@ -138,5 +138,5 @@ def histogram_store(
             raise UserError(f'memory="bounded" cannot follow the rules of {way.compat}')
         if way.kind == "width":
             raise UserError('memory="bounded" is for equal-mass bins; those of equal width always have bounded memory')
-        return CellStore(way.bins, scope, ignore_index)
+        return SketchStore(way.bins, scope, ignore_index)
     return BinStore(way, scope, ignore_index) if way.kind == "width" else MassStore(way, scope, ignore_index)
