@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import numpy as np
 import torch
@@ -135,8 +135,7 @@ class Predictions:
         columns: the columns of the file that predictions were read from; None if they were made of arrays.
     """
 
-    has_all_classes: ClassVar[bool] = True
-    """Whether the probabilities of all classes are known."""
+    has_all_classes = True  # whether the probabilities of all classes are known
 
     given_logits: Float[Tensor, "n classes"] | None
     given_labels: Labels | None
@@ -358,8 +357,7 @@ class TopLabelPredictions:
         metadata: further columns by name, with one value per sample.
     """
 
-    has_all_classes: ClassVar[bool] = False
-    """Whether the probabilities of all classes are known."""
+    has_all_classes = False  # whether the probabilities of all classes are known
 
     confidence: Float[Tensor, " n"]
     correct: Bool[Tensor, " n"]

@@ -38,7 +38,7 @@ from fedlas.metrics.intervals import resampling
 from fedlas.metrics.intervals.inversion import inverted_interval
 from fedlas.metrics.intervals.resampling import (
     cell_deviations,
-    few_range,
+    clopper_pearson_interval,
     mean_interval,
     ranked_errors,
     sample_deviations,
@@ -315,7 +315,7 @@ def test_means_over_a_handful_of_samples_have_wide_intervals(metric):
 def test_ranges_of_few_are_those_of_clopper_and_pearson(count, n):
     stats = cases.oracle("scipy.stats")
     theirs = stats.binomtest(count, n).proportion_ci(0.95, method="exact")
-    assert few_range(count, n, 0.95) == pytest.approx((theirs.low, theirs.high), abs=1e-9)
+    assert clopper_pearson_interval(count, n, 0.95) == pytest.approx((theirs.low, theirs.high), abs=1e-9)
 
 
 @pytest.mark.parametrize(("n", "chance"), [(1, 0.3), (200, 0.01), (5_000, 0.999), (700, 0.5), (300, 0.0)])
@@ -399,7 +399,8 @@ def test_cells_give_the_width_of_the_exact_bootstrap(metric, name):
     cells = cell_deviations(gaps.index, gaps.gap, 15, 4_000, random)
     assert cells.std(0) == pytest.approx(exact.std(0), rel=0.06)
     widths = [
-        np.ptp(inverted_interval(gaps.world(drawn, np.random.default_rng(0)), "both", 0.95)) for drawn in (exact, cells)
+        np.ptp(inverted_interval(gaps.distribution(drawn, np.random.default_rng(0)), "both", 0.95))
+        for drawn in (exact, cells)
     ]
     assert widths[1] == pytest.approx(widths[0], rel=0.05)
 

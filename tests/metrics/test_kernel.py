@@ -46,7 +46,7 @@ def test_the_kernel_gives_the_numbers_of_torch():
 def test_without_a_device_the_kernel_is_not_asked_for(monkeypatch):
     monkeypatch.setattr(inputs, "MANY_ROWS", 1)
     monkeypatch.setattr(inputs, "_kernel", lambda: pytest.fail("called"))
-    assert inputs.in_one_read(torch.zeros(3, 2)) is None
+    assert inputs.top_of_logits_by_kernel(torch.zeros(3, 2)) is None
 
 
 def test_where_the_kernel_cannot_be_built_torch_does_the_work(monkeypatch):

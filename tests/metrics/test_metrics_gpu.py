@@ -170,7 +170,7 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     logits[3] = 0
     logits[4, :2] = logits[4].amax() + 1
     expected = logits.softmax(1, dtype=torch.float32).max(1)
-    found = inputs.in_one_read(logits)
+    found = inputs.top_of_logits_by_kernel(logits)
     if classes > inputs.MOST_CLASSES:
         assert found is None
         found = top_of_logits(logits)
@@ -181,7 +181,7 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
     assert found[1][4] == 0
     wide = torch.randn(rows, 2 * classes, device="cuda").to(dtype)
     for view in (wide[:, ::2], wide[:, :classes]):
-        cut = inputs.in_one_read(view) or top_of_logits(view)
+        cut = inputs.top_of_logits_by_kernel(view) or top_of_logits(view)
         assert torch.equal(cut[1], view.softmax(1, dtype=torch.float32).max(1).indices)
 
 

@@ -29,7 +29,7 @@ MAX_PROBS = 20_000_000  # number of probabilities up to which an evaluation boot
 
 
 class EvaluationAccumulator:
-    """Keeps what metrics need while predictions are read.
+    """Accumulates all metrics of one set of predictions.
 
     Args:
         bins: number of bins of calibration errors.

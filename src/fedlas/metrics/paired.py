@@ -179,9 +179,9 @@ def _gap_difference(
     index, gap = np.stack([one.index for one in single]), np.stack([one.gap for one in single])
     drawn = sample_deviations(index, gap, bins, resamples, rng)
     parts = (drawn[:, :bins], drawn[:, bins:])
-    worlds = [one.world(part, rng, joint=True) for one, part in zip(single, parts, strict=True)]
-    first, second = (confidence_curve(world) for world in worlds)
-    totals = np.stack([unbiased_totals(world) for world in worlds])
+    distributions = [one.distribution(part, rng, joint=True) for one, part in zip(single, parts, strict=True)]
+    first, second = (confidence_curve(one) for one in distributions)
+    totals = np.stack([unbiased_totals(one) for one in distributions])
     varied = float(totals.std(1).min()) > 0
     correlation = float(np.asarray(np.corrcoef(totals))[0, 1]) if varied else 0.0
     low, high = difference_interval(first, second, correlation, level)

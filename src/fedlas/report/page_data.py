@@ -107,9 +107,9 @@ def smooth_data(pairs: Pairs, level: float = 0.95) -> Plain:
     """
     smoothed = smooth_curve(pairs, points=101)
     low, high = clopper_pearson(smoothed.accuracy * smoothed.samples, smoothed.samples, level)
-    shift = smoothed.place - smoothed.confidence  # from the mean confidence in a window to the centre of the window
+    shift = smoothed.center - smoothed.confidence  # from the mean confidence in a window to the centre of the window
     accuracy, low, high = ((x + shift).clamp(0, 1) for x in (smoothed.accuracy, low, high))
-    columns = (smoothed.place, accuracy, low, high, smoothed.density, smoothed.samples, smoothed.place - accuracy)
+    columns = (smoothed.center, accuracy, low, high, smoothed.density, smoothed.samples, smoothed.center - accuracy)
     rows = zip(*(x.tolist() for x in columns), strict=True)
     return {"points": [[*map(number, row)] for row in rows], "bandwidth": number(smoothed.bandwidth)}
 
