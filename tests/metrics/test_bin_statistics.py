@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from fedlas.metrics.bin_statistics import (
     Bins,
     EdgeRule,
-    _scattered,
+    _scatter_add,
     bin_index,
     bin_statistics,
     class_mass_statistics,
@@ -209,5 +209,5 @@ def test_copies_of_cells_add_up():
     """What a device does, on the CPU: a thread has a copy of every cell."""
     index, values = torch.randint(5, (1000,)), torch.rand(1000, dtype=torch.float64)
     device = torch.device("meta")
-    assert _scattered(values.to(device), index.to(device), 5).shape == (5,)
+    assert _scatter_add(values.to(device), index.to(device), 5).shape == (5,)
     assert count_up(index.to(device), 5).dtype == torch.int64
