@@ -1,7 +1,7 @@
 """Records of a training log for experiment trackers: scalars such as `val/ece`, histograms, and TensorBoard files.
 
-A record is one line of `log.jsonl`: numbers and groups of numbers. A group with `edges` and `counts` is a histogram: the
-first count is of values below the first edge, the last of values above the last edge.
+A record is one line of `log.jsonl`: numbers and groups of numbers. A group with `edges` and `counts` is a histogram:
+the first count is of values below the first edge, the last of values above the last edge.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -125,7 +125,7 @@ def test_other_scopes_equal_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["ece", "classwise_ece", "nll", "brier", "aurc"])
-def test_predictions_may_live_there(name: str) -> None:
+def test_predictions_may_be_on_the_gpu(name: str) -> None:
     logits, labels = cases.golden_logits()
     here = Predictions(logits, labels)
     there = Predictions(here.logits.cuda(), here.labels.cuda())
@@ -164,7 +164,7 @@ def test_streams_of_logits_equal_the_cpu(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("classes", [2, 10, 100, 1000, 1024, 5000, 40_000])
-def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
+def test_kernel_matches_softmax(classes: int, dtype: torch.dtype) -> None:
     rows = 10_001
     logits = (4 * torch.randn(rows, classes, device="cuda")).to(dtype)
     logits[3] = 0
@@ -186,7 +186,7 @@ def test_one_read_equals_the_softmax(classes: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_bad_logits_are_found_there_too(value: float) -> None:
+def test_non_finite_logits_on_the_gpu_raise(value: float) -> None:
     logits = torch.randn(20_000, 10, device="cuda")
     logits[12_345, 3] = value
     labels = torch.zeros(20_000, dtype=torch.long, device="cuda")

@@ -113,7 +113,7 @@ def window_by_hand(confidence: np.ndarray, hits: np.ndarray, place: float, width
     return mass, total / mass, right / mass, mass**2 / squares
 
 
-def test_a_smooth_curve_is_what_its_window_sees():
+def test_smooth_curve_matches_its_window():
     confidence, hits = cases.binary(400, shift=0.1)
     found = smooth_curve(confidence, hits, scope="positive", points=21)
     assert found.bandwidth == smooth_ece(confidence, hits, scope="positive").details["bandwidth"]
@@ -129,7 +129,7 @@ def test_a_smooth_curve_is_what_its_window_sees():
     assert torch.equal(found.gap, found.confidence - found.accuracy)
 
 
-def test_a_calibrated_model_has_no_gap_however_its_confidences_lie():
+def test_smooth_gap_of_a_calibrated_model_is_zero_for_any_density():
     """Smoothing the accuracy itself would show a gap wherever confidences are denser on one side."""
     confidence = 1 - torch.rand(4_000, dtype=torch.float64) ** 4
     found = smooth_curve(confidence, confidence.clone(), scope="positive")
