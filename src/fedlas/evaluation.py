@@ -35,7 +35,7 @@ from fedlas.io.atomic import write_atomic
 from fedlas.io.columns import ColumnOptions
 from fedlas.io.untrusted import file_errors
 from fedlas.metrics.base import Resampling
-from fedlas.metrics.bin_statistics import Bins
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.registry import summary_metrics

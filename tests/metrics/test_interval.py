@@ -563,7 +563,7 @@ def test_a_device_without_float64_gives_the_same_interval(monkeypatch, compat):
     """Values are on the CPU then, and what falls into no bin was marked on the device."""
     probs, labels = cases.saturated()
     here = bootstrap(ece, probs, labels, resamples=200, compat=compat)
-    monkeypatch.setattr("fedlas.metrics.bin_statistics.NO_FLOAT64", {"cuda"})
+    monkeypatch.setattr("fedlas.metrics.bin_sums.NO_FLOAT64", {"cuda"})
     there = bootstrap(ece, probs.cuda(), labels.cuda(), resamples=200, compat=compat)
     assert there.interval.high == pytest.approx(here.interval.high, abs=1e-6)
 

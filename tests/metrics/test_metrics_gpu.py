@@ -269,5 +269,5 @@ def test_counts_are_right_beyond_two_to_the_24(dtype: torch.dtype) -> None:
 def test_more_probabilities_than_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     probs, labels = problem(torch.float32)
     whole = metrics.classwise_ece(probs.cuda(), labels.cuda())
-    monkeypatch.setattr("fedlas.metrics.bin_statistics.MOST_AT_ONCE", 10_000)
+    monkeypatch.setattr("fedlas.metrics.bin_sums.MOST_AT_ONCE", 10_000)
     assert metrics.classwise_ece(probs.cuda(), labels.cuda()) == pytest.approx(whole, abs=1e-12)

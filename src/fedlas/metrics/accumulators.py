@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedlas import ranks
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.bin_statistics import Bins, EdgeRule, exact
+from fedlas.metrics.bin_sums import Bins, EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Histogram, histogram_of
 from fedlas.metrics.inputs import Pairs, Rows, Scope, binary_predictions, pairs, pairs_of_logits, rows, rows_of_logits
 from fedlas.metrics.result import Definition, Result

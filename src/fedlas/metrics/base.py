@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram, AbstractStore, Accumulator, MeanStore, PairStore
-from fedlas.metrics.bin_statistics import Bins, exact
+from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
 from fedlas.metrics.inputs import Given, Pairs, Rows, Scope, Which, binary_predictions, pairs, rows
 from fedlas.metrics.intervals.gaps import gaps_of

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.bin_statistics import (
+from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
     bin_index,

@@ -27,7 +27,7 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractHistogram
 from fedlas.metrics.base import AbstractBinned, AbstractFixedBinned, AbstractFreelyBinned
-from fedlas.metrics.bin_statistics import Bins
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.binning import Binning, Compat, Histogram, Kind, histogram
 from fedlas.metrics.inputs import Given
 from fedlas.metrics.intervals.methods import GapInversion, MeanBootstrap

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
-from fedlas.metrics.bin_statistics import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.result import Result
 

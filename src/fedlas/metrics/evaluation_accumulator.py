@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedlas.metrics.accumulators import BIN_SUMS
 from fedlas.metrics.base import AbstractMetric, Resampling
-from fedlas.metrics.bin_statistics import Bins, exact
+from fedlas.metrics.bin_sums import Bins, exact
 from fedlas.metrics.binning import Binning, histogram_of
 from fedlas.metrics.inputs import Pairs, pairs
 from fedlas.metrics.intervals.methods import bootstrap

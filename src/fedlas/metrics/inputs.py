@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedlas.errors import UserError, UserTypeError
-from fedlas.metrics.bin_statistics import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.result import Definition
 from fedlas.predictions import (
     AnyPredictions,

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedlas.alignment import check_same_samples
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractMetric, AbstractPairedMethod, Resampling, check_level
-from fedlas.metrics.bin_statistics import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import Given
 from fedlas.metrics.intervals.inversion import confidence_curve, difference_interval, unbiased_totals
 from fedlas.metrics.intervals.methods import check_mean

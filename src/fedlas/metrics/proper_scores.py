@@ -29,7 +29,7 @@ from torch import Tensor
 from fedlas.errors import UserError
 from fedlas.metrics.accumulators import AbstractStore, BinStore, MeanStore, State, as_rows, merge_definitions
 from fedlas.metrics.base import AbstractMetric, AbstractTopLabel
-from fedlas.metrics.bin_statistics import Bins, EdgeRule, class_statistics, equal_width_edges, exact
+from fedlas.metrics.bin_sums import Bins, EdgeRule, class_statistics, equal_width_edges, exact
 from fedlas.metrics.binning import Binning
 from fedlas.metrics.inputs import (
     Given,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
-from fedlas.metrics.bin_statistics import add_up, count_up, exact
+from fedlas.metrics.bin_sums import add_up, count_up, exact
 from fedlas.metrics.inputs import Given, Pairs, Which, binary_predictions, pairs
 from fedlas.metrics.intervals.methods import AreaBootstrap
 from fedlas.metrics.paired import PairedMeans

@@ -26,7 +26,7 @@ from fedlas.metrics.accumulators import (
     as_pairs,
     merge_definitions,
 )
-from fedlas.metrics.bin_statistics import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
+from fedlas.metrics.bin_sums import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
 from fedlas.metrics.binning import Binning, Histogram
 from fedlas.metrics.inputs import Pairs, Rows, Scope
 from fedlas.metrics.result import Definition

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractTopLabel
-from fedlas.metrics.bin_statistics import add_up, exact
+from fedlas.metrics.bin_sums import add_up, exact
 from fedlas.metrics.inputs import Given, Pairs, Scope, pairs
 from fedlas.metrics.result import Result
 from fedlas.predictions import Array

@@ -11,7 +11,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.bin_statistics import EdgeRule, bin_index, bin_statistics, equal_mass_edges, equal_width_edges
+from fedlas.metrics.bin_sums import EdgeRule, bin_index, bin_statistics, equal_mass_edges, equal_width_edges
 from fedlas.posthoc.base import AbstractCalibrator, Samples, check_floor, log_probs_of
 
 

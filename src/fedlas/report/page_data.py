@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from fedlas.metrics.bin_statistics import (
+from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
     add_up,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedlas.extras import optional_module
 from fedlas.metrics.base import check_level
-from fedlas.metrics.bin_statistics import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.result import Interval
 
 

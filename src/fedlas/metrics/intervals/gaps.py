@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedlas.errors import UserError
-from fedlas.metrics.bin_statistics import EdgeRule, exact
+from fedlas.metrics.bin_sums import EdgeRule, exact
 from fedlas.metrics.binning import EVERY_CLASS, Binning, Kind
 from fedlas.metrics.inputs import Given, Pairs, Scope, pairs, rows
 from fedlas.metrics.intervals.classwise import ClassGaps

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.metrics.base import AbstractBinned, AbstractIntervalMethod, AbstractMetric, AbstractTopLabel, Resampling
-from fedlas.metrics.bin_statistics import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import Given, Pairs
 from fedlas.metrics.intervals.binomial import wilson
 from fedlas.metrics.intervals.classwise import ClassGaps

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedlas.metrics.bin_statistics import (
+from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
     _scatter_add,
@@ -167,7 +167,7 @@ def test_equal_mass_class_histograms_have_edges_per_class():
 def test_sums_are_on_the_cpu_if_a_device_has_no_float64(monkeypatch):
     """There is no such device here, so the CPU plays one: what matters is that every sum takes that path."""
     moved = []
-    monkeypatch.setattr("fedlas.metrics.bin_statistics.NO_FLOAT64", {"cpu"})
+    monkeypatch.setattr("fedlas.metrics.bin_sums.NO_FLOAT64", {"cpu"})
     original = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: moved.append(self.dtype) or original(self))
     exact(torch.ones(3, dtype=torch.float32))
@@ -197,7 +197,7 @@ def test_large_tables_are_processed_in_parts(monkeypatch, soft):
     probs = torch.randn(300, 6).mul(3).softmax(1)
     labels = torch.randn(300, 6).softmax(1) if soft else torch.randint(0, 6, (300,))
     whole = class_statistics(probs, labels, equal_width_edges(15))
-    monkeypatch.setattr("fedlas.metrics.bin_statistics.MOST_AT_ONCE", 500)
+    monkeypatch.setattr("fedlas.metrics.bin_sums.MOST_AT_ONCE", 500)
     parts = class_statistics(probs, labels, equal_width_edges(15))
     assert torch.equal(parts.counts, whole.counts)
     assert parts.n == 300
