@@ -32,7 +32,7 @@ import torch
 
 import fedlas
 from fedlas import metrics
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from fedlas.predictions import Predictions
 
 ROOT = Path(__file__).resolve().parents[1]

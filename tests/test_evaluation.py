@@ -84,13 +84,20 @@ def test_a_report_contains_every_metric():
 
 
 @pytest.mark.usefixtures("in_small_parts")
-@pytest.mark.parametrize("name", ["accuracy", "ece", "aece", "signed_ece", "nll", "brier"])
+@pytest.mark.parametrize("name", ["accuracy", "ece", "aece", "signed_ece", "classwise_ece", "nll", "brier"])
 def test_intervals_are_those_of_the_bootstrap(name: str):
     given = predictions()
     found = evaluate(given, resamples=500, level=0.9, seed=3)[name]
     wanted = metrics.bootstrap(ALONE[name], given, resamples=500, level=0.9, seed=3)
     assert found.interval == wanted.interval
     assert found.details.get("noise_floor") == wanted.details.get("noise_floor")
+
+
+def test_class_wise_ece_of_too_many_probabilities_has_no_interval(monkeypatch: pytest.MonkeyPatch):
+    given = predictions(300)
+    assert evaluate(given, resamples=50)["classwise_ece"].interval is not None
+    monkeypatch.setattr("fedlas.metrics.evaluation_accumulator.MAX_PROBS", given.logits.numel() - 1)
+    assert evaluate(given, resamples=50)["classwise_ece"].interval is None
 
 
 def test_over_and_under_add_up_and_have_intervals():

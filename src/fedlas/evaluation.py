@@ -35,15 +35,15 @@ from fedlas.io.atomic import write_atomic
 from fedlas.io.columns import ColumnOptions
 from fedlas.io.untrusted import file_errors
 from fedlas.metrics.base import Resampling
-from fedlas.metrics.bins import Bins
-from fedlas.metrics.catalogue import summary_metrics
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
 from fedlas.metrics.inputs import Pairs
+from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Comparison, Result, aligned, html_table, latex_table
-from fedlas.ood.detection import Detection, detect_scores, foreign_predictions
+from fedlas.ood.detection import Detection, detect_scores, ood_predictions
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of
 from fedlas.posthoc import AbstractCalibrator, Fit, build_calibrator
-from fedlas.posthoc.base import checked_number, checked_text, with_logits
+from fedlas.posthoc.base import check_count, check_text, with_logits
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of, with_every_class
 
 FORMAT = "fedlas.report/1"
@@ -103,13 +103,13 @@ class State:
         """Read back what `to_dict` wrote."""
         found = fields["detection"]
         return cls(
-            name=checked_text(fields["name"], "name"),
+            name=check_text(fields["name"], "name"),
             results={name: Result.from_dict(one) for name, one in fields["results"].items()},
             bins={name: Bins.from_dict(one) for name, one in fields["bins"].items()},
             detection=None if found is None else Detection.from_dict(found),
             fits=tuple(Fit.from_dict(one) for one in fields["fits"]),
             parameters=fields["parameters"],
-            leaked=checked_number(fields.get("leaked", 0), "leaked"),  # older reports did not look
+            leaked=check_count(fields.get("leaked", 0), "leaked"),  # older reports did not look
             comparisons={name: Comparison.from_dict(one) for name, one in fields.get("comparisons", {}).items()},
         )
 
@@ -207,8 +207,8 @@ class Report:
         if fields.get("format") != FORMAT:
             raise UserError(f"this is not a report that fedlas wrote: its format is {fields.get('format')!r}")
         before, *after = (State.from_dict(one) for one in fields["states"])
-        n, classes = (checked_number(fields[name], name) for name in ("n", "classes"))
-        split = None if fields["split"] is None else checked_text(fields["split"], "split")
+        n, classes = (check_count(fields[name], name) for name in ("n", "classes"))
+        split = None if fields["split"] is None else check_text(fields["split"], "split")
         return cls(before, {one.name: one for one in after}, n, classes, split)
 
     def save(self, path: str | Path) -> None:
@@ -336,7 +336,7 @@ def evaluate(
         fold_of = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
         fitted = [_repair(one, full, other, fold_of, steps, **about) for one in chosen]
     repairs = _named(fitted)
-    foreign = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
+    foreign = {name: ood_predictions(name, given, predictions) for name, given in (ood or {}).items()}
     every = [predictions, *foreign.values()]
     scores = [s for s in score_names() if foreign and all(missing(one, s, train_features) is None for one in every)]
     runs = [

@@ -26,7 +26,7 @@ from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
 from fedlas.io import read_predictions, write_predictions
 from fedlas.metrics import nll
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from fedlas.ood import detect
 from fedlas.posthoc import build_calibrator, load_calibrator
 from fedlas.posthoc.base import DoubtfulFit
@@ -314,7 +314,7 @@ def test_every_file_of_foreign_data_moves_the_progress(files, monkeypatch):
     def told():
         yield lambda word, share: seen.append((word, share))
 
-    for commands in ("answers", "repairs"):
+    for commands in ("answers", "calibrate"):
         monkeypatch.setattr(f"fedlas.cli.{commands}.progress", told)
     assert call("ood", files / "test.csv", f"far={files / 'far.npz'}").exit_code == 0
     kept = files / "c.safetensors"

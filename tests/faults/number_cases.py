@@ -37,7 +37,7 @@ import plain  # noqa: E402
 import fedlas  # noqa: E402
 from fedlas import metrics  # noqa: E402
 from fedlas.metrics.base import AbstractMetric  # noqa: E402
-from fedlas.metrics.catalogue import all_metrics  # noqa: E402
+from fedlas.metrics.registry import all_metrics  # noqa: E402
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OTHERS = (torch.int64, torch.bool, torch.complex64, torch.uint8)

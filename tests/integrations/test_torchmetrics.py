@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedlas
 from fedlas import metrics
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from start_method import START_METHOD
 
 CLASSES = 5

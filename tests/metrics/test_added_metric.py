@@ -9,7 +9,7 @@ import torch
 
 import fedlas
 from fedlas import metrics
-from fedlas.metrics import catalogue
+from fedlas.metrics import registry
 
 SPHERICAL = '''
 """Spherical score."""
@@ -43,9 +43,9 @@ class Spherical(AbstractMean):
 def spherical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> metrics.AbstractMetric:
     (tmp_path / "spherical.py").write_text(SPHERICAL)
     monkeypatch.setattr(metrics, "__path__", [*metrics.__path__, str(tmp_path)])
-    fresh = type(catalogue.CATALOG)("fedlas.metrics", metrics.AbstractMetric, "metric")
-    monkeypatch.setattr(catalogue, "CATALOG", fresh)
-    yield catalogue.find_metric("spherical")
+    fresh = type(registry.CATALOG)("fedlas.metrics", metrics.AbstractMetric, "metric")
+    monkeypatch.setattr(registry, "CATALOG", fresh)
+    yield registry.find_metric("spherical")
     sys.modules.pop("fedlas.metrics.spherical", None)
 
 

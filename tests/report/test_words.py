@@ -10,7 +10,7 @@ import torch
 from fedlas import formatting, metrics
 from fedlas.evaluation import Report, State, evaluate
 from fedlas.metrics import bin_statistics, equal_width_edges
-from fedlas.metrics.bins import EdgeRule
+from fedlas.metrics.bin_sums import EdgeRule
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions

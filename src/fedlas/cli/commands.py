@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from fedlas.cli.answers import detect_foreign, evaluate_files
+from fedlas.cli.calibrate import calibrate_apply, calibrate_fit
 from fedlas.cli.catalogue import list_catalogue
 from fedlas.cli.endings import interrupted, plain_warning
 from fedlas.cli.paper import compare_models, demo_run, reproduce_experiment
-from fedlas.cli.repairs import calibrate_apply, calibrate_fit
 from fedlas.cli.training import predict_run, search_options, train_run
 
 app = typer.Typer(
@@ -44,7 +44,7 @@ def common(
     """Take the options that come before any command."""
 
 
-calibrate = typer.Typer(no_args_is_help=True, help="Learn a calibrator from predictions, and repair others with it.")
+calibrate = typer.Typer(no_args_is_help=True, help="Fit a calibrator, or apply one to predictions.")
 app.command("train")(train_run)
 app.command("predict")(predict_run)
 app.command("list")(list_catalogue)

@@ -16,7 +16,7 @@ from fedlas.errors import UserError
 from fedlas.extras import optional_module
 from fedlas.io.atomic import write_atomic
 from fedlas.io.untrusted import path_inside
-from fedlas.metrics.catalogue import all_metrics
+from fedlas.metrics.registry import all_metrics
 from fedlas.training import DivergedError, fit
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import run_in

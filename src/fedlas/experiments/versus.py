@@ -26,7 +26,6 @@ from fedlas.experiments.planning import CATALOG
 from fedlas.io import read_predictions, require_labels
 from fedlas.io.untrusted import content_errors
 from fedlas.metrics.base import AbstractMetric, Resampling
-from fedlas.metrics.catalogue import all_metrics
 from fedlas.metrics.paired import (
     RESAMPLES,
     EachSample,
@@ -35,6 +34,7 @@ from fedlas.metrics.paired import (
     paired_bootstrap,
     paired_method,
 )
+from fedlas.metrics.registry import all_metrics
 from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import SeedComparison, over_seeds
 from fedlas.predictions import AnyPredictions, TopLabelPredictions

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedlas.losses.base import AbstractLoss
 from fedlas.losses.fedlas import AbstractFeDLaS
 from fedlas.losses.flip_rate import GateHistory
-from fedlas.metrics.catalogue import find_metric
+from fedlas.metrics.registry import find_metric
 from fedlas.predictions import Predictions
 
 LOGGED = ("accuracy", "nll", "ece", "aece", "over_ece", "under_ece")

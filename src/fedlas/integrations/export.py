@@ -33,7 +33,7 @@ from fedlas.io.atomic import write_atomic
 from fedlas.io.untrusted import file_errors
 from fedlas.models.base import WithFeatures
 from fedlas.posthoc import AbstractCalibrator, FeatureClipping
-from fedlas.posthoc.base import wide
+from fedlas.posthoc.base import float32_or_better
 from fedlas.predictions import two_columns
 
 FORMAT = "fedlas.exported/1"
@@ -78,7 +78,7 @@ class CalibratedModel(nn.Module):
         if isinstance(self.calibrator, FeatureClipping):
             logits = _clipped(self.calibrator, output.features)
         else:
-            logits = two_columns(wide(_logits(output)), "logits")
+            logits = two_columns(float32_or_better(_logits(output)), "logits")
             if self.calibrator is not None:
                 logits = self.calibrator.apply(logits)
         return logits.softmax(1) if self.output == "probs" else logits
@@ -248,7 +248,7 @@ def _logits(output: Any) -> Tensor:
 
 def _clipped(clipping: FeatureClipping, features: Tensor) -> Tensor:
     assert clipping.threshold is not None
-    given = wide(features)
+    given = float32_or_better(features)
     clamped = given.clamp(-clipping.threshold, clipping.threshold) if _finite(clipping.threshold) else given
     return functional.linear(
         clamped, clipping.weight.to(clamped), None if clipping.bias is None else clipping.bias.to(clamped)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedlas.errors import MissingPackageError, UserError
 from fedlas.extras import needed
 from fedlas.metrics.accumulators import Accumulator
-from fedlas.metrics.catalogue import find_metric
+from fedlas.metrics.registry import find_metric
 
 try:
     from torchmetrics import Metric

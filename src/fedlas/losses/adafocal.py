@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fedlas.losses.base import AbstractLoss, Batch, Common, at_least, complement, whole, within
-from fedlas.metrics.bins import bin_statistics, interpolated_edges
+from fedlas.metrics.bin_sums import bin_statistics, interpolated_edges
 from fedlas.predictions import Predictions
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fedlas.errors import UserError
 from fedlas.losses.base import AbstractSelfDistillation, Batch, Options, TableType, at_least, one_of, whole, within
-from fedlas.metrics.bins import EdgeRule, add_up, bin_index, count_up, equal_mass_edges, exact
+from fedlas.metrics.bin_sums import EdgeRule, add_up, bin_index, count_up, equal_mass_edges, exact
 from fedlas.predictions import Predictions
 
 Target = Literal["past", "uniform", "none"]

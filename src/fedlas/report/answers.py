@@ -23,7 +23,7 @@ from fedlas.errors import UserError
 from fedlas.evaluation import AS_GIVEN, FOLDS, Report, State, evaluate
 from fedlas.io import read_predictions, require_labels
 from fedlas.io.columns import ReadOptions
-from fedlas.metrics.catalogue import all_metrics, summary_metrics
+from fedlas.metrics.registry import all_metrics, summary_metrics
 from fedlas.metrics.result import html_table
 from fedlas.ood.detection import Detection
 from fedlas.predictions import AnyPredictions, TopLabelPredictions, check_every_class

@@ -12,8 +12,8 @@ from typing import Any
 
 from fedlas.alignment import align_samples
 from fedlas.metrics.calibration_error import ece
-from fedlas.metrics.catalogue import compared_metrics
 from fedlas.metrics.paired import RESAMPLES, check_draws, paired_bootstrap
+from fedlas.metrics.registry import compared_metrics
 from fedlas.metrics.result import Comparison
 from fedlas.metrics.seeds import holm
 from fedlas.predictions import AnyPredictions, TopLabelPredictions

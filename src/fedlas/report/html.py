@@ -27,7 +27,7 @@ from fedlas.evaluation import Report, evaluate
 from fedlas.extras import optional_module
 from fedlas.formatting import cell, level
 from fedlas.io.atomic import write_atomic
-from fedlas.metrics.catalogue import summary_metrics
+from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions
 from fedlas.report.duels import duels

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from fedlas.metrics.binning import histogram
-from fedlas.metrics.bins import (
+from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
     add_up,
@@ -26,12 +25,13 @@ from fedlas.metrics.bins import (
     equal_width_edges,
     exact,
 )
+from fedlas.metrics.binning import histogram
 from fedlas.metrics.inputs import Pairs
 from fedlas.metrics.intervals.binomial import clopper_pearson
 from fedlas.metrics.result import Result
 from fedlas.metrics.selective import RiskCoverage, curve
 from fedlas.metrics.smooth import smooth_curve
-from fedlas.ood.detection import Ranking, foreign_predictions, ranking
+from fedlas.ood.detection import Ranking, ood_predictions, ranking
 from fedlas.ood.scores import QUANTITIES, feature_norm, missing, score_of
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of
 from fedlas.report.places import filled_places
@@ -107,9 +107,9 @@ def smooth_data(pairs: Pairs, level: float = 0.95) -> Plain:
     """
     smoothed = smooth_curve(pairs, points=101)
     low, high = clopper_pearson(smoothed.accuracy * smoothed.samples, smoothed.samples, level)
-    shift = smoothed.place - smoothed.confidence  # from the mean confidence in a window to the centre of the window
+    shift = smoothed.center - smoothed.confidence  # from the mean confidence in a window to the centre of the window
     accuracy, low, high = ((x + shift).clamp(0, 1) for x in (smoothed.accuracy, low, high))
-    columns = (smoothed.place, accuracy, low, high, smoothed.density, smoothed.samples, smoothed.place - accuracy)
+    columns = (smoothed.center, accuracy, low, high, smoothed.density, smoothed.samples, smoothed.center - accuracy)
     rows = zip(*(x.tolist() for x in columns), strict=True)
     return {"points": [[*map(number, row)] for row in rows], "bandwidth": number(smoothed.bandwidth)}
 
@@ -322,7 +322,7 @@ def ood_data(
         return None
     sets: list[Plain] = []
     for name, separations in detection.sets.items():
-        given = foreign_predictions(name, ood[name], predictions) if name in ood else None
+        given = ood_predictions(name, ood[name], predictions) if name in ood else None
         scores: list[Plain] = []
         for score, separation in separations.items():
             metrics = (separation.auroc, separation.aupr_out, separation.aupr_in, separation.fpr)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedlas.metrics.bins import Bins
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.intervals.binomial import clopper_pearson
 
 

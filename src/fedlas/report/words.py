@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
-from fedlas.metrics.bins import Bins
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.result import Result
 from fedlas.report.places import Place, filled_places
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlas import formatting
 from fedlas.extras import optional_module
-from fedlas.metrics.bins import exact
+from fedlas.metrics.bin_sums import exact
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.result import Result
 from fedlas.predictions import AnyPredictions, TopLabelPredictions

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from fedlas.formatting import percent
-from fedlas.metrics.bins import Bins
+from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.inputs import Given, pairs
 from fedlas.metrics.result import Result
 from fedlas.metrics.smooth import smooth_ece

@@ -1,4 +1,4 @@
-"""All metrics, found by a scan of this folder; everything that lists metrics asks here."""
+"""The registry of metrics, found by a scan of this folder."""
 
 from fedlas.catalog import Catalog
 from fedlas.metrics.base import AbstractMetric
@@ -8,20 +8,20 @@ CATALOG = Catalog("fedlas.metrics", AbstractMetric, "metric")  # type: ignore[ty
 
 def all_metrics() -> dict[str, AbstractMetric]:
     """Return every metric by its name, in the order of reports."""
-    found = [cls() for cls in CATALOG.entries.values()]
-    return {one.name: one for one in sorted(found, key=lambda one: (one.order, one.name))}
+    metrics = [cls() for cls in CATALOG.entries.values()]
+    return {metric.name: metric for metric in sorted(metrics, key=lambda metric: (metric.order, metric.name))}
 
 
 def find_metric(name: str) -> AbstractMetric:
-    """Return a metric by its name; an unknown one is an error with the nearest name."""
+    """Return a metric by its name; raise with the nearest name if it is unknown."""
     return CATALOG.find(name)()
 
 
 def summary_metrics() -> dict[str, AbstractMetric]:
     """Return the metrics of summary tables."""
-    return {name: one for name, one in all_metrics().items() if one.in_summary}
+    return {name: metric for name, metric in all_metrics().items() if metric.in_summary}
 
 
 def compared_metrics() -> dict[str, AbstractMetric]:
     """Return the metrics by which reports compare models."""
-    return {name: one for name, one in all_metrics().items() if one.is_compared}
+    return {name: metric for name, metric in all_metrics().items() if metric.is_compared}

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedlas.metrics.bins import (
+from fedlas.metrics.bin_sums import (
     Bins,
     EdgeRule,
-    _scattered,
+    _scatter_add,
     bin_index,
     bin_statistics,
     class_mass_statistics,
@@ -26,7 +26,7 @@ confidences = hnp.arrays(np.float64, st.integers(1, 60), elements=st.floats(0, 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_edge_falls_into_the_bin_below_it_in_every_type(dtype):
+def test_every_edge_belongs_to_the_lower_bin_in_every_dtype(dtype):
     for bins in range(1, 51):
         k = torch.arange(bins + 1)
         on_edge = (k.double() / bins).to(dtype)
@@ -34,7 +34,7 @@ def test_every_edge_falls_into_the_bin_below_it_in_every_type(dtype):
         assert index.tolist() == [0, *range(bins)], (bins, dtype)
 
 
-def test_numbers_beside_an_edge_fall_to_either_side():
+def test_values_next_to_an_edge_are_binned_on_either_side():
     for dtype in (torch.float32, torch.float64):
         for bins in (3, 10, 15):
             edge = equal_width_edges(bins)[1:-1].to(dtype)
@@ -66,7 +66,7 @@ def test_every_rule_at_every_kind_of_edge(rule, expected):
 
 
 @given(confidences, st.integers(1, 20))
-def test_counts_sum_to_n_and_sums_to_sums(confidence, bins):
+def test_counts_and_sums_of_bins_add_up(confidence, bins):
     values = torch.from_numpy(confidence)
     correct = values > 0.5
     for edges in (equal_width_edges(bins), equal_mass_edges(values, bins)):
@@ -83,7 +83,7 @@ def test_interpolated_edges_are_those_of_numpy(confidence, bins):
     assert interpolated_edges(torch.from_numpy(confidence), bins).numpy() == pytest.approx(expected, abs=1e-15)
 
 
-def test_published_equal_mass_bins_hold_all_but_the_least_confident_sample():
+def test_official_equal_mass_bins_omit_the_least_confident_sample():
     values = torch.rand(10_000)
     filled = bin_statistics(values, values > 0.5, interpolated_edges(values, 15))
     assert int(filled.counts.sum()) == 9_999
@@ -91,7 +91,7 @@ def test_published_equal_mass_bins_hold_all_but_the_least_confident_sample():
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
-def test_equal_mass_parts_differ_by_at_most_one_sample(n, bins):
+def test_sizes_of_equal_mass_bins_differ_by_at_most_one(n, bins):
     values = (torch.randperm(n) + 1) / n
     counts = bin_statistics(values, values > 0.5, equal_mass_edges(values, bins), EdgeRule.RIGHT).counts
     assert counts.tolist() == [len(part) for part in np.array_split(np.arange(n), bins)]
@@ -103,7 +103,7 @@ def test_equal_confidences_share_a_bin():
     assert len(set(index[1:7].tolist())) == 1
 
 
-def test_interpolation_gives_duplicates_to_the_first_bin_that_reaches_them():
+def test_interpolated_edges_assign_ties_to_the_first_bin():
     values = torch.cat([torch.linspace(0.1, 0.9, 50), torch.ones(50)])
     counts = bin_statistics(values, values > 0.5, interpolated_edges(values, 10)).counts
     assert counts[-4:].tolist() == [0, 0, 0, 0]
@@ -117,7 +117,7 @@ def test_empty_bins_have_no_gap():
     assert float(filled.gap[3]) == pytest.approx(0.425, abs=1e-7)
 
 
-def test_bins_add_up_and_refuse_other_edges():
+def test_adding_bins_with_other_edges_raises():
     values = torch.rand(100, dtype=torch.float64)
     edges = equal_width_edges(7)
     whole = bin_statistics(values, values > 0.5, edges)
@@ -157,17 +157,17 @@ def test_class_histograms_equal_one_histogram_per_column(rule, bins, soft):
         assert torch.allclose(filled.correct_sum[k], column.correct_sum, atol=1e-6 if soft else 0, rtol=0)
 
 
-def test_equal_mass_class_histograms_have_edges_of_their_own():
+def test_equal_mass_class_histograms_have_edges_per_class():
     probs = torch.randn(100, 3).softmax(1)
     filled = class_mass_statistics(probs, torch.randint(0, 3, (100,)), 5)
     assert filled.edges.shape == (3, 6)
     assert filled.counts.tolist() == [[20] * 5] * 3
 
 
-def test_sums_move_to_the_host_where_a_device_has_no_float64(monkeypatch):
+def test_sums_are_on_the_cpu_if_a_device_has_no_float64(monkeypatch):
     """There is no such device here, so the CPU plays one: what matters is that every sum takes that path."""
     moved = []
-    monkeypatch.setattr("fedlas.metrics.bins.NO_FLOAT64", {"cpu"})
+    monkeypatch.setattr("fedlas.metrics.bin_sums.NO_FLOAT64", {"cpu"})
     original = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: moved.append(self.dtype) or original(self))
     exact(torch.ones(3, dtype=torch.float32))
@@ -176,7 +176,7 @@ def test_sums_move_to_the_host_where_a_device_has_no_float64(monkeypatch):
     assert torch.bool in moved
 
 
-def test_no_bins_are_refused():
+def test_zero_bins_raise():
     for edges in (
         equal_width_edges,
         lambda b: equal_mass_edges(torch.rand(4), b),
@@ -193,11 +193,11 @@ def test_gap_times_share_is_the_weighted_gap():
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_a_table_too_large_for_one_reading_is_read_in_parts(monkeypatch, soft):
+def test_large_tables_are_processed_in_parts(monkeypatch, soft):
     probs = torch.randn(300, 6).mul(3).softmax(1)
     labels = torch.randn(300, 6).softmax(1) if soft else torch.randint(0, 6, (300,))
     whole = class_statistics(probs, labels, equal_width_edges(15))
-    monkeypatch.setattr("fedlas.metrics.bins.MOST_AT_ONCE", 500)
+    monkeypatch.setattr("fedlas.metrics.bin_sums.MOST_AT_ONCE", 500)
     parts = class_statistics(probs, labels, equal_width_edges(15))
     assert torch.equal(parts.counts, whole.counts)
     assert parts.n == 300
@@ -209,5 +209,5 @@ def test_copies_of_cells_add_up():
     """What a device does, on the CPU: a thread has a copy of every cell."""
     index, values = torch.randint(5, (1000,)), torch.rand(1000, dtype=torch.float64)
     device = torch.device("meta")
-    assert _scattered(values.to(device), index.to(device), 5).shape == (5,)
+    assert _scatter_add(values.to(device), index.to(device), 5).shape == (5,)
     assert count_up(index.to(device), 5).dtype == torch.int64

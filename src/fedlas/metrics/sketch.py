@@ -1,10 +1,10 @@
-"""Equal-mass bins in memory that does not grow: sums in fine cells, joined to bins in the end.
+"""A sketch of confidences with bounded memory, from which equal-mass bins are computed.
 
-The width of a cell is a fixed share (1/4096) of its distance from confidence 1, where those of a trained model crowd;
-about 100,000 cells reach down to a distance of 2^-24, the last one that float32 knows.
+The sketch holds sums in fine cells. The width of a cell is 1/4096 of its distance from confidence 1, near which most
+confidences of a trained model lie; about 100,000 cells reach a distance of 2^-24, the precision of float32.
 
-Whole cells go into one bin, so samples between the true end of a bin and the end of its cell are in the wrong one. Each
-of them changes two gaps by at most 1/n, which bounds the error; a cell of equal confidences is never parted anyway.
+A bin consists of whole cells, so samples between the exact end of a bin and the end of its cell are in the wrong bin.
+Each of them changes two gaps by at most 1/n, which bounds the error. Cells of ties cause no error.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from fedlas.metrics.accumulators import (
     MassStore,
     State,
     as_pairs,
-    joined,
+    merge_definitions,
 )
+from fedlas.metrics.bin_sums import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
 from fedlas.metrics.binning import Binning, Histogram
-from fedlas.metrics.bins import Bins, EdgeRule, add_up, bin_index, bin_statistics, exact
 from fedlas.metrics.inputs import Pairs, Rows, Scope
 from fedlas.metrics.result import Definition
 
@@ -36,8 +36,8 @@ CELLS_PER_OCTAVE = 4096
 OCTAVES = 24
 
 
-class CellStore(AbstractHistogram):
-    """Keeps sums in fine cells, and the smallest and largest confidence in each."""
+class SketchStore(AbstractHistogram):
+    """Stores sums in fine cells, and the smallest and largest confidence in each."""
 
     def __init__(self, bins: int, scope: Scope, ignore_index: int | None) -> None:
         super().__init__(scope, ignore_index)
@@ -67,8 +67,8 @@ class CellStore(AbstractHistogram):
         bins = self.way.bins
         group = torch.searchsorted(last, torch.arange(len(cells.counts), device=last.device)).clamp_max(bins - 1)
         counts = torch.zeros(bins, dtype=torch.int64, device=last.device).scatter_add_(0, group, cells.counts)
-        places = torch.cat([torch.zeros_like(last[:1]), last + 1])
-        edges = cells.edges.to(last.device)[places]
+        ends = torch.cat([torch.zeros_like(last[:1]), last + 1])
+        edges = cells.edges.to(last.device)[ends]
         sums = (add_up(cells.confidence_sum, group, bins), add_up(cells.correct_sum, group, bins))
         about = self.way.define(self.about)
         return Histogram(Bins(edges, counts, *sums, cells.n), replace(about, edges=f"{about.edges}, of whole cells"))
@@ -89,8 +89,8 @@ class CellStore(AbstractHistogram):
     def empty_state(self, num_classes: int | None = None) -> State:
         del num_classes
         counts, sums = (torch.zeros(len(self.edges) - 1, dtype=kind) for kind in (torch.int64, torch.float64))
-        found: State = {"counts": counts, "confidence_sum": sums, "correct_sum": sums.clone(), "low": [], "high": []}
-        return found | {"samples": torch.tensor(0)}
+        state: State = {"counts": counts, "confidence_sum": sums, "correct_sum": sums.clone(), "low": [], "high": []}
+        return state | {"samples": torch.tensor(0)}
 
     def set_state(self, state: Mapping[str, Tensor | list[Tensor]]) -> None:
         self.cells = None
@@ -102,7 +102,7 @@ class CellStore(AbstractHistogram):
             self.low, self.high = low.amin(0), high.amax(0)
 
     def _ends(self) -> tuple[Bins, Tensor, Tensor]:
-        """Find the last cell of every bin, and how many samples the bin should end at."""
+        """Return the last cell of each bin, and the number of samples up to the exact end of the bin."""
         cells = self._filled()
         parts = torch.arange(1, self.way.bins + 1, device=cells.counts.device)
         ends = parts * (cells.n // self.way.bins) + parts.clamp_max(cells.n % self.way.bins)
@@ -113,7 +113,7 @@ class CellStore(AbstractHistogram):
         self.cells = cells if before is None else before + cells
         self.low = low if before is None else torch.minimum(self.low, low.to(self.low.device))
         self.high = high if before is None else torch.maximum(self.high, high.to(self.high.device))
-        self.about = joined(self.about, about)
+        self.about = merge_definitions(self.about, about)
 
     def _filled(self) -> Bins:
         if self.cells is None:
@@ -138,5 +138,5 @@ def histogram_store(
             raise UserError(f'memory="bounded" cannot follow the rules of {way.compat}')
         if way.kind == "width":
             raise UserError('memory="bounded" is for equal-mass bins; those of equal width always have bounded memory')
-        return CellStore(way.bins, scope, ignore_index)
+        return SketchStore(way.bins, scope, ignore_index)
     return BinStore(way, scope, ignore_index) if way.kind == "width" else MassStore(way, scope, ignore_index)
