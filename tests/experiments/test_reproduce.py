@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from little_drawn import bare_ledger, bare_line
+from reproduction_page import results_tables
 from typer.testing import CliRunner
 
 from fedlas.catalog import keywords
 from fedlas.cli import app
 from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
-from fedlas.experiments.kept import Kept, kept_of
 from fedlas.experiments.ledger import Ledger, Line
-from fedlas.experiments.page import results_tables
 from fedlas.experiments.planning import CATALOG, experiment_named, planned
 from fedlas.experiments.reproduce import _Clock, drawn, reproduce
+from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions
 from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
 from fedlas.io import write_predictions
 from fedlas.losses import CATALOG as LOSSES
@@ -191,7 +191,7 @@ def test_finished_runs_are_not_trained_again(trained, choice, ledger):
     plan = planned(experiment_named("sota"), choice, ledger)
     assert len(plan.wanted) == 4
     assert not plan.missing
-    assert list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", told=print)) == []
+    assert list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs")) == []
 
 
 def test_time_is_estimated_from_runs_that_are_alike(choice, ledger):
@@ -245,7 +245,7 @@ def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):
         with pytest.raises(ValueError, match=f"limit_minutes.*{minutes:g}"):
             list(
                 reproduce(
-                    experiment_named("sota"), choice, ledger=Ledger(tmp_path), runs=tmp_path, told=print,
+                    experiment_named("sota"), choice, ledger=Ledger(tmp_path), runs=tmp_path,
                     limit_minutes=minutes,
                 )
             )  # fmt: skip
@@ -349,7 +349,7 @@ def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
     choice = Choice(data=("digits",), losses=rows, seeds=(1,), protocol="small", changes=changes)
     experiment, book = experiment_named("ablations"), Ledger(tmp_path / "results")
     assert len(planned(experiment, choice, book).wanted) == 1
-    tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs", told=lambda _: None))
+    tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs"))
     assert len(tables) == 1, "one between the two, and none of the end, which is the caller's"
     lines = {line.recipe.loss: line for line in book.lines.values()}
     ratio = lines["fedlas_ls"].curve[-1]["gate"]["alpha_ratio"]
@@ -465,7 +465,9 @@ def test_two_sides_are_paired_by_seed(trained, ledger):
     assert set(found[0].pairs) == {1, 2}
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
     other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
-    direct = paired_bootstrap(ece, kept_of(line, ledger).predictions(), kept_of(other, ledger).predictions())
+    direct = paired_bootstrap(
+        ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions()
+    )
     assert found[0].pairs[2] == direct
     differences = [one.difference for one in found[0].pairs.values()]
     assert found[0].difference == pytest.approx(sum(differences) / 2)
@@ -571,7 +573,7 @@ def of_many_classes(seed: int) -> Predictions:
 
 def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
     whole = [of_many_classes(seed) for seed in (1, 2)]
-    sides = [Side(name, {1: Kept.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
+    sides = [Side(name, {1: StoredPredictions.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
     found = {one.metric: one for one in versus(*sides)}
     assert set(found) == {"accuracy", "ece"}
     for name, metric in {"accuracy": accuracy, "ece": ece}.items():
@@ -586,7 +588,7 @@ def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
 def test_rows_of_many_classes_are_compared_by_what_is_kept_of_each_sample():
     """The ledger stores the loss and the squared error of each sample."""
     whole = [of_many_classes(seed) for seed in (1, 2)]
-    kept = [Kept.of(one) for one in whole]
+    kept = [StoredPredictions.of(one) for one in whole]
     sides = [Side(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
     assert [one.metric for one in versus(*sides)] == ["accuracy", "ece", "nll"]
     for other in (sides[1], Side("b", {1: whole[1]})):  # also against predictions that are whole

@@ -23,7 +23,7 @@ from fedlas.cli.terminal import show, show_table
 COMPARISON = "fedlas.compare/1"  # the format of what `compare --json` writes
 
 
-class Launch(StrEnum):
+class Executor(StrEnum):
     """Where runs are trained."""
 
     local = "local"
@@ -47,7 +47,7 @@ def demo_run(
 
         check_places([], out)
         refuse_other_figures(out / FIGURES, FIGURE)
-        made = run_demo(out, told=lambda text: show(text, err=True))
+        made = run_demo(out)
         show(made.text)
         show_table(made.head, made.rows)
         for path in made.files:
@@ -67,7 +67,7 @@ def reproduce_experiment(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan and table; start nothing.")] = False,
     limit_minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes; go on next time.")] = None,
     detail: Annotated[Detail, typer.Option(help="ours, both (with the paper's numbers) or full.")] = Detail.both,
-    launch: Annotated[Launch, typer.Option(help="local, or ray: many machines.")] = Launch.local,
+    executor: Annotated[Executor, typer.Option(help="local, or ray: many machines.")] = Executor.local,
     address: Annotated[str | None, typer.Option(help="Of the Ray cluster, such as auto.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes on this machine; by default one for each GPU.")] = None,
     gpus_per_run: Annotated[float | None, typer.Option(help="Share of a GPU for each run.")] = None,
@@ -81,17 +81,17 @@ def reproduce_experiment(
     """Make a table or figure of the paper again: run what is missing, and lay it beside the printed numbers."""
     with one_line_errors():
         from fedlas.experiments.base import Choice
-        from fedlas.experiments.launch import check_launch
         from fedlas.experiments.ledger import Ledger
         from fedlas.experiments.planning import HEAD, experiment_named, planned
         from fedlas.experiments.reproduce import check_limit, drawn, reproduce
+        from fedlas.experiments.scheduler import check_options
 
         check_limit(limit_minutes)
         where: dict[str, Any] = {
-            "how": launch.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
+            "executor": executor.value, "address": address, "workers": workers, "gpus_per_run": gpus_per_run,
             "cpus_per_run": cpus_per_run,
         }  # fmt: skip
-        check_launch(folder=runs, **where)
+        check_options(folder=runs, **where)
         chosen = experiment_named(experiment)
         check_places([], out)
         refuse_other_tables(out, chosen.file_names)
@@ -107,9 +107,8 @@ def reproduce_experiment(
             show_table(HEAD, plan.rows())
         if not dry_run:
             options = {**where, "device": device, "data_root": data_root}
-            told = partial(show, err=True)
             for tables in reproduce(
-                chosen, choice, ledger=book, runs=runs, told=told, only=only, limit_minutes=limit_minutes,
+                chosen, choice, ledger=book, runs=runs, only=only, limit_minutes=limit_minutes,
                 draws=out is not None, **options,
             ):  # fmt: skip
                 for table in tables:

@@ -82,15 +82,15 @@ def search_options(
 ) -> None:
     """Search keywords of a loss on the validation split; the test split is never looked at."""
     with one_line_errors():
-        from fedlas.experiments.search import FORMAT, KEPT, Range, search
+        from fedlas.experiments.search import FILE_NAME, FORMAT, Range, search
         from fedlas.training import recipe_for
 
         check_places([], out)
-        refuse_other_kind(out / KEPT, "search of fedlas", partial(has_format, FORMAT))
+        refuse_other_kind(out / FILE_NAME, "search of fedlas", partial(has_format, FORMAT))
         recipe = recipe_for(data, model, loss, protocol=protocol).with_settings(parsed_fields(settings))
         found = search(
             recipe, [Range.parse(text) for text in over], trials=trials, folder=out, metric=metric,
-            seeds=numbers(seeds), told=partial(show, err=True), device=device, data_root=data_root,
+            seeds=numbers(seeds), device=device, data_root=data_root,
         )  # fmt: skip
         chosen = " ".join(f"--set loss_options.{name}={value}" for name, value in found.best.options.items())
         show(f"{metric} {found.best.mean:.5f} on the validation split: {chosen}")

@@ -8,7 +8,8 @@ About 17 settings were tried, with the numbers of all five losses in sight, unti
 demonstration shows what the numbers look like, and is no evidence for any loss.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from fedlas.metrics.result import Result
 from fedlas.report.figures import Reliability, reliability_data, reliability_figure, save_with_data
 from fedlas.training import Recipe, Run, fit_many, recipe_for
 from fedlas.training.protocols import compared_losses
+
+logger = logging.getLogger(__name__)
 
 SAMPLES, BATCH, EPOCHS = 40, 10, 60
 FIGURES, FIGURE = "figures", "reliability"  # the folder, and the name of the files in it
@@ -64,18 +67,17 @@ def recipes() -> Iterator[Recipe]:
         )
 
 
-def run_demo(folder: Path, told: Callable[[str], None]) -> Shown:
+def run_demo(folder: Path) -> Shown:
     """Train, measure and draw; runs that are there already are not repeated.
 
     Args:
         folder: for run folders and figures.
-        told: gets a line when something happens.
     """
     wanted = list(recipes())
     reports: dict[str, Report] = {}
     runs: list[Run] = []
     for number, (recipe, run) in enumerate(zip(wanted, fit_many(wanted, folder=folder), strict=True), start=1):
-        told(f"trained {recipe.loss} ({number} of {len(wanted)})")
+        logger.info("trained %s (%d of %d)", recipe.loss, number, len(wanted))
         reports[recipe.loss] = evaluate(
             run.predictions("best-test"), posthoc=["temperature"], calibration=run.predictions("best-val")
         )

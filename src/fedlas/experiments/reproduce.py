@@ -1,22 +1,22 @@
 """From the name of a table to the table: plan, train what is missing, write the ledger, lay out.
 
-plan ─► what the ledger lacks ─► launch ─► run folders ─► ledger ─► tables
+plan ─► what the ledger lacks ─► scheduler ─► run folders ─► ledger ─► tables
 
 Runs whose recipe depends on others are planned when those are done, so planning is repeated until nothing is missing.
 Everything can be stopped at any time, and started again: finished runs are found, broken ones continue.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fedlas.errors import UserError
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing
-from fedlas.experiments.kept import record
-from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
 from fedlas.experiments.planning import planned, trained_in
+from fedlas.experiments.scheduler import FailedRunsError, train_recipes
+from fedlas.experiments.stored_predictions import record
 from fedlas.report.tables import Table
 from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import Run, run_in
@@ -28,11 +28,10 @@ def reproduce(
     *,
     ledger: Ledger,
     runs: Path,
-    told: Callable[[str], None],
     only: str | None = None,
     limit_minutes: float | None = None,
     draws: bool = False,
-    **launch: Any,
+    **options: Any,
 ) -> Iterator[list[Table]]:
     """Train what is missing, and give the tables anew whenever a run is finished and another one still to come.
 
@@ -41,11 +40,10 @@ def reproduce(
         choice: which part of it.
         ledger: where finished runs are written down.
         runs: folder of the run folders.
-        told: gets a line when something happens.
         only: a part of the names of the run folders that are trained; None for all.
         limit_minutes: when to stop; the rest is done next time.
         draws: whether figures shall be drawn, some of which need networks that the ledger knows and nobody has here.
-        launch: where to train, as for `launched`.
+        options: further options of `train_recipes`.
     """
     check_limit(limit_minutes)
     clock = _Clock(limit_minutes)
@@ -62,17 +60,17 @@ def reproduce(
         by_name = {one.recipe.name: one for one in new}
         recipes = [one.recipe for one in new]
         try:
-            trained = launched(recipes, folder=runs, limit_minutes=clock.left, told=told, **launch)
+            trained = train_recipes(recipes, folder=runs, limit_minutes=clock.left, **options)
             for count, run in enumerate(trained, start=1):
                 one = by_name[run.folder.name]
                 if one.missing(ledger):  # not if it was trained again for its figures alone
                     record(run, one.protocol, ledger, one.split)
                 if count < len(new):
                     yield experiment.tables(ledger, choice)
-        except LaunchError as error:  # what does not depend on the failed runs goes on
-            failed |= error.failed
+        except FailedRunsError as error:  # what does not depend on the failed runs goes on
+            failed |= error.reasons
     if failed:
-        raise LaunchError(failed)
+        raise FailedRunsError(failed)
 
 
 def check_limit(minutes: float | None) -> None:

@@ -6,6 +6,7 @@ trials in no time, and goes on. Everything is recorded in `search.json`: what wa
 """
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +23,10 @@ from fedlas.training.recipe import Recipe
 from fedlas.training.run_folder import run_in
 from fedlas.training.validation import tuning_predictions
 
+logger = logging.getLogger(__name__)
+
 FORMAT = "fedlas.search/1"
-KEPT = "search.json"
+FILE_NAME = "search.json"
 METRICS = {name: one for name, one in all_metrics().items() if one.in_summary and one.higher_is_better is not None}
 
 
@@ -138,7 +141,6 @@ def search(
     metric: str = "nll",
     seeds: Sequence[int] = (1,),
     sampler_seed: int = 0,
-    told: Callable[[str], None],
     **training: Any,
 ) -> Search:
     """Try keywords of a loss, and record every try in `folder/search.json`.
@@ -151,7 +153,6 @@ def search(
         metric: "nll", "ece", "aece", "brier" or "accuracy", on the validation split.
         seeds: runs of each trial, whose mean counts.
         sampler_seed: equal seeds suggest equal values.
-        told: gets a line after each trial.
         training: device and data_root.
     """
     if metric not in METRICS:
@@ -186,15 +187,14 @@ def search(
         versions = {"optuna": optuna.__version__}
         found = Search(recipe, tuple(ranges), metric, tuple(seeds), sampler_seed, tuple(done), versions)
         write_atomic(
-            path_inside(folder, KEPT, "a search"),
+            path_inside(folder, FILE_NAME, "a search"),
             (json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n").encode(),
         )
         words = " ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in options.items()
         )
-        told(
-            f"trial {number} of {trials}: {words}: {'diverged' if trial.mean is None else f'{metric} {trial.mean:.5f}'}"
-        )
+        outcome = "diverged" if trial.mean is None else f"{metric} {trial.mean:.5f}"
+        logger.info("trial %d of %d: %s: %s", number, trials, words, outcome)
     return found
 
 

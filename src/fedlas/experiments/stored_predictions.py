@@ -8,7 +8,7 @@
     ood/NAME/...        two scores of each OOD sample
     scaled/...          the same after temperature scaling: the accumulator, and the scores of OOD samples
 
-Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Kept
+Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Stored
 confidences are float64 and log(1 - confidence) is float32, because float32 confidences near 1 are equal, which changes
 the AURC. Validation logits of more classes are float16: only temperatures and the selection of hyperparameters depend
 on them. All other floats have 17 significant bits.
@@ -66,7 +66,7 @@ DIGITS = 5  # of what is kept of a run's log
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class StoredPredictions:
     """The stored predictions of one run, as trained or after temperature scaling.
 
     Args:
@@ -84,7 +84,7 @@ class Kept:
         ood: Mapping[str, Predictions] | None = None,
         validation: Predictions | None = None,
         fitted_on: Tensor | None = None,
-    ) -> "Kept":
+    ) -> "StoredPredictions":
         """Select what the metrics need, as trained and, with validation logits, after temperature scaling.
 
         Args:
@@ -106,12 +106,12 @@ class Kept:
         return cls(arrays | {f"{SCALED}{name}": array for name, array in after.items() if name not in shared})
 
     @classmethod
-    def of_validation(cls, validation: Predictions, folds: Tensor) -> "Kept":
+    def of_validation(cls, validation: Predictions, folds: Tensor) -> "StoredPredictions":
         """Select all logits of validation samples, and the part to which each belongs when temperatures are fitted."""
         arrays = {"labels": _small_ints(validation.labels), "logits": _validation_logits(validation)}
         return cls(arrays | {"folds": _small_ints(folds)})
 
-    def scaled(self) -> "Kept | None":
+    def scaled(self) -> "StoredPredictions | None":
         """Return the predictions after temperature scaling; None if no temperature can be fitted."""
         if "folds" in self.arrays:
             return self._cross_fitted()
@@ -124,9 +124,9 @@ class Kept:
             arrays["logits"] = scaling.transform(self._tensor("logits").double()).numpy()
         learned = {name: float(value) for name, value in scaling.learned.items() if bool(value.isfinite())}
         part = "V2" if "val/fitted_on" in self.arrays else "val"
-        return Kept(arrays, {"name": TEMPERATURE, "fitted_on": part, **learned})
+        return StoredPredictions(arrays, {"name": TEMPERATURE, "fitted_on": part, **learned})
 
-    def _cross_fitted(self) -> "Kept | None":
+    def _cross_fitted(self) -> "StoredPredictions | None":
         """Divide the logits of each part by the temperature of the other part."""
         given, folds = self.predictions(), self._tensor("folds")
         assert given is not None
@@ -138,7 +138,7 @@ class Kept:
             logits[folds == fold] = scaling.transform(given.logits[folds == fold])
             temperatures.append(float(scaling.learned[TEMPERATURE]))
         about = {"name": TEMPERATURE, "fitted_on": "V2, the other half", TEMPERATURE: fmean(temperatures)}
-        return Kept({"labels": self.arrays["labels"], "logits": logits.numpy()}, about)
+        return StoredPredictions({"labels": self.arrays["labels"], "logits": logits.numpy()}, about)
 
     def _fitted(self) -> AbstractCalibrator | None:
         """Fit a temperature on the stored validation logits; None without them, and if it has no optimum."""
@@ -215,7 +215,7 @@ class Kept:
         return buffer.getvalue()
 
     @classmethod
-    def unpack(cls, content: bytes, name: str = "a file of kept predictions") -> "Kept":
+    def unpack(cls, content: bytes, name: str = "a file of kept predictions") -> "StoredPredictions":
         """Read what `pack` wrote; nothing in it is unpickled."""
         with file_errors(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
             size = sum(entry.file_size for entry in folder.infolist())
@@ -288,17 +288,17 @@ def _validation_logits(validation: Predictions) -> NDArray[np.floating]:
     return validation.logits.float().clamp(-most, most).cpu().numpy().astype(np.float16)
 
 
-def kept_of(line: Line, ledger: Ledger) -> Kept:
+def load_stored_predictions(line: Line, ledger: Ledger) -> StoredPredictions:
     """Read the stored predictions of a line."""
     return _of_line(line, _stored(line, ledger))
 
 
-def _stored(line: Line, ledger: Ledger) -> Kept:
+def _stored(line: Line, ledger: Ledger) -> StoredPredictions:
     """Read the file of a line, which the lines of a run share."""
-    return Kept.unpack(ledger.content_of(line), str(ledger.file_of(line)))
+    return StoredPredictions.unpack(ledger.content_of(line), str(ledger.file_of(line)))
 
 
-def _of_line(line: Line, stored: Kept) -> Kept:
+def _of_line(line: Line, stored: StoredPredictions) -> StoredPredictions:
     """Return the stored predictions as trained, or after temperature scaling, as the line evaluates them."""
     scaled = None if line.posthoc is None else stored.scaled()
     return stored if scaled is None else scaled
@@ -344,21 +344,21 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
     ledger.add(lines, content)
 
 
-def _kept_test(run: Run, split: str, *, validation: bool) -> Kept:
+def _kept_test(run: Run, split: str, *, validation: bool) -> StoredPredictions:
     recipe, state = run.recipe, run.recipe.evaluated
     made = run.predictions(f"{state}-{split}")
     ood = {name: run.predictions(f"{state}-ood-{name}") for name in recipe.ood}
     if not validation:
-        return Kept.of(made, ood)
+        return StoredPredictions.of(made, ood)
     held_out = run.predictions(f"{state}-val")
-    return Kept.of(made, ood, held_out, second_half(held_out) if recipe.halve_validation else None)
+    return StoredPredictions.of(made, ood, held_out, second_half(held_out) if recipe.halve_validation else None)
 
 
-def _kept_validation(run: Run) -> Kept:
+def _kept_validation(run: Run) -> StoredPredictions:
     if not run.recipe.halve_validation:
         raise UserError(f"{run.folder} has no V2: its recipe does not set halve_validation")
     made = tuning_predictions(run)
-    return Kept.of_validation(made, second_half(made, FOLDS_SEED))
+    return StoredPredictions.of_validation(made, second_half(made, FOLDS_SEED))
 
 
 def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
@@ -389,7 +389,7 @@ def _problems_of(lines: Sequence[Line], ledger: Ledger, intervals: bool) -> Iter
         yield from (f"{line.id}: {problem}" for problem in _differences(line, kept, intervals))
 
 
-def _differences(line: Line, kept: Kept, intervals: bool) -> Iterator[str]:
+def _differences(line: Line, kept: StoredPredictions, intervals: bool) -> Iterator[str]:
     """Name the numbers of a line that its predictions do not give."""
     learned, said = ((one or {}).get(TEMPERATURE) for one in (kept.posthoc, line.posthoc))
     if learned is not None and not _agree(learned, said, SAME):
