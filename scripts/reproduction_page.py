@@ -11,7 +11,7 @@ from itertools import product
 from fedlas.experiments.base import CHANGED, FOR, LOOKS, Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import TEST, Ledger
-from fedlas.experiments.planning import CATALOG, experiment_named, planned
+from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
 from fedlas.report.tables import RANKS, Detail, Table
 from fedlas.training import protocol_named
 
@@ -110,7 +110,7 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
             foreign = {one for one in known if experiment.sees_otherwise(one, choice)}
             choice = replace(choice, data=tuple(sorted(data | foreign)))
         try:
-            plan = planned(experiment, choice, ledger)
+            plan = make_plan(experiment, choice, ledger)
         except ValueError:  # the protocol has no network for this experiment
             continue
         if len(plan.missing) == len(plan.wanted) or not any(one.split == split for one in plan.wanted):

@@ -97,6 +97,27 @@ def test_errors_are_one_line(tmp_path, monkeypatch, words, message):
     assert "Traceback" not in done.output
 
 
+def test_quiet_leaves_results_and_verbose_adds_details(tmp_path):
+    words = ["reproduce", "sota", "--dry-run", "--data", "digits", "--protocol", "small", "--ledger", str(tmp_path)]
+    normal, quiet = call(*words), call("--quiet", *words)
+    assert normal.stdout == quiet.stdout
+    assert re.search(r"small protocol: \d+ runs", normal.stderr)
+    assert quiet.stderr == ""
+    assert call("--quiet", "--verbose", *words).exit_code == 2
+    verbose = call("--verbose", "predict", str(tmp_path / "nowhere"), "--data", "digits")
+    assert isinstance(verbose.exception, (ValueError, OSError)), "the traceback is shown"
+    call("list", "losses")  # sets the level back
+
+
+def test_every_help_ends_in_an_example():
+    for command in (app, *(get_command(app).commands), "calibrate fit", "calibrate apply"):
+        words = [] if command is app else str(command).split()
+        shown = call(*words, "--help", env={"NO_COLOR": "1", "FORCE_COLOR": "1", "TERMINAL_WIDTH": "200"})
+        lines = [line.strip() for line in shown.stdout.splitlines() if line.strip()]
+        assert f"Example: fedlas {' '.join(words)}".strip() in lines[-1]
+        assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", shown.stdout), "NO_COLOR turns colours off"
+
+
 def test_the_version_is_told():
     done = call("--version")
     assert (done.exit_code, done.stdout) == (0, f"fedlas {fedlas.__version__}\n")

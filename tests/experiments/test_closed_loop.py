@@ -19,7 +19,7 @@ from fedlas.experiments.closed_loop_design import (
     selected,
 )
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger
-from fedlas.experiments.planning import experiment_named, planned
+from fedlas.experiments.planning import experiment_named, make_plan
 from fedlas.experiments.reproduce import reproduce
 from fedlas.experiments.stored_predictions import load_stored_predictions, problems
 from fedlas.metrics import nll
@@ -47,7 +47,7 @@ def evaluated(tmp_path_factory):
 
 
 def test_each_method_has_six_configurations_and_no_test_predictions_in_the_search():
-    plan = planned(experiment_named("closed_loop"), Choice(), Ledger("nowhere"))
+    plan = make_plan(experiment_named("closed_loop"), Choice(), Ledger("nowhere"))
     assert len(plan.wanted) == 36
     assert {one.recipe.seed for one in plan.wanted} == {SEARCH_SEED}
     assert {one.recipe.splits for one in plan.wanted} == {("val",)}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fedlas.cli import app
 from fedlas.evaluation import evaluate
 from fedlas.experiments.ledger import Ledger, Line, line_id
-from fedlas.experiments.planning import experiment_named, planned
+from fedlas.experiments.planning import experiment_named, make_plan
 from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions, problems, record
 from fedlas.io import write_predictions
 from fedlas.metrics import accuracy, ece, nll
@@ -212,7 +212,7 @@ def test_predictions_of_a_line_that_are_damaged_are_named_with_its_line(copy, le
     assert re.search(what, done.stderr)
     book = Ledger(copy / "results")
     with pytest.raises(ValueError, match=what):
-        planned(experiment_named("sota"), choice, book)
+        make_plan(experiment_named("sota"), choice, book)
 
 
 def test_a_run_that_is_in_twice_is_named(copy):
@@ -270,9 +270,9 @@ def test_a_run_without_validation_logits_is_reported_to_have_no_line_after_scali
     assert sorted(line.method for line in book.lines.values()) == ["ce", "ce", "ls", "ls"]
     assert list(problems(book)) == []
     sota = experiment_named("sota")
-    plan = planned(sota, dataclasses.replace(choice, losses=("ce", "ls")), book)
+    plan = make_plan(sota, dataclasses.replace(choice, losses=("ce", "ls")), book)
     assert "4 runs, 4 in the ledger (4 without temperature scaling), 0 to train" in str(plan)
-    assert [one.recipe.loss for one in planned(sota, choice, book).missing] == ["ce", "ce"], "its row is in the table"
+    assert [one.recipe.loss for one in make_plan(sota, choice, book).missing] == ["ce", "ce"], "its row is in the table"
 
 
 def test_lines_with_a_file_each_stay_valid_until_the_run_is_recorded_again(copy):

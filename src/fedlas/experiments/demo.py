@@ -35,7 +35,7 @@ for: where a value is mostly noise, its interval lies below it."""
 
 
 @dataclass(frozen=True)
-class Shown:
+class DemoResult:
     """What a demonstration shows.
 
     Args:
@@ -67,16 +67,18 @@ def recipes() -> Iterator[Recipe]:
         )
 
 
-def run_demo(folder: Path) -> Shown:
+def run_demo(folder: Path, *, progress: bool | None = None) -> DemoResult:
     """Train, measure and draw; runs that are there already are not repeated.
 
     Args:
-        folder: for run folders and figures.
+        folder: folder for run folders and figures.
+        progress: show progress bars; None for terminals only.
     """
     wanted = list(recipes())
     reports: dict[str, Report] = {}
     runs: list[Run] = []
-    for number, (recipe, run) in enumerate(zip(wanted, fit_many(wanted, folder=folder), strict=True), start=1):
+    trained = fit_many(wanted, folder=folder, progress=progress)
+    for number, (recipe, run) in enumerate(zip(wanted, trained, strict=True), start=1):
         logger.info("trained %s (%d of %d)", recipe.loss, number, len(wanted))
         reports[recipe.loss] = evaluate(
             run.predictions("best-test"), posthoc=["temperature"], calibration=run.predictions("best-val")
@@ -89,7 +91,7 @@ def run_demo(folder: Path) -> Shown:
         "temperature": [_diagram(_repaired(report), paper[name]) for name, report in reports.items()],
     }
     figure = save_with_data(reliability_figure(drawn), drawn, folder / FIGURES, FIGURE, ("png",))
-    return Shown(TEXT, HEAD, rows, [*figure, *(run.folder for run in runs)])
+    return DemoResult(TEXT, HEAD, rows, [*figure, *(run.folder for run in runs)])
 
 
 def _diagram(state: State, title: str) -> Reliability:

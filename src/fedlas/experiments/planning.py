@@ -84,7 +84,7 @@ def list_experiments() -> list[list[str]]:
     return [[name, summary(cls)] for name, cls in CATALOG.entries.items()]
 
 
-def planned(
+def make_plan(
     experiment: AbstractExperiment,
     choice: Choice,
     ledger: Ledger,
@@ -113,7 +113,7 @@ def planned(
         raise UserError(f"no planned run has a folder whose name contains {only!r}; {held}")
     here = runs if experiment.draws_runs else None
     missing = tuple(
-        one for one in meant if one.missing(ledger) or (here is not None and not trained_in(here, one.recipe))
+        one for one in meant if one.missing(ledger) or (here is not None and not has_trained_run(here, one.recipe))
     )
     again = sum(not one.missing(ledger) for one in missing)
     for one in missing:
@@ -126,7 +126,7 @@ def planned(
     return Plan(meant, missing, minutes, unknown, again, device, unscaled)
 
 
-def trained_in(runs: Path, recipe: Recipe) -> bool:
+def has_trained_run(runs: Path, recipe: Recipe) -> bool:
     """Say whether a folder of run folders has the finished run of a recipe, with its network."""
     run = run_in(runs, recipe)
     return run.recipe_file.exists() and run.finished and run.checkpoint.exists()

@@ -2,7 +2,7 @@
 
 plan ─► what the ledger lacks ─► scheduler ─► run folders ─► ledger ─► tables
 
-Runs whose recipe depends on others are planned when those are done, so planning is repeated until nothing is missing.
+Runs whose recipe depends on others are make_plan when those are done, so planning is repeated until nothing is missing.
 Everything can be stopped at any time, and started again: finished runs are found, broken ones continue.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from fedlas.errors import UserError
 from fedlas.experiments.base import AbstractExperiment, Choice, Drawing
 from fedlas.experiments.ledger import Ledger
-from fedlas.experiments.planning import planned, trained_in
+from fedlas.experiments.planning import has_trained_run, make_plan
 from fedlas.experiments.scheduler import FailedRunsError, train_recipes
 from fedlas.experiments.stored_predictions import record
 from fedlas.report.tables import Table
@@ -50,7 +50,7 @@ def reproduce(
     tried: set[str] = set()
     failed: dict[str, str] = {}
     while True:
-        plan = planned(experiment, choice, ledger, only, runs if draws else None)
+        plan = make_plan(experiment, choice, ledger, only, runs if draws else None)
         new = [one for one in plan.missing if one.recipe.name not in tried]
         if not new or clock.over:
             break
@@ -96,13 +96,13 @@ class _Clock:
         return self.left == 0.0
 
 
-def drawn(
+def save_results(
     experiment: AbstractExperiment, choice: Choice, *, ledger: Ledger, runs: Path, folder: Path, **where: Any
 ) -> list[Path]:
     """Draw the figures of an experiment, and write its tables in every format."""
 
     def find(recipe: Recipe) -> Run | None:
-        return run_in(runs, recipe) if trained_in(runs, recipe) else None
+        return run_in(runs, recipe) if has_trained_run(runs, recipe) else None
 
     written = [path for table in experiment.tables(ledger, choice) for path in table.save(folder)]
     return written + experiment.draw(Drawing(ledger, choice, folder, find, **where))
