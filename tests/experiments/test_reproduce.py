@@ -124,7 +124,7 @@ def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
     values = {(place, seed): 0.7 + 0.01 * n for n, (place, seed) in enumerate(done)}
     recipes = {
         one: recipe_for(*one[0], "ls", protocol="paper", seed=one[1]).replace(
-            ood=experiment_named("sota").foreign(one[0][0], Choice())
+            ood=experiment_named("sota").ood_data(one[0][0], Choice())
         )
         for one in done
     }

@@ -1,4 +1,4 @@
-"""From the name of a table to the table: plan, train what is missing, write the ledger, lay out.
+"""Reproduce an experiment: plan it, train missing runs, write the ledger, make the tables.
 
 plan ─► what the ledger lacks ─► scheduler ─► run folders ─► ledger ─► tables
 
@@ -33,16 +33,16 @@ def reproduce(
     draws: bool = False,
     **options: Any,
 ) -> Iterator[list[Table]]:
-    """Train what is missing, and give the tables anew whenever a run is finished and another one still to come.
+    """Train missing runs; yield the tables whenever a run finishes and others remain.
 
     Args:
-        experiment: what to make again.
-        choice: which part of it.
-        ledger: where finished runs are written down.
+        experiment: the experiment.
+        choice: part of the experiment.
+        ledger: ledger of finished runs.
         runs: folder of the run folders.
-        only: a part of the names of the run folders that are trained; None for all.
-        limit_minutes: when to stop; the rest is done next time.
-        draws: whether figures shall be drawn, some of which need networks that the ledger knows and nobody has here.
+        only: train runs whose folder name contains this text; None for all.
+        limit_minutes: time limit; the next call continues.
+        draws: also train runs of the ledger whose model is needed for a figure and not in `runs`.
         options: further options of `train_recipes`.
     """
     check_limit(limit_minutes)
@@ -74,32 +74,32 @@ def reproduce(
 
 
 def check_limit(minutes: float | None) -> None:
-    """Refuse a limit in which nothing could be done."""
+    """Raise unless the time limit is positive or None."""
     if minutes is not None and not minutes > 0:
         raise UserError(f"limit_minutes must be a positive number, not {minutes:g}")
 
 
 class _Clock:
-    """Counts the minutes that are left."""
+    """A countdown of minutes."""
 
     def __init__(self, minutes: float | None) -> None:
         self._end = None if minutes is None else time.monotonic() + 60 * minutes
 
     @property
     def left(self) -> float | None:
-        """How many minutes there are; None for any number."""
+        """Remaining minutes; None without a limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic()) / 60
 
     @property
     def over(self) -> bool:
-        """Whether there are none."""
+        """Whether the time is up."""
         return self.left == 0.0
 
 
 def save_results(
     experiment: AbstractExperiment, choice: Choice, *, ledger: Ledger, runs: Path, folder: Path, **where: Any
 ) -> list[Path]:
-    """Draw the figures of an experiment, and write its tables in every format."""
+    """Write the tables of an experiment in every format and draw its figures; return the files."""
 
     def find(recipe: Recipe) -> Run | None:
         return run_in(runs, recipe) if has_trained_run(runs, recipe) else None

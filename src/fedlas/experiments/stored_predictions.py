@@ -1,4 +1,4 @@
-"""Predictions small enough to be kept beside the ledger, and the numbers of its lines, computed from them.
+"""Compact predictions stored beside the ledger, from which the numbers of its lines are computed.
 
     labels              of the test samples
     logits              of the test samples, up to 10 classes
@@ -55,14 +55,14 @@ from fedlas.training.validation import second_half, tuning_predictions
 
 FEW_CLASSES = 10
 SCORES = ("entropy", "max_probability")
-ROUNDED = ("loss", "squared_error", "label_square")  # columns of a accumulator; confidences are not
+ROUNDED = ("loss", "squared_error", "label_square")  # columns of an accumulator; confidences are not
 SCALED = "scaled/"
 LARGEST_FILE = 64 * 2**20  # unpacked; a file that claims more is not one of ours
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 FOLDS_SEED = 2027  # of the two parts of V2 in which temperatures are cross-fitted
 SAME = 1e-5  # numbers that differ by less are equal: of ten thousand confidences a few change places by processor
 SAME_ENDS = 2e-3  # ends of intervals: draws that fall on the other side of a tie
-DIGITS = 5  # of what is kept of a run's log
+DIGITS = 5  # significant digits of a run's log
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +152,7 @@ class StoredPredictions:
         return None if scaling.fitted is None or scaling.fitted.doubt else scaling
 
     def metrics(self, intervals: Resampling | None = None) -> dict[str, Measure]:
-        """Compute every metric, and those of the paper's code beside ours."""
+        """Compute every metric, and the ECE and AECE of the official code."""
         accumulator = self._accumulator()
         top = accumulator.top
         found = accumulator.compute(intervals, top)
@@ -186,7 +186,7 @@ class StoredPredictions:
         return Predictions(self._tensor("logits").double(), self._tensor("labels").long(), split=split)
 
     def tops(self) -> AnyPredictions:
-        """Give the predicted classes and their confidences back, which are always kept."""
+        """Return the predictions, or the predicted classes and their confidences without logits."""
         given = self.predictions()
         if given is not None:
             return given
@@ -215,12 +215,12 @@ class StoredPredictions:
         return buffer.getvalue()
 
     @classmethod
-    def unpack(cls, content: bytes, name: str = "a file of kept predictions") -> "StoredPredictions":
+    def unpack(cls, content: bytes, name: str = "a file of stored predictions") -> "StoredPredictions":
         """Read what `pack` wrote; nothing in it is unpickled."""
         with file_errors(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
             size = sum(entry.file_size for entry in folder.infolist())
             if size > LARGEST_FILE:
-                raise UserError(f"it would unpack to {size:,} bytes; kept predictions are small")
+                raise UserError(f"it would unpack to {size:,} bytes; stored predictions are small")
             arrays = {entry.filename.removesuffix(".npy"): _read_array(folder, entry) for entry in folder.infolist()}
         if "labels" not in arrays or not {"logits", "confidence"} & set(arrays):
             raise UserError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")
@@ -318,7 +318,7 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
     there = [ledger.find(recipe, posthoc, split) for posthoc in ((None, TEMPERATURE) if validation else (None,))]
     if all(line is not None and set(recipe.ood) <= set(line.ood) for line in there):
         return
-    kept = _kept_validation(run) if split == V2 else _kept_test(run, split, validation=validation)
+    kept = _stored_validation(run) if split == V2 else _stored_test(run, split, validation=validation)
     content = kept.pack()
     stored = {
         "file": f"predictions/{line_id(recipe, None, split)}.npz",
@@ -344,7 +344,7 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
     ledger.add(lines, content)
 
 
-def _kept_test(run: Run, split: str, *, validation: bool) -> StoredPredictions:
+def _stored_test(run: Run, split: str, *, validation: bool) -> StoredPredictions:
     recipe, state = run.recipe, run.recipe.evaluated
     made = run.predictions(f"{state}-{split}")
     ood = {name: run.predictions(f"{state}-ood-{name}") for name in recipe.ood}
@@ -354,7 +354,7 @@ def _kept_test(run: Run, split: str, *, validation: bool) -> StoredPredictions:
     return StoredPredictions.of(made, ood, held_out, second_half(held_out) if recipe.halve_validation else None)
 
 
-def _kept_validation(run: Run) -> StoredPredictions:
+def _stored_validation(run: Run) -> StoredPredictions:
     if not run.recipe.halve_validation:
         raise UserError(f"{run.folder} has no V2: its recipe does not set halve_validation")
     made = tuning_predictions(run)
@@ -362,7 +362,7 @@ def _kept_validation(run: Run) -> StoredPredictions:
 
 
 def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
-    """Compute the numbers of every line again, and name what does not agree.
+    """Recompute every line and yield its differences.
 
     Args:
         ledger: the lines.
@@ -377,7 +377,7 @@ def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
 
 
 def _problems_of(lines: Sequence[Line], ledger: Ledger, intervals: bool) -> Iterator[str]:
-    """Name what does not agree in lines that have the same file of predictions."""
+    """Yield the differences of lines with the same file of predictions."""
     stored = None
     for line in lines:
         try:
@@ -390,7 +390,7 @@ def _problems_of(lines: Sequence[Line], ledger: Ledger, intervals: bool) -> Iter
 
 
 def _differences(line: Line, kept: StoredPredictions, intervals: bool) -> Iterator[str]:
-    """Name the numbers of a line that its predictions do not give."""
+    """Yield the numbers of a line that its stored predictions do not reproduce."""
     learned, said = ((one or {}).get(TEMPERATURE) for one in (kept.posthoc, line.posthoc))
     if learned is not None and not _agree(learned, said, SAME):
         yield f"the temperature is {said} in the ledger and {learned} now"
@@ -407,7 +407,7 @@ def _differences(line: Line, kept: StoredPredictions, intervals: bool) -> Iterat
 
 
 def _about(run: Run) -> dict[str, Any]:
-    """Take from a run folder what a line tells about the run."""
+    """Return the fields of a line that describe the run."""
     log, environment = run.log, dict(run.environment)
     speeds = [record[MACHINE]["images_per_second"] for record in log if not record[MACHINE]["continued_at_step"]]
     return {
@@ -421,7 +421,7 @@ def _about(run: Run) -> dict[str, Any]:
 
 
 def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep of an epoch what figures show."""
+    """Return the fields of an epoch that figures use."""
     gate = {name: value for name, value in record["gate"].items() if not isinstance(value, Mapping)}
     shown = {name: record[name] for name in ("epoch", "lr", "train", "val")} | {"gate": gate}
     shown |= {"loss_state": record["loss_state"]} if "loss_state" in record else {}
@@ -449,7 +449,7 @@ def _measure(result: Result) -> Measure:
 
 
 def _small_ints(values: Tensor) -> NDArray[np.generic]:
-    """Take the smallest type that holds class numbers."""
+    """Convert class numbers to the smallest sufficient integer type."""
     most = int(values.max()) if len(values) else 0
     kind = np.uint8 if most < 2**8 else np.uint16 if most < 2**16 else np.int64
     return values.cpu().numpy().astype(kind)
