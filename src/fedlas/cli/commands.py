@@ -59,7 +59,7 @@ calibrate = typer.Typer(
     epilog="Example: fedlas calibrate fit val.csv --out temperature.safetensors",
 )
 app.command("train", epilog="Example: fedlas train --data cifar10 --loss fedlas_ls --protocol fast")(train_run)
-app.command("predict", epilog="Example: fedlas predict runs/mine --data cifar10_1")(predict_run)
+app.command("predict", epilog="Example: fedlas predict runs/mine --data svhn")(predict_run)
 app.command("list", epilog="Example: fedlas list losses")(list_catalogue)
 app.command("demo", epilog="Example: fedlas demo --out runs/demo")(demo_run)
 app.command("reproduce", epilog="Example: fedlas reproduce sota --data cifar10 --protocol fast --dry-run")(
