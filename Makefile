@@ -13,7 +13,7 @@ help: ## list the targets
 setup: $(READY) ## create .venv and install fedlas with all extras and the development tools
 
 demo: $(READY) ## train five losses on handwritten digits and compare what their confidence is worth
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/fedlas demo
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/fedlas demo --overwrite
 
 test: $(READY) ## format, lint, types and the fast tests, as CI runs them (8 minutes on two cores)
 	@scripts/browser
