@@ -122,12 +122,12 @@ def test_a_keyword_is_searched_once(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_the_command_tells_what_to_set(tmp_path):
+def test_the_command_prints_the_settings_to_use(tmp_path):
     words = "search --data digits --loss ls --over alpha=0.05,0.1 --trials 1 --set epochs=1 --set model_options.width=8"
     arguments = [*words.split(), "--out", str(tmp_path)]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "--set loss_options.alpha=0." in shown.output
-    wrong = CliRunner().invoke(app, [*arguments, "--metric", "speed"])
+    wrong = CliRunner().invoke(app, [*arguments, "--overwrite", "--metric", "speed"])
     assert wrong.exit_code == 1
     assert "'speed'" in wrong.output
