@@ -21,7 +21,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedlas.cli import app, main
-from fedlas.cli.endings import one_line_errors
+from fedlas.cli.errors import one_line_errors
 from fedlas.cli.terminal import progress
 from fedlas.evaluation import Report, evaluate
 from fedlas.io import read_predictions, write_predictions
@@ -154,7 +154,7 @@ def test_files_and_exit_code_do_not_depend_on_a_closed_pipe(files):
 
 @pytest.mark.parametrize(("left", "code"), [(True, 141), (False, 1)])
 def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys, left, code):
-    monkeypatch.setattr("fedlas.cli.endings.reader_left", lambda: left)
+    monkeypatch.setattr("fedlas.cli.errors.reader_left", lambda: left)
     with pytest.raises(typer.Exit) as ended, one_line_errors():
         raise BrokenPipeError("a pipe broke")
     assert (ended.value.exit_code, capsys.readouterr().err.count("\n")) == (code, int(not left))
@@ -363,7 +363,7 @@ def test_nothing_of_another_kind_is_written_over(files):
 
 
 def test_what_the_same_command_wrote_is_written_again(files):
-    """`test_places.py` has the other kinds of files."""
+    """`test_output_paths.py` has the other kinds of files."""
     for words in (
         ["calibrate", "fit", files / "val.csv", "--out", files / "c.safetensors"],
         ["evaluate", files / "test.csv", "--posthoc", "", "--html", files / "page.html"],

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import fedlas
 from fedlas.cli import app
-from fedlas.cli.endings import plain_warning
+from fedlas.cli.errors import format_warning
 from fedlas.cli.terminal import progress
 from fedlas.io import read_predictions, write_predictions
 from fedlas.io.atomic import write_atomic
@@ -72,7 +72,7 @@ def test_file_names_do_not_reach_the_terminal_as_escapes(file, tmp_path, monkeyp
     done = call("evaluate", odd, "--fail-if", "ece>0", "--resamples", "50", "--posthoc", "")
     assert done.exit_code == 3
     assert "\x1b" not in done.output
-    assert "\x1b" not in plain_warning(f"{odd}: doubtful", UserWarning)
+    assert "\x1b" not in format_warning(f"{odd}: doubtful", UserWarning)
     stream = io.StringIO()
     stream.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr("sys.stderr", stream)

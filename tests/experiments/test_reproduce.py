@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from little_drawn import bare_ledger, bare_line
+from reproduction_page import results_tables
 from typer.testing import CliRunner
 
 from fedlas.catalog import keywords
 from fedlas.cli import app
 from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
-from fedlas.experiments.kept import Kept, kept_of
 from fedlas.experiments.ledger import Ledger, Line
-from fedlas.experiments.page import results_tables
-from fedlas.experiments.planning import CATALOG, experiment_named, planned
-from fedlas.experiments.reproduce import _Clock, drawn, reproduce
+from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
+from fedlas.experiments.reproduce import _Clock, reproduce, save_results
+from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions
 from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
 from fedlas.io import write_predictions
 from fedlas.losses import CATALOG as LOSSES
@@ -124,7 +124,7 @@ def test_our_mean_accuracy_is_of_the_seeds_that_were_run_everywhere(tmp_path):
     values = {(place, seed): 0.7 + 0.01 * n for n, (place, seed) in enumerate(done)}
     recipes = {
         one: recipe_for(*one[0], "ls", protocol="paper", seed=one[1]).replace(
-            ood=experiment_named("sota").foreign(one[0][0], Choice())
+            ood=experiment_named("sota").ood_data(one[0][0], Choice())
         )
         for one in done
     }
@@ -148,7 +148,7 @@ def test_a_mean_accuracy_stands_in_no_table_of_other_places(part):
 
 
 def test_plans_have_the_published_recipes():
-    plan = planned(experiment_named("sota"), Choice(data=("cifar10",), models=("resnet50_cifar",)), Ledger("nowhere"))
+    plan = make_plan(experiment_named("sota"), Choice(data=("cifar10",), models=("resnet50_cifar",)), Ledger("nowhere"))
     assert len(plan.wanted) == len(plan.missing) == 45
     published = recipe_for("cifar10", "resnet50_cifar", "fedlas_ls", protocol="paper", seed=2)
     assert published in [one.recipe for one in plan.wanted]
@@ -160,7 +160,7 @@ def test_plans_have_the_published_recipes():
 def test_tables_that_share_runs_want_the_same_ones():
     nowhere, choice = Ledger("nowhere"), Choice(data=("cifar10",), protocol="fast")
     names = {
-        name: {one.recipe.name for one in planned(experiment_named(name), choice, nowhere).wanted}
+        name: {one.recipe.name for one in make_plan(experiment_named(name), choice, nowhere).wanted}
         for name in ("sota", "ood", "over_under", "gate_stability", "ablations")
     }
     assert names["ood"] <= names["sota"]
@@ -172,12 +172,12 @@ def test_tables_that_share_runs_want_the_same_ones():
 def test_only_data_that_the_official_code_preprocesses_differently_has_another_split():
     """CIFAR-10's test images are the same in both; CIFAR-100's, in-distribution or OOD, are not."""
     choice = Choice(data=("cifar10", "cifar100"), protocol="fast", losses=("ce",), seeds=(1,), split="test-published")
-    ten, hundred = planned(experiment_named("ood"), choice, Ledger("nowhere")).wanted
+    ten, hundred = make_plan(experiment_named("ood"), choice, Ledger("nowhere")).wanted
     assert (ten.split, ten.recipe.splits) == ("test", ("val", "test"))
     assert ten.recipe.ood == ("cifar100", "cifar100-published", "svhn")
     assert (hundred.split, hundred.recipe.splits) == ("test-published", ("val", "test", "test-published"))
     assert hundred.recipe.ood == ("cifar10", "svhn")
-    (official,) = planned(
+    (official,) = make_plan(
         experiment_named("sota"),
         replace(choice, data=("cifar100",), protocol="official", models=("resnet50_cifar",)),
         Ledger("nowhere"),
@@ -188,18 +188,18 @@ def test_only_data_that_the_official_code_preprocesses_differently_has_another_s
 
 
 def test_finished_runs_are_not_trained_again(trained, choice, ledger):
-    plan = planned(experiment_named("sota"), choice, ledger)
+    plan = make_plan(experiment_named("sota"), choice, ledger)
     assert len(plan.wanted) == 4
     assert not plan.missing
-    assert list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", told=print)) == []
+    assert list(reproduce(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs")) == []
 
 
 def test_time_is_estimated_from_runs_that_are_alike(choice, ledger):
     more = Choice(**{**vars(choice), "seeds": (1, 2, 3)})
-    plan = planned(experiment_named("sota"), more, ledger)
+    plan = make_plan(experiment_named("sota"), more, ledger)
     assert len(plan.missing) == 2
     assert 0 < plan.minutes < 5
-    both = planned(experiment_named("sota"), replace(more, data=("digits", "cifar10"), models=("small_cnn",)), ledger)
+    both = make_plan(experiment_named("sota"), replace(more, data=("digits", "cifar10"), models=("small_cnn",)), ledger)
     assert both.minutes == pytest.approx(plan.minutes)
     assert both.unknown == len(both.missing) - len(plan.missing) > 0
     device = next(iter(ledger.lines.values())).environment["device_name"]
@@ -214,7 +214,7 @@ def test_an_estimate_names_its_device_if_there_is_one(choice, ledger, devices, n
     book = Ledger(ledger.folder)
     for name, line in ledger.lines.items():
         book.lines[name] = replace(line, environment={"device_name": devices[line.seed % len(devices)]})
-    text = str(planned(experiment_named("sota"), replace(choice, seeds=(1, 2, 3)), book))
+    text = str(make_plan(experiment_named("sota"), replace(choice, seeds=(1, 2, 3)), book))
     assert " min" in text
     assert ("NVIDIA H200" in text) == named
     assert "x86_64" not in text
@@ -232,7 +232,7 @@ def test_cells_hold_a_value_for_each_seed(choice, ledger):
 
 
 def test_only_trains_the_named_runs(choice, tmp_path):
-    plan = planned(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
+    plan = make_plan(experiment_named("sota"), choice, Ledger(tmp_path), "-ls-")
     assert [one.recipe.loss for one in plan.missing] == ["ls", "ls"]
 
 
@@ -245,7 +245,7 @@ def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):
         with pytest.raises(ValueError, match=f"limit_minutes.*{minutes:g}"):
             list(
                 reproduce(
-                    experiment_named("sota"), choice, ledger=Ledger(tmp_path), runs=tmp_path, told=print,
+                    experiment_named("sota"), choice, ledger=Ledger(tmp_path), runs=tmp_path,
                     limit_minutes=minutes,
                 )
             )  # fmt: skip
@@ -254,7 +254,7 @@ def test_a_limit_in_which_nothing_can_be_done_is_refused(choice, tmp_path):
 
 def test_a_name_that_no_run_has_is_answered_with_some_that_are_there(choice, tmp_path):
     with pytest.raises(ValueError, match=r"'zzzz'.* (digits-small_cnn-\S+, ){2}digits-\S+ .*\b1\b"):
-        planned(experiment_named("sota"), choice, Ledger(tmp_path), "zzzz")
+        make_plan(experiment_named("sota"), choice, Ledger(tmp_path), "zzzz")
 
 
 @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
     changes = {"epochs": "1", "batch_size": "100", "model_options.width": "8"}
     choice = Choice(data=("digits",), losses=rows, seeds=(1,), protocol="small", changes=changes)
     experiment, book = experiment_named("ablations"), Ledger(tmp_path / "results")
-    assert len(planned(experiment, choice, book).wanted) == 1
-    tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs", told=lambda _: None))
+    assert len(make_plan(experiment, choice, book).wanted) == 1
+    tables = list(reproduce(experiment, choice, ledger=book, runs=tmp_path / "runs"))
     assert len(tables) == 1, "one between the two, and none of the end, which is the caller's"
     lines = {line.recipe.loss: line for line in book.lines.values()}
     ratio = lines["fedlas_ls"].curve[-1]["gate"]["alpha_ratio"]
@@ -362,7 +362,7 @@ def test_a_control_waits_for_the_run_that_it_depends_on(tmp_path):
 def test_every_recipe_of_every_experiment_is_a_good_one(name):
     for protocol in ("paper", "official", "fast"):
         try:
-            plan = planned(experiment_named(name), Choice(protocol=protocol, seeds=(1,)), Ledger("nowhere"))
+            plan = make_plan(experiment_named(name), Choice(protocol=protocol, seeds=(1,)), Ledger("nowhere"))
         except ValueError as error:
             assert protocol == "fast"
             assert "network" in str(error)  # noqa: PT017
@@ -374,7 +374,7 @@ def test_every_recipe_of_every_experiment_is_a_good_one(name):
 
 
 def test_tables_and_their_data_are_written(trained, choice, ledger, tmp_path):
-    paths = drawn(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", folder=tmp_path)
+    paths = save_results(experiment_named("sota"), choice, ledger=ledger, runs=trained / "runs", folder=tmp_path)
     assert {path.suffix for path in paths} == {".md", ".tex", ".csv", ".html", ".txt"}
 
 
@@ -393,7 +393,7 @@ def test_the_command_shows_plan_and_table_and_starts_nothing(trained, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(CATALOG.entries))
 def test_planned_runs_say_what_tells_them_apart(name):
-    plan = planned(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))
+    plan = make_plan(experiment_named(name), Choice(seeds=(1, 2)), Ledger("nowhere"))
     without_folders = [tuple(row[:-1]) for row in plan.rows()]
     assert len(set(without_folders)) == len(without_folders)
 
@@ -408,7 +408,7 @@ def test_the_plan_of_the_ablations_has_the_names_of_the_rows(tmp_path):
 
 def test_a_run_that_two_rows_share_has_both_their_names():
     choice = Choice(data=("cifar10",), losses=("ce", "ce+temperature"), seeds=(1,), protocol="fast")
-    (row,) = planned(experiment_named("sota"), choice, Ledger("nowhere")).rows()
+    (row,) = make_plan(experiment_named("sota"), choice, Ledger("nowhere")).rows()
     assert row[2] == "ce, ce+temperature"
     assert "temperature" in row[3]
 
@@ -423,7 +423,7 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch):
     title = experiment_named("sota").title
     assert shown.output.count(title) == shown.stdout.count(title) == 1, "the last table comes once"
     assert Path("made/sota-small.md").exists()
-    again = CliRunner().invoke(app, arguments)
+    again = CliRunner().invoke(app, [*arguments, "--overwrite"])
     assert re.search(r"small.*\b1 run\b.*\b1\b.*\b0\b", again.output)
 
 
@@ -465,7 +465,9 @@ def test_two_sides_are_paired_by_seed(trained, ledger):
     assert set(found[0].pairs) == {1, 2}
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
     other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
-    direct = paired_bootstrap(ece, kept_of(line, ledger).predictions(), kept_of(other, ledger).predictions())
+    direct = paired_bootstrap(
+        ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions()
+    )
     assert found[0].pairs[2] == direct
     differences = [one.difference for one in found[0].pairs.values()]
     assert found[0].difference == pytest.approx(sum(differences) / 2)
@@ -571,7 +573,7 @@ def of_many_classes(seed: int) -> Predictions:
 
 def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
     whole = [of_many_classes(seed) for seed in (1, 2)]
-    sides = [Side(name, {1: Kept.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
+    sides = [Side(name, {1: StoredPredictions.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
     found = {one.metric: one for one in versus(*sides)}
     assert set(found) == {"accuracy", "ece"}
     for name, metric in {"accuracy": accuracy, "ece": ece}.items():
@@ -586,7 +588,7 @@ def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
 def test_rows_of_many_classes_are_compared_by_what_is_kept_of_each_sample():
     """The ledger stores the loss and the squared error of each sample."""
     whole = [of_many_classes(seed) for seed in (1, 2)]
-    kept = [Kept.of(one) for one in whole]
+    kept = [StoredPredictions.of(one) for one in whole]
     sides = [Side(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
     assert [one.metric for one in versus(*sides)] == ["accuracy", "ece", "nll"]
     for other in (sides[1], Side("b", {1: whole[1]})):  # also against predictions that are whole
@@ -647,7 +649,7 @@ def test_rebuilt_ood_data_is_named():
 def test_ready_recipes_and_tables_agree():
     """What `fedlas list recipes` shows is what the tables train."""
     ready = {recipe.replace(seed=1) for protocol, recipe in list_recipes() if protocol == "fast"}
-    plan = planned(experiment_named("sota"), Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
+    plan = make_plan(experiment_named("sota"), Choice(protocol="fast", seeds=(1,)), Ledger("nowhere"))
     assert {one.recipe for one in plan.wanted} <= ready
 
 

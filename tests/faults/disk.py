@@ -30,7 +30,7 @@ from typing import Any
 from kill import LOSSES, STEPS, recipe_of
 from zygote import SHOWN, differences, ended, finish, fork, lines, parts, table, train_and_record, warm
 
-from fedlas.experiments import kept
+from fedlas.experiments import stored_predictions
 from fedlas.training import Recipe, Run
 
 ENOUGH = 64 * 2**20
@@ -258,7 +258,7 @@ def jumping(seed: int) -> None:
 
     time.time = lambda: now() + dice.uniform(-YEARS, YEARS)
     time.time_ns = lambda: now_ns() + int(dice.uniform(-YEARS, YEARS) * 1e9)
-    kept.datetime = Jumping
+    stored_predictions.datetime = Jumping
 
 
 FAULTS: dict[str, Callable[[Session, random.Random], Trial]] = {

@@ -117,7 +117,7 @@ def onnx(folder: Path) -> None:
 def search(folder: Path) -> None:
     module = import_module("fedlas.experiments.search")
     ranges = [module.Range.parse("alpha=0.01:0.1")]
-    module.search(digits().replace(loss="ls"), ranges, trials=1, folder=folder, told=str)
+    module.search(digits().replace(loss="ls"), ranges, trials=1, folder=folder)
 
 
 def trainer(folder: Path) -> None:
@@ -131,7 +131,7 @@ def board(folder: Path) -> None:
 
 
 def cluster(folder: Path) -> None:
-    import_module("fedlas.experiments.launch").launched([digits()], folder=folder, how="ray")
+    import_module("fedlas.experiments.scheduler").train_recipes([digits()], folder=folder, executor="ray")
 
 
 def probmetrics(folder: Path) -> None:

@@ -31,12 +31,12 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / name) for name in ("", "training", "experiments")]
 
 from runs_of import log_without_times, prediction_bytes  # noqa: E402
-from test_launch import exists, holder  # noqa: E402
-from test_launch_ray import children, kill_raylet, parent, raylet  # noqa: E402
+from test_scheduler import exists, holder  # noqa: E402
+from test_scheduler_ray import children, kill_raylet, parent, raylet  # noqa: E402
 from zygote import lines, parts, table  # noqa: E402
 
-from fedlas.experiments.kept import problems  # noqa: E402
 from fedlas.experiments.ledger import Ledger  # noqa: E402
+from fedlas.experiments.stored_predictions import problems  # noqa: E402
 from fedlas.training import Run  # noqa: E402
 from waiting import until  # noqa: E402
 
@@ -57,7 +57,7 @@ class Place:
     def _started(self) -> subprocess.Popen[bytes]:
         words = {
             "--data": "digits", "--losses": ",".join(LOSSES), "--seeds": ",".join(map(str, SEEDS)),
-            "--protocol": "small", "--launch": "ray", "--address": self.cluster.address, "--device": "cpu",
+            "--protocol": "small", "--executor": "ray", "--address": self.cluster.address, "--device": "cpu",
             "--runs": str(self.folder / "runs"), "--ledger": str(self.folder / "results"),
         }  # fmt: skip
         settings = {"epochs": self.epochs, "batch_size": 100, "data_options.train_samples": 400}

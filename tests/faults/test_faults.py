@@ -51,7 +51,7 @@ def test_terminated_trainings_resume():
 
 
 def test_runs_survive_dead_nodes_and_workers():
-    """One node of a cluster also dies in tests/experiments/test_launch_ray.py."""
+    """One node of a cluster also dies in tests/experiments/test_scheduler_ray.py."""
     found = campaign("nodes.py", "--kills", "2", "--epochs", "30", "--torchrun", "1")
     assert len(found["cluster"]["kills"]) == 2
 

@@ -26,9 +26,9 @@ from fedlas.data.base.formats import read_idx
 from fedlas.data.base.images import decode
 from fedlas.data.loading import Loader
 from fedlas.evaluation import Report
-from fedlas.experiments.kept import Kept
-from fedlas.experiments.launch import LaunchError, launched
 from fedlas.experiments.ledger import Ledger
+from fedlas.experiments.scheduler import FailedRunsError, train_recipes
+from fedlas.experiments.stored_predictions import StoredPredictions
 from fedlas.integrations.export import load_program
 from fedlas.integrations.official import read_official
 from fedlas.io.untrusted import content_errors, file_errors
@@ -283,7 +283,7 @@ def test_an_array_that_announces_more_than_it_holds_takes_no_memory(tmp_path):
     with pytest.raises(ValueError, match=r"p\.npz.*logits\.npy.*100000000000"):
         fedlas.read_predictions(tmp_path / "p.npz")
     with pytest.raises(ValueError, match=r"logits\.npy.*100000000000"):
-        Kept.unpack(lying)
+        StoredPredictions.unpack(lying)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -327,13 +327,13 @@ def test_a_calibrator_with_invalid_metadata_raises(tmp_path, words):
 
 
 def test_damaged_stored_predictions_raise():
-    good = Kept({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
+    good = StoredPredictions({"labels": np.zeros(2, np.uint8), "logits": np.zeros((2, 2), np.float16)}).pack()
     said = []
     for place in range(0, len(good), 7):
         content = bytearray(good)
         content[place] ^= 255
         try:
-            Kept.unpack(bytes(content), "x.npz")
+            StoredPredictions.unpack(bytes(content), "x.npz")
         except ValueError as error:  # any other error is one that nobody expects
             said.append(str(error))
     assert said
@@ -429,8 +429,8 @@ def test_a_damaged_log_fails_its_own_run_alone(trained, tmp_path):
     bad.recipe_file.write_text(json.dumps(other.to_dict()))
     bad.log_file.write_text("5\n")
     given = []
-    with pytest.raises(LaunchError, match=rf"^1 .*{other.name}: .*log\.jsonl.*line 1\b"):
-        given.extend(launched([other, good], folder=tmp_path, device="cpu"))
+    with pytest.raises(FailedRunsError, match=rf"^1 .*{other.name}: .*log\.jsonl.*line 1\b"):
+        given.extend(train_recipes([other, good], folder=tmp_path, device="cpu"))
     assert [run.folder.name for run in given] == [good.name]
 
 

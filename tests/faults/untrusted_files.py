@@ -159,9 +159,9 @@ def _ledger_line(recipe: Any) -> Any:
 
 
 def _kept(given: Any) -> bytes:
-    from fedlas.experiments.kept import Kept
+    from fedlas.experiments.stored_predictions import StoredPredictions
 
-    return Kept.of(given).pack()
+    return StoredPredictions.of(given).pack()
 
 
 def tar_of(files: dict[str, bytes | tuple[str, str]]) -> bytes:
@@ -616,8 +616,8 @@ def readers() -> dict[str, Callable[[Path], Any]]:
     from fedlas.data.base.formats import plain_unpickled, read_idx
     from fedlas.data.base.images import Transform, decode
     from fedlas.evaluation import Report
-    from fedlas.experiments.kept import kept_of
     from fedlas.experiments.ledger import Ledger
+    from fedlas.experiments.stored_predictions import load_stored_predictions
     from fedlas.integrations.export import load_program
     from fedlas.integrations.official import read_official
     from fedlas.io import READERS
@@ -667,7 +667,7 @@ def readers() -> dict[str, Callable[[Path], Any]]:
         # An untrusted line with the correct checksum.
         checksum = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         held = {"file": path.name, "sha256": checksum}
-        return kept_of(dataclasses.replace(line, predictions=held), Ledger(path.parent))
+        return load_stored_predictions(dataclasses.replace(line, predictions=held), Ledger(path.parent))
 
     def added(path: Path) -> Any:
         return Ledger(path).add([_ledger_line(fedlas.Recipe(data="digits", model="small_cnn", loss="ce"))], b"content")

@@ -36,7 +36,7 @@ NEMENYI = (1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164)
 
 @pytest.fixture(scope="module")
 def foreign():
-    given, sets = pages.model(200), {"noise": pages.foreign(90), "other": pages.foreign(60, spread=0.5)}
+    given, sets = pages.model(200), {"noise": pages.ood_data(90), "other": pages.ood_data(60, spread=0.5)}
     return given, sets, foreign_data(given, sets, evaluate(given, ood=sets, intervals=False), "one")
 
 
@@ -85,7 +85,7 @@ def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
 
 
 def test_foreign_data_that_is_missing_is_asked_for():
-    given, sets = pages.model(60), {"noise": pages.foreign(20)}
+    given, sets = pages.model(60), {"noise": pages.ood_data(20)}
     with pytest.raises(ValueError, match="evaluate"):
         foreign_data(given, sets, evaluate(given, intervals=False), "x")
     with pytest.raises(ValueError, match="in ood"):

@@ -575,7 +575,7 @@ ODD: dict[str, Any] = {
     "one epoch": lambda: Model(predictions=small(), posthoc=(), log=pages.log(1)),
     "no gate": lambda: Model(predictions=small(), posthoc=(), log=[one | {"gate": {}} for one in pages.log()]),
     "foreign numbers alone": lambda: Model(
-        predictions=small(), report=evaluate(small(), ood={"x": pages.foreign(classes=3)}, intervals=False)
+        predictions=small(), report=evaluate(small(), ood={"x": pages.ood_data(classes=3)}, intervals=False)
     ),
     "different samples": lambda: {
         "a": Model(predictions=small(), posthoc=()),

@@ -169,7 +169,7 @@ def test_the_samples_shown_are_the_worst():
 
 
 def test_foreign_data_has_curves_and_the_numbers_of_the_report():
-    given, sets = pages.model(), {"noise": pages.foreign()}
+    given, sets = pages.model(), {"noise": pages.ood_data()}
     report = evaluate(given, ood=sets, intervals=False)
     data = page_data.ood_data(given, sets, report)
     scores = data["sets"][0]["scores"]

@@ -13,7 +13,7 @@ import torch
 from runs_of import large, natural_images, short
 
 import fedlas
-from fedlas.experiments.launch import launched
+from fedlas.experiments.scheduler import train_recipes
 from fedlas.io.atomic import write_atomic
 from fedlas.training import AbstractCallback, Recipe, Run, RunError, checkpoint, fit, fit_many
 from fedlas.training.callbacks import HOOKS
@@ -339,7 +339,7 @@ def test_a_default_run_folder_that_is_a_symbolic_link_raises(finished, tmp_path,
     Path("runs", finished.recipe.name).symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.rglob("*"))
     launches = (lambda: fit(finished.recipe), lambda: list(fit_many([finished.recipe])))
-    for go in (*launches, lambda: list(launched([finished.recipe], folder=Path("runs"), device="cpu"))):
+    for go in (*launches, lambda: list(train_recipes([finished.recipe], folder=Path("runs"), device="cpu"))):
         with pytest.raises(RunError, match=f"{finished.recipe.name}.*link"):
             go()
     assert sorted(tmp_path.rglob("*")) == before

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from fedlas.cli.endings import one_line_errors, reader_may_leave
+from fedlas.cli.errors import one_line_errors, reader_may_leave
 from fedlas.cli.options import LARGEST_SEED, Level, with_columns, words
-from fedlas.cli.places import (
+from fedlas.cli.output_paths import (
     check_places,
     has_format,
     is_page,

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlas.cli.endings import one_line_errors
+from fedlas.cli.errors import one_line_errors
 from fedlas.cli.options import parsed, with_columns
-from fedlas.cli.places import check_places, read_file, refuse_other_kind, refuse_own_input
+from fedlas.cli.output_paths import check_places, read_file, refuse_other_kind, refuse_own_input
 from fedlas.cli.terminal import progress, show
 from fedlas.errors import UserError
 

@@ -1,5 +1,6 @@
 """Many runs on a cluster: real raylets and a real launcher, of which some are killed."""
 
+import logging
 import os
 import re
 import shutil
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_launch import ENDLESS, HERE, LONG, assert_complete, exists, holder, in_the_middle, short, times
+from test_scheduler import ENDLESS, HERE, LONG, assert_complete, exists, holder, in_the_middle, short, times
 
-from fedlas.experiments.launch import LaunchError, launched
+from fedlas.experiments import scheduler
+from fedlas.experiments.scheduler import FailedRunsError, train_recipes
 from fedlas.training import Recipe, Run
 from fedlas.training.run_folder import locked
 from waiting import until
@@ -54,6 +56,11 @@ def run_on(node: Any, runs: list[Run]) -> Run | None:
     return None
 
 
+@pytest.fixture(autouse=True)
+def _log_info(caplog):
+    caplog.set_level(logging.INFO, logger="fedlas")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head with one processor; tests add nodes."""
@@ -74,7 +81,7 @@ def cluster() -> Iterator[Any]:
         shutil.rmtree(folder)
 
 
-def test_a_node_dies_in_the_middle_of_a_run(cluster, tmp_path):
+def test_a_node_dies_in_the_middle_of_a_run(cluster, tmp_path, caplog, monkeypatch):
     """Two raylets, of which one is killed: all runs finish, none twice, and the one that was hit goes on elsewhere.
 
     Besides, one run diverges, and one is in the hands of another process for a while.
@@ -95,25 +102,26 @@ def test_a_node_dies_in_the_middle_of_a_run(cluster, tmp_path):
 
     thread = threading.Thread(target=kill)
     thread.start()
-    words: list[str] = []
     runs: list[Run] = []
     lock = ExitStack()
     lock.enter_context(locked(tmp_path / elsewhere.name))
 
-    def told(word: str) -> None:
-        words.append(word)
-        if elsewhere.name in word:
+    def unlock_when_reported(record: logging.LogRecord) -> bool:
+        if elsewhere.name in record.getMessage():
             lock.close()
+        return True
 
-    with pytest.raises(LaunchError, match=f"^1 .*{bad.name}: DivergedError"):
-        runs.extend(launched(recipes, folder=tmp_path, how="ray", address=cluster.address, told=told))
+    monkeypatch.setattr(logging.getLogger(scheduler.__name__), "filters", [unlock_when_reported])
+
+    with pytest.raises(FailedRunsError, match=f"^1 .*{bad.name}: DivergedError"):
+        runs.extend(train_recipes(recipes, folder=tmp_path, executor="ray", address=cluster.address))
     thread.join()
     assert_complete(runs, good)
     ((run, before),) = hit
     assert times(run)[: len(before) - 2] == before[:-2]  # it went on, and did not start over
-    assert re.match(r"Ray: 2\b.*\b0 GPU.*\b1 CPU", words[0])
-    assert sum(bad.name in word for word in words) == 1  # an error of its own is not tried again
-    assert sum(elsewhere.name in word for word in words) == 1
+    assert re.match(r"Ray: 2\b.*\b0 GPU.*\b1 CPU", caplog.messages[0])
+    assert sum(bad.name in word for word in caplog.messages) == 1  # an error of its own is not tried again
+    assert sum(elsewhere.name in word for word in caplog.messages) == 1
     until(lambda: not any(exists(pid) for pid in gone))
     cluster.remove_node(node)
 
@@ -122,9 +130,9 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{here!r}, {above!r}]
-from test_launch import LONG, launched, short
+from test_scheduler import LONG, short, train_recipes
 recipes = [short(), short("ls", epochs=LONG), short("mbls", epochs=LONG)]
-for run in launched(recipes, folder=Path({folder!r}), how="ray", address={address!r}):
+for run in train_recipes(recipes, folder=Path({folder!r}), executor="ray", address={address!r}):
     print(run.folder.name, flush=True)
 """
 
@@ -148,20 +156,19 @@ def test_the_launcher_dies_and_another_goes_on(cluster, tmp_path, number):
     if number == signal.SIGTERM:
         assert holder(hit) is None
         assert torch.load(hit.checkpoint, weights_only=True)["epoch"] == len(before)
-    runs = list(launched(recipes, folder=tmp_path / "runs", how="ray", address=cluster.address))
+    runs = list(train_recipes(recipes, folder=tmp_path / "runs", executor="ray", address=cluster.address))
     assert_complete(runs, recipes)
     assert runs[0] == done
     assert times(done) == finished
     assert times(hit)[: len(before) - 2] == before[:-2]
 
 
-def test_time_is_up_on_the_cluster(cluster, tmp_path):
+def test_time_is_up_on_the_cluster(cluster, tmp_path, caplog):
     """One run in the middle, one that waits for a processor: the first writes a checkpoint, the second never starts."""
     recipes: list[Recipe] = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
-    words: list[str] = []
-    options: dict[str, Any] = {"folder": tmp_path, "how": "ray", "address": cluster.address, "told": words.append}
-    assert list(launched(recipes, limit_minutes=40 / 60, **options)) == []
-    assert "2 of 2" in words[-1]
+    options: dict[str, Any] = {"folder": tmp_path, "executor": "ray", "address": cluster.address}
+    assert list(train_recipes(recipes, limit_minutes=40 / 60, **options)) == []
+    assert "2 of 2" in caplog.messages[-1]
     first, second = (Run(tmp_path / recipe.name) for recipe in recipes)
     assert holder(first) is None
     assert torch.load(first.checkpoint, weights_only=True)["epoch"] == len(first.log)

@@ -1,5 +1,6 @@
 """Many runs on one machine: who is killed, stopped or locked out goes on later, and nobody trains twice."""
 
+import logging
 import multiprocessing
 import os
 import re
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedlas.experiments import launch
-from fedlas.experiments.launch import LaunchError, launched
+from fedlas.experiments import scheduler
+from fedlas.experiments.scheduler import FailedRunsError, train_recipes
 from fedlas.training import Recipe, Run, StoppedError, recipe_for
 from fedlas.training.run_folder import locked
 from waiting import until
@@ -40,9 +41,9 @@ def holder(run: Run) -> int | None:
     if not lock.exists():
         return None
     for line in Path("/proc/locks").read_text().splitlines():
-        words = line.split()
-        if words[1] == "FLOCK" and words[5].split(":")[-1] == str(lock.stat().st_ino):
-            return int(words[4])
+        fields = line.split()
+        if fields[1] == "FLOCK" and fields[5].split(":")[-1] == str(lock.stat().st_ino):
+            return int(fields[4])
     return None
 
 
@@ -72,76 +73,75 @@ def assert_complete(runs: Sequence[Run], recipes: Sequence[Recipe]) -> None:
         assert len(run.predictions("best-test").labels) == 797
 
 
-@pytest.fixture
-def words() -> list[str]:
-    """What the launcher told."""
-    return []
+@pytest.fixture(autouse=True)
+def _log_info(caplog):
+    caplog.set_level(logging.INFO, logger="fedlas")
 
 
-def test_runs_are_given_as_they_finish_and_found_again(tmp_path, words):
+def test_runs_are_given_as_they_finish_and_found_again(tmp_path, caplog):
     recipes = [short(), short("ls"), short(seed=2), short()]
     expected = [short(), short(seed=2), short("ls")]  # one that differs in its seed alone comes first
-    runs = list(launched(recipes, folder=tmp_path, told=words.append))
+    runs = list(train_recipes(recipes, folder=tmp_path))
     assert [run.recipe for run in runs] == expected
     assert_complete(runs, expected)
-    assert words == []
+    assert caplog.messages == []
     before = [times(run) for run in runs]
-    again = list(launched([short("focal"), *recipes], folder=tmp_path, told=words.append))
+    again = list(train_recipes([short("focal"), *recipes], folder=tmp_path))
     assert [run.recipe for run in again] == [*expected, short("focal")]  # what is finished is given at once
     assert [times(run) for run in again[:3]] == before
-    (word,) = words
+    (word,) = caplog.messages
     assert "3 of 4" in word
 
 
-def test_a_run_that_fails_stops_no_other_and_is_named(tmp_path, words):
+def test_a_run_that_fails_stops_no_other_and_is_named(tmp_path, caplog):
     bad, other = short(lr=1e30), short("ls")
     (tmp_path / other.name).mkdir()
     (tmp_path / other.name / "thesis.txt").write_text("Chapter 1")
     runs: list[Run] = []
-    with pytest.raises(LaunchError, match=r"^2\b") as caught:
-        runs.extend(launched([bad, other, short("focal")], folder=tmp_path, told=words.append))
+    with pytest.raises(FailedRunsError, match=r"^2\b") as caught:
+        runs.extend(train_recipes([bad, other, short("focal")], folder=tmp_path))
     assert_complete(runs, [short("focal")])
-    assert list(caught.value.failed) == [bad.name, other.name]
-    assert caught.value.failed[bad.name].startswith("DivergedError")
+    assert list(caught.value.reasons) == [bad.name, other.name]
+    assert caught.value.reasons[bad.name].startswith("DivergedError")
     assert str(tmp_path / other.name) in str(caught.value)
     assert "Traceback" not in str(caught.value)
     assert f"{bad.name}:\nTraceback" in caught.value.__notes__[0]
-    assert re.match(f"{bad.name}.*DivergedError", words[0])
+    assert re.match(f"{bad.name}.*DivergedError", caplog.messages[0])
 
 
-def test_time_is_up_in_the_middle_of_a_run(tmp_path, words):
+def test_time_is_up_in_the_middle_of_a_run(tmp_path, caplog):
     recipes = [short(epochs=ENDLESS), short("ls")]
     stopped, untouched = (Run(tmp_path / recipe.name) for recipe in recipes)
     steps, before = [0], []
     for _ in range(2):
-        assert list(launched(recipes, folder=tmp_path, limit_minutes=2 / 60, told=words.append)) == []
+        assert list(train_recipes(recipes, folder=tmp_path, limit_minutes=2 / 60)) == []
         saved = torch.load(stopped.checkpoint, weights_only=True)
         assert saved["epoch"] == len(stopped.log)
         steps.append(saved["epoch"] * 4 + saved["position"])
         assert times(stopped)[: len(before)] == before  # it went on, and did not start over
         before = times(stopped)
     assert steps[0] < steps[1] < steps[2]
-    assert len(words) == 2
-    assert all("2 of 2" in word for word in words)
+    assert len(caplog.messages) == 2
+    assert all("2 of 2" in word for word in caplog.messages)
     assert not untouched.folder.exists()
 
 
-def test_no_time_is_no_run(tmp_path, words):
-    list(launched([short()], folder=tmp_path))
-    runs = list(launched([short("ls"), short()], folder=tmp_path, limit_minutes=0, told=words.append))
+def test_no_time_is_no_run(tmp_path, caplog):
+    list(train_recipes([short()], folder=tmp_path))
+    runs = list(train_recipes([short("ls"), short()], folder=tmp_path, limit_minutes=0))
     assert [run.recipe for run in runs] == [short()]
-    assert "1 of 2" in words[-1]
+    assert "1 of 2" in caplog.messages[-1]
     assert not (tmp_path / short("ls").name).exists()
 
 
-def test_outside_the_main_thread_the_last_checkpoint_has_to_do(tmp_path, words):
+def test_outside_the_main_thread_the_last_checkpoint_has_to_do(tmp_path, caplog):
     def go() -> None:
-        assert list(launched([short(epochs=1000)], folder=tmp_path, limit_minutes=1 / 60, told=words.append)) == []
+        assert list(train_recipes([short(epochs=1000)], folder=tmp_path, limit_minutes=1 / 60)) == []
 
     thread = threading.Thread(target=go)
     thread.start()
     thread.join()
-    (word,) = words
+    (word,) = caplog.messages
     assert "1 of 1" in word
 
 
@@ -155,49 +155,49 @@ def test_a_signal_of_the_user_stops_everything(tmp_path):
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(StoppedError) as caught:
-        list(launched([recipe, short("ls")], folder=tmp_path))
+        list(train_recipes([recipe, short("ls")], folder=tmp_path))
     thread.join()
     assert caught.value.signal_number == signal.SIGINT
     assert not (tmp_path / short("ls").name).exists()
 
 
-def test_a_locked_run_comes_later(tmp_path, words, monkeypatch):
-    monkeypatch.setattr(launch, "AGAIN_AFTER", 0.2)
+def test_a_locked_run_comes_later(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(scheduler, "LOCK_RETRY_INTERVAL", 0.2)
     first, second = short(), short("ls")
     with locked(tmp_path / first.name):
-        runs = launched([first, second], folder=tmp_path, told=words.append)
+        runs = train_recipes([first, second], folder=tmp_path)
         assert next(runs).recipe == second
     assert [run.recipe for run in runs] == [first]
-    (word,) = words
+    (word,) = caplog.messages
     assert first.name in word
 
 
 def test_a_lock_that_nobody_seems_to_hold_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "AGAIN_AFTER", 0.1)
-    monkeypatch.setattr(launch, "PATIENCE", 0.5)
+    monkeypatch.setattr(scheduler, "LOCK_RETRY_INTERVAL", 0.1)
+    monkeypatch.setattr(scheduler, "LOCK_TIMEOUT", 0.5)
     with (
         locked(tmp_path / short().name),
-        pytest.raises(LaunchError, match=rf"{short().name}/\.lock"),
+        pytest.raises(FailedRunsError, match=rf"{short().name}/\.lock"),
     ):
-        list(launched([short()], folder=tmp_path))
+        list(train_recipes([short()], folder=tmp_path))
     (tmp_path / short().name / ".lock").unlink()  # the advice
-    assert_complete(list(launched([short()], folder=tmp_path)), [short()])
+    assert_complete(list(train_recipes([short()], folder=tmp_path)), [short()])
 
 
-def test_time_is_up_while_a_run_is_locked(tmp_path, words):
+def test_time_is_up_while_a_run_is_locked(tmp_path, caplog):
     with locked(tmp_path / short().name):
-        assert list(launched([short()], folder=tmp_path, limit_minutes=1 / 60, told=words.append)) == []
-    assert "1 of 1" in words[-1]
+        assert list(train_recipes([short()], folder=tmp_path, limit_minutes=1 / 60)) == []
+    assert "1 of 1" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.campaign)])
-def test_two_processes_of_which_one_is_killed(tmp_path, words, monkeypatch, method):
+def test_two_processes_of_which_one_is_killed(tmp_path, caplog, monkeypatch, method):
     """The killed one's run goes on in another process; a run that diverges does not affect the others.
 
     Processes are spawned; here they are forked from a server that has imported torch once.
     """
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["fedlas.experiments.crews", "fedlas.training.loop"])
+    context.set_forkserver_preload(["fedlas.experiments.executors.local", "fedlas.training.loop"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     hit, bad = short(epochs=LONG), short("focal", lr=1e30)
     recipes = [hit, short("ls", epochs=LONG), bad, short("mbls")]
@@ -214,23 +214,23 @@ def test_two_processes_of_which_one_is_killed(tmp_path, words, monkeypatch, meth
     thread = threading.Thread(target=kill)
     thread.start()
     runs: list[Run] = []
-    with pytest.raises(LaunchError, match=f"^1 .*{bad.name}: DivergedError"):
-        runs.extend(launched(recipes, folder=tmp_path, workers=2, told=words.append))
+    with pytest.raises(FailedRunsError, match=f"^1 .*{bad.name}: DivergedError"):
+        runs.extend(train_recipes(recipes, folder=tmp_path, workers=2))
     thread.join()
     assert_complete(runs, [recipe for recipe in recipes if recipe != bad])
     assert pids[0] != os.getpid()
-    assert any(hit.name in word and "-9" in word for word in words)
+    assert any(hit.name in word and "-9" in word for word in caplog.messages)
     assert times(Run(tmp_path / hit.name))[: len(before) - 2] == before[:-2]  # it went on, and did not start over
     assert not any(exists(pid) for pid in pids)
 
 
 @pytest.mark.campaign
-def test_time_is_up_for_two_processes(tmp_path, words):
+def test_time_is_up_for_two_processes(tmp_path, caplog):
     recipes = [short(loss, epochs=ENDLESS) for loss in ("ce", "ls")]
     began = time.monotonic()
-    assert list(launched(recipes, folder=tmp_path, workers=2, limit_minutes=10 / 60, told=words.append)) == []
+    assert list(train_recipes(recipes, folder=tmp_path, workers=2, limit_minutes=10 / 60)) == []
     assert time.monotonic() - began >= 10
-    (word,) = words
+    (word,) = caplog.messages
     assert "2 of 2" in word
     assert multiprocessing.active_children() == []
     assert [holder(Run(tmp_path / recipe.name)) for recipe in recipes] == [None, None]
@@ -238,7 +238,7 @@ def test_time_is_up_for_two_processes(tmp_path, words):
 
 @pytest.mark.campaign
 def test_a_run_that_kills_every_process_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "TRIES", 2)
+    monkeypatch.setattr(scheduler, "MAX_ATTEMPTS", 2)
     deadly, other = short(epochs=LONG), short("ls")
 
     def kill() -> None:
@@ -248,8 +248,8 @@ def test_a_run_that_kills_every_process_is_given_up(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(LaunchError, match=rf"^1 .*{deadly.name}: .*-9.*\b2\b"):
-        list(launched([deadly, other], folder=tmp_path, workers=2))
+    with pytest.raises(FailedRunsError, match=rf"^1 .*{deadly.name}: .*-9.*\b2\b"):
+        list(train_recipes([deadly, other], folder=tmp_path, workers=2))
     thread.join()
     assert Run(tmp_path / other.name).finished
 
@@ -258,10 +258,10 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{here!r}, {above!r}]
-from test_launch import LONG, launched, short
+from test_scheduler import LONG, short, train_recipes
 if __name__ == "__main__":
     recipes = [short(epochs=LONG), short("ls", epochs=LONG), short("focal")]
-    list(launched(recipes, folder=Path({folder!r}), workers=2))
+    list(train_recipes(recipes, folder=Path({folder!r}), workers=2))
 """
 
 
@@ -288,7 +288,7 @@ def test_the_launcher_may_end_at_any_time(tmp_path, number):
     for run in hit:
         assert not run.finished
         assert torch.load(run.checkpoint, weights_only=True)["epoch"] == len(run.log)  # a checkpoint of the end
-    runs = list(launched(recipes, folder=tmp_path / "runs"))
+    runs = list(train_recipes(recipes, folder=tmp_path / "runs"))
     assert_complete(runs, recipes)
     assert [times(run)[: len(kept)] for run, kept in zip(hit, before, strict=True)] == before
 
@@ -296,7 +296,7 @@ def test_the_launcher_may_end_at_any_time(tmp_path, number):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"how": "ray", "workers": 2}, "workers.*gpus_per_run"),
+        ({"executor": "ray", "workers": 2}, "workers.*gpus_per_run"),
         ({"address": "auto"}, "address.*Ray"),
         ({"workers": 0}, "workers.*1.*0"),
         ({"gpus_per_run": 2}, "gpus_per_run.*0.*1.*2.*torchrun"),
@@ -306,17 +306,17 @@ def test_the_launcher_may_end_at_any_time(tmp_path, number):
 )
 def test_invalid_options_are_refused_at_once(tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        launched([short()], folder=tmp_path, **options)
+        train_recipes([short()], folder=tmp_path, **options)
 
 
 def test_many_runs_are_not_for_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="torchrun"):
-        launched([short()], folder=tmp_path)
+        train_recipes([short()], folder=tmp_path)
 
 
 def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"ray.*pip install 'fedlas\[cluster\]'"):
-        launched([short()], folder=tmp_path, how="ray")
-    assert_complete(list(launched([short()], folder=tmp_path)), [short()])
+        train_recipes([short()], folder=tmp_path, executor="ray")
+    assert_complete(list(train_recipes([short()], folder=tmp_path)), [short()])

@@ -1,4 +1,4 @@
-"""Predictions small enough to be kept beside the ledger, and the numbers of its lines, computed from them.
+"""Compact predictions stored beside the ledger, from which the numbers of its lines are computed.
 
     labels              of the test samples
     logits              of the test samples, up to 10 classes
@@ -8,7 +8,7 @@
     ood/NAME/...        two scores of each OOD sample
     scaled/...          the same after temperature scaling: the accumulator, and the scores of OOD samples
 
-Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Kept
+Test logits are float32: with float16 the AURC and AECE of losses that compress confidences change by 1e-4. Stored
 confidences are float64 and log(1 - confidence) is float32, because float32 confidences near 1 are equal, which changes
 the AURC. Validation logits of more classes are float16: only temperatures and the selection of hyperparameters depend
 on them. All other floats have 17 significant bits.
@@ -55,18 +55,18 @@ from fedlas.training.validation import second_half, tuning_predictions
 
 FEW_CLASSES = 10
 SCORES = ("entropy", "max_probability")
-ROUNDED = ("loss", "squared_error", "label_square")  # columns of a accumulator; confidences are not
+ROUNDED = ("loss", "squared_error", "label_square")  # columns of an accumulator; confidences are not
 SCALED = "scaled/"
 LARGEST_FILE = 64 * 2**20  # unpacked; a file that claims more is not one of ours
 Arrays: TypeAlias = Mapping[str, NDArray[np.generic]]
 FOLDS_SEED = 2027  # of the two parts of V2 in which temperatures are cross-fitted
 SAME = 1e-5  # numbers that differ by less are equal: of ten thousand confidences a few change places by processor
 SAME_ENDS = 2e-3  # ends of intervals: draws that fall on the other side of a tie
-DIGITS = 5  # of what is kept of a run's log
+DIGITS = 5  # significant digits of a run's log
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class StoredPredictions:
     """The stored predictions of one run, as trained or after temperature scaling.
 
     Args:
@@ -84,7 +84,7 @@ class Kept:
         ood: Mapping[str, Predictions] | None = None,
         validation: Predictions | None = None,
         fitted_on: Tensor | None = None,
-    ) -> "Kept":
+    ) -> "StoredPredictions":
         """Select what the metrics need, as trained and, with validation logits, after temperature scaling.
 
         Args:
@@ -106,12 +106,12 @@ class Kept:
         return cls(arrays | {f"{SCALED}{name}": array for name, array in after.items() if name not in shared})
 
     @classmethod
-    def of_validation(cls, validation: Predictions, folds: Tensor) -> "Kept":
+    def of_validation(cls, validation: Predictions, folds: Tensor) -> "StoredPredictions":
         """Select all logits of validation samples, and the part to which each belongs when temperatures are fitted."""
         arrays = {"labels": _small_ints(validation.labels), "logits": _validation_logits(validation)}
         return cls(arrays | {"folds": _small_ints(folds)})
 
-    def scaled(self) -> "Kept | None":
+    def scaled(self) -> "StoredPredictions | None":
         """Return the predictions after temperature scaling; None if no temperature can be fitted."""
         if "folds" in self.arrays:
             return self._cross_fitted()
@@ -124,9 +124,9 @@ class Kept:
             arrays["logits"] = scaling.transform(self._tensor("logits").double()).numpy()
         learned = {name: float(value) for name, value in scaling.learned.items() if bool(value.isfinite())}
         part = "V2" if "val/fitted_on" in self.arrays else "val"
-        return Kept(arrays, {"name": TEMPERATURE, "fitted_on": part, **learned})
+        return StoredPredictions(arrays, {"name": TEMPERATURE, "fitted_on": part, **learned})
 
-    def _cross_fitted(self) -> "Kept | None":
+    def _cross_fitted(self) -> "StoredPredictions | None":
         """Divide the logits of each part by the temperature of the other part."""
         given, folds = self.predictions(), self._tensor("folds")
         assert given is not None
@@ -138,7 +138,7 @@ class Kept:
             logits[folds == fold] = scaling.transform(given.logits[folds == fold])
             temperatures.append(float(scaling.learned[TEMPERATURE]))
         about = {"name": TEMPERATURE, "fitted_on": "V2, the other half", TEMPERATURE: fmean(temperatures)}
-        return Kept({"labels": self.arrays["labels"], "logits": logits.numpy()}, about)
+        return StoredPredictions({"labels": self.arrays["labels"], "logits": logits.numpy()}, about)
 
     def _fitted(self) -> AbstractCalibrator | None:
         """Fit a temperature on the stored validation logits; None without them, and if it has no optimum."""
@@ -152,7 +152,7 @@ class Kept:
         return None if scaling.fitted is None or scaling.fitted.doubt else scaling
 
     def metrics(self, intervals: Resampling | None = None) -> dict[str, Measure]:
-        """Compute every metric, and those of the paper's code beside ours."""
+        """Compute every metric, and the ECE and AECE of the official code."""
         accumulator = self._accumulator()
         top = accumulator.top
         found = accumulator.compute(intervals, top)
@@ -186,7 +186,7 @@ class Kept:
         return Predictions(self._tensor("logits").double(), self._tensor("labels").long(), split=split)
 
     def tops(self) -> AnyPredictions:
-        """Give the predicted classes and their confidences back, which are always kept."""
+        """Return the predictions, or the predicted classes and their confidences without logits."""
         given = self.predictions()
         if given is not None:
             return given
@@ -215,12 +215,12 @@ class Kept:
         return buffer.getvalue()
 
     @classmethod
-    def unpack(cls, content: bytes, name: str = "a file of kept predictions") -> "Kept":
+    def unpack(cls, content: bytes, name: str = "a file of stored predictions") -> "StoredPredictions":
         """Read what `pack` wrote; nothing in it is unpickled."""
         with file_errors(name), zipfile.ZipFile(io.BytesIO(content)) as folder:
             size = sum(entry.file_size for entry in folder.infolist())
             if size > LARGEST_FILE:
-                raise UserError(f"it would unpack to {size:,} bytes; kept predictions are small")
+                raise UserError(f"it would unpack to {size:,} bytes; stored predictions are small")
             arrays = {entry.filename.removesuffix(".npy"): _read_array(folder, entry) for entry in folder.infolist()}
         if "labels" not in arrays or not {"logits", "confidence"} & set(arrays):
             raise UserError(f"{name} holds no predictions; it has {', '.join(sorted(arrays)) or 'nothing'}")
@@ -288,17 +288,17 @@ def _validation_logits(validation: Predictions) -> NDArray[np.floating]:
     return validation.logits.float().clamp(-most, most).cpu().numpy().astype(np.float16)
 
 
-def kept_of(line: Line, ledger: Ledger) -> Kept:
+def load_stored_predictions(line: Line, ledger: Ledger) -> StoredPredictions:
     """Read the stored predictions of a line."""
     return _of_line(line, _stored(line, ledger))
 
 
-def _stored(line: Line, ledger: Ledger) -> Kept:
+def _stored(line: Line, ledger: Ledger) -> StoredPredictions:
     """Read the file of a line, which the lines of a run share."""
-    return Kept.unpack(ledger.content_of(line), str(ledger.file_of(line)))
+    return StoredPredictions.unpack(ledger.content_of(line), str(ledger.file_of(line)))
 
 
-def _of_line(line: Line, stored: Kept) -> Kept:
+def _of_line(line: Line, stored: StoredPredictions) -> StoredPredictions:
     """Return the stored predictions as trained, or after temperature scaling, as the line evaluates them."""
     scaled = None if line.posthoc is None else stored.scaled()
     return stored if scaled is None else scaled
@@ -318,7 +318,7 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
     there = [ledger.find(recipe, posthoc, split) for posthoc in ((None, TEMPERATURE) if validation else (None,))]
     if all(line is not None and set(recipe.ood) <= set(line.ood) for line in there):
         return
-    kept = _kept_validation(run) if split == V2 else _kept_test(run, split, validation=validation)
+    kept = _stored_validation(run) if split == V2 else _stored_test(run, split, validation=validation)
     content = kept.pack()
     stored = {
         "file": f"predictions/{line_id(recipe, None, split)}.npz",
@@ -344,25 +344,25 @@ def record(run: Run, protocol: str, ledger: Ledger, split: str = TEST) -> None:
     ledger.add(lines, content)
 
 
-def _kept_test(run: Run, split: str, *, validation: bool) -> Kept:
+def _stored_test(run: Run, split: str, *, validation: bool) -> StoredPredictions:
     recipe, state = run.recipe, run.recipe.evaluated
     made = run.predictions(f"{state}-{split}")
     ood = {name: run.predictions(f"{state}-ood-{name}") for name in recipe.ood}
     if not validation:
-        return Kept.of(made, ood)
+        return StoredPredictions.of(made, ood)
     held_out = run.predictions(f"{state}-val")
-    return Kept.of(made, ood, held_out, second_half(held_out) if recipe.halve_validation else None)
+    return StoredPredictions.of(made, ood, held_out, second_half(held_out) if recipe.halve_validation else None)
 
 
-def _kept_validation(run: Run) -> Kept:
+def _stored_validation(run: Run) -> StoredPredictions:
     if not run.recipe.halve_validation:
         raise UserError(f"{run.folder} has no V2: its recipe does not set halve_validation")
     made = tuning_predictions(run)
-    return Kept.of_validation(made, second_half(made, FOLDS_SEED))
+    return StoredPredictions.of_validation(made, second_half(made, FOLDS_SEED))
 
 
 def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
-    """Compute the numbers of every line again, and name what does not agree.
+    """Recompute every line and yield its differences.
 
     Args:
         ledger: the lines.
@@ -377,7 +377,7 @@ def problems(ledger: Ledger, *, intervals: bool = False) -> Iterator[str]:
 
 
 def _problems_of(lines: Sequence[Line], ledger: Ledger, intervals: bool) -> Iterator[str]:
-    """Name what does not agree in lines that have the same file of predictions."""
+    """Yield the differences of lines with the same file of predictions."""
     stored = None
     for line in lines:
         try:
@@ -389,8 +389,8 @@ def _problems_of(lines: Sequence[Line], ledger: Ledger, intervals: bool) -> Iter
         yield from (f"{line.id}: {problem}" for problem in _differences(line, kept, intervals))
 
 
-def _differences(line: Line, kept: Kept, intervals: bool) -> Iterator[str]:
-    """Name the numbers of a line that its predictions do not give."""
+def _differences(line: Line, kept: StoredPredictions, intervals: bool) -> Iterator[str]:
+    """Yield the numbers of a line that its stored predictions do not reproduce."""
     learned, said = ((one or {}).get(TEMPERATURE) for one in (kept.posthoc, line.posthoc))
     if learned is not None and not _agree(learned, said, SAME):
         yield f"the temperature is {said} in the ledger and {learned} now"
@@ -407,7 +407,7 @@ def _differences(line: Line, kept: Kept, intervals: bool) -> Iterator[str]:
 
 
 def _about(run: Run) -> dict[str, Any]:
-    """Take from a run folder what a line tells about the run."""
+    """Return the fields of a line that describe the run."""
     log, environment = run.log, dict(run.environment)
     speeds = [record[MACHINE]["images_per_second"] for record in log if not record[MACHINE]["continued_at_step"]]
     return {
@@ -421,7 +421,7 @@ def _about(run: Run) -> dict[str, Any]:
 
 
 def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep of an epoch what figures show."""
+    """Return the fields of an epoch that figures use."""
     gate = {name: value for name, value in record["gate"].items() if not isinstance(value, Mapping)}
     shown = {name: record[name] for name in ("epoch", "lr", "train", "val")} | {"gate": gate}
     shown |= {"loss_state": record["loss_state"]} if "loss_state" in record else {}
@@ -449,7 +449,7 @@ def _measure(result: Result) -> Measure:
 
 
 def _small_ints(values: Tensor) -> NDArray[np.generic]:
-    """Take the smallest type that holds class numbers."""
+    """Convert class numbers to the smallest sufficient integer type."""
     most = int(values.max()) if len(values) else 0
     kind = np.uint8 if most < 2**8 else np.uint16 if most < 2**16 else np.int64
     return values.cpu().numpy().astype(kind)

@@ -11,7 +11,7 @@ from itertools import product
 from fedlas.experiments.base import CHANGED, FOR, LOOKS, Choice
 from fedlas.experiments.grid import AbstractGrid
 from fedlas.experiments.ledger import TEST, Ledger
-from fedlas.experiments.planning import CATALOG, experiment_named, planned
+from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
 from fedlas.report.tables import RANKS, Detail, Table
 from fedlas.training import protocol_named
 
@@ -98,7 +98,7 @@ def _summary(ledger: Ledger) -> str:
 
 def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
     experiment = experiment_named(name)
-    splits: dict[str, set[str]] = {TEST: set()}  # and the data that was judged on another one
+    splits: dict[str, set[str]] = {TEST: set()}  # and the data that was evaluated on another one
     known = experiment.known_data() if isinstance(experiment, AbstractGrid) else ()
     for line in ledger.lines.values():
         if line.recipe.data in known and line.split in LOOKS:
@@ -107,10 +107,10 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
     for protocol, (split, data) in product(protocols, splits.items()):
         choice = Choice(protocol=protocol, split=split, seeds=experiment.seeds)
         if split != TEST and isinstance(experiment, AbstractGrid):
-            foreign = {one for one in known if experiment.sees_otherwise(one, choice)}
-            choice = replace(choice, data=tuple(sorted(data | foreign)))
+            official_ood = {one for one in known if experiment.uses_official_ood(one, choice)}
+            choice = replace(choice, data=tuple(sorted(data | official_ood)))
         try:
-            plan = planned(experiment, choice, ledger)
+            plan = make_plan(experiment, choice, ledger)
         except ValueError:  # the protocol has no network for this experiment
             continue
         if len(plan.missing) == len(plan.wanted) or not any(one.split == split for one in plan.wanted):
@@ -118,8 +118,8 @@ def _section(name: str, ledger: Ledger, protocols: Sequence[str]) -> list[str]:
         if plan.protocols != protocol:  # it has a protocol of its own, whatever was asked for
             continue
         detail: Detail = "full" if protocol in AS_PRINTED else "both"
-        judged = "" if split == TEST else f", {split}"
-        written += [f"### {protocol_named(protocol).name} protocol{judged}: {plan}\n"]
+        evaluated = "" if split == TEST else f", {split}"
+        written += [f"### {protocol_named(protocol).name} protocol{evaluated}: {plan}\n"]
         written += [table.markdown(detail) for table in experiment.tables(ledger, choice)]
     about = (type(experiment).__doc__ or "").split("\n", 1)[0]
     if experiment.needs_runs and not written:
