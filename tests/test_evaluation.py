@@ -124,7 +124,7 @@ def test_a_calibrator_of_other_classes_is_refused_and_its_names_stay_in_files(tm
 
 
 @pytest.mark.usefixtures("in_small_parts")
-def test_states_keep_the_pairs_of_their_samples_but_not_in_files():
+def test_states_keep_the_pairs_of_their_samples_also_in_files():
     given, val = predictions(), predictions(500, seed=1, split="other")
     report = evaluate(given, posthoc="temperature", calibration=val, intervals=False)
     after = posthoc.Temperature().fit(val).transform(given)
@@ -132,7 +132,27 @@ def test_states_keep_the_pairs_of_their_samples_but_not_in_files():
         assert torch.equal(state.pairs.confidence, wanted.confidence)
         assert torch.equal(state.pairs.correct, wanted.correct)
         assert state.pairs.about.n == len(given)
-    assert Report.from_dict(report.to_dict()).before.pairs is None
+    again = Report.from_dict(json.loads(report.to_json()))
+    for state, wanted in zip(again.states, report.states, strict=True):
+        for name in ("confidence", "correct", "log_uncertainty"):
+            assert torch.equal(getattr(state.pairs, name), getattr(wanted.pairs, name))
+        assert state.pairs.about == wanted.pairs.about
+    assert Report.from_dict(report.to_dict(samples=False)).before.pairs is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"confidence": None}, "no confidence"),
+        ({"confidence": {"dtype": "float32", "base64": "AABAQAAAQEA="}, "log_uncertainty": None}, "length"),
+        ({"correct": {"dtype": "object", "base64": ""}}, "type.*object"),
+    ],
+)
+def test_pairs_of_an_untrusted_report_are_checked(change, message):
+    made = evaluate(predictions(), intervals=False).to_dict()
+    made["states"][0]["pairs"] |= change
+    with pytest.raises(ValueError, match=message):
+        Report.from_dict(made)
 
 
 def test_calibration_data_is_what_names_are_fitted_on():

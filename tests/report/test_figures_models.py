@@ -17,10 +17,10 @@ from fedlas.report.figures import (
     alpha_figure,
     feedback_data,
     feedback_figure,
-    foreign_data,
     indicator_data,
     norm_data,
     norm_figure,
+    ood_data,
     rank_data,
     rank_figure,
     roc_figure,
@@ -37,7 +37,7 @@ NEMENYI = (1.960, 2.343, 2.569, 2.728, 2.850, 2.949, 3.031, 3.102, 3.164)
 @pytest.fixture(scope="module")
 def foreign():
     given, sets = pages.model(200), {"noise": pages.foreign(90), "other": pages.foreign(60, spread=0.5)}
-    return given, sets, foreign_data(given, sets, evaluate(given, ood=sets, intervals=False), "one")
+    return given, sets, ood_data(given, sets, evaluate(given, ood=sets, intervals=False), "one")
 
 
 def test_foreign_scores_are_ranked_as_pairs_are(foreign):
@@ -87,9 +87,9 @@ def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
 def test_foreign_data_that_is_missing_is_asked_for():
     given, sets = pages.model(60), {"noise": pages.foreign(20)}
     with pytest.raises(ValueError, match="evaluate"):
-        foreign_data(given, sets, evaluate(given, intervals=False), "x")
+        ood_data(given, sets, evaluate(given, intervals=False), "x")
     with pytest.raises(ValueError, match="in ood"):
-        foreign_data(given, {}, evaluate(given, ood=sets, intervals=False), "x")
+        ood_data(given, {}, evaluate(given, ood=sets, intervals=False), "x")
 
 
 def test_norms_are_compared_with_confidence_in_tenths():

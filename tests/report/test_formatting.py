@@ -10,8 +10,8 @@ from fedlas.evaluation import evaluate
 from fedlas.metrics.result import Definition, Interval, Result
 from fedlas.report.figures import reliability_data
 from fedlas.report.html import report_page
+from fedlas.report.summary_text import sentences
 from fedlas.report.tables import Cell, Column, Row, Table
-from fedlas.report.words import sentences
 from report import pages
 
 

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from fedlas.cli.answers import detect_foreign, evaluate_files
+from fedlas.cli.calibration import calibrate_apply, calibrate_fit
 from fedlas.cli.catalogue import list_catalogue
 from fedlas.cli.endings import interrupted, plain_warning
+from fedlas.cli.evaluation import detect_ood, evaluate_command
 from fedlas.cli.paper import compare_models, demo_run, reproduce_experiment
-from fedlas.cli.repairs import calibrate_apply, calibrate_fit
 from fedlas.cli.training import predict_run, search_options, train_run
 
 app = typer.Typer(
@@ -44,17 +44,17 @@ def common(
     """Take the options that come before any command."""
 
 
-calibrate = typer.Typer(no_args_is_help=True, help="Learn a calibrator from predictions, and repair others with it.")
+calibrate = typer.Typer(no_args_is_help=True, help="Fit a calibrator on predictions, and apply it to others.")
 app.command("train")(train_run)
 app.command("predict")(predict_run)
 app.command("list")(list_catalogue)
 app.command("demo")(demo_run)
 app.command("reproduce")(reproduce_experiment)
-app.command("evaluate")(evaluate_files)
+app.command("evaluate")(evaluate_command)
 app.add_typer(calibrate, name="calibrate")
 calibrate.command("fit")(calibrate_fit)
 calibrate.command("apply")(calibrate_apply)
-app.command("ood")(detect_foreign)
+app.command("ood")(detect_ood)
 app.command("compare")(compare_models)
 app.command("search")(search_options)
 

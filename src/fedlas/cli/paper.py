@@ -83,7 +83,7 @@ def reproduce_experiment(
         from fedlas.experiments.base import Choice
         from fedlas.experiments.launch import check_launch
         from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.planning import HEAD, experiment_named, planned
+        from fedlas.experiments.planning import experiment_named, planned
         from fedlas.experiments.reproduce import check_limit, drawn, reproduce
 
         check_limit(limit_minutes)
@@ -104,7 +104,7 @@ def reproduce_experiment(
         plan = planned(chosen, choice, book, only, None if out is None or dry_run else runs)
         show(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
         if dry_run and plan.missing:
-            show_table(HEAD, plan.rows())
+            show_table(TABLE_HEAD, plan.rows())
         if not dry_run:
             options = {**where, "device": device, "data_root": data_root}
             told = partial(show, err=True)
@@ -135,10 +135,10 @@ def compare_models(
     second: Annotated[str, typer.Argument(help="The same, on the same test samples.")],
     metrics: Annotated[
         str | None,
-        typer.Option(help="Of accuracy, ece, aece, nll, brier; by commas. By default accuracy, ece, and nll if known."),
+        typer.Option(help="Metrics, separated by commas; by default those of reports, as far as they are known."),
     ] = None,
     level: Level = 0.95,
-    resamples: Annotated[int, typer.Option(help="Resamples that intervals are made from.")] = 2_000,
+    resamples: Annotated[int | None, typer.Option(help="Bootstrap resamples; 2,000 by default.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of the random numbers of intervals.")] = 0,
     ledger: Annotated[Path, typer.Option(help="Where the ledger lies.")] = Path("results"),
     json: Annotated[str | None, typer.Option(help="Write everything as JSON; - is standard output.")] = None,
@@ -147,22 +147,23 @@ def compare_models(
 ) -> None:
     """Say whether one model is better than another on the same samples, and how sure that is."""
     with one_line_errors():
+        from fedlas.comparison import TABLE_HEAD, compare_runs, comparison_notes
         from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.versus import HEAD, remarks, side, versus
+        from fedlas.experiments.ledger_lookup import find_runs
 
         kept = None if json in {None, "-"} else Path(str(json))
         check_places([kept])
         refuse_own_input([Path(first), Path(second)], [kept])
         refuse_other_kind(kept, "answer of `fedlas compare`", partial(has_format, COMPARISON))
         book, asked = Ledger(ledger), words(metrics)
-        options = {"level": level, "resamples": resamples, "seed": seed}
-        ours, theirs = side(first, book, **columns), side(second, book, **columns)
-        found = versus(ours, theirs, asked, **options)
-        show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
+        options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
+        ours, theirs = find_runs(first, book, **columns), find_runs(second, book, **columns)
+        found = compare_runs(ours, theirs, asked, **options)
+        show_table(TABLE_HEAD, [row for one in found for row in one.rows()], err=json == "-")
         seeds = any(one.standard_error is not None for one in found)
         over = "; ±: standard error over seeds; interval and p of a mean: over seeds and test samples" if seeds else ""
         show(f"Difference: first minus second{over}.", err=json == "-")
-        for note in remarks(ours, theirs):
+        for note in comparison_notes(ours, theirs):
             show(f"note: {note}", err=True)
         if json is not None:
             from json import dumps

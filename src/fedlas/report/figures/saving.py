@@ -15,8 +15,8 @@ from fedlas.report.figures.style import save_with_data
 if TYPE_CHECKING:
     from fedlas.evaluation import Report, State
     from fedlas.report.figures.reliability import Reliability
-    from fedlas.report.html import Given
-    from fedlas.report.subjects import Model
+    from fedlas.report.html import Models
+    from fedlas.report.model import Model
 
 ROWS = 4  # of diagrams in one figure
 GATES = 7  # models with a gate in one figure: with the flip rates, two rows of panels
@@ -31,7 +31,7 @@ Drawn = tuple[str, Any, Any]  # name of the files, figure, and what it was drawn
 
 
 def save_figures(
-    models: "Given | Mapping[str, Given]",
+    models: "Models",
     folder: str | Path,
     formats: Sequence[str] = ("pdf", "png", "svg"),
     *,
@@ -102,7 +102,7 @@ def _reliability(state: "State", title: str, level: float) -> "Reliability":
 
 def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> Iterator[Drawn]:
     """Draw what every model has for itself."""
-    from fedlas.report.figures import confidence, foreign, indicator  # noqa: PLC0415
+    from fedlas.report.figures import confidence, indicator, ood  # noqa: PLC0415
 
     endings = _endings(list(held))
     norms = []
@@ -114,11 +114,11 @@ def _of_each(held: "Mapping[str, Model]", reports: "Mapping[str, Report]") -> It
             classes = confidence.class_map_data(given, name)
             yield f"class_map{end}", confidence.class_map_figure(classes), classes
         if reports[name].before.detection is not None and model.ood:
-            found = foreign.foreign_data(given, model.ood, reports[name], name, model.train_features)
-            yield f"roc{end}", foreign.roc_figure(found), found
+            found = ood.ood_data(given, model.ood, reports[name], name, model.train_features)
+            yield f"roc{end}", ood.roc_figure(found), found
             names = _endings([one.name for one in found.sets])
             for one in found.sets:
-                yield f"scores{end}{names[one.name]}", foreign.score_figure(one), one
+                yield f"scores{end}{names[one.name]}", ood.score_figure(one), one
         if isinstance(given, Predictions) and indicator.has_norms(given):
             norms.append(indicator.norm_data(given, name))
     if norms:

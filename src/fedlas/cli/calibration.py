@@ -1,4 +1,4 @@
-"""`fedlas calibrate`: a calibrator is learned from one file, and repairs another."""
+"""`fedlas calibrate`: fit a calibrator on one file, and apply it to another."""
 
 import warnings
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from fedlas.errors import UserError
 
 @with_columns
 def calibrate_fit(
-    file: Annotated[Path, typer.Argument(help="Predictions with labels, on samples that nothing is judged on.")],
-    out: Annotated[Path, typer.Option(help="Where the calibrator goes: a .safetensors file.")],
-    method: Annotated[str, typer.Option(help="The calibrator; see: fedlas list calibrators")] = "temperature",
+    file: Annotated[Path, typer.Argument(help="Predictions with labels, on samples that are not evaluated.")],
+    out: Annotated[Path, typer.Option(help="File of the calibrator: .safetensors.")],
+    posthoc: Annotated[str, typer.Option(help="The calibrator; see: fedlas list calibrators")] = "temperature",
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="A keyword of the calibrator.")
     ] = None,
@@ -26,7 +26,7 @@ def calibrate_fit(
     *,
     columns: Any,
 ) -> None:
-    """Learn a calibrator, and save it."""
+    """Fit a calibrator, and save it."""
     with one_line_errors():
         from fedlas.io import require_labels
         from fedlas.metrics import nll as loss_of
@@ -35,22 +35,22 @@ def calibrate_fit(
         from fedlas.training.recipe_text import value_of
 
         if out.suffix.lower() != ".safetensors":
-            raise UserError(f"--out {out}: a calibrator is kept in a .safetensors file")
+            raise UserError(f"--out {out}: a calibrator is saved as a .safetensors file")
         check_places([out])
         refuse_own_input([file], [out])
         refuse_other_kind(out, "calibrator", load_calibrator)
         held = load_calibrator(out) if not overwrite and out.is_file() and out.stat().st_size else None
         options = {name: value_of(text) for name, text in parsed(settings).items()}
-        calibrator = build_calibrator(method, **options)
+        calibrator = build_calibrator(posthoc, **options)
         if held is not None and (held.name, held.options) != (calibrator.name, calibrator.options):
             raise _calibrator_exists(out)
-        with progress() as watch:
-            given = require_labels(read_file(file, watch, columns), file)
-            watch(f"fitting {method}", 0.0)
+        with progress() as report:
+            given = require_labels(read_file(file, report, columns), file)
+            report(f"fitting {posthoc}", 0.0)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DoubtfulFit)  # said below, where it cannot be overlooked
+                warnings.simplefilter("ignore", DoubtfulFit)  # shown below
                 calibrator.fit(given)
-            watch(f"fitting {method}", 1.0)
+            report(f"fitting {posthoc}", 1.0)
             if held is not None and not _same_numbers(held.learned, calibrator.learned):
                 raise _calibrator_exists(out)
             calibrator.save(out)
@@ -64,7 +64,7 @@ def calibrate_fit(
             show(f"warning: {few}, whose logarithm is unknown: {advice}", err=True)
         fit = calibrator.fitted
         nll = [] if fit is None else [f"NLL {fit.before:.4g} before, {fit.after:.4g} after, on {fit.n:,} samples"]
-        show(f"{method}: {', '.join([*learned, *nll])}", err=True)
+        show(f"{posthoc}: {', '.join([*learned, *nll])}", err=True)
         if fit is not None and fit.doubt:
             show(f"warning: {out} is written, but do not rely on it: {fit.doubt}", err=True)
         show(out)
@@ -75,20 +75,20 @@ def _calibrator_exists(out: Path) -> FileExistsError:
 
 
 def _same_numbers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Return whether two calibrators have learned the same."""
+    """Return whether two calibrators have equal parameters."""
     return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name].cpu()) for name in ours)
 
 
 @with_columns
 def calibrate_apply(
     calibrator: Annotated[Path, typer.Argument(help="A file that `fedlas calibrate fit` wrote.")],
-    file: Annotated[Path, typer.Argument(help="Predictions to repair; labels are not needed.")],
-    out: Annotated[Path, typer.Option(help="Where they go: .safetensors, .npz, .csv, .parquet or .jsonl.")],
+    file: Annotated[Path, typer.Argument(help="Predictions to calibrate; labels are not needed.")],
+    out: Annotated[Path, typer.Option(help="Output file: .safetensors, .npz, .csv, .parquet or .jsonl.")],
     probs: Annotated[bool, typer.Option("--probs", help="Write probabilities, not logits.")] = False,
     *,
     columns: Any,
 ) -> None:
-    """Repair predictions with a saved calibrator."""
+    """Apply a saved calibrator to predictions."""
     with one_line_errors():
         from fedlas.io import check_suffix, read_existing, write_if_same
         from fedlas.posthoc import load_calibrator
@@ -97,12 +97,12 @@ def calibrate_apply(
         check_places([out])
         refuse_own_input([calibrator, file], [out])
         refuse_other_kind(out, "file of predictions", read_existing)
-        with progress() as watch:
+        with progress() as report:
             learned = load_calibrator(calibrator)
-            given = read_file(file, watch, columns)
-            repaired = learned.transform(given)
+            given = read_file(file, report, columns)
+            calibrated = learned.transform(given)
             # A table of probabilities becomes another one.
-            write_if_same(repaired, out, read_existing(out), probs=probs or given.given_probs is not None)
+            write_if_same(calibrated, out, read_existing(out), probs=probs or given.given_probs is not None)
         if learned.fitted is not None and learned.fitted.doubt:
-            show(f"warning: do not rely on what {calibrator} repairs: {learned.fitted.doubt}", err=True)
+            show(f"warning: do not rely on predictions calibrated by {calibrator}: {learned.fitted.doubt}", err=True)
         show(out)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
 from fedlas.metrics.bins import Bins
 from fedlas.metrics.result import Result
-from fedlas.report.places import Place, filled_places
+from fedlas.report.reliability_bins import Place, non_empty_bins
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
@@ -67,7 +67,7 @@ def effect(after: "State") -> Effect:
 
 def at_confidence(bins: Bins, confidence: float = PLACE, level: float = 0.95) -> Place | None:
     """Find the bin that holds a confidence; None where it has too few samples to speak of."""
-    places = filled_places(bins, level)
+    places = non_empty_bins(bins, level)
     found = [place for place in places if place.lower < confidence <= place.upper and place.samples >= FEWEST]
     return found[0] if found else None
 
@@ -80,13 +80,13 @@ def worst_place(state: "State", level: float = 0.95) -> Place | None:
     wanted = {"over": (1,), "under": (-1,)}.get(way, (1, -1))
     places = [
         place
-        for place in filled_places(bins, 1 - (1 - level) / tried)
+        for place in non_empty_bins(bins, 1 - (1 - level) / tried)
         if not place.fits and math.copysign(1, place.weighted_gap) in wanted
     ]
     return max(places, key=lambda place: abs(place.weighted_gap), default=None)
 
 
-def in_words(report: "Report") -> str:
+def headline(report: "Report") -> str:
     """Say the most important things in one line: direction, what 0.9 means, and what repairs it."""
     state, way = report.before, direction(report.before)
     two = _hides_classes(report, way)

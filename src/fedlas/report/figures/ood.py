@@ -26,14 +26,14 @@ if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
 
 
 @dataclass(frozen=True)
-class ForeignScore:
+class OODScore:
     """One score on known and on foreign samples.
 
     Args:
         name: of the score.
         quantity: what its values are, such as "1 − max probability".
         auroc: share of pairs, one known and one foreign, that it puts in order.
-        false: shares of known samples that are taken for foreign.
+        false: shares of known samples that are taken for ood.
         true: shares of foreign samples that are, at the same thresholds.
         edges: of the histograms; what lies beyond them is in the first and last bin.
         known: share of the known samples in each bin.
@@ -58,7 +58,7 @@ class ForeignScore:
 
 
 @dataclass(frozen=True)
-class ForeignSet:
+class OODSet:
     """Every score on one foreign data set.
 
     Args:
@@ -67,11 +67,11 @@ class ForeignSet:
     """
 
     name: str
-    scores: tuple[ForeignScore, ...]
+    scores: tuple[OODScore, ...]
 
 
 @dataclass(frozen=True)
-class Foreign:
+class OODFigureData:
     """How one model tells foreign data apart.
 
     Args:
@@ -80,16 +80,16 @@ class Foreign:
     """
 
     title: str
-    sets: tuple[ForeignSet, ...]
+    sets: tuple[OODSet, ...]
 
 
-def foreign_data(
+def ood_data(
     predictions: AnyPredictions,
     ood: Mapping[str, AnyPredictions | Array],
     report: "Report",
     title: str,
     train_features: Array | None = None,
-) -> Foreign:
+) -> OODFigureData:
     """Trace the ROC curve and the histograms of every score on every foreign data set.
 
     Args:
@@ -106,21 +106,21 @@ def foreign_data(
     for one in held["sets"]:
         scores = tuple(_score(score) for score in one["scores"] if "roc" in score)
         if scores:
-            found.append(ForeignSet(one["name"], scores))
+            found.append(OODSet(one["name"], scores))
     if not found:
         raise UserError(f"of the OOD data in the report ({len(held['sets'])} sets), none is given in ood")
-    return Foreign(title, tuple(found))
+    return OODFigureData(title, tuple(found))
 
 
-def _score(held: page_data.Plain) -> ForeignScore:
+def _score(held: page_data.Plain) -> OODScore:
     auroc, roc, histogram = held["results"][0], held["roc"], held["histogram"]
     columns = (roc["fpr"], roc["tpr"], histogram["edges"], histogram["id"], histogram["ood"])
     false, true, edges, known, foreign = (tuple(map(float, column)) for column in columns)
     interval = None if auroc["low"] is None else (auroc["low"], auroc["high"])
-    return ForeignScore(held["name"], held["quantity"], auroc["value"], false, true, edges, known, foreign, interval)
+    return OODScore(held["name"], held["quantity"], auroc["value"], false, true, edges, known, foreign, interval)
 
 
-def roc_figure(data: Foreign) -> Any:
+def roc_figure(data: OODFigureData) -> Any:
     """Draw the ROC curves of all scores, a panel for each foreign data set; a matplotlib figure.
 
     The legend gives the AUROC of each score, in the order of the panels.
@@ -144,7 +144,7 @@ def roc_figure(data: Foreign) -> Any:
     return figure
 
 
-def score_figure(data: ForeignSet) -> Any:
+def score_figure(data: OODSet) -> Any:
     """Draw how each score is spread on known and on foreign samples, a panel for each; a matplotlib figure."""
     with grid(len(data.scores), height=1.5, share=False) as (figure, axes):
         for panel, score in zip(axes, data.scores, strict=True):

@@ -26,7 +26,7 @@ class Place(NamedTuple):
         return self.low <= self.confidence <= self.high
 
 
-def filled_places(bins: Bins, level: float = 0.95) -> list[Place]:
+def non_empty_bins(bins: Bins, level: float = 0.95) -> list[Place]:
     """List the bins that hold samples, each with the Clopper-Pearson range of its accuracy; empty bins are left out."""
     kept = (bins.counts > 0).nonzero()[:, 0]
     low, high = clopper_pearson(bins.correct_sum[kept], bins.counts[kept], level)
