@@ -15,6 +15,7 @@ import torch
 
 import fedlas
 from fedlas import evaluation, metrics, ood, posthoc
+from fedlas.comparison import compare_models
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Result
 from fedlas.predictions import Predictions, TopLabelPredictions
@@ -456,3 +457,30 @@ def test_what_makes_no_sense_is_refused(options):
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"{name}.*{options[name]}"):
         evaluate(Predictions(torch.randn(40, 2), [0, 1] * 20), posthoc="temperature", **options)
+
+
+def test_calibrated_predictions_are_those_that_are_evaluated():
+    given, val = predictions(), predictions(500, seed=1, split="other")
+    for options in ({"calibration": val}, {}):
+        report = evaluate(given, posthoc="temperature", intervals=False, **options)
+        after = fedlas.calibrate(given, posthoc="temperature", **options)
+        assert torch.equal(after.confidence, report.after["temperature"].pairs.confidence)
+        assert torch.equal(after.labels, given.labels)
+    fitted = posthoc.Temperature().fit(val)
+    assert torch.equal(fedlas.calibrate(given, posthoc=fitted).logits, fitted.transform(given).logits)
+    with pytest.raises(TypeError, match="posthoc"):
+        fedlas.calibrate(given, posthoc=3)
+
+
+def test_two_models_are_compared_from_arrays_files_and_predictions(tmp_path):
+    first, second = predictions(), predictions(scale=1.0)
+    expected = compare_models({"a": first, "b": second}, resamples=200)
+    found = fedlas.compare(first, second, resamples=200)
+    assert found == {one.metric: one.comparison for one in expected}
+    fedlas.write_predictions(first, tmp_path / "a.npz")
+    fedlas.write_predictions(second, tmp_path / "b.npz")
+    files = fedlas.compare(tmp_path / "a.npz", tmp_path / "b.npz", metrics=["ece"], resamples=200)
+    arrays = fedlas.compare(first.logits, second.logits, first.labels, logits=True, metrics=["ece"], resamples=200)
+    assert files["ece"].difference == arrays["ece"].difference == found["ece"].difference
+    with pytest.raises(ValueError, match="nosuch"):
+        fedlas.compare(first, second, metrics=["nosuch"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedlas.data import build_data as build_data
     from fedlas.data import list_data as list_data
     from fedlas.evaluation import Report as Report
+    from fedlas.evaluation import calibrate as calibrate
     from fedlas.evaluation import evaluate as evaluate
     from fedlas.io import read_predictions as read_predictions
     from fedlas.io import write_predictions as write_predictions
@@ -67,13 +68,14 @@ _HOMES = {
     "build_data": "fedlas.data",
     "build_loss": "fedlas.losses",
     "build_model": "fedlas.models",
+    "calibrate": "fedlas.evaluation",
     "checks": "fedlas.losses",
     "compare": "fedlas.comparison",
     "data": None,
     "evaluate": "fedlas.evaluation",
+    "evaluate_files": "fedlas.report.evaluation_result",
     "fit": "fedlas.training",
     "fit_many": "fedlas.training",
-    "evaluate_files": "fedlas.report.evaluation_result",
     "list_calibrators": "fedlas.posthoc",
     "list_data": "fedlas.data",
     "list_losses": "fedlas.losses",

@@ -367,10 +367,7 @@ def evaluate(
         raise UserTypeError('ood is a mapping from names to predictions or logits, such as {"svhn": logits}')
     if not 1 <= bins <= MOST_BINS:
         raise UserError(f"bins is {bins}; a number from 1 to {MOST_BINS:,} is needed")
-    if folds < 2:
-        raise UserError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
-    if not 0 <= seed < 2**63:
-        raise UserError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
+    _check_cross_fit(folds, seed)
     way = Resampling(level, resamples, seed) if intervals else None
     fits = [0 if _is_fitted(one) else 1 if calibration is not None else folds + bool(ood) for one in chosen]
     steps = _Steps(sum(fits) + 1 + len(ood or {}) + 1 + 2 * len(chosen), progress)
@@ -381,7 +378,7 @@ def evaluate(
         other = None if calibration is None else with_every_class(calibration, "calibration")
         both = 0 if other is None or all(map(_is_fitted, chosen)) else samples_in_both(full, other)
         about: dict[str, Any] = {"whole": bool(ood), "leaked": both}
-        fold_of = torch.randperm(len(predictions), generator=torch.Generator().manual_seed(seed)) % folds
+        fold_of = _assign_folds(len(predictions), folds, seed)
         fitted = [_fit_calibrator(one, full, other, fold_of, steps, **about) for one in chosen]
     calibrations = _named(fitted)
     ood_predictions = {name: foreign_predictions(name, given, predictions) for name, given in (ood or {}).items()}
@@ -416,6 +413,59 @@ def evaluate(
             states[run.name] = replace(after, comparisons=tests)
         steps.done()
     return Report(before, states, len(predictions), predictions.num_classes, predictions.split)
+
+
+def calibrate(
+    predictions: Any = None,
+    labels: Array | str | Path | None = None,
+    *,
+    logits: Array | bool | None = None,
+    posthoc: str | AbstractCalibrator = "temperature",
+    calibration: Any = None,
+    folds: int = FOLDS,
+    seed: int = 0,
+    **columns: Unpack[ColumnOptions],
+) -> Predictions:
+    """Return predictions after post-hoc calibration.
+
+    Args:
+        predictions: predictions in any form that `evaluate` takes.
+        labels: class indices; needed for cross-fitting, where the predictions have none.
+        logits: an array of logits instead of `predictions`, or True if `predictions` holds logits.
+        posthoc: name of a calibrator, or a built one; a fitted one is used as it is.
+        calibration: predictions of the same model on other samples, on which the calibrator is fitted; without it, it
+            is cross-fitted: each fold of the samples is transformed by a calibrator fitted on the others.
+        folds: number of folds for cross-fitting.
+        seed: random seed of the assignment of samples to folds.
+        columns: roles of the columns of a file or table, as in `read_predictions`.
+    """
+    if not isinstance(posthoc, str | AbstractCalibrator):
+        raise UserTypeError(f"posthoc is a name or a built calibrator, such as Temperature(), not {posthoc!r}")
+    _check_cross_fit(folds, seed)
+    full = with_every_class(as_predictions(predictions, labels, logits=logits, **columns), "calibration")
+    other = None
+    if calibration is not None and not _is_fitted(posthoc):
+        other = with_every_class(
+            as_predictions(calibration, logits=logits if isinstance(logits, bool) else None, **columns)
+            if not isinstance(calibration, AnyPredictions)
+            else calibration,
+            "calibration",
+        )
+    leaked = 0 if other is None else samples_in_both(full, other)
+    steps, fold_of = _Steps(folds, None), _assign_folds(len(full), folds, seed)
+    fitted = _fit_calibrator(posthoc, full, other, fold_of, steps, whole=False, leaked=leaked)
+    return fitted.transform(full, slice(0, len(full)))
+
+
+def _check_cross_fit(folds: int, seed: int) -> None:
+    if folds < 2:
+        raise UserError(f"folds is {folds}; a calibrator is cross-fitted in two parts or more")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed is {seed}; a whole number from 0 to 2**63 - 1 is needed")
+
+
+def _assign_folds(samples: int, folds: int, seed: int) -> Int64[Tensor, " n"]:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed)) % folds
 
 
 class _Steps:

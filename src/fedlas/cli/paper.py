@@ -104,7 +104,7 @@ def reproduce_experiment(
         plan = planned(chosen, choice, book, only, None if out is None or dry_run else runs)
         show(f"{experiment}, {plan.protocols or protocol} protocol: {plan}", err=True)
         if dry_run and plan.missing:
-            show_table(TABLE_HEAD, plan.rows())
+            show_table(HEAD, plan.rows())
         if not dry_run:
             options = {**where, "device": device, "data_root": data_root}
             told = partial(show, err=True)

@@ -250,7 +250,7 @@ def evaluate_files(
     calibration: Files = (),
     calibration_labels: File | None = None,
     ood: Files = (),
-    posthoc: str | Sequence[Any] = ("temperature",),
+    posthoc: str | Sequence[Any] = "temperature",
     folds: int = FOLDS,
     bins: int = 15,
     level: float = 0.95,
@@ -299,15 +299,8 @@ def evaluate_files(
     for name, one in named.items():
         held = one if isinstance(one, Model) else _model(Path(one), images, progress, columns)
         if held.report is None:
-            held = _completed(
-                held,
-                name,
-                others.get(name),
-                foreign.get(name, {}),
-                progress,
-                columns=columns,
-                labels=calibration_labels,
-            )
+            more = (others.get(name), foreign.get(name, {}), progress)
+            held = _with_data(held, name, *more, columns=columns, labels=calibration_labels)
             why = _no_calibrator(held, folds)
             if why and tried:
                 notes.append(f"{name}: no calibrator is fitted: {why}")

@@ -32,7 +32,7 @@ class Model:
     predictions: AnyPredictions | None = None
     report: Report | None = None
     calibration: AnyPredictions | None = None
-    posthoc: str | Sequence[Any] = ("temperature",)
+    posthoc: str | Sequence[Any] = "temperature"
     folds: int = FOLDS
     ood: Mapping[str, AnyPredictions | Array] = field(default_factory=dict)
     train_features: Array | None = None
