@@ -337,7 +337,7 @@ def test_it_prints_a_table():
         "accuracy %",
         "ECE %",
         "NLL",
-        evaluation.AS_GIVEN,
+        evaluation.UNCALIBRATED,
         "temperature",
         "far",
         "AUROC",

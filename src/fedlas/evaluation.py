@@ -49,7 +49,7 @@ from fedlas.posthoc.base import checked_number, checked_text, with_logits
 from fedlas.predictions import AnyPredictions, Array, Predictions, TopLabelPredictions, slices_of, with_every_class
 
 FORMAT = "fedlas.report/1"
-AS_GIVEN = "as given"
+UNCALIBRATED = "uncalibrated"
 FOLDS = 5
 MOST_BINS = 1_000  # intervals need a table of resamples and bins
 PAIR_COLUMNS = ("confidence", "correct", "log_uncertainty")
@@ -61,7 +61,7 @@ class State:
     """The results of predictions before calibration, or after one calibrator: `state["ece"]`.
 
     Args:
-        name: "as given", or the calibrator's name.
+        name: "uncalibrated", or the calibrator's name.
         results: every metric, by its name in `fedlas.metrics`.
         bins: bins of reliability diagrams: "width" and "mass".
         detection: results of OOD detection, if there is OOD data.
@@ -387,7 +387,7 @@ def evaluate(
         s for s in score_names() if ood_predictions and all(missing(one, s, train_features) is None for one in every)
     ]
     runs = [
-        _Run(AS_GIVEN, None, EvaluationAccumulator(bins), tuple(scores)),
+        _Run(UNCALIBRATED, None, EvaluationAccumulator(bins), tuple(scores)),
         # What a calibrator returns are log-probabilities up to a constant, so only scores of those mean anything.
         *(
             _Run(name, one, EvaluationAccumulator(bins), tuple(s for s in scores if s in OF_PROBS))
@@ -405,7 +405,7 @@ def evaluate(
             found = detect_scores(known[run.name], theirs, level=level, seed=seed, split=split)
         states[run.name] = run.state(way, found)
         steps.done()
-    before = states.pop(AS_GIVEN)
+    before = states.pop(UNCALIBRATED)
     for run in runs[1:]:
         if way is not None:
             after = states[run.name]

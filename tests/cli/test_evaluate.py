@@ -637,4 +637,4 @@ def test_an_interval_that_needs_an_explanation_has_a_footnote(tmp_path):
     probs, labels = torch.tensor([[0.9, 0.1]]).repeat(100, 1), torch.zeros(100, dtype=torch.long)
     write_predictions(Predictions.from_probs(probs, labels), tmp_path / "given.safetensors")
     shown = call("evaluate", tmp_path / "given.safetensors", "--posthoc", "").stdout
-    assert re.search(r"^NLL \(as given\): .*3\.6 %", shown, re.MULTILINE)
+    assert re.search(r"^NLL \(uncalibrated\): .*3\.6 %", shown, re.MULTILINE)

@@ -102,7 +102,7 @@ def test_several_models_are_compared_on_the_same_samples(sure, tmp_path):
     head, rows = result.table()
     assert head[:2] == ["model", "state"]
     assert [row[:2] for row in rows] == [
-        ["sure", "as given"], ["sure", "temperature"], ["second", "as given"], ["second", "temperature"],
+        ["sure", "uncalibrated"], ["sure", "temperature"], ["second", "uncalibrated"], ["second", "temperature"],
     ]  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_ood_data(sure, tmp_path):
     far = write_predictions(Predictions(0.1 * torch.randn(50, CLASSES)), tmp_path / "far.npz")
     result = evaluate_files([sure], ood=[f"noise={far}"], resamples=100)
     assert float(result.reports["sure"].before.detection.sets["noise"]["entropy"].auroc) > 0.9
-    assert set(result.detections()) == {"sure, as given", "sure, temperature"}
+    assert set(result.detections()) == {"sure, uncalibrated", "sure, temperature"}
     both = evaluate_files([sure, f"two={sure}"], ood=[f"two/noise={far}"], resamples=100)
     assert both.reports["sure"].before.detection is None
     assert both.reports["two"].before.detection is not None
@@ -263,7 +263,7 @@ def test_what_is_no_condition(text):
     ("text", "message"),
     [
         ("eec>0.1", "'eec'.* ece"),
-        ("isotonic.ece>0.1", "'isotonic'.* as given, temperature"),
+        ("isotonic.ece>0.1", "'isotonic'.* uncalibrated, temperature"),
         ("mce.high>0.1", r"mce\.high"),
     ],
 )
@@ -315,7 +315,9 @@ def test_results_show_themselves_in_a_notebook(sure, tmp_path):
 
 def test_a_figure_shows_itself_in_a_notebook(result):
     report = result.reports["sure"]
-    figure = reliability_figure({"": [reliability_data(report.before.bins["width"], float(report["ece"]), "as given")]})
+    figure = reliability_figure(
+        {"": [reliability_data(report.before.bins["width"], float(report["ece"]), "uncalibrated")]}
+    )
     start, _, rest = figure._repr_html_().partition("base64,")
     assert start.startswith('<img alt="figure" width="')
     picture = Image.open(io.BytesIO(base64.b64decode(rest.removesuffix('">'))))

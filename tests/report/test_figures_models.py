@@ -59,8 +59,8 @@ def test_foreign_scores_are_ranked_as_pairs_are(foreign):
                 assert found
             low, high = score.edges[10], score.edges[20]
             inside = sum(low < value <= high for value in known) / len(known)
-            assert sum(score.known[10:20]) == pytest.approx(inside, abs=1e-3)
-            assert sum(score.foreign) == pytest.approx(1, abs=1e-3)
+            assert sum(score.id[10:20]) == pytest.approx(inside, abs=1e-3)
+            assert sum(score.ood) == pytest.approx(1, abs=1e-3)
 
 
 def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
@@ -79,8 +79,8 @@ def test_roc_curves_and_histograms_are_drawn_from_the_data(foreign):
     figure = score_figure(data.sets[0])
     for panel, score in zip(figure.axes, data.sets[0].scores, strict=False):
         known, strange = panel.patches
-        assert list(known.get_data().values) == list(score.known)
-        assert list(strange.get_data().values) == list(score.foreign)
+        assert list(known.get_data().values) == list(score.id)
+        assert list(strange.get_data().values) == list(score.ood)
         assert (known.get_hatch(), bool(strange.get_hatch())) == (None, True)
 
 

@@ -234,7 +234,7 @@ def test_files_are_listed_and_hold_what_was_drawn(tmp_path):
     read = {file.stem: json.loads(file.read_text()) for file in files if file.suffix == ".json"}
     assert all(held["figure"] == name for name, held in read.items())
     lines = read["reliability_lines"]["data"]
-    assert [one["title"] for one in lines] == ["as given"]
+    assert [one["title"] for one in lines] == ["uncalibrated"]
     assert sum(lines[0]["share"]) == pytest.approx(1)
     assert sum(read["confidence"]["data"][0]["right"]) == int(given.correct.sum())
     assert read["class_map"]["classes"] == 10
@@ -245,7 +245,7 @@ def test_a_saved_report_alone_has_diagrams():
     found = drawn(Report.from_dict(report.to_dict(samples=False)), only=())
     assert found.keys() == {"reliability", "reliability_lines", "over_under"}
     _, lines = found["reliability_lines"]
-    assert [one.title for one in lines] == ["as given", "temperature"]
+    assert [one.title for one in lines] == ["uncalibrated", "temperature"]
 
 
 def test_a_loaded_report_has_the_same_figures_and_page(tmp_path):

@@ -77,7 +77,7 @@ def test_predictions_alone_make_a_page(tmp_path):
     path = save_page(pages.model(200), tmp_path / "deep" / "page.html", resamples=50)
     text = path.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>")
-    assert len(data_of(text)["models"][0]["states"]) == 2  # as given, and a temperature
+    assert len(data_of(text)["models"][0]["states"]) == 2  # uncalibrated, and a temperature
     assert [tag for tag, _ in Reader(text).tags].count("html") == 1
 
 

@@ -100,7 +100,7 @@ def test_before_and_after_stand_beside_each_other(visit, several):
     here = visit(several)
     captions = "#reliability-diagrams figcaption"
     assert [one.inner_text().split("\n")[0] for one in here.page.locator(captions).all()] == [
-        "As given",
+        "Uncalibrated",
         "After temperature",
     ]
     here.page.uncheck("#beside")
@@ -112,7 +112,7 @@ def test_before_and_after_stand_beside_each_other(visit, several):
     assert here.count(captions) == 2
     here.page.locator("#reliability-states input[type=radio]").nth(0).check()
     assert here.count(captions) == 1
-    assert here.text(captions).startswith("As given")
+    assert here.text(captions).startswith("Uncalibrated")
 
 
 def test_pointer_and_keys_say_count_accuracy_and_confidence(visit, several):

@@ -15,7 +15,7 @@ from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
 from fedlas.report.reliability_bins import non_empty_bins
-from fedlas.report.summary_text import at_confidence, direction, effect, headline, sentences, worst_place
+from fedlas.report.summary_text import at_confidence, direction, effect, headline, sentences, worst_bin
 
 
 def sampled(n: int, classes: int = 10, scale: float = 1.0, seed: int = 0) -> Predictions:
@@ -92,7 +92,7 @@ def test_calibrated_models_are_rarely_called_miscalibrated(n):
             name: metrics.bootstrap(getattr(metrics, name), given, resamples=300) for name in ("ece", "signed_ece")
         }
         found |= {"over_ece": metrics.over_ece(given), "under_ece": metrics.under_ece(given)}
-        accused += direction(State("as given", found, {})) != "none"
+        accused += direction(State("uncalibrated", found, {})) != "none"
     assert accused <= 7
 
 
@@ -156,7 +156,7 @@ def test_the_accuracy_at_a_confidence_is_that_of_its_bin(report):
 
 
 def test_the_worst_bin_is_named_where_its_gap_is_significant(report):
-    place = worst_place(report.before)
+    place = worst_bin(report.before)
     assert place is not None
     assert place.confidence > place.high
     gaps = report.before.bins["width"].weighted_gap
@@ -164,7 +164,7 @@ def test_the_worst_bin_is_named_where_its_gap_is_significant(report):
     edges = r" \d\.\d\d to \d\.\d\d"
     assert re.search(edges, " ".join(sentences(report)))[0] == f" {place.lower:.2f} to {place.upper:.2f}"
     calibrated = measured(300)
-    assert worst_place(calibrated.before) is None
+    assert worst_bin(calibrated.before) is None
     assert not re.search(edges, " ".join(sentences(calibrated)))
 
 

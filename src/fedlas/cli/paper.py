@@ -83,7 +83,7 @@ def reproduce_experiment(
         from fedlas.experiments.base import Choice
         from fedlas.experiments.launch import check_launch
         from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.planning import experiment_named, planned
+        from fedlas.experiments.planning import HEAD, experiment_named, planned
         from fedlas.experiments.reproduce import check_limit, drawn, reproduce
 
         check_limit(limit_minutes)

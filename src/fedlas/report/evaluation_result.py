@@ -21,7 +21,7 @@ from typing import Any, Unpack
 
 from fedlas.comparison import PairedTest, compare_models, correction_note
 from fedlas.errors import UserError
-from fedlas.evaluation import AS_GIVEN, FOLDS, Report, State, evaluate
+from fedlas.evaluation import FOLDS, UNCALIBRATED, Report, State, evaluate
 from fedlas.io import read_predictions, require_labels
 from fedlas.io.columns import ReadOptions
 from fedlas.metrics.catalogue import all_metrics, summary_metrics
@@ -166,7 +166,7 @@ class Condition:
     """A failure condition such as `ece>0.05`.
 
     Args:
-        state: "as given", or the name of a calibrator.
+        state: "uncalibrated", or the name of a calibrator.
         metric: name of the metric.
         end: "low" or "high" for an end of its interval, or "".
         sign: comparison operator.
@@ -192,7 +192,7 @@ class Condition:
         if not 1 <= len(parts) <= 2:
             raise UserError(f"{text!r}: before {sign} stands METRIC, STATE.METRIC, or one of them with .low or .high")
         return cls(
-            state=parts[0] if len(parts) == 2 else AS_GIVEN,
+            state=parts[0] if len(parts) == 2 else UNCALIBRATED,
             metric=parts[-1],
             end=end,
             sign=sign,
@@ -203,7 +203,7 @@ class Condition:
     def name(self) -> str:
         """State, metric and end of the interval, separated by dots."""
         return ".".join(
-            [*([] if self.state == AS_GIVEN else [self.state]), self.metric, *([self.end] * bool(self.end))]
+            [*([] if self.state == UNCALIBRATED else [self.state]), self.metric, *([self.end] * bool(self.end))]
         )
 
     def value(self, report: Report) -> float:
@@ -232,8 +232,8 @@ def check_conditions(conditions: Sequence[str], posthoc: Sequence[str]) -> None:
     """
     metrics = all_metrics()
     for condition in map(Condition.parse, conditions):
-        if condition.state not in {AS_GIVEN, *posthoc}:
-            there = ", ".join([AS_GIVEN, *posthoc])
+        if condition.state not in {UNCALIBRATED, *posthoc}:
+            there = ", ".join([UNCALIBRATED, *posthoc])
             raise UserError(f"{condition.name}: there is no {condition.state!r} here, only {there}")
         if condition.metric not in metrics:
             raise UserError(f"{condition.name}: {condition.metric!r} is not known; known: {', '.join(metrics)}")
@@ -287,7 +287,7 @@ def evaluate_files(
         raise UserError(
             f"{calibration_labels} has the labels of calibration data: give that too, with --calibration (calibration=)"
         )
-    foreign = _foreign(ood, list(named))
+    ood_files = _ood_files(ood, list(named))
     sources = {name: one.source if isinstance(one, Model) else Path(one) for name, one in named.items()}
     for name, path in others.items():
         source = sources[name]
@@ -299,14 +299,14 @@ def evaluate_files(
     for name, one in named.items():
         held = one if isinstance(one, Model) else _model(Path(one), images, progress, columns)
         if held.report is None:
-            more = (others.get(name), foreign.get(name, {}), progress)
+            more = (others.get(name), ood_files.get(name, {}), progress)
             held = _with_data(held, name, *more, columns=columns, labels=calibration_labels)
             why = _no_calibrator(held, folds)
             if why and tried:
                 notes.append(f"{name}: no calibrator is fitted: {why}")
             held = replace(held, posthoc=() if why else tried, folds=folds)
             held = replace(held, report=_report(held, options, _stage(progress, f"evaluating {name}")))
-        elif name in others or name in foreign:
+        elif name in others or name in ood_files:
             raise UserError(f"{name} has a report already, so no further predictions of it can be evaluated")
         models[name] = held
     held_by = {name: model.predictions for name, model in models.items() if model.predictions is not None}
@@ -346,7 +346,7 @@ def _with_data(
     held: Model,
     name: str,
     calibration: Path | None,
-    foreign: Mapping[str, Path],
+    ood_files: Mapping[str, Path],
     progress: Progress | None,
     *,
     columns: ReadOptions,
@@ -359,7 +359,7 @@ def _with_data(
     # Labels of calibration data have an option of their own; OOD samples have no labels.
     unlabelled: Any = {word: value for word, value in columns.items() if word not in {"labels", "label_column"}}
     others: Any = {**columns, "labels": labels}
-    read = {word: _like(_read(path, progress, unlabelled), given, path) for word, path in foreign.items()}
+    read = {word: _like(_read(path, progress, unlabelled), given, path) for word, path in ood_files.items()}
     other = (
         held.calibration
         if calibration is None
@@ -427,7 +427,7 @@ def _of_models(files: Files, models: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def _foreign(files: Files, models: Sequence[str]) -> dict[str, dict[str, Path]]:
+def _ood_files(files: Files, models: Sequence[str]) -> dict[str, dict[str, Path]]:
     found: dict[str, dict[str, Path]] = {}
     for name, path in _pairs(files, named=True):
         # The name of a model may hold a slash itself.

@@ -125,7 +125,7 @@ class _Samples:
         return self.images is not None or self.paths is not None
 
     def outside(self, row: int) -> bool:
-        """Say whether the image file of a sample lies where none may be opened."""
+        """Return whether the image file of a sample lies outside of the allowed folders."""
         return self.images is None and self.paths is not None and self._file(self.paths[row]) is None
 
     def picture(self, row: int) -> str | None:
@@ -211,7 +211,7 @@ def report_page(
 def _samples(
     held: Mapping[str, Model], ids: Sequence[object] | None, paths: Sequence[str | Path] | None, images: Any
 ) -> dict[str, _Samples]:
-    """Find what is known about single samples: what was given for all models, else what each model's own file says."""
+    """Return ids, paths and images of the samples: those of the arguments, else those of each model."""
     for what, given in {"ids": ids, "paths": paths, "images": images}.items():
         for name, model in held.items():
             if given is not None and model.predictions is not None and len(given) != len(model.predictions):

@@ -75,7 +75,7 @@ def result_data(result: Result) -> Plain:
 
 
 def state_data(state: "State", level: float = 0.95) -> Plain:
-    """Return the results and diagrams of the predictions as given, or after one calibrator."""
+    """Return the results and diagrams before calibration, or after one calibrator."""
     found: Plain = {
         "name": text_data(state.name),
         "results": {name: result_data(result) for name, result in state.results.items()},

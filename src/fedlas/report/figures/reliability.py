@@ -148,7 +148,7 @@ def _draw_bars(panel: Any, below: Any, data: Reliability) -> None:
 
 
 def _wide(data: Reliability) -> Iterator[tuple[float, float]]:
-    """Give the edges of bins; one that holds a single confidence is made wide enough to be seen."""
+    """Return the edges of bins; one that holds a single confidence is made wide enough to be seen."""
     for lower, upper in zip(data.lower, data.upper, strict=True):
         room = max(0.0, 0.01 - (upper - lower)) / 2
         yield lower - room, upper + room

@@ -46,7 +46,7 @@ export function drawComparison() {
   replaceContent(find("comparison-tests"), content);
   const hosts = models.map(() => element("div"));
   replaceContent(find("comparison-diagrams"), ...hosts);
-  models.forEach(({ name, states: [asGiven] }, index) => {
-    showReliability(hosts[index], name, asGiven.diagrams.width.bins, { caption: errorCaption(asGiven, "width"), isSmall: true });
+  models.forEach(({ name, states: [uncalibrated] }, index) => {
+    showReliability(hosts[index], name, uncalibrated.diagrams.width.bins, { caption: errorCaption(uncalibrated, "width"), isSmall: true });
   });
 }
