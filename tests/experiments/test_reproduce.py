@@ -589,7 +589,7 @@ def test_rows_of_many_classes_are_compared_by_what_is_kept_of_each_sample():
     whole = [of_many_classes(seed) for seed in (1, 2)]
     kept = [Kept.of(one) for one in whole]
     sides = [ModelRuns(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
-    assert [one.metric for one in compare_runs(*sides)] == ["accuracy", "ece", "aurc", "nll", "brier"]
+    assert [one.metric for one in compare_runs(*sides)] == ["accuracy", "ece", "nll", "brier", "aurc"]
     for other in (sides[1], ModelRuns("b", {1: whole[1]})):  # also against predictions that are whole
         for found, metric in zip(compare_runs(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
             direct = paired_bootstrap(metric, *whole)
