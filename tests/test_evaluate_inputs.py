@@ -137,7 +137,7 @@ def test_labels_of_an_array_may_be_a_file(tmp_path):
 
 def test_an_unknown_keyword_is_an_error(tmp_path):
     (tmp_path / "p.csv").write_text("prob_a,prob_b,label\n" + "0.9,0.1,a\n" * 5)
-    for word in ("bin", "label_colum", "calibration"):
+    for word in ("bin", "label_colum", "calibrate_on"):
         with pytest.raises(TypeError, match=repr(word)):
             evaluate(tmp_path / "p.csv", **{word: "label"})
 
