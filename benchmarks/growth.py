@@ -224,7 +224,7 @@ def evaluations(most: int, patience: float) -> Iterator[Point]:
         made = given(n, classes)
         report = fedlas.evaluate(made, intervals=False)
         folder = tempfile.mkdtemp()
-        return lambda: fedlas.save_page(Path(folder) / "p.html", {"m": fedlas.Model(predictions=made, report=report)})
+        return lambda: fedlas.save_page({"m": fedlas.Model(predictions=made, report=report)}, Path(folder) / "p.html")
 
     def evaluation(n: int, classes: int, **options: Any) -> Call:
         made = given(n, classes)

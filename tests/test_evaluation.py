@@ -15,6 +15,7 @@ import torch
 
 import fedlas
 from fedlas import evaluation, metrics, ood, posthoc
+from fedlas.comparison import compare_models
 from fedlas.evaluation import Report, evaluate
 from fedlas.metrics.result import Result
 from fedlas.predictions import Predictions, TopLabelPredictions
@@ -131,7 +132,7 @@ def test_a_calibrator_of_other_classes_is_refused_and_its_names_stay_in_files(tm
 
 
 @pytest.mark.usefixtures("in_small_parts")
-def test_states_keep_the_pairs_of_their_samples_but_not_in_files():
+def test_states_keep_the_pairs_of_their_samples_also_in_files():
     given, val = predictions(), predictions(500, seed=1, split="other")
     report = evaluate(given, posthoc="temperature", calibration=val, intervals=False)
     after = posthoc.Temperature().fit(val).transform(given)
@@ -139,7 +140,27 @@ def test_states_keep_the_pairs_of_their_samples_but_not_in_files():
         assert torch.equal(state.pairs.confidence, wanted.confidence)
         assert torch.equal(state.pairs.correct, wanted.correct)
         assert state.pairs.about.n == len(given)
-    assert Report.from_dict(report.to_dict()).before.pairs is None
+    again = Report.from_dict(json.loads(report.to_json()))
+    for state, wanted in zip(again.states, report.states, strict=True):
+        for name in ("confidence", "correct", "log_uncertainty"):
+            assert torch.equal(getattr(state.pairs, name), getattr(wanted.pairs, name))
+        assert state.pairs.about == wanted.pairs.about
+    assert Report.from_dict(report.to_dict(samples=False)).before.pairs is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"confidence": None}, "no confidence"),
+        ({"confidence": {"dtype": "float32", "base64": "AABAQAAAQEA="}, "log_uncertainty": None}, "length"),
+        ({"correct": {"dtype": "object", "base64": ""}}, "type.*object"),
+    ],
+)
+def test_pairs_of_an_untrusted_report_are_checked(change, message):
+    made = evaluate(predictions(), intervals=False).to_dict()
+    made["states"][0]["pairs"] |= change
+    with pytest.raises(ValueError, match=message):
+        Report.from_dict(made)
 
 
 def test_calibration_data_is_what_names_are_fitted_on():
@@ -323,7 +344,7 @@ def test_it_prints_a_table():
         "accuracy %",
         "ECE %",
         "NLL",
-        evaluation.AS_GIVEN,
+        evaluation.UNCALIBRATED,
         "temperature",
         "far",
         "AUROC",
@@ -443,3 +464,30 @@ def test_invalid_arguments_raise(options):
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"{name}.*{options[name]}"):
         evaluate(Predictions(torch.randn(40, 2), [0, 1] * 20), posthoc="temperature", **options)
+
+
+def test_calibrated_predictions_are_those_that_are_evaluated():
+    given, val = predictions(), predictions(500, seed=1, split="other")
+    for options in ({"calibration": val}, {}):
+        report = evaluate(given, posthoc="temperature", intervals=False, **options)
+        after = fedlas.calibrate(given, posthoc="temperature", **options)
+        assert torch.equal(after.confidence, report.after["temperature"].pairs.confidence)
+        assert torch.equal(after.labels, given.labels)
+    fitted = posthoc.Temperature().fit(val)
+    assert torch.equal(fedlas.calibrate(given, posthoc=fitted).logits, fitted.transform(given).logits)
+    with pytest.raises(TypeError, match="posthoc"):
+        fedlas.calibrate(given, posthoc=3)
+
+
+def test_two_models_are_compared_from_arrays_files_and_predictions(tmp_path):
+    first, second = predictions(), predictions(scale=1.0)
+    expected = compare_models({"a": first, "b": second}, resamples=200)
+    found = fedlas.compare(first, second, resamples=200)
+    assert found == {one.metric: one.comparison for one in expected}
+    fedlas.write_predictions(first, tmp_path / "a.npz")
+    fedlas.write_predictions(second, tmp_path / "b.npz")
+    files = fedlas.compare(tmp_path / "a.npz", tmp_path / "b.npz", metrics=["ece"], resamples=200)
+    arrays = fedlas.compare(first.logits, second.logits, first.labels, logits=True, metrics=["ece"], resamples=200)
+    assert files["ece"].difference == arrays["ece"].difference == found["ece"].difference
+    with pytest.raises(ValueError, match="nosuch"):
+        fedlas.compare(first, second, metrics=["nosuch"])

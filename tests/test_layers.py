@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"extras", "formatting", "catalog", "predictions", "alignment", "ranks"},
     "posthoc": {"extras", "predictions", "io", "catalog", "metrics"},
     "ood": {"predictions", "metrics.result"},
+    "comparison": {"predictions", "io", "alignment", "metrics"},
     "evaluation": {"extras", "predictions", "io", "alignment", "catalog", "metrics", "posthoc", "ood"},
     "data": {"extras", "catalog", "https"},
     "models": {"extras", "io", "catalog", "https"},
@@ -41,10 +42,10 @@ ALLOWED: dict[str, set[str]] = {
         "extras", "predictions", "io", "catalog", "ranks", "records", "losses", "metrics", "posthoc", "ood",
         "evaluation", "data", "models",
     },
-    "report": {"extras", "formatting", "predictions", "io", "alignment", "metrics", "evaluation", "ood"},
+    "report": {"extras", "formatting", "predictions", "io", "alignment", "metrics", "comparison", "evaluation", "ood"},
     "experiments": {
         "extras", "formatting", "catalog", "predictions", "io", "alignment", "metrics", "posthoc", "ood", "training",
-        "evaluation", "report",
+        "comparison", "evaluation", "report",
     },
     "integrations": {
         "extras", "io", "predictions", "losses", "metrics", "posthoc", "models.base", "evaluation", "report",

@@ -173,7 +173,7 @@ def test_a_run_folder_is_judged_with_all_that_lies_in_it(run, tmp_path):
     before, after = found["models"]["again-0.5"]["report"]["states"]
     assert list(before["detection"]["sets"]) == ["far"]
     assert [fit["n"] for fit in after["fits"]] == [len(Run(run).predictions("best-val"))]
-    assert {one["difference"] for one in found["compared"]} == {0}
+    assert {one["difference"] for one in found["comparisons"]} == {0}
     data = json.loads(re.search(r'id="page-data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
     assert data["models"][0]["training"]["gate"]
     assert "fedlas_ls" in page.read_text()

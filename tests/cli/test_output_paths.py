@@ -116,7 +116,7 @@ ANOTHER = [
     '{"format": "my config", "models": ["resnet"]}',
     '{"sets": 3, "mean": 2.5}',
     '[{"metric": "a", "pairs": []}]',
-    '{"models": {}, "format": "of", "x": "fedlas.answer/1"}',
+    '{"models": {}, "format": "of", "x": "fedlas.evaluation/1"}',
     '{"logits": [[1, 2]], "labels": [0]}',
     "[" * 200_000,
     '{"a":' * 200_000,
@@ -137,7 +137,7 @@ def test_json_that_only_looks_like_an_answer_is_left_alone(given, text):
 def test_every_answer_says_what_it_is_and_is_not_written_over_by_another(given):
     test = given / "test.csv"
     commands = {
-        "fedlas.answer/1": ("evaluate", test, "--posthoc", "", "--resamples", 50),
+        "fedlas.evaluation/1": ("evaluate", test, "--posthoc", "", "--resamples", 50),
         "fedlas.ood/1": ("ood", test, f"far={given / 'far.npz'}"),
         "fedlas.compare/1": ("compare", test, test, "--metrics", "accuracy", "--resamples", 50, "--overwrite"),
     }

@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 
 from fedlas.catalog import keywords
 from fedlas.cli import app
+from fedlas.comparison import ModelRuns, compare_runs, comparison_notes
 from fedlas.experiments import paper
 from fedlas.experiments.base import Choice
 from fedlas.experiments.ledger import Ledger, Line
+from fedlas.experiments.ledger_lookup import find_lines, find_runs
 from fedlas.experiments.planning import CATALOG, experiment_named, make_plan
 from fedlas.experiments.reproduce import _Clock, reproduce, save_results
 from fedlas.experiments.stored_predictions import StoredPredictions, load_stored_predictions
-from fedlas.experiments.versus import Side, lines_of, remarks, side, versus
 from fedlas.io import write_predictions
 from fedlas.losses import CATALOG as LOSSES
 from fedlas.metrics import accuracy, brier, nll, paired_bootstrap
@@ -461,15 +462,13 @@ def test_wrong_arguments_end_in_one_line(arguments, message, tmp_path, monkeypat
 
 
 def test_two_sides_are_paired_by_seed(trained, ledger):
-    found = versus(side("digits/ce", ledger), side("digits/small/ls", ledger), ("ece", "accuracy"))
-    assert set(found[0].pairs) == {1, 2}
+    found = compare_runs(find_runs("digits/ce", ledger), find_runs("digits/small/ls", ledger), ("ece", "accuracy"))
+    assert set(found[0].by_seed) == {1, 2}
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
     other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
-    direct = paired_bootstrap(
-        ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions()
-    )
-    assert found[0].pairs[2] == direct
-    differences = [one.difference for one in found[0].pairs.values()]
+    direct = paired_bootstrap(ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions())
+    assert found[0].by_seed[2] == direct
+    differences = [one.difference for one in found[0].by_seed.values()]
     assert found[0].difference == pytest.approx(sum(differences) / 2)
     assert found[0].standard_error == pytest.approx(abs(differences[0] - differences[1]) / 2)
     assert len(found[0].rows()) == 3
@@ -496,32 +495,32 @@ def test_the_same_predictions_on_both_sides_are_noted(tmp_path, monkeypatch, sec
 
 
 def test_seeds_that_are_the_same_on_both_sides_are_named(ledger):
-    ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
-    assert remarks(ce, ls) == []
-    (note,) = remarks(ce, ce)
+    ce, ls = (find_runs(f"digits/{name}", ledger) for name in ("ce", "ls"))
+    assert comparison_notes(ce, ls) == []
+    (note,) = comparison_notes(ce, ce)
     assert "same predictions" in note
-    (note,) = remarks(ce, Side("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
+    (note,) = comparison_notes(ce, ModelRuns("mixed", {1: ls.runs[1], 2: ce.runs[2]}))
     assert re.search(r"same predictions.*\b2\b", note)
 
 
 def test_seeds_that_only_one_side_has_are_named(ledger):
-    ce, ls = (side(f"digits/{name}", ledger) for name in ("ce", "ls"))
-    more = replace(ls, runs={**ls.runs, 7: ls.runs[1]}, recipes={**ls.recipes, 7: ls.recipes[1]})
-    for note, where in ((remarks(ce, more), "second"), (remarks(more, ce), "first")):
+    ce, ls = (find_runs(f"digits/{name}", ledger) for name in ("ce", "ls"))
+    more = replace(ls, runs={**ls.runs, 7: ls.runs[1]}, settings={**ls.settings, 7: ls.settings[1]})
+    for note, where in ((comparison_notes(ce, more), "second"), (comparison_notes(more, ce), "first")):
         assert len(note) == 1
         assert re.search(rf"\b{where}\b.*\b7\b", note[0])
 
 
 def test_fields_in_which_recipes_differ_are_named(ledger):
-    ce = side("digits/ce", ledger)
-    first = Side("a", {1: ce.runs[1]}, recipes={1: ce.recipes[1]})
-    other = ce.recipes[2].replace(epochs=9)
-    second = Side("b", {2: ce.runs[2]}, recipes={2: other})
-    notes = sorted(remarks(first, second))
+    ce = find_runs("digits/ce", ledger)
+    first = ModelRuns("a", {1: ce.runs[1]}, settings={1: ce.settings[1]})
+    other = {**ce.settings[2], "epochs": 9}
+    second = ModelRuns("b", {2: ce.runs[2]}, settings={2: other})
+    notes = sorted(comparison_notes(first, second))
     assert len(notes) == 2
-    assert re.search(rf"epochs.*\b{ce.recipes[1].epochs}\b.*\b9\b", notes[0])
+    assert re.search(rf"epochs.*\b{ce.settings[1]['epochs']}\b.*\b9\b", notes[0])
     assert re.search(r"seed.*\b1\b.*\b2\b", notes[1])
-    (one,) = versus(first, second, ["accuracy"], resamples=100)
+    (one,) = compare_runs(first, second, ["accuracy"], resamples=100)
     assert one.rows()[0][1] == "1, 2"
     assert [one.to_dict()["pairs"][0][word] for word in ("seed", "second_seed")] == [1, 2]
 
@@ -529,11 +528,11 @@ def test_fields_in_which_recipes_differ_are_named(ledger):
 def test_pairing_by_row_number_is_noted():
     given = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
     other = Predictions(torch.randn(50, 3), torch.arange(50) % 3)
-    (note,) = remarks(Side("a", {None: given}), Side("b", {None: other}))
+    (note,) = comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: other}))
     assert re.search(r"\bid\b.*\bindex\b", note)
     placed = [Predictions(one.logits, one.labels, index=torch.arange(50)) for one in (given, other)]
-    assert remarks(*(Side(name, {None: one}) for name, one in zip("ab", placed, strict=True))) == []
-    assert remarks(Side("a", {None: given}), Side("b", {None: placed[1]})) == [note]
+    assert comparison_notes(*(ModelRuns(name, {None: one}) for name, one in zip("ab", placed, strict=True))) == []
+    assert comparison_notes(ModelRuns("a", {None: given}), ModelRuns("b", {None: placed[1]})) == [note]
 
 
 @pytest.mark.parametrize(
@@ -557,8 +556,8 @@ def test_classes_that_differ_are_refused_by_the_command(tmp_path, monkeypatch, o
 def test_what_a_temperature_made_can_be_compared():
     """These lines are older: the ledger stores no logits of them."""
     kept = Ledger(Path(__file__).parents[2] / "results")
-    given = side("cifar10/fast/ce+temperature", kept)
-    written = {line.seed: line for line in lines_of(given.name, kept)}
+    given = find_runs("cifar10/fast/ce+temperature", kept)
+    written = {line.seed: line for line in find_lines(given.name, kept)}
     for seed, predictions in given.runs.items():
         assert float(ece(predictions)) == pytest.approx(written[seed].metrics["ece"][0], abs=1e-6)
 
@@ -573,30 +572,30 @@ def of_many_classes(seed: int) -> Predictions:
 
 def test_rows_of_many_classes_are_compared_by_their_largest_probabilities():
     whole = [of_many_classes(seed) for seed in (1, 2)]
-    sides = [Side(name, {1: StoredPredictions.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
-    found = {one.metric: one for one in versus(*sides)}
-    assert set(found) == {"accuracy", "ece"}
+    sides = [ModelRuns(name, {1: StoredPredictions.of(one).tops()}) for name, one in zip("ab", whole, strict=True)]
+    found = {one.metric: one for one in compare_runs(*sides)}
+    assert set(found) == {"accuracy", "ece", "aurc"}
     for name, metric in {"accuracy": accuracy, "ece": ece}.items():
         direct = paired_bootstrap(metric, *whole)
         assert found[name].difference == pytest.approx(direct.difference, abs=1e-6)
-        assert found[name].pairs[1].interval.low == pytest.approx(direct.interval.low, abs=1e-3)
-        assert found[name].pairs[1].better == direct.better
+        assert found[name].by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-3)
+        assert found[name].by_seed[1].better == direct.better
     with pytest.raises(ValueError, match=r"nll.*\ba\b.*accuracy, ece"):
-        versus(*sides, ("nll",))
+        compare_runs(*sides, ("nll",))
 
 
 def test_rows_of_many_classes_are_compared_by_what_is_kept_of_each_sample():
     """The ledger stores the loss and the squared error of each sample."""
     whole = [of_many_classes(seed) for seed in (1, 2)]
     kept = [StoredPredictions.of(one) for one in whole]
-    sides = [Side(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
-    assert [one.metric for one in versus(*sides)] == ["accuracy", "ece", "nll"]
-    for other in (sides[1], Side("b", {1: whole[1]})):  # also against predictions that are whole
-        for found, metric in zip(versus(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
+    sides = [ModelRuns(name, {1: one.tops()}, {1: one.of_each_sample()}) for name, one in zip("ab", kept, strict=True)]
+    assert [one.metric for one in compare_runs(*sides)] == ["accuracy", "ece", "nll", "brier", "aurc"]
+    for other in (sides[1], ModelRuns("b", {1: whole[1]})):  # also against predictions that are whole
+        for found, metric in zip(compare_runs(sides[0], other, ("nll", "brier")), (nll, brier), strict=True):
             direct = paired_bootstrap(metric, *whole)
             assert found.difference == pytest.approx(direct.difference, abs=1e-6)
-            assert found.pairs[1].interval.low == pytest.approx(direct.interval.low, abs=1e-5)
-            assert found.pairs[1].better == direct.better
+            assert found.by_seed[1].interval.low == pytest.approx(direct.interval.low, abs=1e-5)
+            assert found.by_seed[1].better == direct.better
 
 
 def test_rows_of_a_protocol_are_not_mixed_with_its_variants():
@@ -605,9 +604,9 @@ def test_rows_of_a_protocol_are_not_mixed_with_its_variants():
     line = next(one for one in kept.lines.values() if one.method == "fedlas_ls" and one.seed == 1)
     other = replace(line.recipe, loss_options={**line.recipe.loss_options, "beta": 1.0})
     kept.lines["variant"] = replace(line, id="variant", recipe=other)
-    assert line in lines_of("cifar10/fast/fedlas_ls", kept)
-    assert "variant" not in {one.id for one in lines_of("cifar10/fast/fedlas_ls", kept)}
-    assert len(side("cifar10/fast/fedlas_ls", kept).runs) == 3
+    assert line in find_lines("cifar10/fast/fedlas_ls", kept)
+    assert "variant" not in {one.id for one in find_lines("cifar10/fast/fedlas_ls", kept)}
+    assert len(find_runs("cifar10/fast/fedlas_ls", kept).runs) == 3
 
 
 def test_half_the_alpha_is_half_of_the_protocols():
@@ -621,13 +620,13 @@ def test_rows_of_the_ablations_are_compared_by_name():
     kept = Ledger(Path(__file__).parents[2] / "results")
     for row, options in (("fedlas_ls gate=shuffled", {"gate": "shuffled"}), ("ls half", {"alpha": 0.025})):
         for text in (f"cifar10/{row}", f"cifar10/fast/{row}"):
-            lines = lines_of(text, kept)
+            lines = find_lines(text, kept)
             assert sorted(line.seed for line in lines) == [1, 2, 3]
             assert all(options.items() <= line.recipe.loss_options.items() for line in lines)
-    same = {line.seed: line.recipe for line in lines_of("cifar10/fast/ls same mean alpha", kept)}
+    same = {line.seed: line.recipe for line in find_lines("cifar10/fast/ls same mean alpha", kept)}
     assert {recipe.loss for recipe in same.values()} == {"ls"}
     assert len({recipe.loss_options["alpha"] for recipe in same.values()}) > 1, "each seed has its own mean"
-    assert lines_of("cifar100/fast/ls half", kept) == lines_of("cifar10/paper/ls half", kept) == []
+    assert find_lines("cifar100/fast/ls half", kept) == find_lines("cifar10/paper/ls half", kept) == []
 
 
 @pytest.mark.parametrize("name", ["sota", "over_under", "ood", "gate_stability"])

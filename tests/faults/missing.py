@@ -148,7 +148,7 @@ DEEDS: dict[str, Callable[[Path], Any]] = {
     "typer": command_line,
     "rich": progress_bar,
     "matplotlib": lambda folder: fedlas.save_figures({"mine": some()}, folder, ("svg",), resamples=20),
-    "jinja2": lambda folder: fedlas.save_page(folder / "page.html", {"mine": some()}),
+    "jinja2": lambda folder: fedlas.save_page({"mine": some()}, folder / "page.html"),
     "pillow": lambda _: import_module("fedlas.report.thumbnails").picture_of(torch.rand(8, 8)),
     "pyarrow": lambda folder: fedlas.write_predictions(some(), folder / "p.parquet"),
     "probmetrics": probmetrics,

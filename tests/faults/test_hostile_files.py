@@ -299,7 +299,7 @@ def test_one_low_confidence_needs_no_table(tmp_path):
 
 LIMITED = """
 import resource, sys
-import fedlas, fedlas.report.answers, fedlas.integrations.official
+import fedlas, fedlas.report.evaluation_result, fedlas.integrations.official
 from fedlas.io import read_predictions
 held = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize"))) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (held + 2**29, held + 2**29))

@@ -73,7 +73,7 @@ def training(folder: Path) -> dict[str, Any]:
     ledger = Ledger(folder / named("Büro"))
     stored_predictions.record(run, "small", ledger)
     shown = {"köttur": run.predictions("best-test")}
-    page = fedlas.save_page(folder / named("Seite ü.html"), shown, resamples=RESAMPLES)
+    page = fedlas.save_page(shown, folder / named("Seite ü.html"), resamples=RESAMPLES)
     return {
         "predictions": {name: digest(content) for name, content in prediction_bytes(run).items()},
         "log": digest(json.dumps(log_without_times(run)).encode()),

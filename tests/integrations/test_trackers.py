@@ -33,7 +33,7 @@ def report(run):
 
 
 def diagram(report):
-    return reliability_figure({"run": [reliability_data(report.before.bins["width"], report["ece"], "as given")]})
+    return reliability_figure({"run": [reliability_data(report.before.bins["width"], report["ece"], "uncalibrated")]})
 
 
 def pixels(report) -> tuple[int, int]:

@@ -417,7 +417,7 @@ def test_the_command_line_has_the_options_and_says_what_was_read(tmp_path):
     assert refused.exit_code == 1
     assert "--normalize" in refused.output
     out = tmp_path / "t.safetensors"
-    method = ["--method", "histogram_binning", "--normalize", "--out", str(out)]
+    method = ["--posthoc", "histogram_binning", "--normalize", "--out", str(out)]
     fitted = CliRunner().invoke(app, ["calibrate", "fit", str(path), *columns, *method])
     assert fitted.exit_code == 0, fitted.output
     assert out.exists()
@@ -464,13 +464,13 @@ def test_labels_of_a_calibration_file_may_be_in_another_file(tmp_path):
     for name in ("test", "val"):
         np.save(tmp_path / f"{name}.npy", LOGITS + (name == "val") * make.normal(size=LOGITS.shape))
         np.save(tmp_path / f"{name}_y.npy", LABELS)
-    files = [f"{tmp_path}/test.npy", "--labels", f"{tmp_path}/test_y.npy", "--calibrate-on", f"{tmp_path}/val.npy"]
+    files = [f"{tmp_path}/test.npy", "--labels", f"{tmp_path}/test_y.npy", "--calibration", f"{tmp_path}/val.npy"]
     command = ["evaluate", *files, "--logits", "--resamples", "50", "--posthoc", "histogram_binning"]
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1
     assert "val.npy" in refused.output
-    assert "--calibrate-labels" in refused.output
-    done = CliRunner().invoke(app, [*command, "--calibrate-labels", f"{tmp_path}/val_y.npy"])
+    assert "--calibration-labels" in refused.output
+    done = CliRunner().invoke(app, [*command, "--calibration-labels", f"{tmp_path}/val_y.npy"])
     assert done.exit_code == 0, done.output
 
 

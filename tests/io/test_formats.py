@@ -15,7 +15,7 @@ from fedlas.evaluation import evaluate
 from fedlas.io import READERS, WRITERS, read_predictions, write_predictions
 from fedlas.io.safetensors import FORMAT
 from fedlas.predictions import Predictions, TopLabelPredictions
-from fedlas.report.answers import judge_files
+from fedlas.report.evaluation_result import evaluate_files
 
 NAMES = ("cat", 'd"o,g', "ω\nemu")
 
@@ -508,7 +508,7 @@ def test_a_file_without_labels_raises_an_error_that_names_it(tmp_path):
         truth = "species" if name == "b" else "label"
         (tmp_path / f"{name}.csv").write_text(f"prob_x,prob_y,{truth}\n0.9,0.1,x\n0.2,0.8,y\n")
     with pytest.raises(ValueError, match=r"b\.csv.*species.*--label-column"):
-        judge_files([tmp_path / "a.csv", tmp_path / "b.csv"])
+        evaluate_files([tmp_path / "a.csv", tmp_path / "b.csv"])
 
 
 @pytest.mark.parametrize(

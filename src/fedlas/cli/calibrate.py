@@ -18,7 +18,7 @@ from fedlas.errors import UserError
 def calibrate_fit(
     file: Annotated[Path, typer.Argument(help="Predictions with labels, on samples that are not used for evaluation.")],
     out: Annotated[Path, typer.Option(help="Output file (.safetensors).")],
-    method: Annotated[str, typer.Option(help="Name of the calibrator; see: fedlas list calibrators")] = "temperature",
+    posthoc: Annotated[str, typer.Option(help="Name of the calibrator; see: fedlas list calibrators")] = "temperature",
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEYWORD=VALUE", help="Option of the calibrator.")
     ] = None,
@@ -41,16 +41,16 @@ def calibrate_fit(
         refuse_other_kind(out, "calibrator", load_calibrator)
         existing = load_calibrator(out) if not overwrite and out.is_file() and out.stat().st_size else None
         options = {name: value_of(text) for name, text in parsed(settings).items()}
-        calibrator = build_calibrator(method, **options)
+        calibrator = build_calibrator(posthoc, **options)
         if existing is not None and (existing.name, existing.options) != (calibrator.name, calibrator.options):
             raise _calibrator_exists(out)
-        with progress() as watch:
-            predictions = require_labels(read_file(file, watch, columns), file)
-            watch(f"fitting {method}", 0.0)
+        with progress() as report:
+            predictions = require_labels(read_file(file, report, columns), file)
+            report(f"fitting {posthoc}", 0.0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DoubtfulFit)  # shown below
                 calibrator.fit(predictions)
-            watch(f"fitting {method}", 1.0)
+            report(f"fitting {posthoc}", 1.0)
             if existing is not None and not _equal_tensors(existing.learned, calibrator.learned):
                 raise _calibrator_exists(out)
             calibrator.save(out)
@@ -64,7 +64,7 @@ def calibrate_fit(
             show(f"warning: {labels}, whose logarithm is unknown: {advice}", err=True)
         fit = calibrator.fitted
         change = [] if fit is None else [f"NLL {fit.before:.4g} before, {fit.after:.4g} after, on {fit.n:,} samples"]
-        show(f"{method}: {', '.join([*parameters, *change])}", err=True)
+        show(f"{posthoc}: {', '.join([*parameters, *change])}", err=True)
         if fit is not None and fit.doubt:
             show(f"warning: {out} is written, but the fit is unreliable: {fit.doubt}", err=True)
         show(out)
@@ -97,9 +97,9 @@ def calibrate_apply(
         check_places([out])
         refuse_own_input([calibrator, file], [out])
         refuse_other_kind(out, "file of predictions", read_existing)
-        with progress() as watch:
+        with progress() as report:
             loaded = load_calibrator(calibrator)
-            predictions = read_file(file, watch, columns)
+            predictions = read_file(file, report, columns)
             calibrated = loaded.transform(predictions)
             # Probabilities are written as probabilities.
             write_if_same(calibrated, out, read_existing(out), probs=probs or predictions.given_probs is not None)

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from fedlas.cli.answers import detect_foreign, evaluate_files
 from fedlas.cli.calibrate import calibrate_apply, calibrate_fit
 from fedlas.cli.catalogue import list_catalogue
 from fedlas.cli.errors import format_warning, report_interrupt
+from fedlas.cli.evaluation import detect_ood, evaluate_command
 from fedlas.cli.reproduce import compare_models, demo_run, reproduce_experiment
 from fedlas.cli.terminal import configure_logging
 from fedlas.cli.training import predict_run, search_options, train_run
@@ -65,15 +65,15 @@ app.command("demo", epilog="Example: fedlas demo --out runs/demo")(demo_run)
 app.command("reproduce", epilog="Example: fedlas reproduce sota --data cifar10 --protocol fast --dry-run")(
     reproduce_experiment
 )
-app.command("evaluate", epilog="Example: fedlas evaluate test.csv --calibrate-on val.csv --html report.html")(
-    evaluate_files
+app.command("evaluate", epilog="Example: fedlas evaluate test.csv --calibration val.csv --html report.html")(
+    evaluate_command
 )
 app.add_typer(calibrate, name="calibrate")
 calibrate.command("fit", epilog="Example: fedlas calibrate fit val.csv --out temperature.safetensors")(calibrate_fit)
 calibrate.command(
     "apply", epilog="Example: fedlas calibrate apply temperature.safetensors test.csv --out calibrated.csv"
 )(calibrate_apply)
-app.command("ood", epilog="Example: fedlas ood test.csv svhn=svhn.csv")(detect_foreign)
+app.command("ood", epilog="Example: fedlas ood test.csv svhn=svhn.csv")(detect_ood)
 app.command("compare", epilog="Example: fedlas compare runs/ce runs/fedlas_ls --metrics ece,nll")(compare_models)
 app.command(
     "search", epilog="Example: fedlas search --data cifar10 --loss fedlas_ls --protocol fast --over beta=0.5:8:log"

@@ -192,13 +192,10 @@ def compare_models(
     second: Annotated[str, typer.Argument(help="The same for the second model, on the same test samples.")],
     metrics: Annotated[
         str | None,
-        typer.Option(
-            help="Metrics, separated by commas: accuracy, ece, aece, nll, brier. By default accuracy, ece, and nll if "
-            "available."
-        ),
+        typer.Option(help="Metrics, separated by commas; by default those of reports, if they are available."),
     ] = None,
     level: Level = 0.95,
-    resamples: Annotated[int, typer.Option(help="Number of bootstrap resamples.")] = 2_000,
+    resamples: Annotated[int | None, typer.Option(help="Number of bootstrap resamples; 2,000 by default.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed for bootstrap intervals.")] = 0,
     ledger: Annotated[Path, typer.Option(help="Folder of the ledger.")] = Path("results"),
     json: Annotated[str | None, typer.Option(help="Write the result as JSON; - is standard output.")] = None,
@@ -208,24 +205,25 @@ def compare_models(
 ) -> None:
     """Compare two models on the same samples by paired tests."""
     with one_line_errors():
+        from fedlas.comparison import TABLE_HEAD, compare_runs, comparison_notes
         from fedlas.experiments.ledger import Ledger
-        from fedlas.experiments.versus import HEAD, remarks, side, versus
+        from fedlas.experiments.ledger_lookup import find_runs
 
         json_file = None if json in {None, "-"} else Path(str(json))
         check_writable([json_file])
         check_not_input([Path(first), Path(second)], [json_file])
         check_overwrite([json_file], overwrite=overwrite)
         book, asked = Ledger(ledger), words(metrics)
-        options = {"level": level, "resamples": resamples, "seed": seed}
-        ours, theirs = side(first, book, **columns), side(second, book, **columns)
-        found = versus(ours, theirs, asked, **options)
-        show_table(HEAD, [row for one in found for row in one.rows()], err=json == "-")
-        seeds = any(one.standard_error is not None for one in found)
+        options: dict[str, Any] = {"level": level, "resamples": resamples, "seed": seed}
+        runs = find_runs(first, book, **columns), find_runs(second, book, **columns)
+        comparisons = compare_runs(*runs, asked, **options)
+        show_table(TABLE_HEAD, [row for comparison in comparisons for row in comparison.rows()], err=json == "-")
+        seeds = any(comparison.standard_error is not None for comparison in comparisons)
         over = "; ±: standard error over seeds; interval and p of a mean: over seeds and test samples" if seeds else ""
         show(f"Difference: first minus second{over}.", err=json == "-")
-        for note in remarks(ours, theirs):
+        for note in comparison_notes(*runs):
             show(f"note: {note}", err=True)
         if json is not None:
             from json import dumps
 
-            write_text(json, dumps([{"format": COMPARISON} | one.to_dict() for one in found], allow_nan=False))
+            write_text(json, dumps([{"format": COMPARISON} | comparison.to_dict() for comparison in comparisons], allow_nan=False))

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from fedlas.comparison import paired_metrics
 from fedlas.experiments import closed_loop_design as design
 from fedlas.experiments.base import Choice
 from fedlas.experiments.closed_loop_design import OURS, POSTHOC, Candidate, data_sets, methods, row_name, selected
@@ -11,7 +12,6 @@ from fedlas.experiments.grid import Measured
 from fedlas.experiments.ledger import TEMPERATURE, V2, Ledger, Line
 from fedlas.experiments.paper import data_name
 from fedlas.experiments.stored_predictions import load_stored_predictions
-from fedlas.experiments.versus import METRICS as COMPARED
 from fedlas.metrics.paired import of_each_sample
 from fedlas.metrics.seeds import SeedComparison, ece_values, holm, over_seeds
 from fedlas.report.tables import Cell, Column, Row, Table
@@ -268,7 +268,9 @@ class _SampleValues:
             stored, top = kept.of_each_sample(), kept.tops()
             found = {name: one.values for name, one in stored.items()} | {"ece": ece_values(top)}
             found |= {
-                name: of_each_sample(COMPARED[name], top).values for name in (*TESTED, *MARGINS) if name not in found
+                name: of_each_sample(paired_metrics()[name], top).values
+                for name in (*TESTED, *MARGINS)
+                if name not in found
             }
             self._read[line.id] = found
         return self._read[line.id]

@@ -211,7 +211,7 @@ def _check_column(name: str, columns: Mapping[str, Any], chosen: str, options: R
         if chosen == "label_column":
             advice += (
                 f"; labels may come from another file: {option('labels')}, for calibration data "
-                f"{option('calibrate_labels')}"
+                f"{option('calibration_labels')}"
             )
         raise UserError(f"{path}: {option(chosen)} names {name!r}; the columns are {short_list(columns)}{advice}")
     return name

@@ -195,7 +195,7 @@ def _gap_difference(
 
 
 def check_draws(level: float, resamples: int) -> None:
-    """Refuse so few resamples that no difference, however large, could be told from chance."""
+    """Raise if the resamples are too few for any difference to be significant."""
     check_level(level, resamples)
     needed = round(2 / (1 - level), 6)  # p-values end at 2 / (resamples + 1)
     if resamples + 1 <= needed:

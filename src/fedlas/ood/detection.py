@@ -316,7 +316,7 @@ def detect(
         level: confidence level of the intervals.
         seed: random seed of the intervals of the false-positive rate.
     """
-    ood_sets = {name: ood_predictions(name, given, predictions) for name, given in ood.items()}
+    ood_sets = {name: as_ood_predictions(name, given, predictions) for name, given in ood.items()}
     if isinstance(scores, str):
         raise UserTypeError(f"scores is {scores!r}; a sequence of names is expected")
     names = available_scores([predictions, *ood_sets.values()], train_features) if scores is None else list(scores)
@@ -333,7 +333,7 @@ def detect(
     return detect_scores(id_scores, ood_scores, tpr=tpr, positive=positive, level=level, seed=seed, split=split)
 
 
-def ood_predictions(name: str, given: AnyPredictions | Array, id_predictions: AnyPredictions) -> AnyPredictions:
+def as_ood_predictions(name: str, given: AnyPredictions | Array, id_predictions: AnyPredictions) -> AnyPredictions:
     """Return predictions on an OOD data set, built from logits if need be, after a check of the number of classes."""
     ood = given if isinstance(given, AnyPredictions) else Predictions(given)
     if not (ood.has_all_classes or id_predictions.has_all_classes):

@@ -1,4 +1,4 @@
-"""Foreign data: how well scores tell it apart, as ROC curves and as histograms."""
+"""OOD detection: ROC curves and histograms of scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
 
 
 @dataclass(frozen=True)
-class ForeignScore:
-    """One score on known and on foreign samples.
+class OODScore:
+    """One score on ID and OOD samples.
 
     Args:
-        name: of the score.
+        name: name of the score.
         quantity: what its values are, such as "1 − max probability".
-        auroc: share of pairs, one known and one foreign, that it puts in order.
-        false: shares of known samples that are taken for foreign.
-        true: shares of foreign samples that are, at the same thresholds.
-        edges: of the histograms; what lies beyond them is in the first and last bin.
-        known: share of the known samples in each bin.
-        foreign: share of the foreign samples.
+        auroc: area under the ROC curve.
+        false: false-positive rates: fractions of ID samples detected as OOD.
+        true: true-positive rates at the same thresholds.
+        edges: edges of the histograms; the outermost bins hold all values beyond them.
+        id: fraction of the ID samples in each bin.
+        ood: fraction of the OOD samples in each bin.
         auroc_interval: confidence interval of the AUROC, if known; its width sets the digits that are shown.
     """
 
@@ -47,8 +47,8 @@ class ForeignScore:
     false: tuple[float, ...]
     true: tuple[float, ...]
     edges: tuple[float, ...]
-    known: tuple[float, ...]
-    foreign: tuple[float, ...]
+    id: tuple[float, ...]
+    ood: tuple[float, ...]
     auroc_interval: tuple[float, float] | None = None
 
     @property
@@ -58,45 +58,45 @@ class ForeignScore:
 
 
 @dataclass(frozen=True)
-class ForeignSet:
-    """Every score on one foreign data set.
+class OODSet:
+    """All scores on one OOD data set.
 
     Args:
-        name: of the data set.
-        scores: as many as the samples allow.
+        name: name of the data set.
+        scores: the scores.
     """
 
     name: str
-    scores: tuple[ForeignScore, ...]
+    scores: tuple[OODScore, ...]
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """How one model tells foreign data apart.
+class OODFigureData:
+    """OOD detection of one model.
 
     Args:
-        title: which model.
-        sets: the foreign data sets.
+        title: name of the model.
+        sets: the OOD data sets.
     """
 
     title: str
-    sets: tuple[ForeignSet, ...]
+    sets: tuple[OODSet, ...]
 
 
-def foreign_data(
+def ood_data(
     predictions: AnyPredictions,
     ood: Mapping[str, AnyPredictions | Array],
     report: "Report",
     title: str,
     train_features: Array | None = None,
-) -> Foreign:
-    """Trace the ROC curve and the histograms of every score on every foreign data set.
+) -> OODFigureData:
+    """Return ROC curve and histograms of every score on every OOD data set.
 
     Args:
-        predictions: on known samples.
-        ood: on foreign ones, or logits alone, by the names of the data sets.
-        report: what `evaluate` found with the same foreign data.
-        title: which model.
+        predictions: predictions on ID samples.
+        ood: predictions or logits on OOD data, by the name of the data set.
+        report: the report with the same OOD data.
+        title: name of the model.
         train_features: features of the training set, for the "knn" score.
     """
     held = page_data.ood_data(predictions, ood, report, train_features)
@@ -106,22 +106,23 @@ def foreign_data(
     for one in held["sets"]:
         scores = tuple(_score(score) for score in one["scores"] if "roc" in score)
         if scores:
-            found.append(ForeignSet(one["name"], scores))
+            found.append(OODSet(one["name"], scores))
     if not found:
         raise UserError(f"of the OOD data in the report ({len(held['sets'])} sets), none is given in ood")
-    return Foreign(title, tuple(found))
+    return OODFigureData(title, tuple(found))
 
 
-def _score(held: page_data.Plain) -> ForeignScore:
+def _score(held: page_data.Plain) -> OODScore:
     auroc, roc, histogram = held["results"][0], held["roc"], held["histogram"]
     columns = (roc["fpr"], roc["tpr"], histogram["edges"], histogram["id"], histogram["ood"])
-    false, true, edges, known, foreign = (tuple(map(float, column)) for column in columns)
+    false, true, edges, in_distribution, out_of_distribution = (tuple(map(float, column)) for column in columns)
     interval = None if auroc["low"] is None else (auroc["low"], auroc["high"])
-    return ForeignScore(held["name"], held["quantity"], auroc["value"], false, true, edges, known, foreign, interval)
+    fractions = (in_distribution, out_of_distribution)
+    return OODScore(held["name"], held["quantity"], auroc["value"], false, true, edges, *fractions, interval)
 
 
-def roc_figure(data: Foreign) -> Any:
-    """Draw the ROC curves of all scores, a panel for each foreign data set; a matplotlib figure.
+def roc_figure(data: OODFigureData) -> Any:
+    """Draw the ROC curves of all scores, a panel for each OOD data set; return the matplotlib figure.
 
     The legend gives the AUROC of each score, in the order of the panels.
     """
@@ -138,21 +139,19 @@ def roc_figure(data: Foreign) -> Any:
             found = [score.auroc_text for one in data.sets for score in one.scores if score.name == name]
             label = f"{name.replace('_', ' ')}: {', '.join(found)}"
             axes[0].plot([], [], label=label, **stroke(number).marked(1))
-        label_outside(axes, "known taken for foreign", "foreign taken for foreign")
+        label_outside(axes, "false positive rate", "true positive rate")
         figure.suptitle(shown(data.title), fontsize=8)
         legend_below(figure, axes[0], most=3, title="AUROC (%)", title_fontsize=7)
     return figure
 
 
-def score_figure(data: ForeignSet) -> Any:
-    """Draw how each score is spread on known and on foreign samples, a panel for each; a matplotlib figure."""
+def score_figure(data: OODSet) -> Any:
+    """Draw histograms of each score on ID and OOD samples; return the matplotlib figure."""
     with grid(len(data.scores), height=1.5, share=False) as (figure, axes):
         for panel, score in zip(axes, data.scores, strict=True):
+            panel.stairs(score.id, score.edges, label="ID", fill=True, facecolor="0.8", edgecolor=DARK, linewidth=0.8)
             panel.stairs(
-                score.known, score.edges, label="known", fill=True, facecolor="0.8", edgecolor=DARK, linewidth=0.8
-            )
-            panel.stairs(
-                score.foreign,
+                score.ood,
                 score.edges,
                 label=shown(data.name),
                 fill=True,

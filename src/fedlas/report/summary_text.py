@@ -1,8 +1,8 @@
-"""What a report says, in words: nothing that its intervals do not carry.
+"""Summary text of a report: only statements that its intervals and paired tests support.
 
-A direction is claimed only where the interval of the signed ECE leaves out zero, and a place only where the range of
-its accuracy leaves out its confidence even though the worst of all bins was looked for (Bonferroni). Where less is
-known, the words say so, and what chance alone would show stands beside the error.
+A direction is stated only if the interval of the signed ECE excludes zero, and a bin only if the interval of its
+accuracy, Bonferroni-corrected for the number of bins, excludes its confidence. Otherwise the text says that nothing is
+shown, and gives the noise floor beside the error.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from fedlas.formatting import count, decimals, fixed, interval, level, number, p_value, percent, significant
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.result import Result
-from fedlas.report.places import Place, filled_places
+from fedlas.report.reliability_bins import ReliabilityBin, non_empty_bins
 
 if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
     from fedlas.evaluation import Report, State
@@ -19,18 +19,18 @@ if TYPE_CHECKING:  # `evaluation` already stands on a tall chain of modules
 Direction = Literal["over", "under", "both", "some", "none", "unknown"]
 Effect = Literal["all", "most", "part", "unchanged", "worse", "harm", "untested"]
 
-PLACE = 0.9  # the confidence that is spoken of
-FEWEST = 10  # samples that a place needs to be spoken of
-LONGEST = 60  # letters of a name that someone else gave
+TYPICAL_CONFIDENCE = 0.9  # whose accuracy is stated
+MIN_SAMPLES = 10  # of a bin that is mentioned
+LONGEST = 60  # characters of an untrusted name
 TINY = 1e-30  # a floor of probabilities that no rounding to decimals explains
 MUCH = 0.1  # an ECE that may be this large is not known to be small
 
 
 def direction(state: "State") -> Direction:
-    """Say which way confidence is shown to be wrong.
+    """Return the direction of the miscalibration that is statistically significant.
 
-    "over" and "under" are shown by the mean; "both" means that bins of either kind are shown and cancel; "some" that
-    there is an error without a direction; "none" that no error is shown; "unknown" that there are no intervals.
+    "over" and "under": of the mean; "both": some bins are over-confident and some under-confident, and they cancel;
+    "some": miscalibration without a direction; "none": no significant miscalibration; "unknown": no intervals.
     """
     signed, total = state["signed_ece"].interval, state["ece"].interval
     if signed is None or total is None:
@@ -65,29 +65,29 @@ def effect(after: "State") -> Effect:
     return "most" if end < start / 2 else "part"
 
 
-def at_confidence(bins: Bins, confidence: float = PLACE, level: float = 0.95) -> Place | None:
-    """Find the bin that holds a confidence; None where it has too few samples to speak of."""
-    places = filled_places(bins, level)
-    found = [place for place in places if place.lower < confidence <= place.upper and place.samples >= FEWEST]
+def at_confidence(bins: Bins, confidence: float = TYPICAL_CONFIDENCE, level: float = 0.95) -> ReliabilityBin | None:
+    """Return the bin of a confidence; None if it has too few samples."""
+    places = non_empty_bins(bins, level)
+    found = [place for place in places if place.lower < confidence <= place.upper and place.samples >= MIN_SAMPLES]
     return found[0] if found else None
 
 
-def worst_place(state: "State", level: float = 0.95) -> Place | None:
-    """Find the bin that adds most to the error, among those where more than chance is shown."""
+def worst_bin(state: "State", level: float = 0.95) -> ReliabilityBin | None:
+    """Return the significantly miscalibrated bin with the largest contribution to the ECE."""
     way = direction(state)
     bins = state.bins["width"]
     tried = max(1, int((bins.counts > 0).sum()))
     wanted = {"over": (1,), "under": (-1,)}.get(way, (1, -1))
     places = [
         place
-        for place in filled_places(bins, 1 - (1 - level) / tried)
-        if not place.fits and math.copysign(1, place.weighted_gap) in wanted
+        for place in non_empty_bins(bins, 1 - (1 - level) / tried)
+        if not place.is_calibrated and math.copysign(1, place.weighted_gap) in wanted
     ]
     return max(places, key=lambda place: abs(place.weighted_gap), default=None)
 
 
-def in_words(report: "Report") -> str:
-    """Say the most important things in one line: direction, what 0.9 means, and what repairs it."""
+def headline(report: "Report") -> str:
+    """Return one line: direction, accuracy at 0.9 confidence, and the effect of calibration."""
     state, way = report.before, direction(report.before)
     two = _hides_classes(report, way)
     said = [_headline(state, way, " of the predicted class" if two else "")]
@@ -96,7 +96,7 @@ def in_words(report: "Report") -> str:
     place = at_confidence(state.bins["width"], level=_level(state))
     if place is not None:
         said.append(f"at {_about(place)} confidence the accuracy is {percent(place.accuracy, place.low, place.high)}")
-    done = _spoken_of(report)
+    done = _headline_calibrator(report)
     if done is not None and way not in {"none", "unknown"}:
         verdict = {
             "all": "removes all detectable miscalibration",
@@ -118,7 +118,7 @@ def _hides_classes(report: "Report", way: Direction) -> bool:
 
 
 def sentences(report: "Report") -> tuple[str, ...]:
-    """Say at some length what a report shows, with its intervals."""
+    """Return the results of a report as sentences, with confidence intervals."""
     state, way = report.before, direction(report.before)
     confidence_level = _level(state)
     samples = f"{count(report.n)} {'sample' if report.n == 1 else 'samples'}"
@@ -134,12 +134,12 @@ def sentences(report: "Report") -> tuple[str, ...]:
         )
     near = at_confidence(state.bins["width"], level=confidence_level)
     if near is not None:
-        agrees = ", which agrees with the confidence" if near.fits else ""
+        agrees = ", which agrees with the confidence" if near.is_calibrated else ""
         said.append(
             f"Where its confidence is about {_about(near)} ({count(near.samples)} samples, mean "
             f"{_with_digits_of(near, near.confidence)}), the accuracy is {_accuracy(near)}{agrees}."
         )
-    worst = worst_place(state, confidence_level) if way not in {"none", "unknown"} else None
+    worst = worst_bin(state, confidence_level) if way not in {"none", "unknown"} else None
     if worst is not None:
         most = abs(worst.weighted_gap) > float(state["ece"]) / 2
         said.append(
@@ -161,7 +161,7 @@ def _direction_sentences(state: "State", way: Direction, samples: str) -> list[s
     if signed.interval is None or total.interval is None:
         side = "above" if float(signed) >= 0 else "below"
         return [
-            f"Mean confidence is {_points(signed)} {side} accuracy; no interval was computed to say how sure that is.",
+            f"Mean confidence is {_points(signed)} {side} accuracy; no confidence interval was computed.",
             f"The ECE is {_value(total)}.",
         ]
     if way in {"over", "under"}:
@@ -173,8 +173,8 @@ def _direction_sentences(state: "State", way: Direction, samples: str) -> list[s
         ]
     if way == "both":
         return [
-            f"It is too sure in some places (O-ECE {_share(state['over_ece'])}) and too unsure in others (U-ECE "
-            f"{_share(state['under_ece'])}); on average the two cancel: {compared}.",
+            f"It is over-confident in some bins (O-ECE {_share(state['over_ece'])}) and under-confident in others "
+            f"(U-ECE {_share(state['under_ece'])}); on average the two cancel: {compared}.",
             error,
         ]
     if way == "some":
@@ -280,15 +280,15 @@ def _fitted(after: "State") -> str:
 
 
 def _doubt(after: "State") -> str:
-    """Say why a calibrator should not be relied on, although it was fitted."""
+    """Return why a fitted calibrator should not be relied on."""
     doubts = [fit.doubt for fit in after.fits if fit.doubt]
     parts = f" in {len(doubts)} of {len(after.fits)} parts" if len(after.fits) > 1 else ""
     end = "" if doubts[0].endswith((".", "?")) else "."
     return f"Do not rely on {_name(after.name)}{parts}: {doubts[0]}{end}"
 
 
-def _spoken_of(report: "Report") -> "State | None":
-    """Choose the calibrator to speak of first: a temperature where there is one."""
+def _headline_calibrator(report: "Report") -> "State | None":
+    """Return the calibrator of the headline: a temperature if there is one."""
     states = list(report.after.values())
     return next((one for one in states if _temperature(one) is not None), states[0] if states else None)
 
@@ -318,7 +318,7 @@ def _headline(state: "State", way: Direction, of: str = "") -> str:
     if way in {"over", "under"}:
         return f"{way}-confident by {_points(signed)}"
     if way == "both":
-        return f"too sure in some places and too unsure in others (ECE {_value(total)})"
+        return f"over-confident in some bins and under-confident in others (ECE {_value(total)})"
     if way == "some":
         return f"confidence and accuracy differ, in no single direction (ECE {_value(total)})"
     if way == "none":
@@ -368,16 +368,16 @@ def _name(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def _about(place: Place) -> str:
+def _about(place: ReliabilityBin) -> str:
     return fixed(place.confidence, 2).removesuffix("0")
 
 
-def _accuracy(place: Place) -> str:
+def _accuracy(place: ReliabilityBin) -> str:
     """Write the accuracy in a bin of confidence, with its confidence interval."""
     return f"{percent(place.accuracy, place.low, place.high)} ({interval(place.low, place.high)})"
 
 
-def _with_digits_of(place: Place, fraction: float) -> str:
+def _with_digits_of(place: ReliabilityBin, fraction: float) -> str:
     """Write a fraction with as many decimals as the accuracy in a bin of confidence."""
     return f"{fixed(100 * fraction, decimals(place.low, place.high))} %"
 

@@ -14,8 +14,8 @@ from fedlas.metrics.bin_sums import EdgeRule
 from fedlas.metrics.result import Comparison, Definition, Interval, Result
 from fedlas.posthoc import build_calibrator
 from fedlas.predictions import Predictions
-from fedlas.report.places import filled_places
-from fedlas.report.words import at_confidence, direction, effect, in_words, sentences, worst_place
+from fedlas.report.reliability_bins import non_empty_bins
+from fedlas.report.summary_text import at_confidence, direction, effect, headline, sentences, worst_bin
 
 
 def sampled(n: int, classes: int = 10, scale: float = 1.0, seed: int = 0) -> Predictions:
@@ -47,7 +47,7 @@ def percent(result: Result) -> str:
 
 
 def summary(report: Report) -> str:
-    return " ".join([in_words(report), *sentences(report)])
+    return " ".join([headline(report), *sentences(report)])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_clear_direction_is_stated(classes, scale, way):
     report = measured(3_000, classes, scale)
     assert direction(report.before) == way
     gap = f"{way}-confident by {100 * abs(float(report['signed_ece'])):.1f} "
-    assert in_words(report).startswith(gap)
+    assert headline(report).startswith(gap)
     assert any(gap in line for line in sentences(report))
     other = {"over": "under", "under": "over"}[way]
     assert f"{other}-confident" not in summary(report)
@@ -75,8 +75,8 @@ def test_a_calibrated_model_is_not_called_miscalibrated(classes):
     assert direction(report.before) == "none"
     assert "-confident" not in summary(report)
     floor = f"{100 * report['ece'].details['noise_floor']:.1f} %"
-    assert floor in in_words(report)
-    assert "T = " not in in_words(report)
+    assert floor in headline(report)
+    assert "T = " not in headline(report)
     (line,) = [line for line in sentences(report) if "T = " in line]
     assert f" {100 * float(report['ece']):.1f} % to " in line
 
@@ -92,7 +92,7 @@ def test_calibrated_models_are_rarely_called_miscalibrated(n):
             name: metrics.bootstrap(getattr(metrics, name), given, resamples=300) for name in ("ece", "signed_ece")
         }
         found |= {"over_ece": metrics.over_ece(given), "under_ece": metrics.under_ece(given)}
-        accused += direction(State("as given", found, {})) != "none"
+        accused += direction(State("uncalibrated", found, {})) != "none"
     assert accused <= 7
 
 
@@ -106,7 +106,7 @@ def test_few_samples_leave_a_wide_range(n):
     low, high = report["ece"].interval.low, report["ece"].interval.high
     assert f" 0 to {formatting.percent(high, low, high)}" in said
     assert said.lower().count(f"{n} sample") == 1 + (high >= 0.1)  # once more where they are too few
-    assert in_words(report)
+    assert headline(report)
 
 
 def test_errors_that_cancel_are_no_direction():
@@ -116,7 +116,7 @@ def test_errors_that_cancel_are_no_direction():
     hits = (torch.rand(4_000, generator=random) < true).long()
     report = report_of(Predictions.from_probs(confidence, hits))
     assert direction(report.before) == "both"
-    assert f"(ECE {100 * float(report['ece']):.1f} %)" in in_words(report)
+    assert f"(ECE {100 * float(report['ece']):.1f} %)" in headline(report)
     parts = [percent(report[name]) for name in ("over_ece", "under_ece")]
     assert re.search(f"O-ECE {parts[0]}.*U-ECE {parts[1]}", " ".join(sentences(report)))
 
@@ -130,7 +130,7 @@ def test_of_two_classes_errors_of_the_positive_class_are_not_hidden():
     assert direction(report.before) == "none"
     shown = percent(report.before["classwise_ece"])
     assert shown == "6.16 %"
-    assert shown in in_words(report)
+    assert shown in headline(report)
     assert any(shown in sentence for sentence in sentences(report))
 
 
@@ -151,12 +151,12 @@ def test_the_accuracy_at_a_confidence_is_that_of_its_bin(report):
     assert place is not None
     assert place.samples == int(near.sum())
     assert place.accuracy == pytest.approx(float(correct[near].double().mean()))
-    assert f" {formatting.percent(place.accuracy, place.low, place.high)}" in in_words(report)
+    assert f" {formatting.percent(place.accuracy, place.low, place.high)}" in headline(report)
     assert at_confidence(evaluate(given[:8], intervals=False).before.bins["width"]) is None
 
 
 def test_the_worst_bin_is_named_where_its_gap_is_significant(report):
-    place = worst_place(report.before)
+    place = worst_bin(report.before)
     assert place is not None
     assert place.confidence > place.high
     gaps = report.before.bins["width"].weighted_gap
@@ -164,14 +164,14 @@ def test_the_worst_bin_is_named_where_its_gap_is_significant(report):
     edges = r" \d\.\d\d to \d\.\d\d"
     assert re.search(edges, " ".join(sentences(report)))[0] == f" {place.lower:.2f} to {place.upper:.2f}"
     calibrated = measured(300)
-    assert worst_place(calibrated.before) is None
+    assert worst_bin(calibrated.before) is None
     assert not re.search(edges, " ".join(sentences(calibrated)))
 
 
 def test_a_temperature_that_removes_the_error_is_named(report):
     found = report.after["temperature"].parameters["temperature"]
     assert effect(report.after["temperature"]) in {"all", "most"}
-    assert f"T = {found:.3g} " in in_words(report)
+    assert f"T = {found:.3g} " in headline(report)
     lines = sentences(report)
     assert any(f"T = {found:.3g} (" in line for line in lines)
     assert any("isotonic" in line for line in lines)
@@ -183,7 +183,7 @@ def test_a_doubtful_fit_is_reported_in_place_of_its_effect(report):
     fits = tuple(dataclasses.replace(fit, doubt="autre chose") for fit in after.fits)
     doubtful = dataclasses.replace(after, fits=fits)
     changed = dataclasses.replace(report, after={"temperature": doubtful})
-    assert in_words(changed) != in_words(report)
+    assert headline(changed) != headline(report)
     (line,) = [line for line in sentences(changed) if "autre chose" in line]
     assert re.search("temperature.* 5 of 5 ", line)
     assert "ECE" not in line
@@ -265,13 +265,13 @@ def test_soft_labels_and_names_that_someone_else_gave():
     lines = sentences(report)
     assert all(len(line) < 400 for line in lines)
     named = dataclasses.replace(report, after={long: dataclasses.replace(report.after["temperature"], name=long)})
-    assert all(len(line) < 400 for line in (in_words(named), *sentences(named)))
+    assert all(len(line) < 400 for line in (headline(named), *sentences(named)))
 
 
 def test_places_hold_every_sample_and_leave_empty_bins_out():
     given = sampled(500)
     bins = evaluate(given, intervals=False).before.bins["width"]
-    places = filled_places(bins)
+    places = non_empty_bins(bins)
     assert sum(place.samples for place in places) == 500
     assert len(places) == int((bins.counts > 0).sum()) < 15
     assert all(place.low <= place.accuracy <= place.high for place in places)
@@ -285,7 +285,7 @@ def test_the_temperature_is_written_alike_and_without_exponent(report, temperatu
     learned = {"temperature": temperature, "standard_error": 0.02}
     after = dataclasses.replace(report.after["temperature"], parameters=learned)
     report = dataclasses.replace(report, after={"temperature": after})
-    assert f"; T = {shown} " in in_words(report)
+    assert f"; T = {shown} " in headline(report)
     assert any(f"T = {shown} (" in line for line in sentences(report))
     assert "e+" not in summary(report)
 
