@@ -190,13 +190,13 @@ def compare(
         seed: random seed of the bootstrap.
         columns: roles of the columns of a file or table, as in `read_predictions`.
     """
-    names = ("first", "second")
-    both = [
-        as_predictions(one, None if isinstance(one, AnyPredictions) else labels, logits=logits, **columns)
-        for one in (first, second)
-    ]
-    runs = [ModelRuns(name, {None: one}) for name, one in zip(names, both, strict=True)]
-    tests = compare_runs(*runs, metrics, bins=bins, level=level, resamples=resamples, seed=seed)
+
+    def read(name: str, given: Any) -> ModelRuns:
+        own_labels = isinstance(given, AnyPredictions)
+        return ModelRuns(name, {None: as_predictions(given, None if own_labels else labels, logits=logits, **columns)})
+
+    first, second = read("first", first), read("second", second)
+    tests = compare_runs(first, second, metrics, bins=bins, level=level, resamples=resamples, seed=seed)
     return {test.metric: test.by_seed[None] for test in tests}
 
 
@@ -231,8 +231,8 @@ def compare_models(
     for done, (first, second) in enumerate(pairs):
         if progress is not None:
             progress(done / len(pairs))
-        both = [ModelRuns(name, {None: models[name]}) for name in (first, second)]
-        tests += _test_pair(*both, bins, Resampling(level, resamples, seed))
+        runs = ModelRuns(first, {None: models[first]}), ModelRuns(second, {None: models[second]})
+        tests += _test_pair(*runs, bins, Resampling(level, resamples, seed))
     if progress is not None and pairs:
         progress(1.0)
     return _corrected(tests, level)
@@ -396,7 +396,7 @@ def comparison_notes(first: ModelRuns, second: ModelRuns) -> list[str]:
 
 
 def _different_settings(first: ModelRuns, second: ModelRuns, seeds: Mapping[int | None, int | None]) -> list[str]:
-    different = {}
+    different: dict[str, tuple[Any, Any]] = {}
     for one, other in seeds.items():
         ours, theirs = first.settings.get(one, {}), second.settings.get(other, {})
         both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}

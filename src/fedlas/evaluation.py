@@ -40,6 +40,7 @@ from fedlas.metrics.base import Resampling
 from fedlas.metrics.bin_sums import Bins
 from fedlas.metrics.evaluation_accumulator import EvaluationAccumulator
 from fedlas.metrics.inputs import Pairs
+from fedlas.metrics.registry import summary_metrics
 from fedlas.metrics.result import Comparison, Definition, Result, aligned, html_table, latex_table
 from fedlas.ood.detection import Detection, as_ood_predictions, detect_scores
 from fedlas.ood.scores import OF_LOGITS, OF_PROBS, missing, score_names, score_of

@@ -466,7 +466,9 @@ def test_two_sides_are_paired_by_seed(trained, ledger):
     assert set(found[0].by_seed) == {1, 2}
     line = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ce", 2))
     other = next(line for line in ledger.lines.values() if (line.method, line.seed) == ("ls", 2))
-    direct = paired_bootstrap(ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions())
+    direct = paired_bootstrap(
+        ece, load_stored_predictions(line, ledger).predictions(), load_stored_predictions(other, ledger).predictions()
+    )
     assert found[0].by_seed[2] == direct
     differences = [one.difference for one in found[0].by_seed.values()]
     assert found[0].difference == pytest.approx(sum(differences) / 2)

@@ -226,4 +226,7 @@ def compare_models(
         if json is not None:
             from json import dumps
 
-            write_text(json, dumps([{"format": COMPARISON} | comparison.to_dict() for comparison in comparisons], allow_nan=False))
+            write_text(
+                json,
+                dumps([{"format": COMPARISON} | comparison.to_dict() for comparison in comparisons], allow_nan=False),
+            )

@@ -37,8 +37,8 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
     if path.is_dir():
         run = Run(path)
         seed = run.recipe.seed
-        runs = {seed: run.predictions(f"{run.recipe.evaluated}-test")}
-        return ModelRuns(text, runs, settings={seed: _settings(run.recipe)})
+        predictions = run.predictions(f"{run.recipe.evaluated}-test")
+        return ModelRuns(text, {seed: predictions}, settings={seed: _settings(run.recipe)})
     if path.is_file():
         return ModelRuns(text, {None: require_labels(read_predictions(path, **columns), path)})
     lines = [ledger.lines[text]] if text in ledger.lines else find_lines(text, ledger)
