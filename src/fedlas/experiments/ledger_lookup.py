@@ -13,9 +13,9 @@ from fedlas.comparison import ModelRuns
 from fedlas.errors import UserError
 from fedlas.experiments.base import Choice
 from fedlas.experiments.grid import AbstractGrid
-from fedlas.experiments.kept import kept_of
 from fedlas.experiments.ledger import TEST, Ledger, Line
 from fedlas.experiments.planning import CATALOG
+from fedlas.experiments.stored_predictions import load_stored_predictions
 from fedlas.io import read_predictions, require_labels
 from fedlas.io.untrusted import content_errors
 from fedlas.metrics.paired import EachSample
@@ -55,7 +55,7 @@ def find_runs(text: str, ledger: Ledger, **columns: Any) -> ModelRuns:
             several = ", ".join(one.id for one in lines if one.seed == line.seed)
             raise UserError(f"{text!r} means several runs of seed {line.seed}: {several}; name one of them")
         with content_errors(ledger.file_of(line)):
-            kept = kept_of(line, ledger)
+            kept = load_stored_predictions(line, ledger)
             found[line.seed], each[line.seed] = kept.tops(), kept.of_each_sample()
     return ModelRuns(text, found, each, {line.seed: _settings(line.recipe) for line in lines})
 
