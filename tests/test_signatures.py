@@ -13,7 +13,7 @@ from fedlas.ood import detect
 from fedlas.report.html import report_page
 
 # Parameters of commands that are about the command itself: files that it writes, and its exit code.
-OF_COMMANDS = {"html", "json", "figures", "fail_if", "ledger"}
+OF_COMMANDS = {"html", "json", "figures", "fail_if", "ledger", "overwrite"}
 SHARED = ("bins", "level", "resamples", "seed", "folds", "posthoc", "calibration")
 
 
